@@ -13,7 +13,7 @@ KERNEL_TESTS ?= tests/aot tests/kernels  # the longest file first
 ENGINE_TESTS ?= tests/engine
 BIN = $(VENV)/bin
 # Two processes, a file of tests each: most of the time goes to compiling, on one thread.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
 
 .PHONY: serve test test-engine test-kernels slow lint types format clean
 

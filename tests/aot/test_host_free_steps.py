@@ -54,7 +54,7 @@ def exchanged(text: str) -> list[tuple[str, int, str]]:
 def cases():
     for sampler in (Sampler.GREEDY, Sampler.PLAIN, Sampler.FILTERED):
         for steps in LENGTHS:
-            usual = steps == 1 or (steps == 8 and sampler is Sampler.FILTERED)
+            usual = (sampler, steps) in ((Sampler.GREEDY, 1), (Sampler.FILTERED, 8))
             yield pytest.param(sampler, steps, marks=[] if usual else [pytest.mark.slow])
     yield Sampler.FULL, 1
 
@@ -70,7 +70,7 @@ def test_the_host_waits_nowhere_in_a_decode_step_on_a_gpu(sampler, steps, tmp_pa
     assert loops.count(str(steps)) == (steps > 1), "one loop, of so many tokens"
 
 
-@pytest.mark.parametrize("keeps_hidden", [False, True])
+@pytest.mark.parametrize("keeps_hidden", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path):
     runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
     shape = StepShape.of(1152, ROWS, 16, decode_only=False)
@@ -110,7 +110,7 @@ def test_what_is_searched_for_would_be_found(tmp_path):
     ("target", "backend", "page_size"),
     [("h200x8", "mosaic_gpu", 16), pytest.param("v5e-8", "mosaic_tpu", 128, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("sampler", [Sampler.FILTERED, Sampler.FULL])
+@pytest.mark.parametrize("sampler", [Sampler.FILTERED, pytest.param(Sampler.FULL, marks=pytest.mark.slow)])
 def test_logits_are_exchanged_by_rows(target, backend, page_size, sampler, tmp_path):
     """Each of eight devices receives its rows of the logits once, and no other array is nearly as large."""
     runner, _ = make_runner(tmp_path, target, backend, page_size, 2)

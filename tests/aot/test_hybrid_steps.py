@@ -68,7 +68,7 @@ def test_states_stay_in_place(decode, target, page_size, tmp_path):
     assert memory.temp_size_in_bytes < (6 if decode else 12) * ROWS * STATE / mesh.size + 2**29
 
 
-@pytest.mark.parametrize("target", ["h200x2", "v6e-4"])
+@pytest.mark.parametrize("target", ["h200x2", pytest.param("v6e-4", marks=pytest.mark.slow)])
 def test_snapshots_are_copied_alone(target, tmp_path):
     """A copy between slots and snapshots moves these states, and leaves the arrays where they are."""
     runner, _ = make_runner(tmp_path, target, "auto", 128, 4, "bf16", slots=SLOTS, snapshots=8, **QWEN3_NEXT)

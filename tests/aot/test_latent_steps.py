@@ -45,7 +45,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("target", "backend", "page_size", "scheme", "row"), CASES)
-@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("decode", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_latents(target, backend, page_size, scheme, row, decode, tmp_path):
     """The cache has a row per token and layer, is updated in place, and lies on every device. Only heads are split."""
     runner, _ = make_runner(tmp_path, target, backend, page_size, LAYERS, scheme, **DEEPSEEK_V3)

@@ -59,11 +59,8 @@ TARGETS = [
 
 USUAL = {  # the others run in the slow group
     ("h200x1", "mosaic_gpu", "bf16"),
-    ("h200x1", "mosaic_gpu", "int8"),
-    ("h200x8", "mosaic_gpu", "bf16"),
     ("h200x8", "mosaic_gpu", "int4"),
     ("h200x1", "triton", "bf16"),
-    ("v6e-4", "mosaic_tpu", "int4"),
 }
 
 
@@ -278,12 +275,12 @@ def temporaries_of_prompts(folder, backend: str) -> tuple[int, dict]:
     [
         ("h200x1", "mxfp4"),
         ("h200x8", "Q4_K"),
-        ("h200x1", "Q4_K_M"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("v6e-4", "mxfp4"),
                 ("h200x8", "nvfp4"),
+                ("h200x1", "Q4_K_M"),
                 ("h200x8", "Q4_K_M"),
                 ("h200x1", "Q6_K"),
                 ("h200x1", "Q2_K"),
