@@ -33,7 +33,7 @@ class OtherHost:
 
     def __init__(self, config: EngineConfig):
         """Joins. Raises ConfigError, CheckpointError or HostError, also with the first host's reason to refuse."""
-        self._host_id, self._done = config.host_id, 0
+        self._host_id, self._done, self._over = config.host_id, 0, False
         self.busy: Callable[[], bool] = lambda: True
         self._first = "{}:{}".format(*command_address(config))
         secret, identity = read_secret(config), identity_of(config)
@@ -88,10 +88,12 @@ class OtherHost:
             case messages.End(reason) if reason is not None:
                 end_process(f"host {self._host_id} ends: {reason}")
             case messages.Call() | messages.Start() | messages.End():
+                self._over = isinstance(message, messages.End)
                 self._inbox.put(message)
 
     def _tell_tokens(self, count: int, digest: bytes) -> None:
         self._peer.send(messages.encode(messages.Tokens(count, digest)))
 
     def _lose(self, reason: str) -> None:
-        end_process(f"host {self._host_id} ends: the first host ({self._first}) is lost: {reason}")
+        if not self._over:
+            end_process(f"host {self._host_id} ends: the first host ({self._first}) is lost: {reason}")

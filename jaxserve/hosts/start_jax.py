@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.jax_versions import write_compile_cache_here
 from jaxserve.hosts.environment import split_address
 from jaxserve.hosts.errors import HostError
 
@@ -40,6 +41,7 @@ def start_jax(config: EngineConfig) -> EngineConfig:
     except RuntimeError as error:
         raise HostError(f"JAX could not connect the hosts through {config.coordinator}: {error}") from error
     total = jax.device_count()
+    write_compile_cache_here()
     if config.tensor_parallel_size not in (1, total):
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} must be the number of all hosts' devices, {total}, "
