@@ -1,8 +1,8 @@
 """What must be the same on all hosts of a replica, as texts by name: versions, settings and checkpoints.
 
 Of a checkpoint this covers the bytes of config.json, and of each file with weights its name, its size, its first MiB
-(where safetensors and GGUF keep the table of tensors) and SAMPLES blocks spread evenly over it. Two checkpoints of the
-same shapes that differ in only a few tensors may look the same.
+(where safetensors and GGUF keep the table of tensors) and SAMPLES blocks spread evenly over it, to its end. Two
+checkpoints of the same shapes that differ in only a few tensors may look the same.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         digest.update(file.read(size if path.name in CONFIGS else HEAD_BYTES))
         for number in range(SAMPLES):
-            file.seek(size * number // SAMPLES)
+            file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
     return f"{size} bytes with digest {digest.hexdigest()[:16]}"
