@@ -75,10 +75,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def to_devices(host: Any, sharding: Sharding) -> jax.Array:
-    """An array of the host on the devices of a sharding. If these belong to several hosts, each host must call this with
-    the same array, and brings the parts of its own devices; hosts do not wait for each other, as `jax.device_put`
-    would make them."""
-    if sharding.is_fully_addressable or isinstance(host, jax.Array):
+    """An array of this host on the devices of a sharding. If they belong to several hosts, each host must call this
+    with the same array. Each brings the parts of its own devices, and none waits for another, as in
+    `jax.device_put`."""
+    if sharding.is_fully_addressable:
         return jax.device_put(host, sharding)
     host = np.asarray(host)
     return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])

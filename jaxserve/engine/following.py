@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import load_models
@@ -34,12 +35,13 @@ def follow(config: EngineConfig) -> int:
     try:
         runners = load_models(start_jax(config), None, progress=False, static_steps=None).runners
         runners[0].watcher = host.digests.add
+        host.compiles = lambda: any(runner.compiling for runner in runners)
+        host.busy = False
         for call in host.calls():
             command = commands.decode(call.command)
-            prepares = isinstance(command, commands.SetPages | commands.Allocate | commands.Compile)
-            host.busy = lambda prepares=prepares: prepares or any(runner.compiling for runner in runners)
+            host.busy = isinstance(command, commands.SetPages | commands.Allocate | commands.Compile)
             runners[call.runner].run(command)
-            host.busy = lambda: False
+            host.busy = False
     except (ValueError, OSError) as error:
         host.fail(str(error))
     except Exception as error:
@@ -49,7 +51,7 @@ def follow(config: EngineConfig) -> int:
     return 0
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends the process without JAX's own farewell, which would wait for the other hosts."""
     logging.shutdown()
     sys.stdout.flush()

@@ -22,7 +22,7 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME = 2**31
 
 
-class WrongSecret(HostError):
+class WrongSecretError(HostError):
     """The other end does not know the secret."""
 
 
@@ -63,7 +63,7 @@ class Channel:
 
 
 def accept(connection: socket.socket, secret: bytes) -> Channel:
-    """The first host's end. Raises WrongSecret, EOFError or OSError."""
+    """The first host's end. Raises WrongSecretError, EOFError or OSError."""
     if _exactly(connection, len(_MAGIC)) != _MAGIC:
         raise HostError("it does not speak this version's protocol")
     theirs, mine = _exactly(connection, _NONCE), os.urandom(_NONCE)
@@ -73,18 +73,18 @@ def accept(connection: socket.socket, secret: bytes) -> Channel:
     except EOFError:
         given = b""  # it has seen that the proof above is wrong
     if not hmac.compare_digest(given, _proof(secret, b"other", theirs + mine)):
-        raise WrongSecret("it has another secret")
+        raise WrongSecretError("it has another secret")
     keys = (_proof(secret, way, theirs + mine) for way in (b"to other", b"to first"))
     return Channel(connection, *keys)
 
 
 def connect(connection: socket.socket, secret: bytes) -> Channel:
-    """The other hosts' end. Raises WrongSecret, EOFError or OSError."""
+    """The other hosts' end. Raises WrongSecretError, EOFError or OSError."""
     mine = os.urandom(_NONCE)
     connection.sendall(_MAGIC + mine)
     theirs, given = _exactly(connection, _NONCE), _exactly(connection, _PROOF)
     if not hmac.compare_digest(given, _proof(secret, b"first", mine + theirs)):
-        raise WrongSecret("it has another secret")
+        raise WrongSecretError("it has another secret")
     connection.sendall(_proof(secret, b"other", mine + theirs))
     keys = (_proof(secret, way, mine + theirs) for way in (b"to first", b"to other"))
     return Channel(connection, *keys)

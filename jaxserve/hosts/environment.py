@@ -52,9 +52,7 @@ def _leader_worker_set(given: Mapping[str, str]) -> Group | None:
     The leader has index 0."""
     if "LWS_LEADER_ADDRESS" not in given:
         return None
-    return Group(
-        f"{given['LWS_LEADER_ADDRESS']}:{PORT}", int(given["LWS_GROUP_SIZE"]), int(given["LWS_WORKER_INDEX"])
-    )
+    return Group(f"{given['LWS_LEADER_ADDRESS']}:{PORT}", int(given["LWS_GROUP_SIZE"]), int(given["LWS_WORKER_INDEX"]))
 
 
 def _tpu_pod(given: Mapping[str, str]) -> Group | None:

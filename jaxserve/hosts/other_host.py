@@ -28,13 +28,15 @@ class OtherHost:
     it ends this process.
 
     Attributes:
-      busy: tells whether the host loads or compiles, which may take longer than a step.
+      busy, compiles: whether the host loads or compiles, which may take longer than a step; `compiles` is called
+        for each beat.
     """
 
     def __init__(self, config: EngineConfig):
         """Joins. Raises ConfigError, CheckpointError or HostError, also with the first host's reason to refuse."""
         self._host_id, self._done, self._over = config.host_id, 0, False
-        self.busy: Callable[[], bool] = lambda: True
+        self.busy = True
+        self.compiles: Callable[[], bool] = lambda: False
         self._first = "{}:{}".format(*command_address(config))
         secret, identity = read_secret(config), identity_of(config)
         link = self._connect(command_address(config), secret)
@@ -81,7 +83,7 @@ class OtherHost:
                 raise HostError(f"the first host at {self._first} cannot be joined: {error}") from error
 
     def _beat(self) -> messages.Beat:
-        return messages.Beat(self._done, self.busy())
+        return messages.Beat(self._done, self.busy or self.compiles())
 
     def _take(self, message: messages.Message) -> None:
         match message:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def other_checkpoint(folder: Path, target: Path) -> Path:
 
 
 def test_only_hosts_that_fit_join(start_replica, model_folders, tmp_path):
-    """A host that comes late is waited for. Together they answer as one process does, until one of them stands still."""
+    """A host that comes late is waited for. Together they answer as one process does, until one stands still."""
     replica = start_replica(engine_restarts=0, host_timeout=5)
     first = replica.start(0)
     other = other_checkpoint(model_folders(CASE), tmp_path / "other")
@@ -117,23 +118,29 @@ for prompt in prompts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
-def test_llm(start_replica, model_folders, method):
+@pytest.mark.parametrize(
+    ("case", "own"),
+    [
+        (CASE, {"quantization": "int8"}),
+        (CASE, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        (CASE, {"speculative_config": {"method": "draft_model", "model": CASE, "num_speculative_tokens": 3}}),
+        ("qwen3_moe_plain", {}),
+        ("deepseek_v2_lite", {}),
+    ],
+)
+def test_llm(start_replica, model_folders, case, own):
     """All hosts run the same script; that of the first one goes on."""
-    folder, port = str(model_folders(CASE)), free_port()
-    settings = SIZES | {"coordinator": f"127.0.0.1:{port}", "command_port": free_port()}
-    if method is not None:
-        settings["speculative_config"] = {"method": method, "num_speculative_tokens": 3}
-    if method == "draft_model":
-        settings["speculative_config"]["model"] = folder
+    folder, own = str(model_folders(case)), json.loads(json.dumps(own))
+    if "model" in (draft := own.get("speculative_config", {})):
+        draft["model"] = folder
+    settings = SIZES | own | {"coordinator": f"127.0.0.1:{free_port()}", "command_port": free_port()}
     prompts = [[5, 6, 7, 8] * 4, [9] * 20]
     given = json.dumps([folder, prompts, settings])
     replica = start_replica()
     first, second = (replica.run([sys.executable, "-c", SCRIPT, given, f"--host-id={i}"]) for i in range(2))
     assert first.wait(200) == second.wait(20) == 0, replica.said()
     lines = [json.loads(line) for line in first.said().splitlines() if line.startswith("[") and "Gloo" not in line]
-    assert "[5" not in second.said()
-    llm = LLM(folder, tensor_parallel_size=2, **SIZES)
+    llm = LLM(folder, tensor_parallel_size=2, **SIZES | own)
     params = SamplingParams(temperature=0, max_tokens=12)
     alone = [llm.generate({"prompt_token_ids": p}, params, progress=False)[0].outputs[0].token_ids for p in prompts]
     assert lines == alone
@@ -194,7 +201,7 @@ def test_more_devices_and_hosts(start_replica, model_folders, count, devices):
     assert answers == expected(model_folders(CASE), count * devices)
     for victim in range(1, count):
         for number in (signal.SIGKILL, signal.SIGSTOP):
-            error, seconds = replica.error_when(lambda v=victim, n=number: hosts[v].signal_all(n))
+            error, seconds = replica.error_when(partial(hosts[victim].signal_all, number))
             assert f"host {victim} (127.0.0.1) is lost" in error
             assert seconds < 30
             for host_id in range(1, count):
