@@ -31,7 +31,7 @@ OWN = {
 def identity_of(config: EngineConfig) -> dict[str, str]:
     """For a host with these settings. Reads the checkpoint's files, or downloads them. Raises CheckpointError."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    found = {"version of jaxserve": __version__, "version of Python": platform.python_version()}
+    found = {"version of jaxserve": __version__, "version of Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {f"version of {name}": version for name, version in packages.items()}
     settings = asdict(config)
     draft = config.speculative_config

@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from adapter_folders import save_adapter
 from processes import SIZES, Replica, expected
 from serving import free_port, wait_until
 
 from jaxserve.llm import LLM
+from jaxserve.offline import LoRARequest
 from jaxserve.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
@@ -108,11 +110,13 @@ def test_a_killed_first_host(start_replica):
 SCRIPT = """
 import json, sys
 from jaxserve.llm import LLM
+from jaxserve.offline import LoRARequest
 from jaxserve.types import SamplingParams
-model, prompts, settings = json.loads(sys.argv[1])
+model, prompts, settings, adapter = json.loads(sys.argv[1])
 llm = LLM(model, **settings, num_hosts=2, host_id=int(sys.argv[2].partition("=")[2]))
+options = {"progress": False, "lora_request": adapter and LoRARequest("a", 1, adapter)}
 for prompt in prompts:
-    found = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12), progress=False)
+    found = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12), **options)
     print(json.dumps(found[0].outputs[0].token_ids), flush=True)
 """
 
@@ -124,26 +128,29 @@ for prompt in prompts:
         (CASE, {"quantization": "int8"}),
         (CASE, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         (CASE, {"speculative_config": {"method": "draft_model", "model": CASE, "num_speculative_tokens": 3}}),
+        (CASE, {"enable_lora": True}),
         ("qwen3_moe_plain", {}),
         ("deepseek_v2_lite", {}),
     ],
 )
-def test_llm(start_replica, model_folders, case, own):
+def test_llm(start_replica, model_folders, tmp_path, case, own):
     """All hosts run the same script; that of the first one goes on."""
     folder, own = str(model_folders(case)), json.loads(json.dumps(own))
     if "model" in (draft := own.get("speculative_config", {})):
         draft["model"] = folder
     settings = SIZES | own | {"coordinator": f"127.0.0.1:{free_port()}", "command_port": free_port()}
     prompts = [[5, 6, 7, 8] * 4, [9] * 20]
-    given = json.dumps([folder, prompts, settings])
+    adapter = str(save_adapter(tmp_path / "adapter", 3, model=Path(folder))) if "enable_lora" in own else None
+    given = json.dumps([folder, prompts, settings, adapter])
     replica = start_replica()
     first, second = (replica.run([sys.executable, "-c", SCRIPT, given, f"--host-id={i}"]) for i in range(2))
     assert first.wait(200) == second.wait(20) == 0, replica.said()
     lines = [json.loads(line) for line in first.said().splitlines() if line.startswith("[") and "Gloo" not in line]
     llm = LLM(folder, tensor_parallel_size=2, **SIZES | own)
     params = SamplingParams(temperature=0, max_tokens=12)
-    alone = [llm.generate({"prompt_token_ids": p}, params, progress=False)[0].outputs[0].token_ids for p in prompts]
-    assert lines == alone
+    options = {"progress": False, "lora_request": adapter and LoRARequest("a", 1, adapter)}
+    alone = [llm.generate({"prompt_token_ids": prompt}, params, **options) for prompt in prompts]
+    assert lines == [outputs[0].outputs[0].token_ids for outputs in alone]
 
 
 @pytest.mark.slow
