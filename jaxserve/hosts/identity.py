@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxserve import __version__
 from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import EngineConfig
 
@@ -30,6 +29,8 @@ OWN = {
 
 def identity_of(config: EngineConfig) -> dict[str, str]:
     """For a host with these settings. Reads the checkpoint's files, or downloads them. Raises CheckpointError."""
+    from jaxserve import __version__  # here, because the package imports `LLM`, which imports this module
+
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     found = {"version of jaxserve": __version__, "version of Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {f"version of {name}": version for name, version in packages.items()}
