@@ -8,12 +8,13 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 from adapter_folders import save_adapter
-from processes import SIZES, Replica, expected
+from processes import SIZES, Replica, bodies, expected
 from serving import free_port, wait_until
 
 from jaxserve.llm import LLM
@@ -48,9 +49,10 @@ def other_checkpoint(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_only_hosts_that_fit_join(start_replica, model_folders, tmp_path):
-    """A host that comes late is waited for. Together they answer as one process does, until one stands still."""
-    replica = start_replica(engine_restarts=0, host_timeout=5)
+def test_from_start_to_end(start_replica, model_folders, tmp_path):
+    """Hosts that do not fit are refused, and one that comes late is waited for. Together they answer as one process
+    does, until one is killed. Another takes its place, until it stands still."""
+    replica = start_replica(engine_restarts=1, host_timeout=5)
     first = replica.start(0)
     other = other_checkpoint(model_folders(CASE), tmp_path / "other")
     refused = [
@@ -70,28 +72,34 @@ def test_only_hosts_that_fit_join(start_replica, model_folders, tmp_path):
     assert twin.wait(60) == 1
     assert "host 1 is here already, at 127.0.0.1" in twin.said()
     assert replica.answers() == answers
-    error, seconds = replica.error_when(lambda: second.signal_all(signal.SIGSTOP))
-    assert "host 1 (127.0.0.1) is lost: it has been silent for 5 s" in error
-    assert seconds < 20
-    assert first.wait(20) == 1
-    second.signal_all(signal.SIGCONT)
-    assert second.wait(20) != 0
-
-
-def test_a_killed_host_ends_the_replica_and_another_takes_its_place(start_replica):
-    replica = start_replica()
-    first, second = replica.start(0), replica.start(1)
-    replica.wait_ready()
-    answers = replica.answers()
     error, seconds = replica.error_when(second.process.kill)
     assert "host 1 (127.0.0.1) is lost: its process has ended" in error
     assert seconds < 10
     third = replica.start(1)
     replica.wait_ready()
     assert replica.answers() == answers
-    first.process.send_signal(signal.SIGTERM)
-    third.process.send_signal(signal.SIGTERM)  # a job manager signals all hosts
-    assert first.wait() == third.wait() == 0, replica.said()
+    error, seconds = replica.error_when(lambda: third.signal_all(signal.SIGSTOP))
+    assert "host 1 (127.0.0.1) is lost: it has been silent for 5 s" in error
+    assert seconds < 20
+    assert first.wait(20) == 1
+    assert "the engine died 2 times" in first.said()
+    third.signal_all(signal.SIGCONT)
+    assert third.wait(20) != 0
+
+
+@pytest.mark.slow
+def test_stopping_in_order(start_replica):
+    """A job manager signals all hosts at once. Requests are still answered."""
+    replica = start_replica()
+    first, second = replica.start(0), replica.start(1)
+    replica.wait_ready()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(replica.ask, bodies(100)[0])
+        time.sleep(0.3)
+        for host in (first, second):
+            host.process.send_signal(signal.SIGTERM)
+        assert answer.result().json()["usage"]["completion_tokens"] == 100
+    assert first.wait() == second.wait() == 0, replica.said()
 
 
 @pytest.mark.slow
