@@ -137,7 +137,8 @@ def load_weights(
         return jax.block_until_ready(place(path, host, target.sharding))  # then the host's copy can be freed
 
     bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
-    with bar, ThreadPoolExecutor(THREADS) as pool:
+    # The devices of several hosts must get their programs in the same order on all of these.
+    with bar, ThreadPoolExecutor(THREADS if jax.process_count() == 1 else 1) as pool:
         try:
             for path, weight in zip(abstract, pool.map(load, abstract), strict=True):
                 weights[path] = weight

@@ -15,6 +15,7 @@ POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the sh
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
 MAX_PROPOSALS = 31  # most tokens that speculative decoding proposes for a sequence in a step
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
+AUTO_COORDINATOR = "auto"  # as the coordinator: the hosts are those of the environment
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")  # metrics list such names, separated by commas
 
 
@@ -141,7 +142,14 @@ class EngineConfig:
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, of which the cache takes at most half unless kv_pages is given.
-      tensor_parallel_size: devices that share each layer.
+      tensor_parallel_size: devices that share each layer; with several hosts all of their devices.
+      coordinator: "host:port" of the first of several hosts that serve the model together, or "auto": hosts as Slurm, a
+        LeaderWorkerSet or a TPU pod tells them in the environment. None: there is one host.
+      num_hosts, host_id: how many hosts there are, and which of them this is; 0 is the first.
+      command_port: port of the first host at which it tells the others what to do; None: the one after the
+        coordinator's.
+      host_secret_file: file with a secret that all hosts know; None: the environment variable JAXSERVE_HOST_SECRET.
+      host_timeout: seconds after which a silent or slow host ends the replica.
       quantization: format of the weights. "auto" is the checkpoint's; the name of a format requires that the checkpoint
         has it; int8, int4 or fp8 quantizes float weights while they are loaded; int8-dynamic and fp8-dynamic round the
         inputs of products as well.
@@ -202,6 +210,12 @@ class EngineConfig:
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
+    coordinator: str | None = None
+    num_hosts: int = 1
+    host_id: int = 0
+    command_port: int | None = None
+    host_secret_file: str | None = None
+    host_timeout: float = 20.0
     quantization: str = "auto"
     dequantize: bool = False
     attention_backend: str = "auto"
@@ -270,6 +284,9 @@ class EngineConfig:
             ("kv_pages", 2, 2**31 - 1),
             ("state_snapshots", 0, 2**16),
             ("tensor_parallel_size", 1, 2**16),
+            ("num_hosts", 1, 2**12),
+            ("host_id", 0, 2**12 - 1),
+            ("command_port", 1, 2**16 - 1),
             ("decode_steps", 1, MAX_TOKENS_PER_CALL),
             ("max_loras", 1, 256),
             ("max_lora_rank", 1, 512),
@@ -296,6 +313,7 @@ class EngineConfig:
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
             raise ConfigError(f"speculative_config must be an object of settings, got {self.speculative_config!r}")
         self._check_adapters()
+        self._check_hosts()
         if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:
@@ -308,6 +326,19 @@ class EngineConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    def _check_hosts(self) -> None:
+        if type(self.host_timeout) not in (int, float) or not 1 <= self.host_timeout <= 3600:
+            raise ConfigError(f"host_timeout must be in [1, 3600] seconds, got {self.host_timeout!r}")
+        if self.coordinator == AUTO_COORDINATOR:
+            return
+        if (self.num_hosts > 1) != (self.coordinator is not None):
+            what = "its coordinator, and a coordinator needs several hosts"
+            raise ConfigError(f"num_hosts {self.num_hosts} needs {what}, got coordinator {self.coordinator!r}")
+        if self.coordinator is not None and not re.fullmatch(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}", self.coordinator):
+            raise ConfigError(f"coordinator must be host:port or auto, got {self.coordinator!r}")
+        if self.host_id >= self.num_hosts:
+            raise ConfigError(f"host_id must be between 0 and num_hosts - 1 = {self.num_hosts - 1}, got {self.host_id}")
 
     def _check_adapters(self) -> None:
         given: Any = self.lora_modules

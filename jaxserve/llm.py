@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.following import follow, leave
+from jaxserve.hosts.environment import found_hosts
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
     CompletionOutput,
@@ -36,10 +39,18 @@ class LLM:
 
     Keyword arguments are EngineConfig's: `max_model_len`, `tensor_parallel_size`, `kv_pages`, `seed` and so on.
     Raises ConfigError or CheckpointError when the model cannot be loaded with these settings.
+
+    With several hosts, each runs the same script. On all but the first, the constructor does not return: it follows the
+    first host until that has finished, then ends the process.
     """
 
     def __init__(self, model: str, **config: Any):
-        self.engine = Engine.load(EngineConfig(model=str(model), **config))
+        settings = found_hosts(EngineConfig(model=str(model), **config))
+        if settings.host_id:
+            leave(follow(settings))
+        self.engine = Engine.load(settings)
+        if self.engine.hosts is not None:
+            atexit.register(self.engine.hosts.close)
         if self.engine.speculator is not None:  # it compares the times of steps, so these are compiled before
             self.engine.compile()
         self.tokenizer = load_tokenizer(

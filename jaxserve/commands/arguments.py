@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.config import CHOICES, POOL_FRACTION, ConfigError, EngineConfig, LoRAModule
+from jaxserve.hosts.environment import found_hosts
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
 
@@ -54,7 +55,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("engine")
     defaults = {name: f.default for name, f in EngineConfig.__dataclass_fields__.items()}
 
-    def flag(*names: str, field: str, **options: Any) -> None:
+    def flag(*names: str, field: str, group: Any = group, **options: Any) -> None:
         group.add_argument(*names, dest=field, default=defaults[field], choices=CHOICES.get(field), **options)
 
     flag("--revision", field="revision", metavar="NAME",
@@ -99,7 +100,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="dtype of weights, computation and cache; auto: float32 on CPU (with 16-bit weights if the checkpoint "
          "has them), else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
-         help="devices that share each layer")  # fmt: skip
+         help="devices that share each layer; with several hosts all of their devices")  # fmt: skip
     flag("--attention-backend", field="attention_backend",
          help="kernels for attention; auto: the first that runs here, see `jaxserve kernels`")  # fmt: skip
     flag("--matmul-backend", field="matmul_backend",
@@ -144,6 +145,20 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
          help="folder for traces of JAX's profiler; adds POST /profile?steps=N to a server with --admin-key; "
          "None: no traces")  # fmt: skip
+    hosts = command.add_argument_group("several hosts", "Run the same command on each host, with its --host-id.")
+    flag("--coordinator", field="coordinator", group=hosts, metavar="HOST:PORT",
+         help="address of the first host; auto: take the hosts from the environment of Slurm, a LeaderWorkerSet or a "
+         "TPU pod on GKE; None: there is one host")  # fmt: skip
+    flag("--num-hosts", field="num_hosts", group=hosts, type=int, metavar="N", help="hosts of the replica")
+    flag("--host-id", field="host_id", group=hosts, type=int, metavar="I",
+         help="which of them this is; 0: the first, which serves; the others follow it")  # fmt: skip
+    flag("--command-port", field="command_port", group=hosts, type=int, metavar="PORT",
+         help="port of the first host to which the others connect; None: the one after the coordinator's")  # fmt: skip
+    flag("--host-secret-file", field="host_secret_file", group=hosts, metavar="FILE",
+         help="file with a secret of at least 16 bytes that all hosts know; None: read from "
+         "JAXSERVE_HOST_SECRET")  # fmt: skip
+    flag("--host-timeout", field="host_timeout", group=hosts, type=float, metavar="SECONDS",
+         help="a host that is silent or behind for so long ends the replica")  # fmt: skip
     group.add_argument("--enable-lora", action="store_true",
                        help="serve LoRA adapters, each under a model name of its own")  # fmt: skip
     group.add_argument("--dequantize", action="store_true",
@@ -158,6 +173,6 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    config = EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__})
+    config = found_hosts(EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__}))
     os.environ.setdefault(POOL_FRACTION, str(config.memory_utilization))  # works because JAX starts its devices later
     return config

@@ -12,10 +12,11 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxserve.commands import bench, conversion
 from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
+from jaxserve.config import EngineConfig
 
 TARGET_HELP = "devices other than those of this machine, such as h200x8, a100x1 or v5e-4"
 TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
@@ -129,7 +130,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.flags import server_options
     from jaxserve.server.process.run import serve
 
-    return serve(engine_config(args), **server_options(args))
+    options, config = server_options(args), engine_config(args)
+    return _follow(config) if config.host_id else serve(config, **options)
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -203,7 +205,15 @@ def run_batch(args: argparse.Namespace) -> int:
     from jaxserve.server.process.batch_files import answer_file, model_of
 
     args.model = args.model or model_of(args.input)
-    return answer_file(engine_config(args), args.input, args.output)
+    config = engine_config(args)
+    return _follow(config) if config.host_id else answer_file(config, args.input, args.output)
+
+
+def _follow(config: EngineConfig) -> NoReturn:
+    """What every command does on the hosts of a replica behind the first."""
+    from jaxserve.engine.following import follow, leave
+
+    leave(follow(config))
 
 
 def run_kernels(args: argparse.Namespace) -> int:

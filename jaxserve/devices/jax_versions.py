@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src import distributed
 from jax.stages import Compiled
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -21,3 +22,10 @@ def with_int4_arguments(compiled: Compiled) -> Compiled:
         layouts = executable._xla_in_layouts
         executable._xla_in_layouts = [x if x is None or not x.sub_byte_element_size_in_bits else None for x in layouts]
     return compiled
+
+
+def write_compile_cache_here() -> None:
+    """Lets this process write to the persistent compilation cache. JAX (0.10 to 0.12) has only process 0 write, as if
+    all hosts had one folder. With folders of their own, or on CPU, where entries differ by host, the others would
+    compile at each start. Call it when the devices are known, because these follow the same number."""
+    distributed.global_state.process_id = 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.config import ConfigError
 
@@ -71,6 +72,16 @@ def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def to_devices(host: Any, sharding: Sharding) -> jax.Array:
+    """An array of this host on the devices of a sharding. If they belong to several hosts, each host must call this
+    with the same array. Each brings the parts of its own devices, and none waits for another, as in
+    `jax.device_put`."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    host = np.asarray(host)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
 
 
 def padded_vocab(vocab_size: int, tensor_parallel_size: int) -> int:

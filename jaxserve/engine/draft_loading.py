@@ -12,7 +12,7 @@ import jax
 
 from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import replicated
+from jaxserve.devices.mesh import replicated, to_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized
 from jaxserve.execution.cache_kinds import cache_kind
@@ -84,7 +84,7 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     params = make_params(drafter, folder, mesh, own, progress=False, source=files)
     drafter, params = trust_matmul(drafter, params, mesh, config.matmul_backend)
     if files.ids is not None:
-        params["ids"] = jax.device_put(files.ids, replicated(mesh))
+        params["ids"] = to_devices(files.ids, replicated(mesh))
     platform = mesh.devices.flat[0].platform
     kind = cache_kind(drafter.config, drafter.kv_heads, layout.dtype, platform)
     log.info("loaded the draft head of %s in %.1f s", given.model or config.model, time.perf_counter() - start)

@@ -68,7 +68,7 @@ class Engine:
         model, runner = parts.model, parts.runner
         self.config, self.model, self.runner, self._parts = config, model, runner, parts
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
-        self.pooler, self._draft = parts.pooler, parts.draft and parts.draft.runner
+        self.pooler, self._draft, self.hosts = parts.pooler, parts.draft and parts.draft.runner, parts.hosts
         self.model_folder, self.tokenizer_folder = parts.folders
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -138,6 +138,8 @@ class Engine:
             self._allocate()
         if self.speculator is not None:
             self.speculator.measure(self.runner, self.shapes)
+        if self.hosts is not None:
+            self.hosts.wait_idle()
         self.runner.frozen = self.config.forbid_compile
         seconds, hits = time.perf_counter() - start, self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.hosts.first_host import FirstHost
+from jaxserve.hosts.start_jax import start_jax
 from jaxserve.models.load import make_params, trust_matmul
 from jaxserve.models.pooling import Pooler
 from jaxserve.models.spec import ModelConfig
@@ -44,6 +47,7 @@ class EngineParts:
       shapes: the buckets that steps are padded to.
       cost: estimates the time of a step; None on CPU.
       draft: the draft model of speculative decoding.
+      hosts: the other hosts of the replica; None: there are none.
     """
 
     model: ModelConfig
@@ -54,12 +58,27 @@ class EngineParts:
     sizing: Sizing
     pooler: Pooler | None = None
     draft: Sized | None = None
+    hosts: FirstHost | None = None
 
 
-def load_parts(
+@dataclass(frozen=True)
+class LoadedModels:
+    """The models of an engine on the devices, with caches of a single page."""
+
+    plan: ModelPlan
+    params: Any
+    runner: ModelRunner
+    draft: Sized | None
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        return [self.runner] if self.draft is None else [self.runner, self.draft.runner]
+
+
+def load_models(
     config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
-) -> EngineParts:
-    """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
+) -> LoadedModels:
+    """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
     start = time.perf_counter()
     enable_compile_cache()
     plan = ModelPlan.of(config, devices)
@@ -78,16 +97,35 @@ def load_parts(
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
     runner = ModelRunner(decoder, params, mesh, *rows, **options)
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
-    device = mesh.devices.flat[0]
-    cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)
-    shapes = _shapes(config, plan, cost)
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
+    return LoadedModels(plan, params, runner, draft)
+
+
+def load_parts(
+    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+) -> EngineParts:
+    """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
+    hosts = None
+    if config.num_hosts > 1:
+        hosts = FirstHost(config)
+        hosts.gather()
+        config = start_jax(config)
+    loaded = load_models(config, devices, progress=progress, static_steps=static_steps)
+    plan, runner, draft = loaded.plan, loaded.runner, loaded.draft
+    mesh, model = plan.mesh, plan.model
+    if hosts is not None:
+        runner.watcher = hosts.digests.add
+        for number, one in enumerate(loaded.runners):
+            one.listener = partial(hosts.tell, number)
+    device = mesh.devices.flat[0]
+    cost = StepCost.of(loaded.params, model, device, num_devices(mesh), plan.dtype)
+    shapes = _shapes(config, plan, cost)
     models = [Sized(runner, plan.one_page)] + ([draft] if draft is not None else [])
     held = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)
     budget = memory.budget(config, device, num_devices(mesh), *held, plan.one_page.state_bytes(mesh))
     sizing = Sizing(config, models, budget, shapes, plan.longest)
     sizing.begin()
-    return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler, draft)
+    return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler, draft, hosts)
 
 
 def make_scheduler(config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None) -> Scheduler:

@@ -25,6 +25,7 @@ import numpy as np
 from jaxserve.engine.adapter_places import Adapters
 from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.hosts.first_host import FirstHost
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams, Group
 from jaxserve.scheduling.running_table import Lineup
@@ -53,6 +54,7 @@ class Steps(Protocol):
     speculator: Speculator | None
     adapters: Adapters | None
     counters: EngineStats
+    hosts: FirstHost | None
 
     def advance(self, output: StepOutput) -> None: ...
     def abort(self, request_id: str, index: int | None = None) -> None: ...
@@ -151,6 +153,8 @@ class Recovery:
 
     def _failed(self, error: Exception, output: StepOutput) -> None:
         engine, trial = self._engine, self._trial
+        if engine.hosts is not None and not engine.runner.is_whole():
+            engine.hosts.fail(f"a step failed on the devices: {error}")  # ends the replica
         engine.counters.failed_steps += 1
         suspects = trial or self._participants()
         what = "again, for a part of them:" if trial else "failed; each part of them is tried alone:"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from jaxserve.config import EngineConfig
@@ -98,8 +97,7 @@ class Sizing:
 
     def _set_pages(self, pages: int) -> None:
         for runner, one_page in self._models:
-            layout = replace(one_page, num_pages=pages)
-            runner.set_cache_size(layout, -(-self.longest // layout.page_size))
+            runner.set_pages(pages, -(-self.longest // one_page.page_size))
 
     def _fitting(self, needs: Needs) -> int:
         return memory.fitting_pages(self._config, self._pages_of_longest, self._page_bytes, self.budget, needs)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import ProgramName, Upkeep
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -72,8 +72,19 @@ class Propose(msgspec.Struct, tag=True, frozen=True):
     count: int
 
 
-class Restore(msgspec.Struct, tag=True, frozen=True):
-    method: ClassVar = "restore"
+class SetPages(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "set_pages"
+    pages: int
+    max_blocks: int
+
+
+class Allocate(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "allocate"
+
+
+class Compile(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "compile"
+    names: list[ProgramName]
 
 
 class WriteAdapter(msgspec.Struct, tag=True, frozen=True):
@@ -92,8 +103,8 @@ class WriteRanks(msgspec.Struct, tag=True, frozen=True):
     ranks: np.ndarray
 
 
-Change = SetSlots | CountTokens | UpdateTables | CopyPages | CopyStates | WriteAdapter | WriteRanks | Restore
-Command = Step | SampleDeferred | ScorePrompt | Propose | Change
+Change = SetSlots | CountTokens | UpdateTables | CopyPages | CopyStates | WriteAdapter | WriteRanks
+Command = Step | SampleDeferred | ScorePrompt | Propose | Change | SetPages | Allocate | Compile
 
 
 def encode(command: Command) -> bytes:

@@ -47,4 +47,4 @@ def _stack(rows: list[Any]) -> Any:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     if isinstance(rows[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
-    return jax.device_put(jnp.stack(rows), sharding)
+    return jax.jit(lambda *rows: jnp.stack(rows), out_shardings=sharding)(*rows)

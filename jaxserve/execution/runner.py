@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ class ModelRunner(UpkeepCalls):
 
     Methods that run programs dispatch them and return at once; reading a result waits for the devices. Each of these
     calls is also passed to `listener`, unless it is None, as a command with which another runner can repeat the call.
+    `watcher` gets the sampled tokens of each call that samples, which the devices may still be computing.
 
     Args:
       num_slots: sequences that can run at a time.
@@ -96,6 +98,7 @@ class ModelRunner(UpkeepCalls):
         self.cache: KVCache
         self.compile_seconds = 0.0
         self.listener: Callable[[commands.Command], None] | None = None
+        self.watcher: Callable[[jax.Array], None] | None = None
         self._hidden: jax.Array | None = None  # hidden states of the latest step that kept them
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
@@ -135,8 +138,14 @@ class ModelRunner(UpkeepCalls):
             del self._executables[name]
         self._slot_shapes = slots
 
+    def set_pages(self, pages: int, max_blocks: int) -> None:
+        """`set_cache_size` with the present layout and this number of pages."""
+        self._tell(commands.SetPages, pages, max_blocks)
+        self.set_cache_size(replace(self.layout, num_pages=pages), max_blocks)
+
     def allocate(self) -> None:
         """Allocates the cache and the slots. Existing ones are freed first."""
+        self._tell(commands.Allocate)
         vars(self).pop("cache", None)  # the old and the new one may not fit together
         vars(self).pop("slots", None)
         lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
@@ -148,15 +157,18 @@ class ModelRunner(UpkeepCalls):
 
         Raises the devices' error if allocating fails, too.
         """
-        self._tell(commands.Restore)
+        if not self.is_whole():
+            del self.cache, self.slots  # the old and the new ones may not fit together
+            self.allocate()
+
+    def is_whole(self) -> bool:
+        """Whether cache and slots exist. Waits for the devices; a step that failed on them has destroyed both."""
         try:
             whole = not any(x.is_deleted() for x in jax.tree.leaves((self.cache, self.slots)))
             jax.block_until_ready((self.cache, self.slots) if whole else ())
         except Exception:  # the error of a computation that failed on the devices
-            whole = False
-        if not whole:
-            del self.cache, self.slots  # the old and the new ones may not fit together
-            self.allocate()
+            return False
+        return whole
 
     @property
     def deferred_sizes(self) -> list[int]:
@@ -187,6 +199,7 @@ class ModelRunner(UpkeepCalls):
         self._tell(commands.Step, program, packed)
         result = self._get(program)(self._arrays, self.cache, self.slots, packed)
         self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
+        self._show(result.drawn)
         return result.drawn, result.hidden
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
@@ -202,6 +215,7 @@ class ModelRunner(UpkeepCalls):
             packed[:, 0], packed[: end - at] = self.num_slots, given[at:end]
             one, self.slots = self._get(Upkeep("sample_deferred", size))(self._arrays, self.slots, packed)
             drawn.append((end - at, one))
+            self._show(one)
             at = end
         return drawn
 
@@ -235,6 +249,10 @@ class ModelRunner(UpkeepCalls):
     def _tell(self, kind: type, *fields: Any) -> None:
         if self.listener is not None:
             self.listener(kind(*fields))
+
+    def _show(self, drawn: Sampled) -> None:
+        if self.watcher is not None:
+            self.watcher(drawn.tokens)
 
     def run(self, command: commands.Command) -> Any:
         """Repeats the call of another runner whose listener received this command. Returns what the method returns."""
@@ -283,6 +301,7 @@ class ModelRunner(UpkeepCalls):
 
     def compile(self, names: Sequence[ProgramName]) -> None:
         """Compiles these programs in this order, several at a time, unless they are compiled already."""
+        self._tell(commands.Compile, list(names))
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 

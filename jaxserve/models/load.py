@@ -239,6 +239,8 @@ def load_params(
     source = source or Checkpoint.open(path, quantization, ignored_keys)
     targets = abstract_params(decoder, mesh)
     if orbax.is_saved(path):
+        if jax.process_count() > 1:
+            raise ConfigError(f"{path} is an Orbax checkpoint, which one host serves; several read safetensors or GGUF")
         if quantization != "auto":
             raise ConfigError(f"{path} is an Orbax checkpoint, which stays as it is; leave out --quantization")
         restored = {name: rounding(name, x) for name, x in _restore(path, targets).items()}

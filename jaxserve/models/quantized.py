@@ -20,7 +20,7 @@ from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.devices import layouts
-from jaxserve.devices.mesh import is_split
+from jaxserve.devices.mesh import is_split, to_devices
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.int4 import int4_of_bytes
@@ -99,7 +99,7 @@ def place(path: str, host: np.ndarray | QuantArray | BlockArray, sharding: Shard
     if scheme and not isinstance(host, BlockArray):
         host = rounded(path, host, scheme)
     if not isinstance(host, QuantArray | BlockArray):
-        return jax.device_put(host, sharding)
+        return to_devices(host, sharding)
     host = for_devices(host, sharding)
     return jax.tree.map(put, host, _shardings(host, sharding))
 
@@ -131,11 +131,11 @@ def put(host: np.ndarray | PackedInt4, sharding: NamedSharding) -> jax.Array:
     """Brings an array to the devices. A PackedInt4 is sent packed, and unpacked to int4 on the devices. It is unpacked
     on the host if a device boundary would cut a byte, or if a CPU lacks the kernel."""
     if not isinstance(host, PackedInt4):
-        return jax.device_put(host, sharding)
+        return to_devices(host, sharding)
     on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"
     if sharding.shard_shape(host.shape)[-1] % 2 or (on_cpu and not cpu.available(cpu.QUANT_MATMUL)):
-        return jax.device_put(np.asarray(host), sharding)
-    return _unpacker(sharding, host.dtype)(jax.device_put(host.data, sharding))
+        return to_devices(np.asarray(host), sharding)
+    return _unpacker(sharding, host.dtype)(to_devices(host.data, sharding))
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import queue
 import socket
 import sys
@@ -105,6 +106,12 @@ class EngineServer:
         while not self._fronts and time.monotonic() < deadline:
             time.sleep(0.05)
         return bool(self._fronts)
+
+    def end_process(self, message: str) -> None:
+        """Tells every front that the engine is dead, and ends the process, whose engine may wait for its devices."""
+        self.fail(message, patience=0.0)
+        self.close()
+        os._exit(1)
 
     def close(self) -> None:
         self._closed.set()
@@ -329,13 +336,21 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         adapters=adapters.registry.served if adapters else [],
         **pooling,
     )
+    hosts = getattr(engine, "hosts", None)
+    if hosts is not None:
+        hosts.on_end = server.end_process
     try:
         server.run(engine, ready)
     except Exception as error:
         log.exception("the engine failed")
-        server.fail(f"the engine failed: {type(error).__name__}: {error}", patience=0.0)
+        text = f"the engine failed: {type(error).__name__}: {error}"
+        if hosts is not None:
+            hosts.fail(text)
+        server.fail(text, patience=0.0)
         server.close()
         return 1
+    if hosts is not None:
+        hosts.close()
     server.close()
     return 0
 

@@ -79,6 +79,9 @@ def serve(
     log_to_stderr(logging.INFO)
     if config.max_waiting is None:
         config = dataclasses.replace(config, max_waiting=config.queue_limit)
+    if config.num_hosts > 1:  # an engine's process that stands still keeps the other hosts waiting
+        watchdog = settings.get("watchdog_seconds", ServerSettings.watchdog_seconds)
+        settings["watchdog_seconds"] = watchdog and min(watchdog, config.host_timeout)
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or (config.model,))
     template = None if chat_template is None else read_chat_template(chat_template)

@@ -1,0 +1,236 @@
+"""The first host's side of a replica on several hosts: lets the others join, tells them every call, and watches them.
+
+The first host schedules. What its runners do on their devices is told to the other hosts, whose runners do the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution import commands
+from jaxserve.hosts import channel, messages
+from jaxserve.hosts.environment import command_address, read_secret
+from jaxserve.hosts.errors import HostError
+from jaxserve.hosts.identity import difference, identity_of
+from jaxserve.hosts.peer import Peer
+from jaxserve.hosts.start_jax import JOIN_SECONDS, stop_jax
+from jaxserve.hosts.token_digests import TokenDigests
+
+log = logging.getLogger(__name__)
+
+GREETING_SECONDS = 10.0  # for a connection to prove that it knows the secret
+GREETINGS = 64  # connections that may be at it
+GRACE_SECONDS = 2.0  # after a failure on the devices, for the loss of the host that caused it to be noticed
+
+
+def end_process(reason: str) -> None:
+    """Ends this process at once: its other threads may wait for devices that never answer."""
+    os.write(2, f"jaxserve: {reason}\n".encode())
+    os._exit(1)
+
+
+class FirstHost:
+    """Attributes:
+    on_end: called once, on any thread, when the replica cannot go on, with the reason; by default `end_process`.
+    """
+
+    def __init__(self, config: EngineConfig):
+        """Listens; `gather` waits for the others. Raises ConfigError, CheckpointError or HostError."""
+        self._timeout, self._count = config.host_timeout, config.num_hosts
+        self._secret, self._identity = read_secret(config), identity_of(config)
+        self.on_end: Callable[[str], None] = end_process
+        self._peers: dict[int, Peer] = {}
+        self._beats: dict[int, messages.Beat] = {}  # the latest of each host
+        self._sent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # calls sent so far, at each look
+        self._calls, self._started, self._over = 0, False, False
+        self._changed = threading.Condition()  # guards all of these
+        self._digests: dict[int, dict[int, bytes]] = {}  # count -> host -> digest, until all hosts have sent theirs
+        self.digests = TokenDigests(partial(self._compare, 0), self.fail)
+        address = command_address(config)
+        try:
+            self._listener = _listen(*address)
+        except OSError as error:
+            raise HostError(f"cannot listen for the other hosts on {address[0]}:{address[1]}: {error}") from error
+        threading.Thread(target=self._accept, name="hosts", daemon=True).start()
+
+    def gather(self) -> None:
+        """Waits until all hosts have joined. Raises HostError if they do not come."""
+        log.info("waiting for %d other hosts", self._count - 1)
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._peers) == self._count - 1, JOIN_SECONDS):
+                missing = [str(i) for i in range(1, self._count) if i not in self._peers]
+                raise HostError(f"host {', '.join(missing)} of {self._count} did not join within {JOIN_SECONDS} s")
+            self._started = True
+        self._send_all(messages.Start())
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def tell(self, runner: int, command: commands.Command) -> None:
+        """Has the other hosts run a call. `runner`: as in `messages.Call`. Returns at once."""
+        self._send_all(messages.Call(runner, commands.encode(command)))
+        self._calls += 1
+
+    def wait_idle(self) -> None:
+        """Waits until all hosts have run the calls so far. A host that does not is lost, which ends this process."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or all(self._done(i) >= self._calls for i in self._peers))
+
+    def fail(self, reason: str) -> None:
+        """Ends the replica after something failed here or on a host. If a host is lost meanwhile, that is why."""
+        time.sleep(GRACE_SECONDS)
+        self._end(reason)
+
+    def close(self) -> None:
+        """Lets the other hosts end, and waits for that a while."""
+        with self._changed:
+            if self._over:
+                return
+            self._over = True
+        self._send_all(messages.End())
+        stop_jax()
+
+    def _send_all(self, message: messages.Message) -> None:
+        body = messages.encode(message)
+        for peer in self._peers.values():
+            peer.send(body)
+
+    # Joining
+
+    def _accept(self) -> None:
+        places = threading.Semaphore(GREETINGS)
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                log.error("cannot take a host's connection: %s", error)
+                time.sleep(1.0)
+                continue
+            places.acquire()
+
+            def greet(connection: socket.socket = connection, address: tuple = address) -> None:
+                try:
+                    self._greet(connection)
+                except (OSError, EOFError, ValueError) as error:
+                    log.warning("a connection from %s was refused: %s", address[0], error)
+                    connection.close()
+                finally:
+                    places.release()
+
+            threading.Thread(target=greet, name="greeting", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.settimeout(GREETING_SECONDS)
+        link = channel.accept(connection, self._secret)
+        join = messages.decode(link.receive())
+        if not isinstance(join, messages.Join):
+            raise HostError("it does not ask to join")
+        with self._changed:
+            reason = self._why_not(join)
+            if reason is None:
+                self._add(join.host_id, link)
+                return
+        link.send(messages.encode(messages.Refused(reason)))
+        raise HostError(reason)
+
+    def _why_not(self, join: messages.Join) -> str | None:
+        if not 1 <= join.host_id < self._count:
+            return f"it is host {join.host_id}, but the other hosts are 1 to {self._count - 1}"
+        if join.host_id in self._peers:
+            return f"host {join.host_id} is here already, at {self._peers[join.host_id].address}"
+        differs = difference(self._identity, join.identity)
+        return differs and f"host {join.host_id} does not fit: {differs}"
+
+    def _add(self, host: int, link: channel.Channel) -> None:
+        log.info("host %d has joined from %s", host, link.address)
+        self._beats[host] = messages.Beat()
+        receive, lose = partial(self._take, host), partial(self._lose, host)
+        self._peers[host] = Peer(link, self._timeout, messages.Beat, receive, lose)
+        self._changed.notify_all()
+
+    # Watching
+
+    def _take(self, host: int, message: messages.Message) -> None:
+        match message:
+            case messages.Beat():
+                with self._changed:
+                    self._beats[host] = message
+                    self._changed.notify_all()
+            case messages.Tokens(count, digest):
+                self._compare(host, count, digest)
+            case messages.Failed(reason):
+                self.fail(f"host {host} ({self._peers[host].address}) failed: {reason}")
+            case _:
+                raise HostError(f"it sent a {type(message).__name__}")
+
+    def _lose(self, host: int, reason: str) -> None:
+        with self._changed:
+            if not self._started:
+                del self._peers[host]  # another process may take its place
+                log.warning("host %d has left before the start: %s", host, reason)
+                return
+            address = self._peers[host].address
+        self._end(f"host {host} ({address}) is lost: {reason}")
+
+    def _done(self, host: int) -> int:
+        """The calls that a host has run; -1 while it loads or compiles."""
+        beat = self._beats[host]
+        return -1 if beat.busy else beat.done
+
+    def _watch(self) -> None:
+        """Ends the replica if a host has not run what was sent `host_timeout` ago."""
+        while not self._over:
+            time.sleep(self._timeout / 8)
+            now = time.monotonic()
+            self._sent.append((now, self._calls))
+            while self._sent[0][0] < now - self._timeout:
+                _, due = self._sent.popleft()
+                for host, beat in list(self._beats.items()):
+                    if not beat.busy and beat.done < due:
+                        self._end(
+                            f"host {host} ({self._peers[host].address}) is lost: it lags by more than "
+                            f"{self._timeout:g} s"
+                        )
+
+    def _compare(self, host: int, count: int, digest: bytes) -> None:
+        """Takes a digest of sampled tokens. All hosts' digests of the same count must be equal."""
+        with self._changed:
+            known = self._digests.setdefault(count, {})
+            known[host] = digest
+            wrong = [other for other in known if known[other] != known.get(0, digest)]
+            if len(known) == self._count:
+                del self._digests[count]
+        if wrong:
+            self._end(f"host {wrong[0]} has sampled other tokens than the first host within {count} steps")
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            if self._over:
+                return
+            self._over = True
+            self._changed.notify_all()
+        log.error("%s; the replica ends", reason)
+        self._send_all(messages.End(reason))
+        for peer in self._peers.values():
+            peer.flush(1.0)
+        sys.stderr.flush()
+        self.on_end(reason)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket at the coordinator's address, or on all interfaces where this host goes by that address but
+    does not have it, as behind a load balancer."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == 99:  # EADDRNOTAVAIL
+            return socket.create_server(("", port))
+        raise

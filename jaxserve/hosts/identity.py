@@ -1,0 +1,76 @@
+"""What must be the same on all hosts of a replica, as texts by name: versions, settings and checkpoints.
+
+Of a checkpoint this covers the bytes of config.json, and of each file with weights its name, its size, its first MiB
+(where safetensors and GGUF keep the table of tensors) and SAMPLES blocks spread evenly over it, to its end. Two
+checkpoints of the same shapes that differ in only a few tensors may look the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxserve.checkpoints.hub import resolve_model
+from jaxserve.config import EngineConfig
+
+HEAD_BYTES, SAMPLES, SAMPLE_BYTES = 2**20, 16, 2**16
+CONFIGS = ("config.json", "params.json")
+WEIGHTS = (".safetensors", ".gguf")
+# Settings that only the first host uses, or that name places on one host.
+OWN = {
+    "model", "revision", "tokenizer", "coordinator", "host_id", "command_port", "host_secret_file", "profile_dir",
+    "max_waiting", "max_waiting_tokens", "scheduling_policy", "lora_modules", "max_cpu_loras", "host_timeout",
+}  # fmt: skip
+
+
+def identity_of(config: EngineConfig) -> dict[str, str]:
+    """For a host with these settings. Reads the checkpoint's files, or downloads them. Raises CheckpointError."""
+    from jaxserve import __version__  # here, because the package imports `LLM`, which imports this module
+
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    found = {"version of jaxserve": __version__, "version of Python": ".".join(platform.python_version_tuple()[:2])}
+    found |= {f"version of {name}": version for name, version in packages.items()}
+    settings = asdict(config)
+    draft = config.speculative_config
+    if draft is not None:
+        settings["speculative_config"].pop("model")
+    found |= {name: repr(value) for name, value in settings.items() if name not in OWN}
+    found |= _files(config.model, config.revision, "checkpoint", weights=config.load_format != "dummy")
+    if draft is not None and draft.model is not None:
+        found |= _files(draft.model, None, "draft's checkpoint", weights=True)
+    return found
+
+
+def difference(first: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first difference in words; None if there is none."""
+    for name in dict.fromkeys([*first, *other]):
+        mine, theirs = (given.get(name, "none") for given in (first, other))
+        if mine != theirs:
+            return f"its {name} is {theirs}, and that of the first host is {mine}"
+    return None
+
+
+def _files(model: str, revision: str | None, what: str, *, weights: bool) -> dict[str, str]:
+    folder = resolve_model(model, weights=weights, revision=revision)
+    paths = [folder] if folder.is_file() else [path for path in sorted(folder.iterdir()) if path.is_file()]
+    wanted = [path for path in paths if path.name in CONFIGS or (weights and path.suffix in WEIGHTS)]
+    return {f"{what} ({_name(path)})": _digest(path) for path in wanted}
+
+
+def _name(path: Path) -> str:
+    """A GGUF file may have any name, as it is given by its path."""
+    return "GGUF" if path.suffix == ".gguf" else path.name
+
+
+def _digest(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(size if path.name in CONFIGS else HEAD_BYTES))
+        for number in range(SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return f"{size} bytes with digest {digest.hexdigest()[:16]}"

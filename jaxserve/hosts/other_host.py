@@ -1,0 +1,101 @@
+"""The side of the hosts that follow the first one."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from jaxserve.config import EngineConfig
+from jaxserve.hosts import channel, messages
+from jaxserve.hosts.environment import command_address, read_secret
+from jaxserve.hosts.errors import HostError
+from jaxserve.hosts.first_host import GRACE_SECONDS, GREETING_SECONDS, end_process
+from jaxserve.hosts.identity import identity_of
+from jaxserve.hosts.peer import Peer
+from jaxserve.hosts.start_jax import JOIN_SECONDS
+from jaxserve.hosts.token_digests import TokenDigests
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+
+
+class OtherHost:
+    """A host's link to the first host. If the replica ends for another reason than that the first host has finished,
+    it ends this process.
+
+    Attributes:
+      busy, compiles: whether the host loads or compiles, which may take longer than a step; `compiles` is called
+        for each beat.
+    """
+
+    def __init__(self, config: EngineConfig):
+        """Joins. Raises ConfigError, CheckpointError or HostError, also with the first host's reason to refuse."""
+        self._host_id, self._done, self._over = config.host_id, 0, False
+        self.busy = True
+        self.compiles: Callable[[], bool] = lambda: False
+        self._first = "{}:{}".format(*command_address(config))
+        secret, identity = read_secret(config), identity_of(config)
+        link = self._connect(command_address(config), secret)
+        self._inbox: queue.SimpleQueue[messages.Call | messages.Start | messages.End] = queue.SimpleQueue()
+        link.send(messages.encode(messages.Join(config.host_id, identity)))
+        answer = messages.decode(link.receive())
+        if isinstance(answer, messages.Refused):
+            raise HostError(f"the first host at {self._first} refuses this host: {answer.reason}")
+        self._take(answer)
+        self._peer = Peer(link, config.host_timeout, self._beat, self._take, self._lose)
+        self.digests = TokenDigests(self._tell_tokens, self.fail)
+        log.info("host %d has joined %s", config.host_id, self._first)
+
+    def wait_start(self) -> None:
+        """Waits until all hosts have joined."""
+        self._inbox.get()
+
+    def calls(self) -> Iterator[messages.Call]:
+        """The first host's calls, until it ends the replica. A call counts as run when the next one is asked for."""
+        while isinstance(message := self._inbox.get(), messages.Call):
+            yield message
+            self._done += 1
+
+    def fail(self, reason: str) -> None:
+        """Tells the first host that this one cannot go on. Does not return."""
+        self._peer.send(messages.encode(messages.Failed(reason)))
+        time.sleep(3 * GRACE_SECONDS)  # the first host's answer ends this process
+        end_process(f"host {self._host_id} failed: {reason}")
+
+    def _connect(self, address: tuple[str, int], secret: bytes) -> channel.Channel:
+        deadline = time.monotonic() + JOIN_SECONDS
+        while True:
+            try:
+                connection = socket.create_connection(address, GREETING_SECONDS)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise HostError(f"the first host does not answer at {self._first}: {error}") from error
+                time.sleep(RETRY_SECONDS)
+                continue
+            try:
+                return channel.connect(connection, secret)
+            except (OSError, EOFError) as error:
+                connection.close()
+                raise HostError(f"the first host at {self._first} cannot be joined: {error}") from error
+
+    def _beat(self) -> messages.Beat:
+        return messages.Beat(self._done, self.busy or self.compiles())
+
+    def _take(self, message: messages.Message) -> None:
+        match message:
+            case messages.End(reason) if reason is not None:
+                end_process(f"host {self._host_id} ends: {reason}")
+            case messages.Call() | messages.Start() | messages.End():
+                self._over = isinstance(message, messages.End)
+                self._inbox.put(message)
+
+    def _tell_tokens(self, count: int, digest: bytes) -> None:
+        self._peer.send(messages.encode(messages.Tokens(count, digest)))
+
+    def _lose(self, reason: str) -> None:
+        if not self._over:
+            end_process(f"host {self._host_id} ends: the first host ({self._first}) is lost: {reason}")

@@ -1,0 +1,58 @@
+"""Makes the devices of all hosts one set of devices."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import jax
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.jax_versions import write_compile_cache_here
+from jaxserve.hosts.environment import split_address
+from jaxserve.hosts.errors import HostError
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 300  # for all hosts to come
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+SHUTDOWN_SECONDS = 5  # for all hosts to end
+
+
+def start_jax(config: EngineConfig) -> EngineConfig:
+    """Connects JAX's processes; returns the settings with the number of all devices. Must be called before JAX has
+    looked for devices. Raises HostError, or ConfigError for a number of devices that leaves some unused."""
+    assert config.coordinator is not None
+    host, port = split_address(config.coordinator)
+    # The notice of a preemption would replace our handlers of signals. Our own watch over the hosts is faster than
+    # JAX's, and names the host.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.num_hosts,
+            config.host_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=JOIN_SECONDS,
+            heartbeat_timeout_seconds=max(100, 5 * int(config.host_timeout)),
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            coordinator_bind_address=f"{host}:{port}" if host in _LOCAL else None,
+        )
+    except RuntimeError as error:
+        raise HostError(f"JAX could not connect the hosts through {config.coordinator}: {error}") from error
+    total = jax.device_count()
+    write_compile_cache_here()
+    if config.tensor_parallel_size not in (1, total):
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} must be the number of all hosts' devices, {total}, "
+            "which is the default with several hosts"
+        )
+    return replace(config, tensor_parallel_size=total)
+
+
+def stop_jax() -> None:
+    """Disconnects JAX's processes, which must all call it within SHUTDOWN_SECONDS."""
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError as error:
+        log.warning("JAX did not disconnect the hosts in order: %s", error)
