@@ -97,6 +97,7 @@ class PageCopies:
         self._progress: dict[Load, _Progress] = {}
         self._writing, self._lock = 0, threading.Lock()  # pages on their way to files
         self._resets = 0
+        self.patience = PATIENCE
         self._idle: tuple[int, list[int]] = (-1, [])  # the cache's generation, and its pages that were not looked at
         self.saved = self.loaded = self.failed = 0  # pages
 
@@ -131,7 +132,7 @@ class PageCopies:
         while self._begin_reads(scheduler.loads):
             future = self._reads[0].future
             assert future is not None
-            if not future.done() and (busy or not wait([future], PATIENCE).done):
+            if not future.done() and (busy or not wait([future], self.patience).done):
                 return
             self._finish(self._reads.popleft(), scheduler)
             if busy and time.perf_counter() > end:

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.execution.runner import ModelRunner
 
@@ -28,6 +27,8 @@ def page_fingerprint(config: EngineConfig, folder: Path, runner: ModelRunner) ->
 
     Raises OSError for files that cannot be read.
     """
+    from jaxserve import __version__  # which imports the engine
+
     digest = hashlib.blake2b(digest_size=16)
     settings = {name: value for name, value in asdict(config).items() if name not in _UNRELATED}
     contents = [(x.shape, str(x.dtype)) for x in runner.layout.contents(runner.mesh, 1)]
