@@ -214,6 +214,10 @@ class Engine:
         return self.scheduler.has_work or bool(self.in_flight) or len(self.constraints) > 0
 
     @property
+    def _is_busy(self) -> bool:
+        return len(self.scheduler.running) > 0 or bool(self.in_flight)
+
+    @property
     def compiling(self) -> bool:
         return self.runner.compiling
 
@@ -239,8 +243,7 @@ class Engine:
             self._place_adapters(self.adapters, output)
         if self.copies is not None:
             with self.timeline.phase("pages"):
-                busy = len(self.scheduler.running) > 0 or bool(self.in_flight)
-                self.copies.before_step(self.scheduler, busy=busy, may_load=not self.recovery.active)
+                self.copies.before_step(self.scheduler, busy=self._is_busy, may_load=not self.recovery.active)
         if self.speculator is not None:
             self._propose(self.speculator, output)
         with self.timeline.phase("schedule"):
@@ -260,9 +263,8 @@ class Engine:
 
     def _place_adapters(self, adapters: Adapters, output: StepOutput) -> None:
         """Uploads weights of adapters that requests wait for. Ends requests whose adapter cannot be read any more."""
-        busy = len(self.scheduler.running) > 0 or bool(self.in_flight)
         with self.timeline.phase("adapters"):
-            failed = adapters.place(self.scheduler.waiting, busy=busy, at_once=self.recovery.active)
+            failed = adapters.place(self.scheduler.waiting, busy=self._is_busy, at_once=self.recovery.active)
         for request_id, reason in failed.items():
             output.updates += ended(self, request_id, reason, "model")
 

@@ -117,7 +117,7 @@ class PageCopies:
             shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in runner.layout.contents(runner.mesh, 1)]
             bytes_of_files = int(config.kv_offload_dir_gib * GIB)
             files = PageFiles(Path(config.kv_offload_dir).expanduser(), fingerprint, shapes, bytes_of_files)
-            log.info("%d KV pages of earlier engines in %s", len(files), config.kv_offload_dir)
+            log.info("%d KV pages of earlier engines in %s", files.found, config.kv_offload_dir)
         runner.copies_pages = True
         return cls(PageTiers(places, files), runner, files)
 
@@ -163,12 +163,17 @@ class PageCopies:
     def _collect(self, read: _Read) -> tuple[list[np.ndarray], set[int]]:
         """The contents of a part as arrays for `write_pages`, and the pages whose contents could not be had."""
         size, failed = next(size for size in self._sizes if size >= len(read.part)), set()
-        # New arrays each time: JAX may read them long after the call that takes them.
-        contents = [np.empty((size, *x.shape[1:]), x.dtype) for x in self._memory]
+        # New arrays each time, since JAX may read them long after the call that takes them. What is not filled is 0,
+        # since attention may multiply what is behind the end of a sequence by 0.
+        contents = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self._memory]
         if read.load.stopped:
             return contents, {page for page, _, _ in read.part}
         for i, (page, key, place) in enumerate(read.part):
-            found = [x[place] for x in self._memory] if place is not None else self.files and self.files.read(key)
+            found = None
+            if place is not None:
+                found = [x[place] for x in self._memory]
+            elif self.files is not None:
+                found = self.files.read(key)
             if found is None:
                 failed.add(page)
                 continue
@@ -206,7 +211,8 @@ class PageCopies:
         for count, arrays in self._runner.read_pages([page for page, _, _ in leaving]) if leaving else ():
             for array in arrays:
                 array.copy_to_host_async()
-            keys, places = ([one[i] for one in leaving[at : at + count]] for i in (1, 2))
+            some = leaving[at : at + count]
+            keys, places = [key for _, key, _ in some], [place for _, _, place in some]
             self._saves.append(_Save(places, self._saver.submit(self._store, arrays, keys, places, self._resets)))
             at += count
 
@@ -271,12 +277,6 @@ class PageCopies:
         self.tiers.clear()
         if self.files is not None:
             self.files.clear()
-
-    def close(self, blocks: BlockManager, seconds: float) -> None:
-        """Takes up to so many seconds to bring what is only on the devices to files."""
-        end = time.perf_counter() + seconds
-        while self.idle(blocks) and time.perf_counter() < end:
-            time.sleep(0.001)
 
     def stats(self, loads: PageLoads) -> dict[str, Any]:
         """The fields of EngineStats that concern lower tiers."""

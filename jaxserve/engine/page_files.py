@@ -52,6 +52,7 @@ class PageFiles:
         self._page_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes)
         self._sizes: OrderedDict[str, int] = OrderedDict()  # path in the folder -> bytes; least recently used first
         self.bytes = 0  # of all files
+        self.found = 0  # files of this fingerprint at the start
         self.evictions = self.damaged = self.written = self.read_pages = 0
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -83,9 +84,7 @@ class PageFiles:
             self._sizes[name] = size
             self.bytes += size
         self._shrink()
-
-    def __len__(self) -> int:
-        return len(self._sizes)
+        self.found = sum(name.startswith(f"{self._fingerprint}/") for name in self._sizes)
 
     def __contains__(self, key: bytes) -> bool:
         return self._name(key) in self._sizes

@@ -381,8 +381,10 @@ class BlockManager:
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
-        for part in filter(None, (self.states, self.tiers)):
-            part.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity()
+        if self.tiers is not None:
+            self.tiers.check_integrity()
         hashed = {page: key for page, key in self._hash_of.items() if not isinstance(key, Tail)}
         cached = [(page, key) for key, block in self._pages_of.items() for page in block if page != NULL_PAGE]
         assert len(cached) == len(hashed), "a page is cached twice"
