@@ -27,7 +27,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.loading import EngineParts
 from jaxserve.engine.page_files import PageFiles
 from jaxserve.engine.page_fingerprint import page_fingerprint
-from jaxserve.execution.memory import available_host_bytes
+from jaxserve.execution.memory import OFFLOAD_BYTES, available_host_bytes
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.block_manager import BlockManager
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 BUSY_SECONDS = 0.002  # for uploads before each step while sequences run
 PATIENCE = 0.005  # seconds that an engine with nothing else to do waits for a thread
-SAVED_BYTES = 2**27  # most bytes on their way from the devices
 WRITTEN_BYTES = 2**27  # most bytes on their way to files
 READS_AHEAD = 4  # arrays that the thread may collect before the devices get them
 
@@ -206,7 +205,7 @@ class PageCopies:
         """Copies the pages that were evicted since the last call, before anything is dispatched that writes to them."""
         self._take_saves()
         on_their_way = sum(len(save.places) for save in self._saves)
-        leaving = self.tiers.take_leaving(max(SAVED_BYTES // self._page_bytes, 1) - on_their_way)
+        leaving = self.tiers.take_leaving(max(OFFLOAD_BYTES // self._page_bytes, 1) - on_their_way)
         at = 0
         for count, arrays in self._runner.read_pages([page for page, _, _ in leaving]) if leaving else ():
             for array in arrays:
@@ -262,6 +261,7 @@ class PageCopies:
             if (key := blocks.key_of(page)) is not None and key not in self.tiers:
                 self.tiers.evicted(page, key)
                 some += 1
+        self._idle = blocks.generation, left  # looking for keys changes the generation
         self.save()
         return bool(left or self._saves or self._writing)
 

@@ -45,11 +45,12 @@ class PageLoads:
         blocks, tiers, size = self._blocks, self._tiers, self._blocks.page_size
         if tiers is None or seq.was_set_aside or seq.scores_prompt or not tiers.may_load:
             return False
-        hashes = list(seq.page_hashes(seq.tokens, (len(seq.tokens) - 1) // size, size))
-        pages = blocks.match_below(seq.root_hash, hashes)
+        full = (len(seq.tokens) - 1) // size
+        pages = blocks.match_below(seq.root_hash, seq.page_hashes(seq.tokens, full, size))
         missing = [i for i, page in enumerate(pages) if page == BELOW]
         held = [page for page in pages if page not in (BELOW, NULL_PAGE)]
-        keys = [page_key(hashes[i // blocks.num_groups], i % blocks.num_groups) for i in missing]
+        places = [divmod(i, blocks.num_groups) for i in missing]
+        keys = [page_key(seq.page_hash(seq.tokens, index, size), group) for index, group in places]
         gained = (len(pages) - len(seq.lookup.pages if seq.lookup else [])) // blocks.num_groups * size
         room = blocks.num_available - blocks.count_evictable(held)
         if not missing or len(missing) > room or not tiers.pay(gained, keys):

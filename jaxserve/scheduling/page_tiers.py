@@ -100,7 +100,7 @@ class PageTiers:
         `most` pages the last ones are dropped: they would hold up the devices."""
         leaving, self._leaving = self._leaving, []
         taken = []
-        for page, key in leaving[:most]:
+        for page, key in leaving[: max(most, 0)]:
             if (place := self._reserve(key)) is not None:
                 taken.append((page, key, place))
         self.dropped += len(leaving) - len(taken)

@@ -2,8 +2,11 @@
 
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import draft_heads
 import numpy as np
@@ -237,6 +240,38 @@ def test_damaged_files_are_not_used(model_folders, tmp_path):
     stats = again.stats()
     assert 0 < stats.offload_disk_damaged <= len(paths[::2])
     assert stats.offload_disk_read_bytes > 0
+
+
+KILLED = """
+import sys
+sys.path[:0] = {paths!r}
+from test_kv_offload import answers, requests, tidy, with_files
+engine = with_files({folder!r}, {kv!r})
+answers(engine, requests(12))
+print("go", flush=True)
+while True:
+    tidy(engine)
+    engine.copies.clear(engine.scheduler)
+    engine.blocks.reset_prefix_cache()
+    answers(engine, requests(12))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.03, 0.2])
+def test_an_engine_that_is_killed_while_it_writes(seconds, model_folders, tmp_path):
+    folder, kv = model_folders("tp_gqa"), tmp_path / "kv"
+    paths = [str(Path(__file__).parent), *sys.path]
+    script = KILLED.format(paths=paths, folder=str(folder), kv=str(kv))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"go\n"
+    time.sleep(seconds)
+    process.kill()
+    process.wait()
+    engine = with_files(folder, kv)
+    assert answers(engine, requests(12)) == answers(make_engine(folder, **FEW), requests(12))
+    assert engine.stats().offload_disk_damaged == 0
 
 
 # What is refused
