@@ -78,6 +78,7 @@ def load_parts(
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
     runner = ModelRunner(decoder, params, mesh, *rows, **options)
+    runner.copies_pages = config.kv_offload_gib > 0
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     device = mesh.devices.flat[0]
     cost = StepCost.of(params, model, device, num_devices(mesh), plan.dtype)

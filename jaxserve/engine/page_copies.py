@@ -117,7 +117,6 @@ class PageCopies:
             bytes_of_files = int(config.kv_offload_dir_gib * GIB)
             files = PageFiles(Path(config.kv_offload_dir).expanduser(), fingerprint, shapes, bytes_of_files)
             log.info("%d KV pages of earlier engines in %s", files.found, config.kv_offload_dir)
-        runner.copies_pages = True
         return cls(PageTiers(places, files), runner, files)
 
     # Before a step

@@ -227,19 +227,18 @@ def write_pages(
     cache: KVCache, pages: jax.Array, contents: list[jax.Array], *, depth: int, arrays: int, draft: bool = False
 ) -> KVCache:
     """Writes what `read_pages` has returned to `pages`, int32 [n]. Entries that are not used are NULL_PAGE."""
-    contents, written = contents.copy(), list(cache)
-    for places, layers in [(range(arrays), depth)] + ([(range(len(cache) - 1, len(cache)), 1)] if draft else []):
-        each = layers // len(places)
-        new = [contents.pop(0) for _ in jax.tree.leaves(cache[places[0]])]
-        for i, at in enumerate(places):
-            leaves, structure = jax.tree.flatten(cache[at])
-            some = [x[:, i * each : (i + 1) * each] for x in new]
-            leaves = [
-                x.at[_places(x, pages, each)].set(y, mode="promise_in_bounds")
-                for x, y in zip(leaves, some, strict=True)
-            ]
-            written[at] = jax.tree.unflatten(structure, leaves)
-    return written
+    each, kinds = depth // arrays, len(jax.tree.leaves(cache[0]))
+
+    def write(array: Any, first: int, layers: int, new: list[jax.Array]) -> Any:
+        """An array with these layers of contents."""
+        leaves, structure = jax.tree.flatten(array)
+        for i, (x, y) in enumerate(zip(leaves, new, strict=True)):
+            part = y[:, first : first + layers]
+            leaves[i] = x.at[_places(x, pages, layers)].set(part, mode="promise_in_bounds")
+        return jax.tree.unflatten(structure, leaves)
+
+    written = [write(one, i * each, each, contents[:kinds]) for i, one in enumerate(cache[:arrays])]
+    return written + ([write(cache[-1], 0, 1, contents[kinds:])] if draft else cache[arrays:])
 
 
 def _places(x: jax.Array, pages: jax.Array, each: int) -> jax.Array:

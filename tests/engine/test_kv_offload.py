@@ -16,6 +16,7 @@ from engines import drain, generate, make_engine, request
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import commands
+from jaxserve.execution.signatures import Upkeep
 
 PAGE = 8
 FEW = {"rows": 4, "tokens": 32, "page_size": PAGE, "kv_pages": 40, "max_model_len": 120}
@@ -98,6 +99,17 @@ def test_nothing_compiles_once_it_is_ready(model_folders, caplog):
         answers(engine, requests(tag=tag))
     assert engine.stats().offload_hits > 100
     assert engine.programs.compilations == before
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_copies_take_no_copy_of_the_cache(devices, model_folders):
+    settings = {**FEW, "kv_pages": 997, "tensor_parallel_size": devices}
+    runner = make_engine(model_folders("tp_gqa"), **settings, **TIERS).runner
+    contents = 4 * runner.layout.device_page_bytes(runner.mesh)
+    read, write = (runner.lower(Upkeep(kind, 4)).compile().memory_analysis() for kind in ("read_pages", "write_pages"))
+    assert write.alias_size_in_bytes == runner.cache_bytes
+    assert read.output_size_in_bytes <= contents + 64
+    assert max(read.temp_size_in_bytes, write.temp_size_in_bytes) <= 3 * contents < runner.cache_bytes / 50
 
 
 def test_others_decode_while_pages_are_loaded(model_folders):
