@@ -187,6 +187,11 @@ class EngineConfig:
       state_snapshots: of a model with recurrent layers: states at the ends of prompts that are kept for later requests
         with the same beginning. Each takes the memory of a sequence's state. None is a quarter of max_num_seqs, at
         least 8; with 0 no prefix is reused.
+      kv_offload_gib: GiB of host memory for KV pages that the prefix cache evicts; requests with the same prefix get
+        them back by a copy where that is faster than to compute them. 0: none.
+      kv_offload_dir: folder for the same pages in files, which the next engine with the same model and settings finds;
+        only this user may enter it. None: there are no files. Needs kv_offload_gib.
+      kv_offload_dir_gib: most GiB of these files.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
       seed: seed of dummy weights, and of requests without a seed of their own.
     """
@@ -237,6 +242,9 @@ class EngineConfig:
     forbid_compile: bool = False
     prefix_caching: bool = True
     state_snapshots: int | None = None
+    kv_offload_gib: float = 0.0
+    kv_offload_dir: str | None = None
+    kv_offload_dir_gib: float = 32.0
     profile_dir: str | None = None
     seed: int = 0
 
@@ -314,6 +322,7 @@ class EngineConfig:
             raise ConfigError(f"speculative_config must be an object of settings, got {self.speculative_config!r}")
         self._check_adapters()
         self._check_hosts()
+        self._check_offload()
         if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:
@@ -339,6 +348,20 @@ class EngineConfig:
             raise ConfigError(f"coordinator must be host:port or auto, got {self.coordinator!r}")
         if self.host_id >= self.num_hosts:
             raise ConfigError(f"host_id must be between 0 and num_hosts - 1 = {self.num_hosts - 1}, got {self.host_id}")
+
+    def _check_offload(self) -> None:
+        for name, low in (("kv_offload_gib", 0.0), ("kv_offload_dir_gib", 0.001)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not low <= value <= 2**20:
+                raise ConfigError(f"{name} must be between {low:g} and {2**20} GiB, got {value!r}")
+        if not isinstance(self.kv_offload_dir, str | None) or self.kv_offload_dir == "":
+            raise ConfigError(f"kv_offload_dir must be a folder, got {self.kv_offload_dir!r}")
+        if self.kv_offload_dir is not None and not self.kv_offload_gib:
+            raise ConfigError("kv_offload_dir needs kv_offload_gib (--kv-offload-gib): pages pass through host memory")
+        if self.kv_offload_gib and not self.prefix_caching:
+            raise ConfigError("kv_offload_gib needs the prefix cache, which finds the pages")
+        if self.kv_offload_gib and self.num_hosts > 1:
+            raise ConfigError("kv_offload_gib is for replicas on one host")
 
     def _check_adapters(self) -> None:
         given: Any = self.lora_modules

@@ -138,6 +138,13 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--lora-modules", field="lora_modules", nargs="+", type=_adapter, metavar="NAME=PATH",
          help='adapters to load at start: name=path, or a JSON object such as {"name": "n", "path": "p", '
          '"base_model_name": "m"}; needs --enable-lora')  # fmt: skip
+    flag("--kv-offload-gib", field="kv_offload_gib", type=float, metavar="GIB",
+         help="host memory for KV pages that the prefix cache evicts; they come back by a copy; 0: none")  # fmt: skip
+    flag("--kv-offload-dir", field="kv_offload_dir", metavar="DIR",
+         help="private folder for the same pages in files, which survive a restart with the same model and settings; "
+         "needs --kv-offload-gib; None: no files")  # fmt: skip
+    flag("--kv-offload-dir-gib", field="kv_offload_dir_gib", type=float, metavar="GIB",
+         help="most GiB of these files; the least recently used ones are deleted")  # fmt: skip
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip

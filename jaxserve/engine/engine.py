@@ -35,21 +35,21 @@ from jaxserve.engine.adapter_places import Adapters, find_adapter
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.details import complete
+from jaxserve.engine.dispatching import fill_slots, program_of
 from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
 from jaxserve.engine.loading import EngineParts, load_parts, make_scheduler
+from jaxserve.engine.page_copies import PageCopies
 from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery, ended
 from jaxserve.engine.timeline import Timeline
 from jaxserve.execution import memory
-from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.slots import NO_ADAPTER, encode_counts, encode_slot
-from jaxserve.execution.step_buffer import StepBatch, pack, split
+from jaxserve.execution.slots import NO_ADAPTER
+from jaxserve.execution.step_buffer import pack, split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
-from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
@@ -92,7 +92,9 @@ class Engine:
         layout = runner.layout
         self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
         pool = None if self.adapters is None else self.adapters.pool
-        self.scheduler = make_scheduler(config, self._parts, self.max_model_len, pool)
+        self.copies = PageCopies.of(config, self._parts)
+        tiers = None if self.copies is None else self.copies.tiers
+        self.scheduler = make_scheduler(config, self._parts, self.max_model_len, pool, tiers)
         self.blocks = self.scheduler.blocks
         models = Models(runner, self._draft, self.shapes)
         self.speculator = make_speculator(config.speculative_config, self.scheduler.budget.most, models)
@@ -138,6 +140,8 @@ class Engine:
             self._allocate()
         if self.speculator is not None:
             self.speculator.measure(self.runner, self.shapes)
+        if self.copies is not None:
+            self.copies.measure(self.shapes)
         if self.hosts is not None:
             self.hosts.wait_idle()
         self.runner.frozen = self.config.forbid_compile
@@ -182,8 +186,10 @@ class Engine:
         return pool_snapshot(self.blocks, self.scheduler, self.stats())
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the pages of earlier prompts; those in use stay with their owners."""
+        """Forgets the pages of earlier prompts, also in lower tiers; those in use stay with their owners."""
         self.blocks.reset_prefix_cache()
+        if self.copies is not None:
+            self.copies.clear(self.scheduler)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops a request, or one of its n completions, and frees its pages at once. Unknown ids are fine."""
@@ -210,6 +216,10 @@ class Engine:
         return self.scheduler.has_work or bool(self.in_flight) or len(self.constraints) > 0
 
     @property
+    def _is_busy(self) -> bool:
+        return len(self.scheduler.running) > 0 or bool(self.in_flight)
+
+    @property
     def compiling(self) -> bool:
         return self.runner.compiling
 
@@ -233,6 +243,9 @@ class Engine:
             output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
         if self.adapters is not None:
             self._place_adapters(self.adapters, output)
+        if self.copies is not None:
+            with self.timeline.phase("pages"):
+                self.copies.before_step(self.scheduler, busy=self._is_busy, may_load=not self.recovery.active)
         if self.speculator is not None:
             self._propose(self.speculator, output)
         with self.timeline.phase("schedule"):
@@ -252,9 +265,8 @@ class Engine:
 
     def _place_adapters(self, adapters: Adapters, output: StepOutput) -> None:
         """Uploads weights of adapters that requests wait for. Ends requests whose adapter cannot be read any more."""
-        busy = len(self.scheduler.running) > 0 or bool(self.in_flight)
         with self.timeline.phase("adapters"):
-            failed = adapters.place(self.scheduler.waiting, busy=busy, at_once=self.recovery.active)
+            failed = adapters.place(self.scheduler.waiting, busy=self._is_busy, at_once=self.recovery.active)
         for request_id, reason in failed.items():
             output.updates += ended(self, request_id, reason, "model")
 
@@ -279,11 +291,14 @@ class Engine:
         scheduler, lineup = self.scheduler, self.scheduler.running.lineup
         lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
+        holds_up = holds_up or bool(scheduler.loads.active)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Sends a plan to the devices and returns without waiting for them."""
-        self._fill_slots(plan.placed)
+        if self.copies is not None:
+            self.copies.save()
+        fill_slots(plan.placed, self.scheduler.running, self.runner, self._place_of)
         self.runner.copy_pages(plan.copies)
         self.runner.copy_states(plan.restored)
         if self.speculator is not None:
@@ -293,7 +308,9 @@ class Engine:
         for batch in split(plan.rows, self.shapes, self._cost):
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
-            sampled, hidden = self.runner.step(self._program(batch), pack(batch, running, updates[:, :room]))
+            sampled, hidden = self.runner.step(
+                program_of(batch, running, self.runner.programs), pack(batch, running, updates[:, :room])
+            )
             copies, updates = [], updates[:, :0]  # all copies and updates go with the first batch
             sampled.tokens.copy_to_host_async()
             if sampled.expert_load is not None:
@@ -310,33 +327,10 @@ class Engine:
         self.counters.step_tokens.observe(plan.rows.num_tokens)
         return step
 
-    def _program(self, batch: StepBatch) -> StepProgram:
-        """The least capable program that serves a batch's rows."""
-        rows, running = batch.rows, self.scheduler.running
-        sampler = running.lineup.sampler
-        if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
-            sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
-        if not rows.only_decodes and rows.checks.any():
-            return self.runner.programs.choose_checking(batch.shape, sampler)
-        return self.runner.programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
-
     def _place_of(self, seq: Sequence) -> int:
         """The place of a running sequence's adapter on the devices, or NO_ADAPTER."""
         place = None if self.adapters is None else self.adapters.pool.place_of(seq)
         return NO_ADAPTER if place is None else place
-
-    def _fill_slots(self, placed: list[Sequence]) -> None:
-        rows = []
-        for seq in placed:
-            stops = tuple(seq.stop_ids)
-            length = int(self.scheduler.running.start[seq.slot])
-            numbers = seq.prompt_len, seq.penalty_row, length, self._place_of(seq)
-            rows.append(encode_slot(seq.slot, seq.params, seq.seed, stops, *numbers))
-        self.runner.set_slots(rows)
-        penalized = [seq for seq in placed if seq.params.has_penalties]
-        if penalized:
-            counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
-            self.runner.count_tokens(np.concatenate(counted, axis=1))
 
     def wait(self, step: InFlightStep) -> list[np.ndarray]:
         """Waits for a step's tokens and returns them as `InFlightStep.tokens` does. Measures the devices' time."""
@@ -377,6 +371,10 @@ class Engine:
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 
+    def idle(self) -> bool:
+        """Uses the time while there is no work. Returns whether there is more to do in such time."""
+        return self.copies is not None and self.copies.idle(self.blocks)
+
     def profile(self, steps: int) -> None:
         """Traces the next `steps` steps with JAX's profiler into `EngineConfig.profile_dir`, if it is set."""
         self.timeline.trace(steps)
@@ -384,9 +382,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot: present values of gauges, counters since start."""
         adapters = {} if self.adapters is None else self.adapters.stats(self.scheduler)
+        copies = {} if self.copies is None else self.copies.stats(self.scheduler.loads)
         return msgspec.structs.replace(
             self.counters,
             **adapters,
+            **copies,
             num_running=len(self.scheduler.running),
             num_waiting=self.num_waiting,
             pages_used=self.blocks.num_used,

@@ -32,6 +32,7 @@ from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.state_snapshots import StateSnapshots
 
@@ -96,6 +97,7 @@ def load_models(
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
     runner = ModelRunner(decoder, params, mesh, *rows, **options)
+    runner.copies_pages = config.kv_offload_gib > 0
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return LoadedModels(plan, params, runner, draft)
@@ -128,7 +130,9 @@ def load_parts(
     return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler, draft, hosts)
 
 
-def make_scheduler(config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None, tiers: PageTiers | None = None
+) -> Scheduler:
     """The scheduler, with the pages of the runner's cache. longest: most tokens of a sequence."""
     runner, layout = parts.runner, parts.runner.layout
     caches, states = config.prefix_caching, None
@@ -139,7 +143,9 @@ def make_scheduler(config: EngineConfig, parts: EngineParts, longest: int, adapt
     caches = caches and (parts.pooler is None or parts.pooler.method == "last")
     windows = layout.groups.windows
     return Scheduler(
-        BlockManager(layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows, states=states),
+        BlockManager(
+            layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows, states=states, tiers=tiers
+        ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=memory.max_batched_tokens(config),
         prefill_chunk=prefill_chunk(config, parts.cost),

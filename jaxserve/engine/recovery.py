@@ -80,8 +80,8 @@ class Selected(Waiting):
     def peek(self) -> Sequence:
         return min(self._served, key=lambda seq: seq.order)
 
-    def remove(self, seq: Sequence) -> None:
-        super().remove(seq)
+    def _dequeue(self, seq: Sequence) -> None:
+        super()._dequeue(seq)
         self._served.discard(seq)
 
     def open(self) -> Waiting:

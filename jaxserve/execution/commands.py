@@ -51,6 +51,17 @@ class CopyPages(msgspec.Struct, tag=True, frozen=True):
     pairs: list[tuple[int, int]]
 
 
+class ReadPages(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "read_pages"
+    pages: list[int]
+
+
+class WritePages(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "write_pages"
+    pages: list[int]
+    contents: list[np.ndarray]
+
+
 class CopyStates(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "copy_states"
     pairs: list[tuple[int, int]]
@@ -103,7 +114,8 @@ class WriteRanks(msgspec.Struct, tag=True, frozen=True):
     ranks: np.ndarray
 
 
-Change = SetSlots | CountTokens | UpdateTables | CopyPages | CopyStates | WriteAdapter | WriteRanks
+Copy = CopyPages | CopyStates | ReadPages | WritePages
+Change = SetSlots | CountTokens | UpdateTables | Copy | WriteAdapter | WriteRanks
 Command = Step | SampleDeferred | ScorePrompt | Propose | Change | SetPages | Allocate | Compile
 
 
@@ -118,7 +130,7 @@ def decode(message: bytes) -> Command:
 
 def _as_message(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+        return value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes()
     raise NotImplementedError(f"no command holds a {type(value).__name__}")
 
 

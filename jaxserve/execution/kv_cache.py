@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.types import DeltaState
 from jaxserve.scheduling.windows import Chunk, chunk_of
 
 COPIES = 16  # page copies per call of `copy_pages`
+COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, unless it is for a single page
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
 KVCache = list[Pages | DeltaState]  # first arrays of pages, then arrays of states; each has a few layers
@@ -131,6 +132,21 @@ class CacheLayout:
         """Bytes of all recurrent states and snapshots on each device; 0 without recurrent layers."""
         return 0 if self.states is None else self.states.device_bytes(mesh)
 
+    @property
+    def copy_sizes(self) -> list[int]:
+        """The numbers of pages for which `read_pages` and `write_pages` are compiled."""
+        return [size for size in (1, 4, 16) if size == 1 or size * self.page_bytes <= COPIED_BYTES]
+
+    def contents(self, mesh: Mesh, count: int) -> list[jax.ShapeDtypeStruct]:
+        """The contents of `count` pages, as `read_pages` returns them: [count, layers, ...] for the values, for the
+        scales if there are any, and the same for a draft head. Devices split them as they split pages."""
+        parts = [(self.kind, self.groups.depth)] + ([] if self.draft is None else [(self.draft, 1)])
+        return [
+            jax.ShapeDtypeStruct((count, layers, *x.shape[1:]), x.dtype, sharding=sharding(mesh, None, *kind.axes))
+            for kind, layers in parts
+            for x in jax.tree.leaves(kind.pages(1, self.page_size))
+        ]
+
     def _arrays(self, mesh: Mesh) -> list[tuple[Any, NamedSharding]]:
         """Each array of the cache as shapes, and its sharding."""
         pages: Any = (self.array, sharding(mesh, *self.kind.axes))
@@ -195,6 +211,39 @@ def copy_pages(
     arrays = len(cache) if arrays is None else arrays
     copied, others = _copy(cache[:arrays], sources, targets, depth // arrays), cache[arrays:]
     return copied + (_copy(others, sources, targets, 1) if draft else others)
+
+
+def read_pages(cache: KVCache, pages: jax.Array, *, depth: int, arrays: int, draft: bool = False) -> list[jax.Array]:
+    """The contents of `pages`, int32 [n], see `CacheLayout.contents`. The other arguments are as in `copy_pages`."""
+    parts = [cache[:arrays]] + ([cache[-1:]] if draft else [])
+    return [
+        jnp.concatenate([x[_places(x, pages, layers // len(part))] for x in like], axis=1)
+        for part, layers in zip(parts, (depth, 1), strict=False)
+        for like in zip(*map(jax.tree.leaves, part), strict=True)
+    ]
+
+
+def write_pages(
+    cache: KVCache, pages: jax.Array, contents: list[jax.Array], *, depth: int, arrays: int, draft: bool = False
+) -> KVCache:
+    """Writes what `read_pages` has returned to `pages`, int32 [n]. Entries that are not used are NULL_PAGE."""
+    each, kinds = depth // arrays, len(jax.tree.leaves(cache[0]))
+
+    def write(array: Any, first: int, layers: int, new: list[jax.Array]) -> Any:
+        """An array with these layers of contents."""
+        leaves, structure = jax.tree.flatten(array)
+        for i, (x, y) in enumerate(zip(leaves, new, strict=True)):
+            part = y[:, first : first + layers]
+            leaves[i] = x.at[_places(x, pages, layers)].set(part, mode="promise_in_bounds")
+        return jax.tree.unflatten(structure, leaves)
+
+    written = [write(one, i * each, each, contents[:kinds]) for i, one in enumerate(cache[:arrays])]
+    return written + ([write(cache[-1], 0, 1, contents[kinds:])] if draft else cache[arrays:])
+
+
+def _places(x: jax.Array, pages: jax.Array, each: int) -> jax.Array:
+    """Where the parts of `pages` [n] for `each` layers lie in an array of pages; int32 [n, each]."""
+    return pages[:, None] + jnp.arange(0, x.shape[0], x.shape[0] // each, dtype=jnp.int32)
 
 
 def copy_states(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int, arrays: int) -> KVCache:

@@ -25,6 +25,7 @@ CPU_CACHE_SHARE = 0.5  # share of free host memory for the cache on CPU; other p
 PENALTY_BYTES = 2**28  # memory for the token counts of sequences with penalties
 PENALTY_BYTES_PER_TOKEN = 5  # per penalty row and token of the vocabulary: an int32 and a bool
 RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocator, copies on their way to the host
+OFFLOAD_BYTES = 2**29  # the same for pages on their way to the host, with `kv_offload_gib`
 STEPS_IN_FLIGHT = 2  # steps with results on the device: one runs while the host reads the results of another
 CODE_ALLOWANCE = 1.25  # estimated code of a program that is not compiled yet, relative to a larger one
 PAGE_GRID = 128  # page counts between a power of two and the next that `_on_grid` allows, on an accelerator
@@ -127,7 +128,8 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
     if device.platform == "gpu":  # bytes_limit is the size of JAX's pool, which is a fraction of the memory
         pool = float(os.environ.get(POOL_FRACTION, 0.75))
         total, utilization = int(total / pool), min(utilization, pool)
-    return Budget(total or 2**62, utilization, weights, slots, RESERVE_BYTES, None, True, states)
+    reserve = RESERVE_BYTES + (OFFLOAD_BYTES if config.kv_offload_gib else 0)
+    return Budget(total or 2**62, utilization, weights, slots, reserve, None, True, states)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -100,6 +100,7 @@ class ModelRunner(UpkeepCalls):
         self.listener: Callable[[commands.Command], None] | None = None
         self.watcher: Callable[[jax.Array], None] | None = None
         self._hidden: jax.Array | None = None  # hidden states of the latest step that kept them
+        self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
         self._executables: dict[ProgramName, Compiled] = {}
@@ -278,6 +279,8 @@ class ModelRunner(UpkeepCalls):
         if self.layout.states is not None and self.layout.states.snapshots:
             upkeep.append(Upkeep("copy_states"))
         upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
+        if self.copies_pages:
+            upkeep += [Upkeep(kind, n) for kind in ("read_pages", "write_pages") for n in self.layout.copy_sizes]
         upkeep += self.draft_programs(shapes)
         if self.stacks is not None:
             upkeep += [Upkeep("write_ranks"), *(Upkeep("write_adapter", kind) for kind in self.stacks.kinds)]

@@ -14,7 +14,15 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution import drafting, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
-from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, copy_pages, copy_states
+from jaxserve.execution.kv_cache import (
+    COPIES,
+    STATE_COPIES,
+    CacheLayout,
+    copy_pages,
+    copy_states,
+    read_pages,
+    write_pages,
+)
 from jaxserve.execution.programs import LENGTHS, StepProgram
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
 from jaxserve.execution.step_shape import StepShape
@@ -44,7 +52,7 @@ class Upkeep(NamedTuple):
     @property
     def takes_cache(self) -> bool:
         """Whether its arguments depend on the number of pages."""
-        return self.kind in ("copy_pages", "copy_states", "propose")
+        return self.kind in ("copy_pages", "copy_states", "read_pages", "write_pages", "propose")
 
 
 ProgramName = StepProgram | Upkeep
@@ -108,6 +116,8 @@ class Signatures:
             "update_tables": self.update_tables,
             "copy_pages": self.copy_pages,
             "copy_states": self.copy_states,
+            "read_pages": self.read_pages,
+            "write_pages": self.write_pages,
             "write_adapter": self.write_adapter,
             "write_ranks": self.write_ranks,
         }
@@ -170,9 +180,16 @@ class Signatures:
         return Signature(steps.update_tables, (0,), arguments, self._everywhere)
 
     def copy_pages(self, _: int) -> Signature:
-        copy = partial(copy_pages, depth=self.layout.groups.depth, arrays=self.layout.num_arrays)
-        copy = partial(copy, draft=self.drafter is not None)
+        copy = partial(copy_pages, **self._pages)
         return Signature(copy, (0,), (self._cache, self._host(COPIES), self._host(COPIES)), self._cache_sharding)
+
+    def read_pages(self, count: int) -> Signature:
+        results = [x.sharding for x in self.layout.contents(self.mesh, count)]
+        return Signature(partial(read_pages, **self._pages), (), (self._cache, self._host(count)), results)
+
+    def write_pages(self, count: int) -> Signature:
+        arguments = self._cache, self._host(count), self.layout.contents(self.mesh, count)
+        return Signature(partial(write_pages, **self._pages), (0,), arguments, self._cache_sharding)
 
     def copy_states(self, _: int) -> Signature:
         states = self.layout.states
@@ -188,6 +205,12 @@ class Signatures:
     def write_ranks(self, _: int) -> Signature:
         assert self.stacks is not None
         return Signature(*self.stacks.writing_ranks())
+
+    @property
+    def _pages(self) -> dict[str, Any]:
+        """Which arrays of the cache hold pages; see `copy_pages`."""
+        layout = self.layout
+        return {"depth": layout.groups.depth, "arrays": layout.num_arrays, "draft": self.drafter is not None}
 
     @property
     def _everywhere(self) -> NamedSharding:

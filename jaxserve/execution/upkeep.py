@@ -14,7 +14,7 @@ from jax.stages import Compiled
 from jaxserve.adapters.adapter import Adapter
 from jaxserve.execution import commands
 from jaxserve.execution.adapter_stacks import AdapterStacks
-from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, KVCache
+from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Upkeep
 from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, padding_slot
 from jaxserve.models.decoder import Decoder
@@ -31,6 +31,7 @@ class UpkeepCalls:
     num_slots: int
     max_len: int
     slots: SlotState
+    layout: CacheLayout
     cache: KVCache
     stacks: AdapterStacks | None
     _on_cpu: bool
@@ -93,6 +94,25 @@ class UpkeepCalls:
         if pairs:
             self._tell(commands.CopyPages, pairs)
             self._copy("copy_pages", pairs, COPIES, NULL_PAGE)
+
+    def read_pages(self, pages: list[int]) -> list[tuple[int, list[jax.Array]]]:
+        """The contents of pages after the steps dispatched so far, in calls of `CacheLayout.copy_sizes`: the number of
+        pages that a call read, and the arrays with their contents first, see `CacheLayout.contents`."""
+        self._tell(commands.ReadPages, pages)
+        results = []
+        for some, size in _calls(len(pages), self.layout.copy_sizes):
+            packed = np.full(size, NULL_PAGE, np.int32)
+            packed[: len(pages[some])] = pages[some]
+            results.append((len(pages[some]), self._get(Upkeep("read_pages", size))(self.cache, packed)))
+        return results
+
+    def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:
+        """Writes contents as `read_pages` has returned them to pages, in one call. There is room for one of
+        `CacheLayout.copy_sizes` pages in `contents`, which must not change any more: the copy may be under way."""
+        self._tell(commands.WritePages, pages, contents)
+        packed = np.full(len(contents[0]), NULL_PAGE, np.int32)
+        packed[: len(pages)] = pages
+        self.cache = self._get(Upkeep("write_pages", len(packed)))(self.cache, packed, contents)
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so

@@ -32,10 +32,12 @@ from typing import Any, overload
 
 import numpy as np
 
+from jaxserve.scheduling.page_tiers import PageTiers, page_key
 from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.windows import Windows, first_needed, most_pages
 
 NULL_PAGE = 0  # has no owner; padding writes to it, and nothing reads it
+BELOW = -1  # stands for a page whose content is only in a lower tier
 HASH_BYTES = 32
 
 
@@ -62,19 +64,6 @@ def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int, adapter:
     return b"".join(hashes)
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """How many of the first pages of two lists are equal. A binary search over slices takes microseconds for thousands
-    of pages."""
-    same, most = 0, min(len(one), len(other))
-    while same < most:
-        middle = (same + most + 1) // 2
-        if one[same:middle] == other[same:middle]:
-            same = middle
-        else:
-            most = middle - 1
-    return same
-
-
 @dataclass(eq=False)
 class Tail:
     """Blocks in the prefix cache without hashes yet. They follow the block with the hash `parent`."""
@@ -92,6 +81,7 @@ class BlockManager:
       windows: how far back each group of layers sees.
       states: the snapshots of a model with recurrent layers, whose sequences start only from cached pages that have
         one; None for other models.
+      tiers: learns which pages are evicted, and keeps their contents; None: they are lost.
     """
 
     def __init__(
@@ -102,6 +92,7 @@ class BlockManager:
         prefix_caching: bool = True,
         windows: Windows = (None,),
         states: StateSnapshots | None = None,
+        tiers: PageTiers | None = None,
     ):
         self.num_pages = num_pages
         self.page_size = page_size
@@ -109,6 +100,7 @@ class BlockManager:
         self.num_groups = len(windows)
         self.prefix_caching = prefix_caching
         self.states = states if prefix_caching else None
+        self.tiers = tiers if prefix_caching else None
         self._refs, self._free = self._unowned()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._hash_of: dict[int, bytes | Tail] = {}
@@ -167,7 +159,12 @@ class BlockManager:
         return pages
 
     def _evict(self) -> int:
-        page, _ = self._evictable.popitem(last=False)
+        page = next(iter(self._evictable))
+        if self.tiers is not None:
+            if (lower := self.key_of(page)) is None:
+                return self._free.pop()
+            self.tiers.evicted(page, lower)
+        del self._evictable[page]
         key = self._hash_of.pop(page)
         if isinstance(key, Tail):
             key.num_kept -= 1
@@ -176,6 +173,21 @@ class BlockManager:
         else:
             self._forget(page, key)
         return page
+
+    def cached_pages(self) -> list[int]:
+        """The evictable pages, the next to be evicted first."""
+        return list(self._evictable)
+
+    def key_of(self, page: int) -> bytes | None:
+        """The key of a page that was evictable (see `page_tiers`); None if it is not any more. Hashes what has no hash
+        yet, which frees a page if another one has its content."""
+        while page in self._evictable and isinstance(key := self._hash_of[page], Tail):
+            self._hash_tails(key.parent)
+        if page not in self._evictable:
+            return None
+        key = self._hash_of[page]
+        assert isinstance(key, bytes)
+        return page_key(key, self._pages_of[key].index(page))
 
     def _forget(self, page: int, key: bytes) -> None:
         """Removes a page from the prefix cache's block with the hash `key`."""
@@ -226,18 +238,28 @@ class BlockManager:
         """
         return self._usable(self._cached_blocks(root, hashes))
 
+    def match_below(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
+        """The same with contents that are in a lower tier. BELOW takes the place of pages that would hold them."""
+        return self._usable(self._cached_blocks(root, hashes, self.tiers))
+
     def num_cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> int:
         """How many leading blocks of this chain are cached, whether or not a sequence can start from them."""
         return len(self._cached_blocks(root, hashes))
 
-    def _cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> dict[bytes, list[int]]:
-        """The leading blocks of this chain that are cached in all groups without a window: hash -> pages."""
+    def _cached_blocks(
+        self, root: bytes, hashes: Iterable[bytes], tiers: PageTiers | None = None
+    ) -> dict[bytes, list[int]]:
+        """The leading blocks of this chain that are cached in all groups without a window: hash -> pages. Contents in
+        `tiers` count as cached."""
         missing = [NULL_PAGE] * self.num_groups
         blocks, parent = {}, root
         for key in hashes:
             if key not in self._pages_of and parent in self._tails:
                 self._hash_tails(parent)
             block = self._pages_of.get(key, missing)
+            if tiers is not None and NULL_PAGE in block:
+                below = (BELOW if page_key(key, group) in tiers else NULL_PAGE for group in range(self.num_groups))
+                block = [page or lower for page, lower in zip(block, below, strict=True)]
             if any(page == NULL_PAGE and window is None for page, window in zip(block, self.windows, strict=True)):
                 break
             blocks[key] = block
@@ -336,8 +358,10 @@ class BlockManager:
             self.states.clear()
 
     def clear(self) -> None:
-        """Forgets all owners and all cached content."""
+        """Forgets all owners and all cached content. Lower tiers keep theirs."""
         self.reset_prefix_cache()
+        if self.tiers is not None:
+            self.tiers.forget_leaving()
         self._refs, self._free = self._unowned()
 
     def _unowned(self) -> tuple[list[int], list[int]]:
@@ -359,6 +383,8 @@ class BlockManager:
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
         if self.states is not None:
             self.states.check_integrity()
+        if self.tiers is not None:
+            self.tiers.check_integrity()
         hashed = {page: key for page, key in self._hash_of.items() if not isinstance(key, Tail)}
         cached = [(page, key) for key, block in self._pages_of.items() for page in block if page != NULL_PAGE]
         assert len(cached) == len(hashed), "a page is cached twice"

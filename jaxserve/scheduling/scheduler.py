@@ -27,8 +27,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
-from jaxserve.scheduling.block_manager import BlockManager, common_prefix
-from jaxserve.scheduling.copy_on_write import shared_pages, unshare
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.copy_on_write import common_prefix, shared_pages, unshare
+from jaxserve.scheduling.page_loads import PageLoads
 from jaxserve.scheduling.prefixes import Prefixes
 from jaxserve.scheduling.row_choice import TokenBudget, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
@@ -57,6 +58,7 @@ class Scheduler:
         """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
         snapshot of the state at the end of these pages exists."""
         self.blocks, self._prefixes, self.recurrent = blocks, Prefixes(blocks), recurrent
+        self.loads = PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
@@ -93,6 +95,7 @@ class Scheduler:
     def start_over(self, seqs: Iterable[Sequence], waiting: Waiting) -> None:
         """Forgets all sequences and the contents of all pages. `seqs` then wait in `waiting`, an empty queue."""
         self.blocks.clear()
+        self.loads.start_over()
         if self.adapters is not None:
             self.adapters.start_over()
         self.running, self.waiting, self._by_request = self.running.emptied(), waiting, {}
@@ -137,6 +140,7 @@ class Scheduler:
             self._displace(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
+            self.loads.drop(seq)
         seq.status = Status.FINISHED
         if self.adapters is not None:
             self.adapters.let_go(seq)
@@ -169,7 +173,7 @@ class Scheduler:
         row may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
         running, preemptions = self.running, self.num_preemptions
         self._prefixes.release_unseen(running)
-        if tokens_per_call > 1 and self.waiting and (self._next_admissible() or self.waiting.peek().pending_tokens):
+        if tokens_per_call > 1 and (self._next_admissible() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
         if self.waiting and self.num_preemptions == preemptions:
@@ -201,7 +205,7 @@ class Scheduler:
             if len(rows) and rows.num_new.max() > 1:
                 tokens_per_call = 1
                 running.drop_proposals()
-            else:
+            elif not self.loads.give_way(self.waiting):
                 self._preempt(running.last)
         copies = unshare(rows, shared, running, self.blocks)
         if needed:
@@ -225,11 +229,16 @@ class Scheduler:
         return self.running.rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))
 
     def _next_admissible(self) -> Sequence | None:
-        """The first waiting sequence, if a slot and pages for all its known tokens are free."""
-        if not self.waiting or (seq := self.waiting.peek()).pending_tokens or not self.running.num_places_for(seq):
-            return None  # with pending tokens, the host does not know its last token yet
-        room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
-        return seq if self._prefixes.fits(seq, room, self.budget.most) else None
+        """The first waiting sequence, if it finds a slot and pages. Sets those aside whose pages are to be loaded."""
+        while self.waiting and not (seq := self.waiting.peek()).pending_tokens:  # else the last token is not known yet
+            room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
+            has_place = self.running.num_places_for(seq) > len(self.loads.active)
+            if not has_place or not self._prefixes.fits(seq, room, self.budget.most):
+                break
+            if not self.loads.begin(seq):
+                return seq
+            self.waiting.set_aside(seq)
+        return None
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Places the first waiting sequence, which was just found to fit, with pages for up to `budget` of the tokens
@@ -382,7 +391,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts the invariants between sequences, slots and pages."""
-        self.blocks.check_integrity([seq.pages for seq in self.running])
+        self.blocks.check_integrity([one.pages for one in [*self.running, *self.loads.active]])
         self.running.check_integrity()
         self.waiting.check_integrity()
         if self.adapters is not None:

@@ -84,6 +84,7 @@ class Sequence:
         self.pages: list[int] = []
         self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
         self.lookup: Lookup | None = None  # while it waits
+        self.was_set_aside = False  # while it waits: pages have been loaded for it, see `page_loads`
         self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]

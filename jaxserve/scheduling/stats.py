@@ -70,6 +70,19 @@ class EngineStats(msgspec.Struct, kw_only=True):
     adapters_waiting: list[str] = []  # names that waiting sequences ask for
     adapter_loads: int = 0  # adapters that were uploaded to the devices
     adapter_evictions: int = 0  # adapters that gave up their place on the devices
+    # Of KV pages in lower tiers:
+    offload_hits: int = 0  # prompt tokens whose pages were loaded from a lower tier
+    offload_host_bytes: int = 0  # of pages in the host's memory
+    offload_host_capacity: int = 0
+    offload_host_evictions: int = 0  # pages that were given up there
+    offload_stored_bytes: int = 0  # of pages copied from the devices
+    offload_loaded_bytes: int = 0  # of pages copied to the devices, from files too
+    offload_dropped: int = 0  # evicted pages that were not copied, because too many were on their way
+    offload_disk_bytes: int = 0  # of files
+    offload_disk_evictions: int = 0  # files that were deleted for others
+    offload_disk_written_bytes: int = 0
+    offload_disk_read_bytes: int = 0
+    offload_disk_damaged: int = 0  # files that were not what was written
     executables: int = 0  # compiled step functions
     compilations: int = 0  # all programs that this process compiled
     compile_cache_hits: int = 0  # programs read from the persistent cache instead
@@ -109,6 +122,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
         )
 
 
-_GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executables"}
+_GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executables"} | {
+    "offload_host_bytes",
+    "offload_host_capacity",
+    "offload_disk_bytes",
+}
 _NO_NUMBERS = {"step_tokens", "step_seconds", "spec_accepted_at", "adapters_running", "adapters_waiting"}
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES | _NO_NUMBERS)

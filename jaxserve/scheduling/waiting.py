@@ -5,8 +5,8 @@ newcomers of other tenants (API keys). Newcomers of different tenants share by d
 `quantum` tokens a round. It may overdraw its turn by one sequence, and is then skipped until later rounds have paid the
 debt. Within one tenant, sequences are served by arrival.
 
-Sequences whose adapter has no place on the devices are parked meanwhile (`adapter_pool.py`). They count as waiting, and
-are served once they are released.
+Sequences whose adapter has no place on the devices are parked meanwhile (`adapter_pool.py`), and those whose pages are
+being loaded are set aside (`page_loads.py`). They count as waiting, and are served once they are released.
 
 A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
 ends. A tenant that has the queue to itself keeps no debt.
@@ -35,6 +35,7 @@ class Waiting:
         self._quantum, self.adapters = quantum, adapters
         self._levels: dict[int, _Level] = {}  # priority -> level; no level is empty
         self._priorities: list[int] = []  # the levels' priorities, ascending
+        self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
         self._count = 0
         self.num_tokens = 0  # tokens of the waiting prompts
         self.num_completions = 0  # completions of the waiting requests, with siblings that fork later
@@ -43,13 +44,14 @@ class Waiting:
         return self._count
 
     def __bool__(self) -> bool:
-        """Whether a sequence waits that may be served: one that is not parked."""
+        """Whether a sequence waits that may be served: one that is neither parked nor set aside."""
         return bool(self._levels)
 
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences, in arbitrary order."""
         if self.adapters is not None:
             yield from self.adapters.parked
+        yield from self._aside
         for level in self._levels.values():
             for queue in level.queues():
                 yield from queue
@@ -59,13 +61,19 @@ class Waiting:
         self._count += 1
         self.num_tokens += seq.prompt_len
         self.num_completions += _completions(seq)
+        seq.was_set_aside = False
         if self.adapters is None or self.adapters.admit(seq, resumed=resumed):
             self._enqueue(seq, resumed)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
-        """Queues sequences that were parked and may begin now."""
+        """Queues sequences that were parked or set aside and may begin now."""
         for seq in seqs:
-            self._enqueue(seq, resumed=seq.num_cached is not None)
+            self._enqueue(seq, self._aside.pop(seq, seq.num_cached is not None))
+
+    def set_aside(self, seq: Sequence) -> None:
+        """Takes a sequence that may be served out of the order until it is released."""
+        self._aside[seq] = seq in self._levels[seq.order[0]].resumed
+        self._dequeue(seq)
 
     def _enqueue(self, seq: Sequence, resumed: bool) -> None:
         if (level := self._levels.get(priority := seq.order[0])) is None:
@@ -89,15 +97,20 @@ class Waiting:
 
     def remove(self, seq: Sequence) -> None:
         """Removes a waiting sequence. Raises KeyError for any other."""
-        if self.adapters is None or not self.adapters.unpark(seq):
-            level = self._levels[seq.order[0]]
-            level.remove(seq)
-            if not level.num_newcomers and not level.resumed:
-                del self._levels[seq.order[0]]
-                self._priorities.remove(seq.order[0])
+        if seq in self._aside:
+            del self._aside[seq]
+        elif self.adapters is None or not self.adapters.unpark(seq):
+            self._dequeue(seq)
         self._count -= 1
         self.num_tokens -= seq.prompt_len
         self.num_completions -= _completions(seq)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        level = self._levels[seq.order[0]]
+        level.remove(seq)
+        if not level.num_newcomers and not level.resumed:
+            del self._levels[seq.order[0]]
+            self._priorities.remove(seq.order[0])
 
     def charge(self, seq: Sequence) -> None:
         """Charges a tenant the expected cost of a sequence that begins. A sibling is not charged for the prompt."""

@@ -19,6 +19,7 @@ from jaxserve.types import SamplingParams
 CONTEXT = 512  # tokens before those of a step, which attention reads
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 REPEATS = 5
+CPU_PROMPT, PROMPT = 32, 2048  # tokens of a prompt that is timed
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,26 @@ def decode_seconds(runner: ModelRunner, shapes: Sequence[StepShape], most: int =
     return Curve.of(measured)
 
 
+def prompt_seconds(runner: ModelRunner, shapes: Sequence[StepShape]) -> float:
+    """Seconds for each token of a step that computes a prompt, of as many tokens as a step does beside decodes on CPU,
+    and of many elsewhere."""
+    mixed = [shape for shape in shapes if not shape.decode_only]
+    on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
+    tokens = min(CPU_PROMPT if on_cpu else PROMPT, mixed[-1].tokens, runner.max_len)
+    shape = next(shape for shape in mixed if shape.tokens >= tokens)
+    program = runner.programs.choose(shape, Sampler.GREEDY, 1, False)
+    return _seconds(runner, program, [tokens], checks=False) / tokens
+
+
 def _up_to(most: int) -> Iterable[int]:
     return [size for size in SIZES if size < most] + [min(most, SIZES[-1])]
 
 
-def _seconds(runner: ModelRunner, program: StepProgram, counts: list[int], num_new: int = 1) -> float:
-    """The least time of a step whose row i has counts[i] tokens, of which all but one are proposals. Rows of one token
-    sample `num_new`."""
+def _seconds(
+    runner: ModelRunner, program: StepProgram, counts: list[int], num_new: int = 1, *, checks: bool = True
+) -> float:
+    """The least time of a step whose row i has counts[i] tokens, of which all but one are proposals if it `checks`
+    some. Rows of one token sample `num_new`."""
     shape, rows = program.shape, len(counts)
     counts = sorted(counts)  # rows of one token come first
     packed = shape.empty(runner.num_slots)
@@ -87,7 +101,7 @@ def _seconds(runner: ModelRunner, program: StepProgram, counts: list[int], num_n
     field["q_start"][1 : rows + 1] = np.cumsum(counts)
     field["q_start"][rows + 1 :] = sum(counts)
     field["slot"][:rows] = np.arange(rows)
-    field["num_new"][:rows] = [num_new if count == 1 else count for count in counts]
+    field["num_new"][:rows] = [num_new if count == 1 or not checks else count for count in counts]
     field["tokens_per_call"][0], field["num_decodes"][0] = num_new, counts.count(1)
     params, best = SamplingParams(temperature=0.0), np.inf
     length = max(min(CONTEXT, runner.max_len - max(*counts, num_new)), 0)

@@ -32,6 +32,8 @@ from jaxserve.types import InvalidRequestError, QueueFullError, Request, Sequenc
 log = logging.getLogger("jaxserve.engine")
 
 BACKLOG_SECONDS = 0.01  # between two checks whether a front's backlog has shrunk
+LAST_SECONDS = 3.0  # for an engine's own work once it is drained; the front waits a little longer
+TIDY_SECONDS = 0.002  # between two pieces of an idle engine's own work
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
 BEAT_SECONDS = 1.0  # between two `Beat` messages
@@ -56,6 +58,7 @@ class EngineLike(Protocol):
     def step(self) -> StepOutput: ...
     @property
     def has_work(self) -> bool: ...
+    def idle(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def profile(self, steps: int) -> None: ...
     def reset_prefix_cache(self) -> None: ...
@@ -90,7 +93,8 @@ class EngineServer:
         self._stats_due = time.monotonic()
         while True:
             held_up = self._held_up()
-            self._take_messages(engine, held_up)
+            tidies = not engine.has_work and engine.idle()
+            self._take_messages(engine, held_up, tidies)
             if self._draining and not engine.has_work:
                 return
             if engine.has_work and not held_up:
@@ -160,12 +164,13 @@ class EngineServer:
         with self._fronts_lock:
             return any(front.is_behind for front in self._fronts.values())
 
-    def _take_messages(self, engine: EngineLike, held_up: bool) -> None:
+    def _take_messages(self, engine: EngineLike, held_up: bool, tidies: bool = False) -> None:
         """Handles all messages that have arrived. Waits for one if the engine is idle, at most until statistics are
-        due. If a front is held up, waits at most BACKLOG_SECONDS."""
-        timeout = None
+        due. If a front is held up, waits at most BACKLOG_SECONDS; if the engine `tidies` up, at most TIDY_SECONDS."""
+        timeout = TIDY_SECONDS if tidies else None
         if self._stats_due is not None:
-            timeout = max(0.0, self._stats_due - time.monotonic())
+            due = max(0.0, self._stats_due - time.monotonic())
+            timeout = due if timeout is None else min(timeout, due)
         block = held_up or (not engine.has_work and not self._draining)
         if held_up:
             timeout = BACKLOG_SECONDS if timeout is None else min(timeout, BACKLOG_SECONDS)
@@ -349,6 +354,9 @@ def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAU
         server.fail(text, patience=0.0)
         server.close()
         return 1
+    end = time.monotonic() + LAST_SECONDS
+    while engine.idle() and time.monotonic() < end:
+        time.sleep(TIDY_SECONDS)
     if hosts is not None:
         hosts.close()
     server.close()

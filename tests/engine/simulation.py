@@ -4,15 +4,19 @@ rows draw late, and beam searches."""
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 
 import numpy as np
+from fake_tiers import LateThread, PageRunner, UnreliableFiles
 from null_device import VOCAB, Device, Ran, each, fingerprint, next_token, root_state
 
 from jaxserve.adapters.registry import AdapterError, ServedAdapter
 from jaxserve.engine.adapter_places import Adapters
+from jaxserve.engine.page_copies import PageCopies
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.state_snapshots import StateSnapshots
@@ -122,12 +126,18 @@ class Simulation:
 
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
-        windows=(None,), snapshots=None, places=None,
+        windows=(None,), snapshots=None, places=None, tiers=None, files=False,
     ):  # fmt: skip
-        """`snapshots`: the model is recurrent, and keeps so many states of prefixes. `places`: for adapters."""
+        """`snapshots`: the model is recurrent, and keeps so many states of prefixes. `places`: for adapters. `tiers`:
+        pages that the host's memory holds; None: there are no lower tiers. `files`: there are files, too."""
+        random = Random(num_pages)
+        kept = UnreliableFiles(random) if files else None
+        below = PageTiers(tiers, kept) if tiers is not None and prefix_caching and snapshots is None else None
         states = StateSnapshots(max_num_seqs + 1, snapshots, least=page_size) if snapshots else None
         caches = prefix_caching and snapshots != 0
-        self.blocks = CountingBlocks(num_pages, page_size, prefix_caching=caches, windows=windows, states=states)
+        self.blocks = CountingBlocks(
+            num_pages, page_size, prefix_caching=caches, windows=windows, states=states, tiers=below
+        )
         self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
         pool = None if places is None else AdapterPool(places)
         self.scheduler = Scheduler(
@@ -146,6 +156,11 @@ class Simulation:
         self.adapters: Adapters | None = None
         if pool is not None:
             self.adapters, self.device.place_of = Adapters(self.disk, pool, self.device), pool.place_of
+        self.threads = [LateThread(random) for _ in range(3)]
+        self.copies: PageCopies | None = None
+        if below is not None:
+            self.copies = PageCopies(below, PageRunner(self.device), kept, self.threads)
+            self.copies.patience = 0.0
         self.events: Counter[str] = self.device.events
         self.in_flight: deque[list[Ran]] = deque()
         self.jobs: dict[str, Job] = {}
@@ -232,6 +247,7 @@ class Simulation:
         if self.scheduler.running.proposes and self.in_flight:
             self.commit()  # as the engine does
         placing = self._place_adapters()
+        self._copy_pages()
         waiting = [seq for seq in self.scheduler.waiting if not self._is_parked(seq)]
         preemptions = self.scheduler.num_preemptions
         before = {seq: self.left(seq) for seq in self.scheduler.running}
@@ -240,6 +256,8 @@ class Simulation:
         self._check_schedule(plan, waiting, admissible, preemptions, before, placing)
         if plan is not None:
             self._note_scored(plan)
+            if self.copies is not None:
+                self.copies.save()
             self.in_flight.append(self.device.run(plan, self.scheduler.running))
             self._sample_deferred()
         self.check()
@@ -257,7 +275,23 @@ class Simulation:
         return bool(failed) or self.adapters.uploading or self.disk.reading
 
     def _is_parked(self, seq: Sequence) -> bool:
+        if any(load.seq is seq for load in self.scheduler.loads.active):
+            return True
         return self.adapters is not None and seq in set(self.adapters.pool.parked)
+
+    def _copy_pages(self) -> None:
+        """As the engine does, with threads that are late."""
+        for thread in self.threads:
+            thread.run()
+        if self.copies is not None:
+            busy = len(self.scheduler.running) > 0 or len(self.in_flight) > 0
+            self.copies.before_step(self.scheduler, busy=busy, may_load=True)
+            self.events["loads while others run"] += busy and self.copies.loading
+
+    def reset_prefix_cache(self) -> None:
+        self.blocks.reset_prefix_cache()
+        if self.copies is not None:
+            self.copies.clear(self.scheduler)
 
     def pause(self, name: str, paused: bool) -> None:
         """A client stops reading, or goes on."""
@@ -327,6 +361,7 @@ class Simulation:
             params = job.request.params
             tokens = params.n * (len(job.request.prompt_token_ids) + params.max_tokens + 2)
             work += tokens * (4 if params.use_beam_search else 1)  # beams take turns, and draw again what was preempted
+        work *= 1 if self.copies is None else 8
         for i in range(2 * work + 2):
             if not self.scheduler.has_work and not self.in_flight:
                 break
@@ -376,7 +411,7 @@ class Simulation:
         """`before`: what was left to compute of the running sequences. `placing`: adapters are being uploaded."""
         rows = each(plan.rows) if plan else []
         scheduled = {row.seq: row for row in rows}
-        acts = plan is not None or self.in_flight or placing
+        acts = plan is not None or self.in_flight or placing or self.scheduler.loads.active
         assert acts or not self.scheduler.has_work, "there is work, and nothing is done"
         if plan is not None:
             assert rows
@@ -397,7 +432,7 @@ class Simulation:
             decodes = before.get(seq) == 1 and seq.max_tokens > 0
             assert seq in scheduled or not decodes, "a decoding sequence was left out"
         admitted = [seq for seq in waiting if seq.status is Status.RUNNING]
-        left = [seq for seq in waiting if seq.status is Status.WAITING]
+        left = [seq for seq in waiting if seq.status is Status.WAITING and not self._is_parked(seq)]
         assert all(a.order < b.order for a in admitted for b in left), "admission out of order"
         self.events["preemptions"] += self.scheduler.num_preemptions - preemptions
         self.events["chunks"] += any(row.count > 1 and row.num_new == 0 for row in rows)
@@ -428,6 +463,10 @@ class Simulation:
                 assert sorted(job.scored) == list(range(len(job.request.prompt_token_ids) - 1))
         self.events["evictions"] = self.blocks.evictions
         self.events["prefix hits"] = self.scheduler.prefix_hits
+        if self.copies is not None:
+            self.events["found below"] = self.scheduler.loads.hits
+            self.events["evicted below"] = self.copies.tiers.evictions
+            self.events["failed loads"] = self.copies.failed
 
 
 def search_alone(job: Job) -> dict[int, list[int]]:

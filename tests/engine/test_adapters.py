@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from engines import Completion, generate, make_engine, request
 
-import jaxserve.engine.engine as engine_module
 from jaxserve.adapters.adapter import Adapter, load_adapter
+from jaxserve.engine import dispatching
 from jaxserve.execution import commands
 from jaxserve.execution.slots import encode_slot
 from jaxserve.models.layers import Linear
@@ -45,7 +45,7 @@ def adapted_engine(folder, monkeypatch, places: int, **options):
     def encode(slot, params, seed, *rest):
         return encode_slot(slot, params, seed, *rest[:4], adapter=(params.seed or 0) - 1)
 
-    monkeypatch.setattr(engine_module, "encode_slot", encode)
+    monkeypatch.setattr(dispatching, "encode_slot", encode)
     options = {"max_loras": places, "max_lora_rank": RANK, "prefix_caching": False, **options}
     return make_engine(folder, enable_lora=True, **options)
 

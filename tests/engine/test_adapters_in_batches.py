@@ -10,7 +10,7 @@ from adapter_folders import MODULES, save_adapter
 from draft_heads import write_eagle
 from engines import drain, generate, make_engine, request
 
-from jaxserve.engine import engine as engine_module
+from jaxserve.engine import dispatching
 from jaxserve.engine.engine import Engine
 from jaxserve.types import Grammar, InvalidRequestError, Request
 
@@ -108,7 +108,7 @@ def test_company_changes_nothing(engine, crowd, alone):
 
 def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     """Also where the devices lose the adapters."""
-    original, restore = engine_module.encode_slot, engine.runner.restore
+    original, restore = dispatching.encode_slot, engine.runner.restore
 
     def poisoned(slot, params, *rest):
         if params.top_k == 13:
@@ -121,7 +121,7 @@ def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
             for call in engine.runner.adapter_uploads(place, None):
                 call()
 
-    monkeypatch.setattr(engine_module, "encode_slot", poisoned)
+    monkeypatch.setattr(dispatching, "encode_slot", poisoned)
     monkeypatch.setattr(engine.runner, "restore", losing)
     bad = adapted(engine, request("bad", [11, 12], max_tokens=4, top_k=13), "a3")
     results = together(engine, crowd, bad)

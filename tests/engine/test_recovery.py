@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engines import Completion, drain, make_engine, request
 
+from jaxserve.engine import dispatching
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.engine import Engine
@@ -140,7 +141,7 @@ def poison_matcher(monkeypatch, at):
 def poison_parameter(monkeypatch, at):
     """A parameter raises when it is to be sent to the devices."""
     is_poisoned = lambda slot, params, *rest: params.top_k == 13  # noqa: E731
-    monkeypatch.setattr(engine_module, "encode_slot", raising(engine_module.encode_slot, is_poisoned))
+    monkeypatch.setattr(dispatching, "encode_slot", raising(dispatching.encode_slot, is_poisoned))
     return bad(top_k=13, temperature=0.5)
 
 
@@ -192,7 +193,7 @@ def test_a_poisoned_request_fails_alone(engine, undisturbed, monkeypatch, poison
 
 def test_several_that_are_poisoned(engine, undisturbed, monkeypatch):
     is_poisoned = lambda slot, params, *rest: params.top_k == 13  # noqa: E731
-    monkeypatch.setattr(engine_module, "encode_slot", raising(engine_module.encode_slot, is_poisoned))
+    monkeypatch.setattr(dispatching, "encode_slot", raising(dispatching.encode_slot, is_poisoned))
     several = [request(f"bad-{i}", [11 + i], max_tokens=LENGTH, top_k=13) for i in range(3)]
     results, others = run(engine, *several)
     assert others == undisturbed

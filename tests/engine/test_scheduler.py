@@ -39,6 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7), *CHUNKED]),
         snapshots=st.sampled_from([None, None, None, 0, 1, 5]),
         places=st.sampled_from([None, None, 1, 2, 3]),
+        tiers=st.sampled_from([None, None, 2, 20]),
+        files=st.booleans(),
         cost=st.sampled_from([None, StepCost(weights=0.003, token=0.001), StepCost(weights=1.0, token=0.001)]),
     )
     def create(self, **sizes):
@@ -116,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.simulation.in_flight)
     @rule()
     def reset_prefix_cache(self):
-        self.simulation.blocks.reset_prefix_cache()
+        self.simulation.reset_prefix_cache()
 
     @invariant()
     def is_whole(self):

@@ -114,6 +114,9 @@ class ParrotEngine:
     def profile(self, steps: int) -> None:
         pass
 
+    def idle(self) -> bool:
+        return False
+
     def reset_prefix_cache(self) -> None:
         pass
 

@@ -8,7 +8,7 @@ POISON = 13  # top_k
 
 
 class PoisonedEngine(engine.Engine):
-    def _fill_slots(self, placed):
-        if any(seq.params.top_k == POISON for seq in placed):
+    def dispatch(self, plan):
+        if any(seq.params.top_k == POISON for seq in plan.placed):
             raise ValueError("poison")
-        super()._fill_slots(placed)
+        return super().dispatch(plan)

@@ -1,0 +1,42 @@
+"""What dispatching a step takes: the slots of newcomers, and the programs of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxserve.execution.programs import StepProgram, StepPrograms
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.slots import encode_counts, encode_slot
+from jaxserve.execution.step_buffer import StepBatch
+from jaxserve.scheduling.running_table import RunningTable
+from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.sequence import Sequence
+
+
+def fill_slots(
+    placed: list[Sequence], running: RunningTable, runner: ModelRunner, place_of: Callable[[Sequence], int]
+) -> None:
+    """Writes the slots of these sequences, and counts their tokens if they have penalties. place_of: the places of
+    their adapters."""
+    rows = []
+    for seq in placed:
+        length = int(running.start[seq.slot])
+        numbers = seq.prompt_len, seq.penalty_row, length, place_of(seq)
+        rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), *numbers))
+    runner.set_slots(rows)
+    penalized = [seq for seq in placed if seq.params.has_penalties]
+    if penalized:
+        counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
+        runner.count_tokens(np.concatenate(counted, axis=1))
+
+
+def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) -> StepProgram:
+    """The least capable program that serves a batch's rows."""
+    rows, sampler = batch.rows, running.lineup.sampler
+    if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
+        sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
+    if not rows.only_decodes and rows.checks.any():
+        return programs.choose_checking(batch.shape, sampler)
+    return programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
