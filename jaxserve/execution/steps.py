@@ -273,8 +273,9 @@ def _sample(
     before: jax.Array | None = None,
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
-        kernels = {"kernel": model.ops.draw, "arg_max": model.ops.arg_max}
-        return sample(logits, words, seen, position, masks, sampler=sampler, before=before, **kernels)
+        kernel, arg_max = model.ops.draw, model.ops.arg_max
+        given = words, seen, position, masks
+        return sample(logits, *given, sampler=sampler, before=before, kernel=kernel, arg_max=arg_max)
 
     model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
