@@ -89,8 +89,17 @@ def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
 
 
 def adapters_of(device: Device, *, partitioned: bool = False) -> Callable[..., jax.Array]:
-    """Returns `lora.reference.add_adapters` for `device`."""
-    return lora_cpu.add_adapters if device.platform == "cpu" and not partitioned else lora.add_adapters
+    """Returns `lora.reference.add_adapters` for `device`. XLA splits the plain operations of `partitioned` models."""
+    if partitioned or device.platform not in ("cpu", "gpu"):
+        return lora.add_adapters
+    if device.platform == "cpu":
+        return lora_cpu.add_adapters
+    try:
+        from jaxserve.pallas_kernels.lora import triton
+    except ImportError as error:
+        log.warning("%s is not installed, so steps read all adapters of the pool", error.name)
+        return lora.add_adapters
+    return lora.add_adapters if triton.why_not(device) else triton.add_adapters
 
 
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
