@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
+from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
@@ -95,6 +97,15 @@ def checked_draw(ops: Ops, vocab: int) -> Ops:
     if draw is None or _is_right("draw", "auto", lambda: check_draw(draw, vocab)):
         return ops
     return replace(ops, draw=None)
+
+
+def checked_adapters(add: Callable[..., jax.Array], dtype: np.dtype) -> Callable[..., jax.Array]:
+    """Tries `add`, products with LoRA adapters, on this machine's first device. Returns the plain ones, with a warning,
+    if it is wrong."""
+    from jaxserve.pallas_kernels.selfcheck_lora import check_adapters
+
+    right = add is lora.add_adapters or _is_right("adapters", "auto", lambda: check_adapters(add, dtype))
+    return add if right else lora.add_adapters
 
 
 def checked_matmul(

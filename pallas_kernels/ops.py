@@ -233,10 +233,8 @@ class Ops:
             return y
         assert self.add_adapters is not None
         assert not isinstance(x, QuantRows), "adapters read unrounded inputs, see `models.layers.reader`"
-        if y.ndim == 2:
-            return self.add_adapters(y, x, stack, self.places, self.count, axes=axes)
-        first = self.add_adapters(y[0], x, stack, self.places, self.count, axes=axes)
-        return first[None] if len(y) == 1 else y.at[0].set(first)
+        rows = y.reshape(-1, y.shape[-1])  # of several parts the first one gets what adapters add
+        return self.add_adapters(rows, x, stack, self.places, self.count, axes=axes).reshape(y.shape)
 
     def embedded(self, x: jax.Array, ids: jax.Array, stack: AdapterStack | None) -> jax.Array:
         """Embeddings x [tokens, hidden] of the tokens ids, plus what the tokens' adapters add to them."""

@@ -62,8 +62,6 @@ class ModelPlan:
         if config.kv_offload_gib and (pooler is not None or model.recurrent is not None):
             kind = "embed or score" if pooler is not None else "have recurrent layers, whose states are not in pages"
             raise ConfigError(f"kv_offload_gib must be 0 for models that {kind}")
-        if config.kv_offload_gib and jax.process_count() > 1:
-            raise ConfigError("kv_offload_gib must be 0 where several processes share the devices")
         longest = memory.max_model_len(config, model)
         model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,6 +19,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
 from jaxserve.models.weights import Names, abstract_params, weight_pieces
+from jaxserve.pallas_kernels.checked_ops import checked_adapters
 from jaxserve.pallas_kernels.device_ops import adapters_of
 from jaxserve.pallas_kernels.registry import Device
 
@@ -26,8 +28,11 @@ MOE_NAMES = ("block_sparse_moe", "mlp")  # Mixtral's experts in checkpoints, and
 
 
 def with_adapters(decoder: Decoder, mesh: Mesh) -> Decoder:
-    """The decoder with operations that add what adapters change."""
-    add = adapters_of(Device.of(mesh.devices.flat[0]), partitioned=is_split(mesh))
+    """The decoder with operations that add what adapters change; kernels of accelerators are tried first."""
+    device = Device.of(mesh.devices.flat[0])
+    add = adapters_of(device, partitioned=is_split(mesh))
+    if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
+        add = checked_adapters(add, np.dtype(decoder.dtype))
     return decoder.clone(ops=replace(decoder.ops, add_adapters=add))
 
 

@@ -30,7 +30,7 @@ def add_adapters(
 ) -> jax.Array:
     """See `reference.add_adapters`, which is called for what the kernel does not support."""
     floats = y.dtype == x.dtype == jnp.float32 and stack.a.dtype in (jnp.float32, jnp.bfloat16)
-    if not floats or stack.parts > MOST_PARTS or not cpu.available(LORA):
+    if not floats or len(y) != len(x) or stack.parts > MOST_PARTS or not cpu.available(LORA):
         return reference.add_adapters(y, x, stack, place, count, axes)
     widths = (*stack.widths, 0, 0)[:MOST_PARTS]
     sizes = {name: np.int64(width) for name, width in zip(("first", "second", "third"), widths, strict=True)}

@@ -21,13 +21,14 @@ def add_adapters(
     count: jax.Array | None = None,
     axes: tuple[str | None, str | None] = (None, None),
 ) -> jax.Array:
-    """y [tokens, out] plus the product of x [tokens, in] with the adapter of each token, in the dtype of y.
+    """y [rows, out] plus the product of x [tokens, in] with the adapter of each token, in the dtype of y. Rows of y
+    beyond the tokens stay as they are.
 
     place: int32 [tokens], the place of each token's adapter; -1: none. count: int32 scalar, the number of leading rows
     that matter; the result is unspecified for others. `axes` names the weight's axes, for an implementation that splits
     it over devices.
     """
-    places, (tokens, out) = len(stack.a), y.shape
+    places, tokens, out = len(stack.a), len(x), y.shape[1]
     mine = place[:, None] == jnp.arange(places)
     low = _dot(x, stack.a.reshape(-1, stack.a.shape[-1]).astype(x.dtype), 1)
     used = jnp.arange(stack.rank) < stack.ranks[:, : stack.parts, None]
@@ -38,7 +39,8 @@ def add_adapters(
     for part in range(stack.parts):
         made = _dot(low[:, :, part].reshape(tokens, -1).astype(x.dtype), b, 0)
         delta = made if stack.parts == 1 else jnp.where(owner == part, made, delta)
-    return (y.astype(jnp.float32) + delta).astype(y.dtype)
+    added = (y[:tokens].astype(jnp.float32) + delta).astype(y.dtype)
+    return added if len(y) == tokens else y.at[:tokens].set(added)
 
 
 def add_to_embeddings(x: jax.Array, ids: jax.Array, stack: AdapterStack, place: jax.Array) -> jax.Array:

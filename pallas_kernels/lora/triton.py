@@ -6,9 +6,10 @@ Shrink. Grid: (tiles of tokens, places, parts x pieces of the inputs). A program
 Expand. Grid: (tiles of tokens, places, blocks of outputs). A program adds up the pieces in their order, multiplies the
   sums with a block of B, and adds the products to y.
 
-Traffic: the matrices of an adapter, up to its ranks, once for each tile with one of its tokens. A decode step of up to
-  64 tokens has one tile, so it reads the adapters in the batch once, however many are in the pool. x once per adapter
-  of a tile, y once in and out, the low-rank sums once for each block of outputs.
+Traffic: the matrices of an adapter, padded with zeros to the pool's rank, once for each tile with one of its tokens. A
+  decode step of up to 64 tokens has one tile, so it reads the adapters in the batch once, however many are in the pool.
+  x once per adapter of a tile, y once in and out, the low-rank sums once for each block of outputs. The ranks are not
+  read: XLA would launch a copy of each product's ranks.
 Pipeline: `num_stages` steps of STEP inputs in flight while one is computed.
 
 Many adapters in one batch were described by Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
@@ -50,9 +51,9 @@ def _tokens(place, count, at, ROWS: tl.constexpr):
 
 @triton.jit
 def _shrink(
-    x, a, ranks, place, count, low,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, COUNTED: tl.constexpr,
-    PIECE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    x, a, place, count, low,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, PIECE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """low: float32 [pieces, TOKENS, PARTS, WIDTH], of which only the rows with an adapter are written."""
     at = tl.program_id(1).to(tl.int64)
@@ -60,13 +61,12 @@ def _shrink(
     rows, mine = _tokens(place, count, at, ROWS)
     if tl.max(mine.to(tl.int32), 0) > 0:
         column = tl.arange(0, WIDTH)
-        used = column < tl.load(ranks + at * COUNTED + part)
         sums = tl.zeros([ROWS, WIDTH], tl.float32)
         for first in tl.range(0, PIECE, STEP, num_stages=3):
             k = piece * PIECE + first + tl.arange(0, STEP)
             left = tl.load(x + rows[:, None] * INPUTS + k[None, :], mask=mine[:, None] & (k < INPUTS)[None, :], other=0)
             to = a + ((at * PARTS + part) * RANK + column)[None, :] * INPUTS + k[:, None]
-            right = tl.load(to, mask=used[None, :] & (k < INPUTS)[:, None], other=0)
+            right = tl.load(to, mask=(column < RANK)[None, :] & (k < INPUTS)[:, None], other=0)
             sums = tl.dot(left, right.to(left.dtype), sums, input_precision="ieee")
         to = low + ((piece * TOKENS + rows[:, None]) * PARTS + part) * WIDTH + column[None, :]
         tl.store(to, sums, mask=mine[:, None])
@@ -74,10 +74,10 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    before, x, low, b, ranks, place, count, y,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, COUNTED: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, PERIOD: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    before, x, low, b, place, count, y,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, PERIOD: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`y` aliases `before`. Of each PERIOD outputs FIRST belong to the first part, then SECOND to the second one."""
     at = tl.program_id(1).to(tl.int64)
@@ -95,9 +95,8 @@ def _expand(
                 for piece in tl.static_range(PIECES):
                     of_piece = low + ((piece * TOKENS + rows[:, None]) * PARTS + part) * WIDTH + column[None, :]
                     left += tl.load(of_piece, mask=mine[:, None], other=0)
-                used = column < tl.load(ranks + at * COUNTED + part)
                 to = b + (at * RANK + column)[:, None] * OUTPUTS + n[None, :]
-                right = tl.load(to, mask=used[:, None] & theirs[None, :], other=0).to(x.dtype.element_ty)
+                right = tl.load(to, mask=(column < RANK)[:, None] & theirs[None, :], other=0).to(x.dtype.element_ty)
                 sums = tl.dot(left.to(right.dtype), right, sums, input_precision="ieee")
         tl.store(y + rows[:, None] * OUTPUTS + n[None, :], sums.to(y.dtype.element_ty), mask=real)
 
@@ -120,16 +119,15 @@ def add_adapters(
     pieces = 1 if tiles > 1 else min(triton.cdiv(inputs, PIECE), MOST_PIECES)
     piece = triton.cdiv(triton.cdiv(inputs, pieces), STEP) * STEP
     counted = jnp.reshape(jnp.int32(tokens) if count is None else count, 1)
-    sizes = {"TOKENS": tokens, "PARTS": parts, "RANK": rank, "COUNTED": stack.ranks.shape[1]}
-    sizes |= {"ROWS": rows, "WIDTH": width}
+    sizes = {"TOKENS": tokens, "PARTS": parts, "RANK": rank, "ROWS": rows, "WIDTH": width}
     [low] = triton_compat.call(
-        _shrink, x, stack.a, stack.ranks, place, counted,
+        _shrink, x, stack.a, place, counted,
         out=[jax.ShapeDtypeStruct((pieces, tokens, parts, width), jnp.float32)],
         grid=(tiles, places, parts * pieces), INPUTS=inputs, PIECE=piece, STEP=STEP, **sizes,
     )  # fmt: skip
     first, second = (*stack.widths, sum(stack.widths))[:2]
     return triton_compat.call(
-        _expand, y, x, low, stack.b, stack.ranks, place, counted, out=[jax.ShapeDtypeStruct(y.shape, y.dtype)],
+        _expand, y, x, low, stack.b, place, counted, out=[jax.ShapeDtypeStruct(y.shape, y.dtype)],
         aliases={0: 0}, grid=(tiles, places, triton.cdiv(outputs, BLOCK)), OUTPUTS=outputs, FIRST=first, SECOND=second,
         PERIOD=sum(stack.widths), PIECES=pieces, BLOCK=BLOCK, **sizes,
     )[0]  # fmt: skip

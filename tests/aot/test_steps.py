@@ -22,6 +22,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.adapter_targets import PoolSizes, with_adapters
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
@@ -76,6 +77,7 @@ def make_runner(
     context: int = 8192,
     kv_dtype=jnp.bfloat16,
     snapshots=0,
+    adapters: PoolSizes | None = None,
     **changes,
 ) -> tuple[ModelRunner, dict]:
     """A runner of the 8B shape with so many layers and `changes` of its config, and its weights' shapes."""
@@ -85,6 +87,7 @@ def make_runner(
     model = read_model_config(HFConfig.read(folder))
     backends = {"attention": backend, "matmul": backend if scheme in ("int8", "int4") else "auto"}
     decoder = make_decoder(model, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=kv_dtype, **backends)
+    decoder = decoder if adapters is None else with_adapters(decoder, mesh)
     params = abstract_params(decoder, mesh)
     if scheme == "Q4_K_M":
         params = as_llama_quantize(params, model.num_kv_heads)
@@ -93,7 +96,7 @@ def make_runner(
     elif scheme != "bf16":
         params = quantized_abstract(params, scheme)
     params = arranged(params, mesh, jnp.bfloat16, backends["matmul"])
-    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64)
+    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64, adapters=adapters)
     platform = devices[0].platform
     sizes = PAGES, page_size, kv_dtype, platform
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, *sizes, num_slots=slots, snapshots=snapshots)

@@ -15,13 +15,22 @@ import test_lora
 import test_triton
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
-from test_lora import PLACES, WIDTHS, draw, expected
+from test_lora import PLACES, RANK, WIDTHS, expected
 from test_triton import INTERPRET, compiled, interpreted
 
-from jaxserve.pallas_kernels import triton_compat
-from jaxserve.pallas_kernels.lora import triton
+from jaxserve.pallas_kernels import selfcheck_lora, triton_compat
+from jaxserve.pallas_kernels.lora import reference, triton
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.registry import Device
+
+
+def draw(*args):
+    """As `test_lora.draw`, but with zeros beyond each adapter's rank, as in the pool."""
+    stack, y, x = test_lora.draw(*args)
+    parts, ranks = stack.parts, np.asarray(stack.ranks)[:, : stack.parts]
+    of_a = (np.arange(RANK) < ranks[:, :, None]).reshape(PLACES, parts * RANK, 1)
+    of_b = (np.arange(RANK) < ranks.max(axis=1)[:, None])[:, :, None]
+    return AdapterStack(jnp.where(of_a, stack.a, 0), jnp.where(of_b, stack.b, 0), stack.ranks, stack.widths), y, x
 
 
 @compiled
@@ -75,6 +84,27 @@ def test_16_bits():
     wanted = expected(stack, y.astype(jnp.float32), x.astype(jnp.float32), place)
     np.testing.assert_allclose(made, wanted, rtol=2e-2, atol=0.5)  # the sums are up to 100, rounded to 8 bits twice
     np.testing.assert_array_equal(made[np.asarray(place) < 0], np.asarray(y, np.float32)[np.asarray(place) < 0])
+
+
+@interpreted
+def test_the_check_of_a_device(monkeypatch):
+    monkeypatch.setattr(selfcheck_lora, "REPEATS", 1)
+    monkeypatch.setattr(selfcheck_lora, "CASES", [(min(n, 40), min(k, 640), w) for n, k, w in selfcheck_lora.CASES])
+    found = list(selfcheck_lora.check_adapters(triton.add_adapters, np.dtype(np.float32)))
+    assert [finding for finding in found if not finding.right] == []
+
+
+@compiled
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_check_sees_mistakes(wrong):
+    """Plain operations are right, and wrong with the neighbour's adapter."""
+
+    def add(y, x, stack, place):
+        return reference.add_adapters(y, x, stack, jnp.where(place == 2, 3, place) if wrong else place)
+
+    with jax.default_matmul_precision("highest"):
+        found = list(selfcheck_lora.check_adapters(add, np.dtype(np.float32)))
+    assert all(finding.right for finding in found) is not wrong
 
 
 def test_devices():
