@@ -31,10 +31,11 @@ def check_adapters(add: Callable[..., jax.Array], dtype: np.dtype) -> Iterator[F
         b[np.arange(RANK) >= ranks.max(axis=1)[:, None]] = 0
         x, y = rng.standard_normal((tokens, inputs)), rng.standard_normal((tokens, out))
         place = rng.integers(-1, PLACES, tokens)
-        a, b, x, y = (jnp.asarray(array, dtype) for array in (a, b, x, y))
-        stack = AdapterStack(a.reshape(PLACES, -1, inputs), b, jnp.asarray(ranks, jnp.int32), widths)
-        found = [np.asarray(add(y, x, stack, jnp.asarray(place, jnp.int32)), np.float64) for _ in range(REPEATS)]
-        exact = _exact(*(np.asarray(array, np.float64) for array in (y, x, a, b)), ranks, place, widths)
+        given = [jnp.asarray(array, dtype) for array in (y, x, a, b)]
+        stack = AdapterStack(given[2].reshape(PLACES, -1, inputs), given[3], jnp.asarray(ranks, jnp.int32), widths)
+        where = jnp.asarray(place, jnp.int32)
+        found = [np.asarray(add(*given[:2], stack, where), np.float64) for _ in range(REPEATS)]
+        exact = _exact([np.asarray(array, np.float64) for array in given], ranks, place, widths)
         same = all(np.array_equal(found[0], again) for again in found)
         scale = np.maximum(np.abs(exact).max(axis=1, keepdims=True), 1.0)
         error = np.abs(found[0] - exact) / scale if same else np.array(np.inf)
@@ -42,8 +43,9 @@ def check_adapters(add: Callable[..., jax.Array], dtype: np.dtype) -> Iterator[F
         yield Finding(f"adapters, {tokens} tokens, {inputs} inputs, parts {widths}", worst, tolerance(dtype, EPSILONS))
 
 
-def _exact(y, x, a, b, ranks, place, widths) -> np.ndarray:
-    """y plus what the adapters add, one token after the other."""
+def _exact(arrays: list[np.ndarray], ranks: np.ndarray, place: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+    """y plus what the adapters add, of (y, x, a, b), one token after the other."""
+    y, x, a, b = arrays
     made, turn = y.copy(), np.repeat(np.arange(len(widths)), widths)
     owner = np.resize(turn, y.shape[1])
     for token in np.flatnonzero(place >= 0):

@@ -17,6 +17,8 @@ Many adapters in one batch were described by Punica (arXiv:2310.18547) and S-LoR
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -119,7 +121,7 @@ def add_adapters(
     pieces = 1 if tiles > 1 else min(triton.cdiv(inputs, PIECE), MOST_PIECES)
     piece = triton.cdiv(triton.cdiv(inputs, pieces), STEP) * STEP
     counted = jnp.reshape(jnp.int32(tokens) if count is None else count, 1)
-    sizes = {"TOKENS": tokens, "PARTS": parts, "RANK": rank, "ROWS": rows, "WIDTH": width}
+    sizes: dict[str, Any] = {"TOKENS": tokens, "PARTS": parts, "RANK": rank, "ROWS": rows, "WIDTH": width}
     [low] = triton_compat.call(
         _shrink, x, stack.a, place, counted,
         out=[jax.ShapeDtypeStruct((pieces, tokens, parts, width), jnp.float32)],
