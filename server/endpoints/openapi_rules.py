@@ -93,6 +93,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [
         *_SAMPLING,
         _either(_one_of("top_logprobs", 0), _is_true("logprobs")),
+        _either(_one_of("return_accepted_proposals", False), _is_true("logprobs")),
     ],
     "Message": [
         _either(

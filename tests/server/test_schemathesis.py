@@ -49,8 +49,6 @@ def obey(body: dict) -> None:
         body.pop(field, None)
     if body.get("min_tokens"):
         body["max_tokens"] = max(body["min_tokens"], body.get("max_tokens") or 0)
-    if not body.get("logprobs"):
-        body.pop("return_accepted_proposals", None)
     if (body.get("n") or 1) > 1 or body.get("use_beam_search"):
         body.pop("thinking_token_budget", None)
     if isinstance(body.get("prompt"), list):
