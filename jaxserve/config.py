@@ -143,6 +143,7 @@ class EngineConfig:
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, of which the cache takes at most half unless kv_pages is given.
       tensor_parallel_size: devices that share each layer; with several hosts all of their devices.
+      enable_expert_parallel: each of these devices has some of a mixture's experts whole, instead of a part of each.
       coordinator: "host:port" of the first of several hosts that serve the model together, or "auto": hosts as Slurm, a
         LeaderWorkerSet or a TPU pod tells them in the environment. None: there is one host.
       num_hosts, host_id: how many hosts there are, and which of them this is; 0 is the first.
@@ -215,6 +216,7 @@ class EngineConfig:
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     coordinator: str | None = None
     num_hosts: int = 1
     host_id: int = 0

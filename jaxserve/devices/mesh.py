@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +14,27 @@ from jaxserve.config import ConfigError
 
 AXES = ("data", "stage", "sequence", "expert", "tensor")
 
-# Logical axis of a weight or an activation -> mesh axis; None is replicated.
-RULES: dict[str | None, str | None] = {
+MeshAxes = str | tuple[str, ...] | None  # the axes of a mesh that split an axis of an array; None: it is not split
+EVERYONE = ("expert", "tensor")
+
+# Logical axis of a weight or an activation -> axes of the mesh. All devices share heads, dense MLPs and the vocabulary.
+# Each has some of the experts, if the axis "expert" is larger than 1, and a part of the width of these.
+RULES: dict[str | None, MeshAxes] = {
     None: None,
     "embed": None,
-    "vocab": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
+    "vocab": EVERYONE,
+    "kv_heads": EVERYONE,
+    "mlp": EVERYONE,
     "expert": "expert",
+    "expert_mlp": "tensor",
 }
 
 
-def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with AXES, of which all but tensor have size 1 today. Raises ConfigError for too few devices."""
+def make_mesh(
+    tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None, expert_parallel: bool = False
+) -> Mesh:
+    """A mesh with AXES of `tensor_parallel_size` devices, which lie along "expert" if `expert_parallel`, else along
+    "tensor". Raises ConfigError for too few devices."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < tensor_parallel_size:
         hint = (
@@ -37,8 +46,8 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | Non
             f"tensor_parallel_size {tensor_parallel_size} needs as many devices, "
             f"but JAX sees {len(devices)} {devices[0].platform} device(s){hint}"
         )
-    chosen = np.asarray(devices[:tensor_parallel_size]).reshape(1, 1, 1, 1, tensor_parallel_size)
-    return Mesh(chosen, AXES)
+    shape = (1, 1, 1, tensor_parallel_size, 1) if expert_parallel else (1, 1, 1, 1, tensor_parallel_size)
+    return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(shape), AXES)
 
 
 def num_devices(mesh: Mesh) -> int:
@@ -57,8 +66,12 @@ def on_one_cpu(mesh: Mesh) -> bool:
 
 def ways(mesh: Mesh, logical: str) -> int:
     """Into how many parts a logical axis is split."""
-    axis = RULES[logical]
-    return 1 if axis is None else mesh.shape[axis]
+    return num_parts(mesh, RULES[logical])
+
+
+def num_parts(mesh: Mesh, axes: MeshAxes) -> int:
+    """Into how many parts an array is split along these axes of the mesh."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def spec(*logical: str | None) -> PartitionSpec:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import RULES, spec
+from jaxserve.devices.mesh import RULES, MeshAxes, num_parts, spec
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
@@ -29,7 +29,7 @@ def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> 
     if isinstance(w, BlockArray):
         return jax.tree.map(lambda _: PartitionSpec(*lead, out, inputs), w)
     if w.order is not None and inputs is not None:
-        out, inputs = (None if w.shape[-2] % mesh.shape[inputs] else inputs), None
+        out, inputs = (None if w.shape[-2] % num_parts(mesh, inputs) else inputs), None
 
     def of_blocks(values: jax.Array | None) -> PartitionSpec | None:
         if values is None:
@@ -50,7 +50,7 @@ def quant_block(w: QuantArray, axes: PartitionSpec, mesh: Mesh) -> tuple[int, in
     split = specs.codes[-2:]
     sizes = []
     for size, block, on, count in zip(w.shape[-2:], w.block, split, w.scale.shape[-2:], strict=True):
-        sizes.append(block if on is None or count == 1 else math.gcd(size // mesh.shape[on], block))
+        sizes.append(block if on is None or count == 1 else math.gcd(size // num_parts(mesh, on), block))
     return sizes[0], sizes[1]
 
 
@@ -91,8 +91,8 @@ def quant_matmul_sharded(
     )(x, w, *counts)
 
 
-def rows_spec(w: QuantArray | BlockArray, inputs: str | None, dtype: Any) -> QuantRows:
-    """PartitionSpecs of the rounded inputs of a product with `w`, when the inputs are split over this axis of the mesh.
+def rows_spec(w: QuantArray | BlockArray, inputs: MeshAxes, dtype: Any) -> QuantRows:
+    """PartitionSpecs of the rounded inputs of a product with `w`, when the inputs are split over these axes of the mesh.
     Each device has scales of its own for its part, unless the scales are static."""
     assert isinstance(w, QuantArray)
     assert w.activations is not None
@@ -126,23 +126,23 @@ def experts_sharded(
     """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
     each of these. The devices' partial results are added in the dtype of x."""
     everywhere = PartitionSpec()
-    by_expert, axes = RULES["expert"], tuple(axis for axis in (RULES["expert"], RULES["mlp"]) if axis is not None)
 
     def local(x, chosen, weights, w, count, stacks, places) -> jax.Array:
-        if by_expert is not None and mesh.shape[by_expert] > 1:
+        if num_parts(mesh, RULES["expert"]) > 1:
             own = w.gate_up.shape[0]
-            chosen = chosen - jax.lax.axis_index(by_expert) * own
+            chosen = chosen - jax.lax.axis_index(RULES["expert"]) * own
             chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
         adapted = {} if stacks is None else {"stacks": stacks, "places": places}
         y = mixture(x, chosen, weights, w, count=count, **adapted, **options)
-        return jax.lax.psum(y.astype(x.dtype), axes)
+        return jax.lax.psum(y.astype(x.dtype), (RULES["expert"], RULES["expert_mlp"]))
 
     def specs(weight: Any, *logical: str) -> Any:
         of_plain = spec(*logical)
         return quant_specs(weight, of_plain, mesh) if isinstance(weight, QuantArray | BlockArray) else of_plain
 
-    bias = None if w.gate_up_bias is None else spec("expert", "mlp")
-    split = ExpertWeights(specs(w.gate_up, "expert", "mlp", "embed"), specs(w.down, "expert", "embed", "mlp"), bias)
+    bias = None if w.gate_up_bias is None else spec("expert", "expert_mlp")
+    gate_up, down = ("expert", "expert_mlp", "embed"), ("expert", "embed", "expert_mlp")
+    split = ExpertWeights(specs(w.gate_up, *gate_up), specs(w.down, *down), bias)
     in_specs = (everywhere, everywhere, everywhere, split, everywhere, stack_specs(stacks), everywhere)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
         x, chosen, weights, w, count, stacks, places
@@ -150,13 +150,13 @@ def experts_sharded(
 
 
 def stack_specs(stacks: ExpertStacks | None) -> Any:
-    """How the stacks of experts' adapters are split: A of the last product and B of the first one by the MLP's width.
-    The devices' partial results of the last product then add up like those of the experts."""
+    """How the stacks of experts' adapters are split: by expert, and A of the last product and B of the first one by
+    the experts' width. The devices' partial results of the last product then add up like those of the experts."""
     if stacks is None:
         return None
-    everywhere, by_width = PartitionSpec(), PartitionSpec(None, None, None, *spec("mlp"))
-    gate_up: Any = {"a": everywhere, "b": by_width, "ranks": everywhere}
-    down: Any = {"a": by_width, "b": everywhere, "ranks": everywhere}
+    everywhere, by_expert, by_width = PartitionSpec(), spec(None, "expert"), spec(None, "expert", None, "expert_mlp")
+    gate_up: Any = {"a": by_expert, "b": by_width, "ranks": everywhere}
+    down: Any = {"a": by_width, "b": by_expert, "ranks": everywhere}
     return ExpertStacks(replace(stacks.gate_up, **gate_up), replace(stacks.down, **down))
 
 

@@ -52,7 +52,10 @@ class ModelPlan:
         """The plan for an engine's settings. Raises ConfigError or CheckpointError for a model that cannot be served
         with them."""
         folder, tokenizer = find_files(config)
-        model, mesh = read_model(folder, config.ignore_config_keys), make_mesh(config.tensor_parallel_size, devices)
+        model = read_model(folder, config.ignore_config_keys)
+        if config.enable_expert_parallel and not model.num_experts:
+            raise ConfigError("enable_expert_parallel must be False for a model without experts")
+        mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel)
         pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
         if pooler is not None:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed

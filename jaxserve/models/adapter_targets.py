@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoints.load import Piece, Stack, put_piece, row_sources
-from jaxserve.devices.mesh import is_split
+from jaxserve.devices.mesh import MeshAxes, is_split, spec
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
@@ -77,7 +77,7 @@ class Target:
     path: str
     members: tuple[list[Piece], ...]
     shape: tuple[int, int]
-    axes: tuple[str | None, str | None]
+    axes: tuple[MeshAxes, MeshAxes]
     widths: tuple[int, ...]
     experts: int | None = None
 
@@ -98,7 +98,7 @@ class Target:
         """How a and b are split over the mesh: inputs and outputs as those of the weight; embeddings are not split."""
         if self.is_table:
             return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec())
-        lead, (out, inputs) = (None,) * (1 if self.experts is None else 2), self.axes
+        lead, (out, inputs) = (None,) if self.experts is None else spec(None, "expert"), self.axes
         a, b = PartitionSpec(*lead, None, inputs), PartitionSpec(*lead, None, out)
         return NamedSharding(mesh, a), NamedSharding(mesh, b)
 

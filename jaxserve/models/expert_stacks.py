@@ -21,7 +21,7 @@ from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.config import ConfigError
-from jaxserve.devices.mesh import is_split
+from jaxserve.devices.mesh import is_split, num_parts
 from jaxserve.devices.sharded_ops import quant_specs
 from jaxserve.models.panels import Packing
 from jaxserve.models.quantized import for_devices, put
@@ -95,7 +95,7 @@ class _Stack:
         """How many members to bring to the devices at once: as many as fit CHUNK_BYTES and divide the number that one
         device holds, so that a chunk belongs to one device."""
         axis = self._spec[0] if len(self._spec) else None
-        own = self._count // (self._mesh.shape[axis] if axis else 1)
+        own = self._count // num_parts(self._mesh, axis)
         size = sum(_bytes(array) for array in _arrays(member).values())
         most = max(1, min(own, CHUNK_BYTES // max(size, 1)))
         return max(n for n in range(1, most + 1) if own % n == 0)

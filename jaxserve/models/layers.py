@@ -142,9 +142,9 @@ class Experts(nn.Module):
             init = scaled if len(shape) == 3 else nn.initializers.zeros
             return weight(self, name, init, axes, shape, self.dtype) if given else None
 
-        gate_up = of_experts("experts_gate_up", ("expert", "mlp", "embed"), (count, 2 * size, hidden))
-        down = of_experts("experts_down", ("expert", "embed", "mlp"), (count, hidden, size))
-        first_bias = of_experts("experts_gate_up_bias", ("expert", "mlp"), (count, 2 * size), self.spec.bias)
+        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, 2 * size, hidden))
+        down = of_experts("experts_down", ("expert", "embed", "expert_mlp"), (count, hidden, size))
+        first_bias = of_experts("experts_gate_up_bias", ("expert", "expert_mlp"), (count, 2 * size), self.spec.bias)
         last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
         correction = None
         if experts.router.corrected:

@@ -130,7 +130,7 @@ def make_decoder(
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot serve
     this model on these devices."""
-    kv_heads, dtype = sharded_kv_heads(model, ways(mesh, "kv_heads")), np.dtype(dtype)
+    kv_heads, dtype = sharded_kv_heads(model, ways(mesh, "kv_heads"), ways(mesh, "expert")), np.dtype(dtype)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
     problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size)

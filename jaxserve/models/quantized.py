@@ -20,7 +20,7 @@ from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
 from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.devices import layouts
-from jaxserve.devices.mesh import is_split, to_devices
+from jaxserve.devices.mesh import is_split, num_parts, to_devices
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.int4 import int4_of_bytes
@@ -115,7 +115,7 @@ def as_blocks(rows: StoredRows, sharding: Sharding) -> BlockArray | None:
     w, (spec, mesh) = block_array(rows), _split(sharding)
     inputs = (*spec, None, None)[1]
     blocks = rows.inputs // w.block[1] if w else 0
-    return None if inputs is not None and blocks % mesh.shape[inputs] else w
+    return None if inputs is not None and blocks % num_parts(mesh, inputs) else w
 
 
 def for_devices(host: QuantArray | BlockArray, sharding: Sharding) -> QuantArray | BlockArray:

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jaxserve.config import ConfigError
 from jaxserve.models.spec import ModelConfig
 
 
-def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int) -> int:
-    """The number of KV heads over all devices. Each head is repeated when there are more devices than heads.
+def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int, expert_parallel_size: int = 1) -> int:
+    """The number of KV heads over all `tensor_parallel_size` devices. Each head is repeated when there are more devices
+    than heads. Groups of devices, `expert_parallel_size` in number, have different experts; the devices of a group
+    share the width of each.
 
-    Raises ConfigError when heads or the width of an MLP cannot be split evenly.
+    Raises ConfigError when heads, experts or the width of an MLP cannot be split evenly.
     """
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, tensor_parallel_size
-    problems = []
+    problems = list(_problems(config, tensor_parallel_size, expert_parallel_size))
+    if problems:
+        sizes = range(1, config.num_heads + 1)
+        allowed = [n for n in sizes if not any(_problems(config, n, n if expert_parallel_size > 1 else 1))]
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide {' and '.join(problems)}; this model allows "
+            f"{allowed}"
+        )
+    return max(config.num_kv_heads, tensor_parallel_size)
+
+
+def _problems(config: ModelConfig, size: int, experts: int) -> Iterator[str]:
+    """What `size` devices, in `experts` groups with different experts, cannot share evenly."""
+    heads, kv_heads, net = config.num_heads, config.num_kv_heads, config.recurrent
     if size <= kv_heads:
         if kv_heads % size:
-            problems.append(f"{kv_heads} key-value heads")
+            yield f"{kv_heads} key-value heads"
     elif size % kv_heads or heads % size:
-        problems.append(f"{heads} query heads over {kv_heads} key-value heads")
-    net = config.recurrent
+        yield f"{heads} query heads over {kv_heads} key-value heads"
     if net is not None and net.key_heads % size:
-        problems.append(f"{net.key_heads} key heads of recurrent layers")
-    problems += [f"an MLP width of {width}" for width in sorted(_widths(config)) if width % size]
-    if problems:
-        allowed = [n for n in range(1, heads + 1) if _splits(config, n)]
-        raise ConfigError(
-            f"tensor_parallel_size {size} does not divide {' and '.join(problems)}; this model allows {allowed}"
-        )
-    return max(kv_heads, size)
-
-
-def _splits(config: ModelConfig, size: int) -> bool:
-    kv = config.num_kv_heads
-    heads_fit = kv % size == 0 if size <= kv else (size % kv == 0 and config.num_heads % size == 0)
-    net = config.recurrent
-    heads_fit = heads_fit and (net is None or net.key_heads % size == 0)
-    return heads_fit and not any(width % size for width in _widths(config))
-
-
-def _widths(config: ModelConfig) -> set[int]:
-    shared = {layer.mlp.experts.shared_size for layer in config.layers if layer.mlp.experts} - {0}
-    return {layer.mlp.size for layer in config.layers} | shared
+        yield f"{net.key_heads} key heads of recurrent layers"
+    mlps = {layer.mlp for layer in config.layers}
+    shared = {mlp.experts.shared_size for mlp in mlps if mlp.experts} - {0}
+    for width in sorted({mlp.size for mlp in mlps if not mlp.experts} | shared):
+        if width % size:
+            yield f"an MLP width of {width}"
+    for count, width in sorted({(mlp.experts.count, mlp.size) for mlp in mlps if mlp.experts}):
+        if count % experts:
+            yield f"{count} experts"
+        if width % (size // experts):
+            yield f"an expert's width of {width}"

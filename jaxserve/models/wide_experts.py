@@ -27,7 +27,7 @@ LEAST = 16  # inputs of the smallest groups that the kernel multiplies
 
 def with_whole_groups(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     """The model with the size that these devices store of its experts (`MLPSpec.stored_size`)."""
-    parts = ways(mesh, "mlp")
+    parts = ways(mesh, "expert_mlp")
     if mesh.devices.flat[0].platform not in PLATFORMS or parts == 1:
         return config
 

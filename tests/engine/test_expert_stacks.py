@@ -50,7 +50,7 @@ def weights(kind: str) -> list[np.ndarray | QuantArray]:
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4", "fp8", "mxfp4"])
-@pytest.mark.parametrize("axes", [("expert", "mlp", "embed"), ("expert", "embed", "mlp")])
+@pytest.mark.parametrize("axes", [("expert", "expert_mlp", "embed"), ("expert", "embed", "expert_mlp")])
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2), (4, 2)])
 def test_parts_of_a_stack(kind, axes, mesh, monkeypatch):
     """All members are where they belong, whatever is brought at once."""
@@ -68,7 +68,7 @@ def test_parts_of_a_stack(kind, axes, mesh, monkeypatch):
 def test_members_that_differ():
     members = [*weights("int8")[:3], *weights("int4")[3:]]
     with pytest.raises(CheckpointError, match="expert 3 is quantized in another way"):
-        expert_stacks.place_stack("w", iter(members), target_of(mesh_of(1, 1), "expert", "mlp", "embed"), None)
+        expert_stacks.place_stack("w", iter(members), target_of(mesh_of(1, 1), "expert", "expert_mlp", "embed"), None)
 
 
 def test_some_have_zero_points(monkeypatch):
@@ -77,7 +77,7 @@ def test_some_have_zero_points(monkeypatch):
     members = weights("int8")
     members[5] = QuantArray(members[5].codes, members[5].scale, np.full((OUT, 1), 3, np.int8), block=members[5].block)
     wanted = np.stack([dequantize(member) for member in members])
-    stack = expert_stacks.place_stack("w", iter(members), target_of(mesh_of(1, 1), "expert", "mlp", "embed"), None)
+    stack = expert_stacks.place_stack("w", iter(members), target_of(mesh_of(1, 1), "expert", "expert_mlp", "embed"), None)
     np.testing.assert_allclose(np.asarray(reference.dequantize(stack)), wanted, rtol=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_host_memory(tmp_path, monkeypatch):
     tensors = unstacked(read_header(tmp_path / "model.safetensors"), ["layers.{i}.experts.{e}.up"])
     assert len(tensors) == experts
     pieces = [[Piece(f"layers.0.experts.{e}.up", (out, inputs), lambda t: t)] for e in range(experts)]
-    sharding = NamedSharding(mesh_of(1, 2), spec("expert", "mlp", "embed"))
+    sharding = NamedSharding(mesh_of(1, 2), spec("expert", "expert_mlp", "embed"))
     abstract = {"w": jax.ShapeDtypeStruct(values.shape, jnp.float32, sharding=sharding)}
     monkeypatch.setattr(expert_stacks, "CHUNK_BYTES", 4 << 20)
 

@@ -1,0 +1,80 @@
+"""Whole experts on each device, beside attention and dense MLPs that all devices share: the tokens of one device."""
+
+import jax
+import pytest
+from engines import generate, make_engine, request
+from flax.traverse_util import flatten_dict
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.engine.model_plan import ModelPlan
+
+PLAIN = "qwen3_moe_plain"  # 8 experts, 2 for each token, windows
+PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
+
+
+def tokens_of(folder, count=len(PROMPTS), **options):
+    engine = make_engine(folder, **options)
+    results = generate(engine, *(request(str(i), p, max_tokens=16) for i, p in enumerate(PROMPTS[:count])))
+    return [one.token_ids for one in results], engine
+
+
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        (PLAIN, 2),
+        (PLAIN, 8),
+        ("deepseek_v3_groups", 4),
+        ("gpt_oss_sinks", 2),
+        *(
+            pytest.param(case, 2, marks=pytest.mark.slow)
+            for case in ("mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups")
+        ),
+    ],
+)
+def test_the_same_tokens(case, devices, model_folders):
+    folder = model_folders(case)
+    alone, _ = tokens_of(folder)
+    split, engine = tokens_of(folder, tensor_parallel_size=devices, enable_expert_parallel=True)
+    assert split == alone
+    stacks = [w for path, w in flatten_dict(engine.runner.params, sep="/").items() if path.endswith("/experts_down")]
+    assert stacks
+    for stack in stacks:
+        count, out, inputs = stack.shape
+        assert {part.data.shape for part in stack.addressable_shards} == {(count // devices, out, inputs)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_pages": 14, "max_model_len": 96, "prefill_chunk": 16},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"static_steps": True},
+    ],
+    ids=["preempted chunks", "speculation", "static"],
+)
+def test_with_other_features(options, model_folders):
+    folder = model_folders(PLAIN)
+    split = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+    assert tokens_of(folder, **options, **split)[0] == tokens_of(folder)[0]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "mxfp4"])
+def test_quantized(scheme, model_folders):
+    """As on two devices that share each expert, where groups of weights are cut in the same way."""
+    options = {"quantization": scheme, "tensor_parallel_size": 2}
+    shared, _ = tokens_of(model_folders(PLAIN), 3, **options)
+    assert tokens_of(model_folders(PLAIN), 3, **options, enable_expert_parallel=True)[0] == shared
+
+
+@pytest.mark.parametrize(
+    ("case", "devices", "message"),
+    [
+        (PLAIN, 3, "tensor_parallel_size 3 does not divide .* and 8 experts; this model allows"),
+        ("mixtral_experts", 2, r"tensor_parallel_size 2 does not divide 5 experts; this model allows \[1\]"),
+        ("llama3_gqa", 2, "enable_expert_parallel must be False for a model without experts"),
+    ],
+)
+def test_refusals(case, devices, message, model_folders):
+    config = EngineConfig(model=str(model_folders(case)), tensor_parallel_size=devices, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match=message):
+        ModelPlan.of(config, jax.devices())
