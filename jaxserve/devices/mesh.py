@@ -12,29 +12,43 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.config import ConfigError
 
-AXES = ("data", "stage", "sequence", "expert", "tensor")
+AXES = ("data", "stage", "expert", "tensor", "sequence")
 
 MeshAxes = str | tuple[str, ...] | None  # the axes of a mesh that split an axis of an array; None: it is not split
-EVERYONE = ("expert", "tensor")
+EVERYONE = ("expert", "tensor", "sequence")
 
 # Logical axis of a weight or an activation -> axes of the mesh. All devices share heads, dense MLPs and the vocabulary.
-# Each has some of the experts, if the axis "expert" is larger than 1, and a part of the width of these.
+# Each has some of the experts, if the axis "expert" is larger than 1, and a part of the width of these. Devices along
+# "sequence" have the same key-value head, and different tokens of it in the cache (`pallas_kernels.token_shares`).
 RULES: dict[str | None, MeshAxes] = {
     None: None,
     "embed": None,
     "vocab": EVERYONE,
     "kv_heads": EVERYONE,
+    "cached_heads": ("expert", "tensor"),
+    "cached_tokens": "sequence",
     "mlp": EVERYONE,
     "expert": "expert",
-    "expert_mlp": "tensor",
+    "expert_mlp": ("tensor", "sequence"),
 }
 
 
 def make_mesh(
-    tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None, expert_parallel: bool = False
+    tensor_parallel_size: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    expert_parallel: bool = False,
+    context_parallel_size: int = 1,
 ) -> Mesh:
-    """A mesh with AXES of `tensor_parallel_size` devices, which lie along "expert" if `expert_parallel`, else along
-    "tensor". Raises ConfigError for too few devices."""
+    """A mesh with AXES of `tensor_parallel_size` devices. Groups of `context_parallel_size` devices lie along
+    "sequence", and these groups along "expert" if `expert_parallel`, else along "tensor".
+
+    Raises ConfigError for too few devices, or a context_parallel_size that does not divide their number.
+    """
+    if tensor_parallel_size % context_parallel_size:
+        raise ConfigError(
+            f"decode_context_parallel_size {context_parallel_size} must divide tensor_parallel_size "
+            f"{tensor_parallel_size}"
+        )
     devices = jax.devices() if devices is None else devices
     if len(devices) < tensor_parallel_size:
         hint = (
@@ -46,7 +60,9 @@ def make_mesh(
             f"tensor_parallel_size {tensor_parallel_size} needs as many devices, "
             f"but JAX sees {len(devices)} {devices[0].platform} device(s){hint}"
         )
-    shape = (1, 1, 1, tensor_parallel_size, 1) if expert_parallel else (1, 1, 1, 1, tensor_parallel_size)
+    groups = tensor_parallel_size // context_parallel_size
+    experts_and_tensor = (groups, 1) if expert_parallel else (1, groups)
+    shape = (1, 1, *experts_and_tensor, context_parallel_size)
     return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(shape), AXES)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import RULES, MeshAxes, num_parts, spec
+from jaxserve.devices.mesh import EVERYONE, RULES, MeshAxes, num_parts, spec
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
@@ -134,7 +134,7 @@ def experts_sharded(
             chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
         adapted = {} if stacks is None else {"stacks": stacks, "places": places}
         y = mixture(x, chosen, weights, w, count=count, **adapted, **options)
-        return jax.lax.psum(y.astype(x.dtype), (RULES["expert"], RULES["expert_mlp"]))
+        return jax.lax.psum(y.astype(x.dtype), EVERYONE)
 
     def specs(weight: Any, *logical: str) -> Any:
         of_plain = spec(*logical)

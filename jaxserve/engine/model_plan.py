@@ -55,7 +55,8 @@ class ModelPlan:
         model = read_model(folder, config.ignore_config_keys)
         if config.enable_expert_parallel and not model.num_experts:
             raise ConfigError("enable_expert_parallel must be False for a model without experts")
-        mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel)
+        shares = config.decode_context_parallel_size
+        mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, shares)
         pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
         if pooler is not None:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
@@ -70,12 +71,14 @@ class ModelPlan:
         platform = mesh.devices.flat[0].platform
         dtype = compute_dtype(config, model, platform)
         kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
-        page_size = config.page_size or default_page_size(platform)
+        page_size = config.page_size or default_page_size(platform) * shares
+        if page_size % shares:
+            raise ConfigError(f"page_size {page_size} must be a multiple of decode_context_parallel_size {shares}")
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
         decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
         states = config.max_num_seqs, config.num_snapshots
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states)
+        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states, shares)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
     def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:

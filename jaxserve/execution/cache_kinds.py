@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import is_split, spec
+from jaxserve.devices.mesh import RULES, is_split, spec, ways
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
+from jaxserve.pallas_kernels import token_shares
 from jaxserve.pallas_kernels.parts import Heads, LatentHeads
 from jaxserve.pallas_kernels.types import KVPages, LatentPages, has_scale, stored_head_dim, stored_latent_width
 
 Pages = KVPages | LatentPages
 EVERYWHERE = PartitionSpec()
+CACHED_TOKENS = str(RULES["cached_tokens"])
 Layer = DecoderLayer | EagleLayer
 
 
@@ -54,8 +56,14 @@ class KeysAndValues:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical axes of the arrays' first dimensions."""
-        return None, None, "kv_heads"
+        """Logical axes of the first dimensions of values."""
+        return None, None, "cached_heads", "cached_tokens"
+
+    @property
+    def specs(self) -> KVPages:
+        """How devices share pages."""
+        split: Any = spec(*self.axes)
+        return KVPages(split, split if has_scale(self.dtype) else None)
 
     def attend(
         self, layer: Layer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any, decode_only: bool
@@ -63,8 +71,11 @@ class KeysAndValues:
         """`Ops.attend` for the heads of each device."""
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
-        attend = partial(layer.ops.attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
-        return _on_each_device(attend, heads, self._spec_of(heads), pages, spec(*self.axes), where, mesh)
+        attend = layer.ops.attend
+        if ways(mesh, "cached_tokens") > 1:
+            attend = partial(token_shares.attend, layer.ops, axis=CACHED_TOKENS)
+        attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
+        return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def write(
         self, layer: Layer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any
@@ -74,7 +85,7 @@ class KeysAndValues:
         def write(heads: Heads, pages: KVPages, slots: jax.Array, _: Any, first_page: jax.Array) -> Any:
             return layer.ops.rotate_and_write(heads, layer.norm_eps, dtype, pages, slots, first_page)
 
-        return _on_each_device(write, heads, self._spec_of(heads), pages, spec(*self.axes), where, mesh)
+        return _on_each_device(write, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def _spec_of(self, heads: Heads) -> Heads:
         """How devices share the heads."""
@@ -86,7 +97,7 @@ class KeysAndValues:
 @dataclass(frozen=True)
 class Latents:
     """One row per token, which all heads share: pages [pages, page_size, width]; see `LatentPages`. Each device holds
-    all rows."""
+    all rows, or its share of them (`token_shares`)."""
 
     rank: int
     rope_dim: int
@@ -100,8 +111,15 @@ class Latents:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical axes of the arrays' first dimensions."""
-        return ()
+        """Logical axes of the first dimensions of values."""
+        return None, "cached_tokens"
+
+    @property
+    def specs(self) -> LatentPages:
+        """How devices share pages."""
+        data: Any = spec(*self.axes)
+        scale: Any = spec(None, None, "cached_tokens")
+        return LatentPages(data, scale if has_scale(self.dtype) else None)
 
     def attend(
         self, layer: Layer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
@@ -109,8 +127,11 @@ class Latents:
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """`Ops.attend_latent` for the heads of each device."""
         chosen: Any = layer.spec.attention
-        attend = partial(layer.ops.attend_latent, scale=chosen.softmax_scale, decode_only=decode_only)
-        return _on_each_device(attend, heads, self._spec_of_heads, pages, EVERYWHERE, where, mesh)
+        attend = layer.ops.attend_latent
+        if ways(mesh, "cached_tokens") > 1:
+            attend = partial(token_shares.attend_latent, layer.ops, axis=CACHED_TOKENS)
+        attend = partial(attend, scale=chosen.softmax_scale, decode_only=decode_only)
+        return _on_each_device(attend, heads, self._spec_of_heads, pages, self.specs, where, mesh)
 
     def write(
         self, layer: Layer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any
@@ -121,7 +142,7 @@ class Latents:
             pages = layer.ops.write_latent(pages, heads.row, slots, first_page, rank=self.rank)
             return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype), pages
 
-        return _on_each_device(write, heads, self._spec_of_heads, pages, EVERYWHERE, where, mesh)
+        return _on_each_device(write, heads, self._spec_of_heads, pages, self.specs, where, mesh)
 
     @property
     def _spec_of_heads(self) -> LatentHeads:
@@ -133,21 +154,24 @@ class Latents:
 CacheKind = KeysAndValues | Latents
 
 
-def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str) -> CacheKind:
-    """The kind of cache of a model's attention layers. `kv_heads` are the heads over all devices, with repeats."""
+def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, shares: int = 1) -> CacheKind:
+    """The kind of cache of a model's attention layers. `kv_heads` are the heads over all devices, with repeats, of
+    which each group of `shares` devices has the same."""
     attention = model.attentions[0]
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
         return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype))
-    return KeysAndValues(kv_heads, stored_head_dim(model.head_dim, platform), np.dtype(dtype))
+    return KeysAndValues(kv_heads // shares, stored_head_dim(model.head_dim, platform), np.dtype(dtype))
 
 
 def _on_each_device(
-    attend: Callable, heads: Any, of_heads: Any, pages: Any, of_pages: PartitionSpec, where: tuple, mesh: Mesh
+    attend: Callable, heads: Any, of_heads: Any, pages: Any, of_pages: Pages, where: tuple, mesh: Mesh
 ) -> tuple[jax.Array, Any]:
     """Runs `attend` on each device for its heads and pages. `where` says where tokens are written and read."""
 
     def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
+        if ways(mesh, "cached_tokens") > 1:
+            kv_slot = token_shares.own_slots(kv_slot, CACHED_TOKENS)
         return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
 
     if not is_split(mesh):

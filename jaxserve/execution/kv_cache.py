@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import ConfigError
-from jaxserve.devices.mesh import on_one_cpu, sharding, ways
+from jaxserve.devices.mesh import on_one_cpu, ways
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.execution.slot_states import StateLayout
@@ -64,8 +65,10 @@ class CacheLayout:
         longest: int | None = None,
         num_slots: int = 0,
         snapshots: int = 0,
+        shares: int = 1,
     ) -> CacheLayout:
-        """The layout for a model with `num_pages` pages of `page_size` tokens.
+        """The layout for a model with `num_pages` pages of `page_size` tokens, for devices of which groups of `shares`
+        have the same key-value heads and different tokens.
 
         `longest` is the length of the longest sequence in tokens; None: the model's own limit. Only recurrent layers
         need `num_slots`, the number of sequences that can run at a time, and `snapshots`, the number of states that can
@@ -79,7 +82,7 @@ class CacheLayout:
         groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
         if (chunk := chunk_of(groups.windows)) is not None and chunk % page_size:
             raise ConfigError(f"page_size {page_size} does not divide the model's attention chunks of {chunk} tokens")
-        return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform), states)
+        return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform, shares), states)
 
     @property
     def num_arrays(self) -> int:
@@ -142,30 +145,36 @@ class CacheLayout:
         scales if there are any, and the same for a draft head. Devices split them as they split pages."""
         parts = [(self.kind, self.groups.depth)] + ([] if self.draft is None else [(self.draft, 1)])
         return [
-            jax.ShapeDtypeStruct((count, layers, *x.shape[1:]), x.dtype, sharding=sharding(mesh, None, *kind.axes))
+            jax.ShapeDtypeStruct((count, layers, *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, P(None, *spec)))
             for kind, layers in parts
-            for x in jax.tree.leaves(kind.pages(1, self.page_size))
+            for x, spec in zip(*map(jax.tree.leaves, (kind.pages(1, self.page_size), kind.specs)), strict=True)
         ]
 
-    def _arrays(self, mesh: Mesh) -> list[tuple[Any, NamedSharding]]:
-        """Each array of the cache as shapes, and its sharding."""
-        pages: Any = (self.array, sharding(mesh, *self.kind.axes))
-        states = [] if self.states is None else [(self.states.array, self.states.sharding(mesh))]
-        states *= 0 if self.states is None else self.states.num_arrays
+    def _arrays(self, mesh: Mesh) -> list[tuple[Any, Any]]:
+        """Each array of the cache as shapes, and its shardings."""
+
+        def shardings(kind: CacheKind) -> Any:
+            return jax.tree.map(partial(NamedSharding, mesh), kind.specs)
+
+        pages: Any = (self.array, shardings(self.kind))
+        states: Any = []
+        if self.states is not None:
+            states = [(self.states.array, jax.tree.map(lambda _: self.states.sharding(mesh), self.states.array))]
+            states *= self.states.num_arrays
         draft: Any = []
         if self.draft is not None:
-            draft = [(self.draft.pages(self.num_pages, self.page_size), sharding(mesh, *self.draft.axes))]
+            draft = [(self.draft.pages(self.num_pages, self.page_size), shardings(self.draft))]
         return [pages] * self.num_arrays + states + draft
 
-    def shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        """The sharding of each array of the cache."""
+    def shardings(self, mesh: Mesh) -> list[Any]:
+        """The shardings of each array of the cache."""
         return [place for _, place in self._arrays(mesh)]
 
     def abstract(self, mesh: Mesh) -> list[Any]:
         """The cache's shapes, dtypes and shardings."""
 
         def placed(array: Any, place: NamedSharding) -> Any:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), array)
+            return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), array, place)
 
         return [placed(*one) for one in self._arrays(mesh)]
 

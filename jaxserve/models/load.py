@@ -130,10 +130,15 @@ def make_decoder(
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot serve
     this model on these devices."""
-    kv_heads, dtype = sharded_kv_heads(model, ways(mesh, "kv_heads"), ways(mesh, "expert")), np.dtype(dtype)
+    shares, dtype = ways(mesh, "cached_tokens"), np.dtype(dtype)
+    kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"), ways(mesh, "expert"), shares)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
-    problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size)
+    problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares)
+    if shares > 1:  # only plain XLA computes parts of a softmax
+        if attention not in ("auto", "xla"):
+            raise ConfigError(f"attention_backend must be auto with decode_context_parallel_size, got {attention!r}")
+        attention = "xla"
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
         if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():

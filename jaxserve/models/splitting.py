@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxserve.config import ConfigError
-from jaxserve.models.spec import ModelConfig
+from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 
 
-def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int, expert_parallel_size: int = 1) -> int:
+def sharded_kv_heads(
+    config: ModelConfig, tensor_parallel_size: int, expert_parallel_size: int = 1, context_parallel_size: int = 1
+) -> int:
     """The number of KV heads over all `tensor_parallel_size` devices. Each head is repeated when there are more devices
     than heads. Groups of devices, `expert_parallel_size` in number, have different experts; the devices of a group
-    share the width of each.
+    share the width of each. Groups of `context_parallel_size` devices have different tokens of the same KV head.
 
-    Raises ConfigError when heads, experts or the width of an MLP cannot be split evenly.
+    Raises ConfigError when heads, experts or the width of an MLP cannot be split evenly, or when not enough devices
+    have the same KV head.
     """
     problems = list(_problems(config, tensor_parallel_size, expert_parallel_size))
     if problems:
@@ -22,6 +25,13 @@ def sharded_kv_heads(config: ModelConfig, tensor_parallel_size: int, expert_para
         raise ConfigError(
             f"tensor_parallel_size {tensor_parallel_size} does not divide {' and '.join(problems)}; this model allows "
             f"{allowed}"
+        )
+    is_latent = any(isinstance(attention, LatentAttentionSpec) for attention in config.attentions)
+    copies = tensor_parallel_size if is_latent else max(1, tensor_parallel_size // config.num_kv_heads)
+    if copies % context_parallel_size:
+        raise ConfigError(
+            f"decode_context_parallel_size {context_parallel_size} must divide {copies}, the number of devices that "
+            f"have the same key-value head of this model"
         )
     return max(config.num_kv_heads, tensor_parallel_size)
 

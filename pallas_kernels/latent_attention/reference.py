@@ -15,14 +15,16 @@ Each block gathers its pages through the tables and updates a running softmax in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.pallas_kernels.kv_write import quantize
-from jaxserve.pallas_kernels.paged_attention.reference import MASKED, Softmax
+from jaxserve.pallas_kernels.paged_attention.reference import MASKED, WHOLE, Share, Softmax
 from jaxserve.pallas_kernels.registry import Device, LatentProblem
 from jaxserve.pallas_kernels.types import LatentPages
 
@@ -83,6 +85,7 @@ def latent_attention(
     rank: int,
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
+    share: Share | None = None,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached latents. The new ones are already in the cache.
 
@@ -97,13 +100,20 @@ def latent_attention(
       rank: size of a latent.
       first_page: int32 scalar, the page from which tables count.
       decode_only: promises that all rows beyond num_decodes are empty.
+      share: the tokens that the pages have of each sequence; None: all. kv_len counts all tokens.
 
     Returns:
-      [tokens, heads, rank] in the queries' dtype. Padding tokens have unspecified but finite values.
+      [tokens, heads, rank] in the queries' dtype. Padding tokens have unspecified but finite values. With a share,
+      float32 [tokens, heads, rank + 1], see `Softmax.part`.
     """
     tables = tables + first_page
-    out = _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank)
-    return out if decode_only else _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale)
+
+    def finish(state: Softmax) -> jax.Array:
+        return state.result().astype(q.dtype) if share is None else state.part()
+
+    options: Any = {"scale": scale, "rank": rank, "share": share or WHOLE, "finish": finish}
+    out = _decode_rows(q, pages, tables, kv_len, num_decodes, **options)
+    return out if decode_only else _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, **options)
 
 
 def block_tokens(pages: LatentPages, tables: jax.Array, most: int = KV_BLOCK) -> int:
@@ -112,7 +122,8 @@ def block_tokens(pages: LatentPages, tables: jax.Array, most: int = KV_BLOCK) ->
 
 
 def gather(
-    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array, most: int = KV_BLOCK
+    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array, most: int = KV_BLOCK,
+    share: Share = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers one block for each row of the table: rows of the cache, float32 [..., block tokens, width], and their
     positions. Positions that an earlier block had are replaced by the largest int32."""
@@ -121,8 +132,8 @@ def gather(
     # dynamic_slice clamps at the end of the table, and the positions follow the clamped start.
     start = jnp.minimum(block * count, table.shape[-1] - count)
     chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
-    position = start * size + jnp.arange(count * size)
-    position = jnp.where(position < block * count * size, jnp.iinfo(jnp.int32).max, position)
+    place = start * size + jnp.arange(count * size)
+    position = jnp.where(place < block * count * size, jnp.iinfo(jnp.int32).max, share.position(place))
     found = pages.data.at[chosen].get(mode="clip")[..., :width].astype(jnp.float32)
     if pages.scale is not None:
         own = pages.scale.at[chosen].get(mode="clip")  # [..., count, 2, page_size]
@@ -131,10 +142,11 @@ def gather(
     return found.reshape(*found.shape[:-3], count * size, width), position
 
 
-def _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank):
-    """Returns [tokens, heads, rank]. Row r's only query is token r. Tokens after the last block of decodes: zeros."""
+def _decode_rows(q, pages, tables, kv_len, num_decodes, *, scale, rank, share: Share, finish: Callable):
+    """Returns what `finish` makes of a running softmax for each token. Row r's only query is token r. Tokens after the
+    last block of decodes: zeros."""
     rows, width = min(ROWS, tables.shape[0], q.shape[0]), q.shape[-1]
-    tokens = block_tokens(pages, tables)
+    span = block_tokens(pages, tables) * share.count
 
     def row_block(i, out):
         # The last block may overlap the one before it. It then computes those rows again, with equal results.
@@ -144,23 +156,23 @@ def _decode_rows(q, pages, tables, kv_len, num_decodes, scale, rank):
         length = lax.dynamic_slice_in_dim(kv_len, first_row, rows)
 
         def kv_block(block, state):
-            found, position = gather(pages, rank, width, table, block)
+            found, position = gather(pages, rank, width, table, block, share=share)
             seen = position < length[:, None]
             found = jnp.where(seen[..., None], found, 0.0)
             scores = jnp.where(seen[:, None], jnp.einsum("rhd,rsd->rhs", query, found), MASKED)
             return state.update(scores, lambda p: jnp.einsum("rhs,rsd->rhd", p, found[..., :rank]), axis=-1)
 
-        last = (jnp.max(length) + tokens - 1) // tokens
+        last = (jnp.max(length) + span - 1) // span
         state = lax.fori_loop(0, last, kv_block, Softmax.empty(query.shape[:-1], rank))
-        return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), first_row, 0)
+        return lax.dynamic_update_slice_in_dim(out, finish(state), first_row, 0)
 
-    out = jnp.zeros((*q.shape[:-1], rank), q.dtype)
-    return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, out)
+    made = jax.eval_shape(lambda: finish(Softmax.empty(q.shape[:-1], rank)))
+    return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, jnp.zeros(made.shape, made.dtype))
 
 
-def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale):
+def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, *, scale, rank, share: Share, finish: Callable):
     num_tokens, _, width = q.shape
-    rank, tile, tokens = out.shape[-1], min(TILE, num_tokens), block_tokens(pages, tables)
+    tile, span = min(TILE, num_tokens), block_tokens(pages, tables) * share.count
     before = tiles_before(q_start, num_decodes, tile)
     padded = jnp.concatenate([q, jnp.zeros((tile, *q.shape[1:]), q.dtype)])
 
@@ -174,14 +186,14 @@ def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, scale):
         newest = jnp.minimum(where[-1], kv_len[row] - 1)
 
         def kv_block(block, state):
-            found, position = gather(pages, rank, width, tables[row], block)
+            found, position = gather(pages, rank, width, tables[row], block, share=share)
             found = jnp.where((position < kv_len[row])[:, None], found, 0.0)
             seen = (position <= where[:, None]) & (position < kv_len[row])
             scores = jnp.where(seen[:, None], jnp.einsum("thd,sd->ths", query, found), MASKED)
             return state.update(scores, lambda p: jnp.einsum("ths,sd->thd", p, found[:, :rank]), axis=-1)
 
-        state = lax.fori_loop(0, newest // tokens + 1, kv_block, Softmax.empty(query.shape[:-1], rank))
-        return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), start, 0)
+        state = lax.fori_loop(0, newest // span + 1, kv_block, Softmax.empty(query.shape[:-1], rank))
+        return lax.dynamic_update_slice_in_dim(out, finish(state), start, 0)
 
     out = jnp.concatenate([out, jnp.zeros((tile, *out.shape[1:]), out.dtype)])
     return lax.fori_loop(0, before[-1], query_tile, out)[:num_tokens]

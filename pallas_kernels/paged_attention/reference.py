@@ -12,6 +12,7 @@ arXiv:1805.02867) in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +27,22 @@ ROWS = 8  # decode rows per block
 TILE = 64  # query tokens per tile of a prompt
 KV_BLOCK = 128  # cached tokens per step of the running softmax
 MASKED = -1e30  # finite, so that a row without visible keys stays finite
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["count"])
+@dataclass(frozen=True)
+class Share:
+    """The tokens of a sequence that a device has: one in `count`, from number `index` (int32 scalar) on."""
+
+    index: jax.Array | int = 0
+    count: int = 1
+
+    def position(self, place: jax.Array) -> jax.Array:
+        """The position in the sequence of the device's token at `place`."""
+        return place if self.count == 1 else place * self.count + self.index
+
+
+WHOLE = Share()
 
 
 class Softmax(NamedTuple):
@@ -53,6 +70,13 @@ class Softmax(NamedTuple):
         peak = jnp.maximum(self.peak, sinks)
         keep = jnp.exp(self.peak - peak)
         return self.values * (keep / (self.total * keep + jnp.exp(sinks - peak)))[..., None]
+
+    def part(self) -> jax.Array:
+        """Returns weighted values over the sum of exponentials, and behind them the logarithm of this sum, with which
+        `token_shares.merge` merges parts of a softmax. A part without scores has the logarithm MASKED."""
+        total = jnp.maximum(self.total, 1e-30)
+        log = jnp.where(self.total > 0, self.peak + jnp.log(total), MASKED)
+        return jnp.concatenate((self.values / total[..., None], log[..., None]), axis=-1)
 
     @staticmethod
     def empty(shape: tuple[int, ...], head_dim: int) -> Softmax:
@@ -94,6 +118,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
+    share: Share | None = None,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values. The new ones are already in the cache.
 
@@ -111,20 +136,45 @@ def paged_attention(
       first_page: int32 scalar that is added to each entry of block_tables. Where one array holds the pages of several
         layers, it is the layer's first page.
       decode_only: promises that all rows beyond num_decodes are empty.
+      share: the tokens that the pages have of each sequence; None: all. kv_len counts all tokens.
 
     Returns:
-      Shape and dtype of q. Padding tokens have unspecified but finite values.
+      Shape and dtype of q. Padding tokens have unspecified but finite values. With a share, float32 [tokens, kv_heads,
+      group, head_dim + 1], see `Softmax.part`; sinks are then left to whoever merges parts.
     """
     masking = _Masking(scale, window, softcap)
     block_tables = block_tables + first_page
-    out = _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking)
+
+    def finish(state: Softmax, sinks: jax.Array | None) -> jax.Array:
+        return state.result(sinks).astype(q.dtype) if share is None else state.part()
+
+    keys = _Keys(pages, block_tables, share or WHOLE)
+    out = _decode_rows(q, keys, kv_len, num_decodes, sinks, masking, finish)
     if decode_only:
         return out
-    return _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sinks, masking)
+    return _prompt_rows(out, q, keys, q_start, kv_len, num_decodes, sinks, masking, finish)
+
+
+class _Keys(NamedTuple):
+    """Where the keys and values of a layer are, and which tokens they belong to."""
+
+    pages: KVPages
+    tables: jax.Array
+    share: Share
+
+    @property
+    def block(self) -> int:
+        """Keys in a block of `_gather`."""
+        return min(max(KV_BLOCK // self.pages.page_size, 1), self.tables.shape[1]) * self.pages.page_size
+
+    @property
+    def span(self) -> int:
+        """Positions in a sequence that a block stretches over."""
+        return self.block * self.share.count
 
 
 def _gather(
-    pages: KVPages, head_dim: int, table: jax.Array, block: jax.Array
+    pages: KVPages, head_dim: int, table: jax.Array, block: jax.Array, share: Share = WHOLE
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One block of each table row: keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], and positions."""
     page_size, width = pages.page_size, table.shape[-1]
@@ -133,8 +183,8 @@ def _gather(
     # that an earlier block has seen, through `first`.
     start = jnp.minimum(block * count, width - count)
     chosen = lax.dynamic_slice_in_dim(table, start, count, axis=-1)
-    position = start * page_size + jnp.arange(count * page_size)
-    position = jnp.where(position < block * count * page_size, jnp.iinfo(jnp.int32).max, position)
+    place = start * page_size + jnp.arange(count * page_size)
+    position = jnp.where(place < block * count * page_size, jnp.iinfo(jnp.int32).max, share.position(place))
 
     def tokens(which: int) -> jax.Array:
         found = pages.data.at[chosen, which].get(mode="clip")[..., :head_dim].astype(jnp.float32)
@@ -146,25 +196,21 @@ def _gather(
     return tokens(0), tokens(1), position
 
 
-def _block_tokens(pages: KVPages, block_tables: jax.Array) -> int:
-    return min(max(KV_BLOCK // pages.page_size, 1), block_tables.shape[1]) * pages.page_size
-
-
-def _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking: _Masking):
-    """Attention of the decode rows. Row r's only query is token r."""
-    rows, head_dim, window = min(ROWS, block_tables.shape[0], q.shape[0]), q.shape[-1], masking.window
-    tokens = _block_tokens(pages, block_tables)
+def _decode_rows(q, keys: _Keys, kv_len, num_decodes, sinks, masking: _Masking, finish: Callable):
+    """Attention of the decode rows. Row r's only query is token r. `finish` makes the result of a running softmax."""
+    most, head_dim, window = min(keys.tables.shape[0], q.shape[0]), q.shape[-1], masking.window
+    rows, span = min(ROWS, most), keys.span
 
     def row_block(i, out):
         # The last block may overlap the one before it. It then computes those rows again, with equal results.
-        first_row = jnp.minimum(i * rows, min(block_tables.shape[0], q.shape[0]) - rows)
+        first_row = jnp.minimum(i * rows, most - rows)
         query = lax.dynamic_slice_in_dim(q, first_row, rows).astype(jnp.float32) * masking.scale
-        table = lax.dynamic_slice_in_dim(block_tables, first_row, rows)
+        table = lax.dynamic_slice_in_dim(keys.tables, first_row, rows)
         length = lax.dynamic_slice_in_dim(kv_len, first_row, rows)
         oldest = jnp.maximum(length - window, 0) if window else jnp.zeros_like(length)
 
         def kv_block(block, state):
-            k, v, position = _gather(pages, head_dim, table, block)
+            k, v, position = _gather(keys.pages, head_dim, table, block, keys.share)
             seen = (position < length[:, None]) & (position >= oldest[:, None])
             seen = seen[:, None, :]
             scores = masking.cap(jnp.einsum("rkgd,rksd->rkgs", query, k))
@@ -172,19 +218,19 @@ def _decode_rows(q, pages, block_tables, kv_len, num_decodes, sinks, masking: _M
             scores = jnp.where(seen[:, :, None], scores, MASKED)
             return state.update(scores, lambda p: jnp.einsum("rkgs,rksd->rkgd", p, v), axis=-1)
 
-        first = jnp.min(jnp.where(length > 0, oldest, jnp.iinfo(jnp.int32).max)) // tokens
-        last = (jnp.max(length) + tokens - 1) // tokens
+        first = jnp.min(jnp.where(length > 0, oldest, jnp.iinfo(jnp.int32).max)) // span
+        last = (jnp.max(length) + span - 1) // span
         state = lax.fori_loop(first, last, kv_block, Softmax.empty(query.shape[:-1], head_dim))
-        return lax.dynamic_update_slice_in_dim(out, state.result(sinks).astype(out.dtype), first_row, 0)
+        return lax.dynamic_update_slice_in_dim(out, finish(state, sinks), first_row, 0)
 
-    return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, jnp.zeros_like(q))
+    made = jax.eval_shape(lambda x: finish(Softmax.empty(x.shape[:-1], head_dim), sinks), q)
+    return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, jnp.zeros(made.shape, made.dtype))
 
 
-def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sinks, masking: _Masking):
+def _prompt_rows(out, q, keys: _Keys, q_start, kv_len, num_decodes, sinks, masking: _Masking, finish: Callable):
     num_tokens, _, _, head_dim = q.shape
-    tile, window = min(TILE, num_tokens), masking.window
-    tokens = _block_tokens(pages, block_tables)
-    num_rows = block_tables.shape[0]
+    tile, window, span = min(TILE, num_tokens), masking.window, keys.span
+    num_rows = keys.tables.shape[0]
     q_len = q_start[1:] - q_start[:-1]
     tiles = jnp.where(jnp.arange(num_rows) >= num_decodes, (q_len + tile - 1) // tile, 0)
     tiles_before = jnp.concatenate([jnp.zeros(1, tiles.dtype), jnp.cumsum(tiles)])
@@ -201,7 +247,7 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sink
         oldest = jnp.maximum(where[0] - window + 1, 0) if window else 0
 
         def kv_block(block, state):
-            k, v, position = _gather(pages, head_dim, block_tables[row], block)
+            k, v, position = _gather(keys.pages, head_dim, keys.tables[row], block, keys.share)
             seen = (position <= where[:, None]) & (position < kv_len[row])
             if window:
                 seen &= position > where[:, None] - window
@@ -212,8 +258,8 @@ def _prompt_rows(out, q, pages, block_tables, q_start, kv_len, num_decodes, sink
             return state.update(scores, lambda p: jnp.einsum("kgts,ksd->kgtd", p, v), axis=-1)
 
         shape = (q.shape[1], q.shape[2], tile)
-        state = lax.fori_loop(oldest // tokens, newest // tokens + 1, kv_block, Softmax.empty(shape, head_dim))
-        result = state.result(None if sinks is None else sinks[..., None]).transpose(2, 0, 1, 3).astype(out.dtype)
+        state = lax.fori_loop(oldest // span, newest // span + 1, kv_block, Softmax.empty(shape, head_dim))
+        result = finish(state, None if sinks is None else sinks[..., None]).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
     out = jnp.concatenate([out, jnp.zeros((tile, *out.shape[1:]), out.dtype)])

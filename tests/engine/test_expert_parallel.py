@@ -58,7 +58,7 @@ def test_with_other_features(options, model_folders):
     assert tokens_of(folder, **options, **split)[0] == tokens_of(folder)[0]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_quantized(scheme, model_folders):
     """As on two devices that share each expert, where groups of weights are cut in the same way."""
     options = {"quantization": scheme, "tensor_parallel_size": 2}
