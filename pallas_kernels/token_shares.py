@@ -11,7 +11,6 @@ are in FlashAttention (Dao et al. 2022, arXiv:2205.14135). Two exchanges are nee
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax

@@ -104,9 +104,6 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--decode-context-parallel-size", "-dcp", field="decode_context_parallel_size", type=int, metavar="DEVICES",
          help="devices that keep different tokens of the same key-value heads, so that the cache holds that many times "
          "as many; for models with fewer such heads than devices")  # fmt: skip
-    flag("--enable-expert-parallel", "-ep", field="enable_expert_parallel", action="store_true",
-         help="each device has some of a mixture's experts whole, instead of a part of each; all devices share "
-         "attention and dense MLPs as before")  # fmt: skip
     flag("--attention-backend", field="attention_backend",
          help="kernels for attention; auto: the first that runs here, see `jaxserve kernels`")  # fmt: skip
     flag("--matmul-backend", field="matmul_backend",
@@ -172,6 +169,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "JAXSERVE_HOST_SECRET")  # fmt: skip
     flag("--host-timeout", field="host_timeout", group=hosts, type=float, metavar="SECONDS",
          help="a host that is silent or behind for so long ends the replica")  # fmt: skip
+    group.add_argument("--enable-expert-parallel", "-ep", action="store_true",
+                       help="each device has some of a mixture's experts whole, instead of a part of each; all devices "
+                       "share attention and dense MLPs as before")  # fmt: skip
     group.add_argument("--enable-lora", action="store_true",
                        help="serve LoRA adapters, each under a model name of its own")  # fmt: skip
     group.add_argument("--dequantize", action="store_true",

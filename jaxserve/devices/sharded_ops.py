@@ -92,8 +92,8 @@ def quant_matmul_sharded(
 
 
 def rows_spec(w: QuantArray | BlockArray, inputs: MeshAxes, dtype: Any) -> QuantRows:
-    """PartitionSpecs of the rounded inputs of a product with `w`, when the inputs are split over these axes of the mesh.
-    Each device has scales of its own for its part, unless the scales are static."""
+    """PartitionSpecs of the rounded inputs of a product with `w`, when the inputs are split over these axes of the
+    mesh. Each device has scales of its own for its part, unless the scales are static."""
     assert isinstance(w, QuantArray)
     assert w.activations is not None
     split = PartitionSpec(None, inputs)

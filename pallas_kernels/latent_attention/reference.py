@@ -122,7 +122,12 @@ def block_tokens(pages: LatentPages, tables: jax.Array, most: int = KV_BLOCK) ->
 
 
 def gather(
-    pages: LatentPages, rank: int, width: int, table: jax.Array, block: jax.Array, most: int = KV_BLOCK,
+    pages: LatentPages,
+    rank: int,
+    width: int,
+    table: jax.Array,
+    block: jax.Array,
+    most: int = KV_BLOCK,
     share: Share = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers one block for each row of the table: rows of the cache, float32 [..., block tokens, width], and their

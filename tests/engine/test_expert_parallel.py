@@ -9,10 +9,11 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.model_plan import ModelPlan
 
 PLAIN = "qwen3_moe_plain"  # 8 experts, 2 for each token, windows
+OTHERS = ("mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups")
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
 
 
-def tokens_of(folder, count=len(PROMPTS), **options):
+def tokens_of(folder, count=None, **options):
     engine = make_engine(folder, **options)
     results = generate(engine, *(request(str(i), p, max_tokens=16) for i, p in enumerate(PROMPTS[:count])))
     return [one.token_ids for one in results], engine
@@ -25,10 +26,7 @@ def tokens_of(folder, count=len(PROMPTS), **options):
         (PLAIN, 8),
         ("deepseek_v3_groups", 4),
         ("gpt_oss_sinks", 2),
-        *(
-            pytest.param(case, 2, marks=pytest.mark.slow)
-            for case in ("mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups")
-        ),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
 def test_the_same_tokens(case, devices, model_folders):

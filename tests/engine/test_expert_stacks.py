@@ -77,7 +77,8 @@ def test_some_have_zero_points(monkeypatch):
     members = weights("int8")
     members[5] = QuantArray(members[5].codes, members[5].scale, np.full((OUT, 1), 3, np.int8), block=members[5].block)
     wanted = np.stack([dequantize(member) for member in members])
-    stack = expert_stacks.place_stack("w", iter(members), target_of(mesh_of(1, 1), "expert", "expert_mlp", "embed"), None)
+    target = target_of(mesh_of(1, 1), "expert", "expert_mlp", "embed")
+    stack = expert_stacks.place_stack("w", iter(members), target, None)
     np.testing.assert_allclose(np.asarray(reference.dequantize(stack)), wanted, rtol=1e-6)
 
 
