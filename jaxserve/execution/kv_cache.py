@@ -159,8 +159,8 @@ class CacheLayout:
         pages: Any = (self.array, shardings(self.kind))
         states: Any = []
         if self.states is not None:
-            states = [(self.states.array, jax.tree.map(lambda _: self.states.sharding(mesh), self.states.array))]
-            states *= self.states.num_arrays
+            place = self.states.sharding(mesh)
+            states = [(self.states.array, jax.tree.map(lambda _: place, self.states.array))] * self.states.num_arrays
         draft: Any = []
         if self.draft is not None:
             draft = [(self.draft.pages(self.num_pages, self.page_size), shardings(self.draft))]
