@@ -1,5 +1,5 @@
 # make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
-# make test    install the test extra and run the tests
+# make test    install the test extra and run the tests, but those of kernels
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make lint    ruff and mypy
 # make slow    the tests that take minutes
@@ -21,7 +21,7 @@ serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
 
 test: $(VENV)/installed-test
-	$(PYTEST)
+	$(PYTEST) --ignore tests/aot --ignore tests/kernels
 
 # Tests of the engine; used with VENV and PYTHON of another version.
 test-engine: $(VENV)/installed-test

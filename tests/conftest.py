@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests spend more time compiling than running, so LLVM's optimizations are turned off.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
 
@@ -24,6 +25,15 @@ from jaxserve.devices.compile_cache import enable_compile_cache  # noqa: E402
 
 enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
+def pytest_collection_modifyitems(items):
+    """Marks the cases in SLOW_CASES as slow."""
+    listed = set(SLOW_CASES.read_text().splitlines())
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

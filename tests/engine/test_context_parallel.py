@@ -12,6 +12,7 @@ from jaxserve.pallas_kernels.token_shares import merge
 
 ONE_HEAD = "llama_mqa"  # 1 key-value head, 8 query heads
 LATENT = "deepseek_v3_groups"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10, [5]]
 
 
@@ -29,13 +30,17 @@ def tokens_of(folder, **options):
 @pytest.mark.parametrize(
     ("case", "devices", "shares"),
     [
-        (ONE_HEAD, 2, 2),
         (ONE_HEAD, 8, 4),
         (LATENT, 4, 4),
-        ("gpt_oss_sinks", 4, 2),  # sinks, and windows in half of the layers
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((ONE_HEAD, 8, 8), (LATENT, 8, 2), ("gemma2_caps", 4, 2), ("llama4_chunks", 4, 2))
+            for case in (
+                ("gpt_oss_sinks", 4, 2),
+                (ONE_HEAD, 8, 8),
+                (LATENT, 8, 2),
+                ("gemma2_caps", 4, 2),
+                ("llama4_chunks", 4, 2),
+            )
         ),
     ],
 )
@@ -49,8 +54,13 @@ def test_the_same_tokens(case, devices, shares, model_folders):
     assert values.addressable_shards[0].data.size * devices == values.size  # no two devices keep the same
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("case", [ONE_HEAD, LATENT])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (LATENT, "int8"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((LATENT, "fp8"), (ONE_HEAD, "int8"))),
+    ],
+)
 def test_codes(case, dtype, model_folders):
     """A token's scale does not depend on where it is kept."""
     options = {"kv_cache_dtype": dtype, "page_size": 32, "max_model_len": 128, "tensor_parallel_size": 4}
@@ -61,12 +71,11 @@ def test_codes(case, dtype, model_folders):
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (ONE_HEAD, {"kv_pages": 10, "prefill_chunk": 16}),
-        (ONE_HEAD, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-        (LATENT, {"enable_expert_parallel": True}),
-        (ONE_HEAD, {"static_steps": True}),
+        (ONE_HEAD, {"kv_pages": 10, "prefill_chunk": 16, "speculative_config": NGRAM}),
+        pytest.param(LATENT, {"enable_expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(ONE_HEAD, {"static_steps": True}, marks=pytest.mark.slow),
     ],
-    ids=["preempted chunks", "speculation", "whole experts", "static"],
+    ids=["preempted chunks and speculation", "whole experts", "static"],
 )
 def test_with_other_features(case, options, model_folders):
     folder, length = model_folders(case), {"max_model_len": 96}

@@ -9,7 +9,9 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.model_plan import ModelPlan
 
 PLAIN = "qwen3_moe_plain"  # 8 experts, 2 for each token, windows
-OTHERS = ("mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups")
+OTHERS = (
+    "gpt_oss_sinks", "mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups",
+)  # fmt: skip
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
 
 
@@ -23,9 +25,8 @@ def tokens_of(folder, count=None, **options):
     ("case", "devices"),
     [
         (PLAIN, 2),
-        (PLAIN, 8),
         ("deepseek_v3_groups", 4),
-        ("gpt_oss_sinks", 2),
+        pytest.param(PLAIN, 8, marks=pytest.mark.slow),
         *(pytest.param(case, 2, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
@@ -45,8 +46,8 @@ def test_the_same_tokens(case, devices, model_folders):
     "options",
     [
         {"kv_pages": 14, "max_model_len": 96, "prefill_chunk": 16},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"static_steps": True},
+        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=pytest.mark.slow),
+        pytest.param({"static_steps": True}, marks=pytest.mark.slow),
     ],
     ids=["preempted chunks", "speculation", "static"],
 )
@@ -56,7 +57,7 @@ def test_with_other_features(options, model_folders):
     assert tokens_of(folder, **options, **split)[0] == tokens_of(folder)[0]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("scheme", ["int4", *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "fp8"))])
 def test_quantized(scheme, model_folders):
     """As on two devices that share each expert, where groups of weights are cut in the same way."""
     options = {"quantization": scheme, "tensor_parallel_size": 2}

@@ -20,7 +20,8 @@ from jaxserve.checkpoints.stacks import unstacked
 from jaxserve.devices.mesh import AXES, spec
 from jaxserve.devices.sharded_ops import experts_sharded
 from jaxserve.models import expert_stacks
-from jaxserve.pallas_kernels.experts import ExpertWeights, mixture
+from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights, mixture
+from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import reference
 from jaxserve.pallas_kernels.types import QuantArray
@@ -108,8 +109,9 @@ def test_host_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_experts_over_devices(mesh, quantized):
-    """Experts and their width split over devices make the same of each token, padding included."""
+@pytest.mark.parametrize("adapted", [False, True])
+def test_experts_over_devices(mesh, quantized, adapted):
+    """Experts and their width split over devices make the same of each token, padding and adapters included."""
     size, tokens, mesh = 64, 11, mesh_of(*mesh)
     x = jnp.asarray(rng.standard_normal((tokens, INPUTS)).astype(np.float32))
     chosen = jnp.asarray(np.stack([rng.permutation(EXPERTS)[:3] for _ in range(tokens)]).astype(np.int32))
@@ -124,6 +126,17 @@ def test_experts_over_devices(mesh, quantized):
 
     w = ExpertWeights(made(2 * size, INPUTS), made(INPUTS, size), jnp.asarray(rng.standard_normal((EXPERTS, 2 * size))))
     options = {"gate": Ops().gate_of("silu", 2.0), "count": jnp.int32(9)}
+    if adapted:
+        places, rank = 2, 3
+        ranks = jnp.full((places, 2), rank, jnp.int32)
+
+        def stack(inputs, out, widths):
+            a, b = (places, EXPERTS, len(widths) * rank, inputs), (places, EXPERTS, rank, out)
+            matrices = (jnp.asarray(rng.standard_normal(shape).astype(np.float32) / 8) for shape in (a, b))
+            return AdapterStack(*matrices, ranks, widths)
+
+        options["stacks"] = ExpertStacks(stack(INPUTS, 2 * size, (1, 1)), stack(size, INPUTS, (INPUTS,)))
+        options["places"] = jnp.asarray(np.arange(tokens, dtype=np.int32) % 3 - 1)
     alone = mixture(x, chosen, shares, w, **options)
     split = experts_sharded(mesh, mixture, x, chosen, shares, w, **options)
     np.testing.assert_allclose(np.asarray(split), np.asarray(alone), rtol=2e-5, atol=2e-5)
