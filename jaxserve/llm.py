@@ -6,6 +6,7 @@ import atexit
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -73,6 +74,21 @@ class LLM:
             self._trimmed = programs
             heap.trim()
             heap.leave_libraries()
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the devices' memory until `wake_up`, for example for a trainer that shares the devices. Level 1 keeps
+        the weights in host memory, level 2 reads them from their files again. Raises InvalidRequestError while a stream
+        is open."""
+        self.engine.weights.sleep(level)
+
+    def wake_up(self) -> None:
+        """Ends `sleep`."""
+        self.engine.weights.wake_up()
+
+    def update_weights(self, path: str | Path) -> None:
+        """Replaces the weights by those of a folder or file with the same model; nothing is compiled. Raises
+        CheckpointError or ConfigError for files that cannot be used, and then keeps the old ones."""
+        self.engine.weights.update(Path(path))
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation_config.json recommends; 16 new tokens."""

@@ -91,6 +91,16 @@ def test_results_are_in_the_order_of_the_prompts(llm):
     assert [result.outputs[0].token_ids for result in results] == alone
 
 
+def test_sleep_and_new_weights(llm, answer, model_folders):
+    compiled = llm.engine.runner.num_executables
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.sleep()
+    llm.update_weights(model_folders(CASE))
+    assert llm.generate(TEXT, GREEDY, progress=False)[0].outputs[0].token_ids == answer.token_ids
+    assert llm.engine.runner.num_executables == compiled
+
+
 def test_no_prompts(llm):
     assert llm.generate([], GREEDY) == llm.chat([], GREEDY) == []
 

@@ -43,6 +43,7 @@ from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery, ended
 from jaxserve.engine.timeline import Timeline
+from jaxserve.engine.weights import Weights
 from jaxserve.execution import memory
 from jaxserve.execution.slots import NO_ADAPTER
 from jaxserve.execution.step_buffer import pack, split
@@ -65,23 +66,21 @@ class Engine:
     """One model on one mesh. Not thread-safe: one thread calls everything."""
 
     def __init__(self, config: EngineConfig, parts: EngineParts):
-        model, runner = parts.model, parts.runner
+        plan, model, runner = parts.plan, parts.plan.model, parts.runner
         self.config, self.model, self.runner, self._parts = config, model, runner, parts
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
-        self.pooler, self._draft, self.hosts = parts.pooler, parts.draft and parts.draft.runner, parts.hosts
-        self.model_folder, self.tokenizer_folder = parts.folders
-        self.vocab_size = model.vocab_size
-        self.eos_token_ids = model.eos_token_ids
+        self.pooler, self._draft, self.hosts = plan.pooler, parts.draft and parts.draft.runner, parts.hosts
+        self.model_folder, self.tokenizer_folder = plan.folder, plan.tokenizer
+        self.weights = Weights(self, plan, self._draft)
+        self.vocab_size, self.eos_token_ids = model.vocab_size, model.eos_token_ids
         self.dtype = np.dtype(runner.model.dtype).name
         queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
         self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
         self.constraints = Constraints(self.grammars)
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
-        self.programs = CompileCounter()
-        self.pace = Pace(config.latency_goal(on_cpu=self._cost is None))
-        self._arrivals = 0
-        self._seeds = np.random.default_rng(config.seed)
+        self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
+        self._arrivals, self._seeds = 0, np.random.default_rng(config.seed)
         self.adapters = Adapters.of(config, runner)
         self._allocate()
 
@@ -162,6 +161,7 @@ class Engine:
 
         Raises InvalidRequestError or QueueFullError; then nothing has changed.
         """
+        self.weights.check_awake()
         self._admission.check_queue(requests)
         params, stop_ids = requests[0].params, frozenset(self._admission.check(requests))
         adapter = find_adapter(self.adapters, requests[0])

@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,8 +26,6 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.start_jax import start_jax
 from jaxserve.models.load import make_params, trust_matmul
-from jaxserve.models.pooling import Pooler
-from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
@@ -44,20 +41,17 @@ class EngineParts:
     """The parts of an engine that depend on model and devices.
 
     Attributes:
-      folders: the folders of the model and of the tokenizer.
       shapes: the buckets that steps are padded to.
       cost: estimates the time of a step; None on CPU.
       draft: the draft model of speculative decoding.
       hosts: the other hosts of the replica; None: there are none.
     """
 
-    model: ModelConfig
+    plan: ModelPlan
     runner: ModelRunner
-    folders: tuple[Path, Path]
     shapes: list[StepShape]
     cost: StepCost | None
     sizing: Sizing
-    pooler: Pooler | None = None
     draft: Sized | None = None
     hosts: FirstHost | None = None
 
@@ -127,7 +121,7 @@ def load_parts(
     budget = memory.budget(config, device, num_devices(mesh), *held, plan.one_page.state_bytes(mesh))
     sizing = Sizing(config, models, budget, shapes, plan.longest)
     sizing.begin()
-    return EngineParts(model, runner, (plan.folder, plan.tokenizer), shapes, cost, sizing, plan.pooler, draft, hosts)
+    return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts)
 
 
 def make_scheduler(
@@ -140,7 +134,7 @@ def make_scheduler(
         states = StateSnapshots(layout.states.slots, layout.states.snapshots)
         caches = layout.states.snapshots > 0
     # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
-    caches = caches and (parts.pooler is None or parts.pooler.method == "last")
+    caches = caches and (parts.plan.pooler is None or parts.plan.pooler.method == "last")
     windows = layout.groups.windows
     return Scheduler(
         BlockManager(
@@ -152,7 +146,7 @@ def make_scheduler(
         prefill_bursts=parts.cost is None,
         max_model_len=longest,
         penalty_rows=runner.penalty_rows,
-        recurrent=parts.model.recurrent is not None,
+        recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
     )
 

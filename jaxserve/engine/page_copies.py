@@ -112,7 +112,7 @@ class PageCopies:
             raise ConfigError(f"kv_offload_gib {most / GIB:g} holds no page of {runner.layout.page_bytes} bytes")
         files = None
         if config.kv_offload_dir is not None:
-            fingerprint = page_fingerprint(config, parts.folders[0], runner)
+            fingerprint = page_fingerprint(config, parts.plan.folder, runner)
             shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in runner.layout.contents(runner.mesh, 1)]
             bytes_of_files = int(config.kv_offload_dir_gib * GIB)
             files = PageFiles(Path(config.kv_offload_dir).expanduser(), fingerprint, shapes, bytes_of_files)

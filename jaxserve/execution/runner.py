@@ -88,10 +88,11 @@ class ModelRunner(UpkeepCalls):
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
+        self._first_stack = len(self._arrays)
         self.stacks: AdapterStacks | None = None
         if adapters is not None:
             self.stacks = AdapterStacks(AdapterTargets.of(model, mesh), adapters, mesh)
-            self._first_stack, self._unbundle = len(self._arrays), self.stacks.unbundling(self._unbundle)
+            self._unbundle = self.stacks.unbundling(self._unbundle)
             self._arrays = self._arrays + self.stacks.create()
         self.layout: CacheLayout
         self.slots: SlotState
@@ -111,6 +112,24 @@ class ModelRunner(UpkeepCalls):
     def params(self) -> Any:
         """The model's parameter tree. Vectors in it are copies, because they are stored in stacks."""
         return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        """The parameters as programs take them, and behind them the pool of adapters. New ones must have the same
+        forms."""
+        return list(self._arrays)
+
+    @weights.setter
+    def weights(self, arrays: list[jax.Array]) -> None:
+        self._arrays = arrays
+
+    @property
+    def pool_arrays(self) -> list[jax.Array]:
+        return self._arrays[self._first_stack :]
+
+    def bundled(self, params: Any) -> list[jax.Array]:
+        """A parameter tree as programs take it."""
+        return bundle(params, as_rows=self.model.ops.fused is not None)[0]
 
     def set_cache_size(self, layout: CacheLayout, max_blocks: int) -> None:
         """Sets the size of the cache, and the most blocks of a sequence, for programs that are compiled from now on.
@@ -152,6 +171,12 @@ class ModelRunner(UpkeepCalls):
         lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
         self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
         self.cache = self.layout.create(self.mesh)
+
+    def release(self) -> None:
+        """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
+        for x in jax.tree.leaves((self._arrays, self.cache, self.slots)):
+            x.delete()
+        self._hidden = None
 
     def restore(self) -> None:
         """Allocates the cache and the slots again if a failed step has destroyed them. Their contents are then lost.

@@ -8,7 +8,7 @@ temporaries as all of them (`test_all_layers` compiles all), and their code is c
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -112,6 +112,7 @@ class Case:
       row: bytes of the cache for a token and a layer; heads that are fewer than the devices are repeated.
       temporaries: most MiB of the largest step on a device.
       tokens: least number that fits the cache, in thousands, of requests of `longest` tokens.
+      settings: further settings of the engine.
     """
 
     target: str
@@ -123,6 +124,7 @@ class Case:
     temporaries: int
     tokens: int
     longest: int = 32768
+    settings: dict = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -138,6 +140,20 @@ CASES = {
         "h200x8", "fp8 blocks", DEEPSEEK_V3, TWO | {"first_k_dense_replace": 1}, 671.0, 576 * 2, 3072, 580
     ),
     "qwen3-235b": Case("h200x8", "bf16", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 1400, 1450),
+    "qwen3-235b whole experts": Case(
+        "h200x8", "bf16", QWEN3_235B, TWO, 235.1, 2 * 8 * 128 * 2, 1400, 1450, settings={"enable_expert_parallel": True}
+    ),
+    "deepseek-v3 shared cache": Case(
+        "h200x8",
+        "fp8 blocks",
+        DEEPSEEK_V3,
+        TWO | {"first_k_dense_replace": 1},
+        671.0,
+        576 * 2,
+        3072,
+        4600,
+        settings={"decode_context_parallel_size": 8},
+    ),
     "qwen3-30b Q4_K_M": Case("h200x1", "Q4_K_M", QWEN3_30B, TWO, 30.5, 2 * 4 * 128 * 2, 1400, 1000),
     "mixtral": Case("h200x1", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 2800, 280),
     "gemma3-27b": Case("h200x1", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 1400, 340),
@@ -182,7 +198,7 @@ class Size:
         self.case, self.devices = case, devices_of(case.target)
         self.settings = EngineConfig(
             model=str(folder), load_format="dummy", tensor_parallel_size=len(self.devices), max_model_len=case.longest,
-            max_num_batched_tokens=8192 if case.on_gpu else 2048,
+            max_num_batched_tokens=8192 if case.on_gpu else 2048, **case.settings,
         )  # fmt: skip
         self.folder = folder
         self.plan, self.params = self._read(case.config)
@@ -252,6 +268,20 @@ def in_blocks_of_fp8(plain: jax.ShapeDtypeStruct) -> QuantArray:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made, places)
 
 
+def exchanged(text: str) -> dict[str, tuple[int, int]]:
+    """Kind of each operation by which devices exchange arrays -> (how often it is there, bytes of the largest)."""
+    made: dict[str, tuple[int, int]] = {}
+    pattern = r"= (\S.*?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)(?:-start)?\("
+    for shapes, kind in re.findall(pattern, text):
+        largest = 0
+        for dtype, dims in re.findall(r"([a-z]+\d+\w*)\[([\d,]*)\]", shapes):
+            bits = int(re.findall(r"\d+", dtype)[0])
+            largest = max(largest, math.prod(map(int, filter(None, dims.split(",")))) * bits // 8)
+        count, most = made.get(kind, (0, 0))
+        made[kind] = count + 1, max(most, largest)
+    return made
+
+
 def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: StepShape) -> None:
     """No copy of the cache, no weight dequantized whole, no expert copied or gathered, nothing waits for the host."""
     text, layers, devices = compiled.as_text(), runner.model.config.num_layers, runner.mesh.size
@@ -273,7 +303,12 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
         whole = {tuple(sorted(shape)) for w in params.values() for shape in (w.shape, w.shape[-2:]) if len(shape) > 1}
         gathered = re.findall(r"= (?:\()?\w+\[([\d,]+)\]\S* all-gather", text)
         assert not whole & {tuple(sorted(map(int, dims.split(",")))) for dims in gathered}, "a weight is gathered"
-        assert len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2 * layers + 8
+        sent = exchanged(text)
+        print("exchanged: " + ", ".join(f"{n} x {kind} {size(most)}" for kind, (n, most) in sent.items()), flush=True)
+        allowed = {"all-reduce": 2 * layers + 8}
+        if runner.mesh.shape["sequence"] > 1:
+            allowed |= {"all-gather": layers + 4, "all-to-all": layers + 2}
+        assert all(sent.get(kind, (0, 0))[0] <= most for kind, most in allowed.items()), sent
     if runner.mesh.devices.flat[0].platform in ("gpu", "cuda"):
         assert " conditional(" not in text, "the host would wait for a predicate"
 

@@ -1,0 +1,164 @@
+"""The weights of an engine that has loaded them: put aside while it sleeps, and replaced by others of the same model.
+
+Programs stay compiled through all of this: they take weights as arguments, and new ones have the shapes, dtypes and
+places of the old ones. There must be no requests meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxserve import heap
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.layouts import place_of
+from jaxserve.engine.draft_loading import load_draft, load_head
+from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.hosts.first_host import FirstHost
+from jaxserve.models.load import make_params, read_model, trust_matmul
+from jaxserve.models.spec import ModelConfig
+from jaxserve.speculation.speculator import Speculator
+from jaxserve.types import InvalidRequestError, QueueFullError
+
+log = logging.getLogger(__name__)
+
+Kept = list[tuple[np.ndarray, Any]]  # arrays in host memory, and their places on the devices
+
+
+class OfWeights(Protocol):
+    """The parts of an engine that change with its weights."""
+
+    config: EngineConfig
+    runner: ModelRunner
+    hosts: FirstHost | None
+    speculator: Speculator | None
+
+    @property
+    def has_work(self) -> bool: ...
+    def reset_prefix_cache(self) -> None: ...
+
+
+class Weights:
+    """The weights of an engine's model and of its draft.
+
+    Attributes:
+      version: how often the weights were replaced.
+      level: how deeply the engine sleeps; 0: it is awake. 1: weights are in host memory. 2: they are dropped.
+    """
+
+    def __init__(self, engine: OfWeights, plan: ModelPlan, draft: ModelRunner | None):
+        self._engine, self._plan, self._folder = engine, plan, plan.folder
+        self._runners = [engine.runner] if draft is None else [engine.runner, draft]
+        self._forms = [_forms(one.weights) for one in self._runners]
+        self._kept: list[Kept] = []
+        self.version = self.level = 0
+
+    def check_awake(self) -> None:
+        """Raises QueueFullError while the engine sleeps."""
+        if self.level:
+            raise QueueFullError("the engine sleeps: its weights are not on the devices until it is woken up")
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the devices' memory of weights, cache and slots, until `wake_up`. Level 1 keeps the weights in host
+        memory, level 2 reads them from their files again. Cached pages are forgotten, in lower tiers too. An engine
+        that sleeps already sleeps on as it does.
+
+        Raises InvalidRequestError for another level, while there are requests, and with several hosts.
+        """
+        if level not in (1, 2):
+            raise InvalidRequestError(f"level must be 1 or 2, got {level!r}", "level")
+        self._require_rest("sleep")
+        if self.level:
+            return
+        self._engine.reset_prefix_cache()
+        for runner in self._runners:
+            own = runner.weights if level == 1 else runner.pool_arrays  # adapters are not read from their files again
+            self._kept.append([(np.array(x), place_of(x)) for x in own])
+            runner.release()
+        self.level = level
+        heap.trim()
+
+    def wake_up(self) -> None:
+        """Ends `sleep`. Raises CheckpointError or ConfigError for files that cannot be read any more; then the engine
+        sleeps on."""
+        if self.level:
+            self._wake(self._folder)
+
+    def update(self, folder: Path) -> None:
+        """Replaces the weights by those of a folder or file with the same model, and wakes an engine that sleeps.
+        Cached pages are forgotten. The devices hold the old and the new weights meanwhile, unless the engine sleeps.
+
+        Raises InvalidRequestError while there are requests and with several hosts, and CheckpointError or ConfigError
+        for files that cannot be used. Then nothing has changed.
+        """
+        start, config = time.perf_counter(), self._engine.config
+        self._require_rest("update")
+        if config.kv_offload_dir is not None:
+            raise ConfigError("kv_offload_dir must be None to replace weights: its files belong to those of the start")
+        given = read_model(folder, config.ignore_config_keys).limited_to(self._plan.longest)
+        if self._plan.pooler is not None:
+            given = replace(given, tie_embeddings=True, head_bias=False)  # as in ModelPlan
+        if differing := _differing(given, self._plan.model):
+            raise ConfigError(f"{folder} is another model than the one that is served: it differs in {differing}")
+        if self.level:
+            self._wake(folder, reads=True)
+        else:
+            for runner, read in zip(self._runners, self._read(folder), strict=True):
+                runner.weights = read + runner.pool_arrays
+            self._engine.reset_prefix_cache()
+        self._folder = folder
+        self.version += 1
+        log.info("replaced the weights by those of %s in %.1f s", folder, time.perf_counter() - start)
+
+    def _wake(self, folder: Path, *, reads: bool = False) -> None:
+        """Brings weights back and allocates cache and slots. Level 2, and `reads`, read the weights from `folder`."""
+        made = self._read(folder) if reads or self.level == 2 else [[] for _ in self._runners]
+        for runner, read, kept, forms in zip(self._runners, made, self._kept, self._forms, strict=True):
+            missing = len(forms) - len(read)
+            runner.weights = read + [jax.device_put(*one) for one in kept[len(kept) - missing :]]
+            runner.allocate()
+        if self._engine.speculator is not None:
+            self._engine.speculator.restore()
+        self._kept, self.level = [], 0
+
+    def _require_rest(self, call: str) -> None:
+        if self._engine.has_work:
+            raise InvalidRequestError(f"{call} needs an engine without requests; some are unfinished")
+        if self._engine.hosts is not None:
+            raise InvalidRequestError(f"{call} is not possible for a replica of several hosts")
+
+    def _read(self, folder: Path) -> list[list[jax.Array]]:
+        """The weights of each runner, without its pool of adapters, as they were read at the start."""
+        config, plan = self._engine.config, replace(self._plan, folder=folder)
+        params = make_params(plan.decoder, folder, plan.mesh, config, progress=False)
+        _, params = trust_matmul(plan.decoder, params, plan.mesh, config.matmul_backend)
+        if (head := load_head(config, plan)) is not None:
+            params["draft"] = head[1]
+        made = [self._runners[0].bundled(params)]
+        if len(self._runners) > 1:
+            draft = load_draft(config, plan, list(plan.mesh.devices.flat))
+            assert draft is not None
+            made.append(draft.runner.weights)
+        heap.trim()
+        for arrays, forms in zip(made, self._forms, strict=True):
+            if _forms(arrays) != forms[: len(arrays)]:
+                raise CheckpointError(f"{folder} holds weights in other forms than those that are served")
+        return made
+
+
+def _forms(arrays: list[jax.Array]) -> list[Any]:
+    return [(x.shape, x.dtype, place_of(x)) for x in arrays]
+
+
+def _differing(one: ModelConfig, other: ModelConfig) -> str:
+    """The names of the fields in which two models differ."""
+    names = (field.name for field in fields(ModelConfig))
+    return ", ".join(name for name in names if getattr(one, name) != getattr(other, name))

@@ -1,0 +1,124 @@
+"""Weights that are put aside while an engine sleeps, and replaced while it lives: answers as of an engine made anew."""
+
+import gc
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_models
+from engines import generate, make_engine, request
+from safetensors.numpy import save_file
+
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.config import ConfigError
+from jaxserve.types import InvalidRequestError, QueueFullError
+
+CASE = "llama3_gqa"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+PROMPTS = [list(range(5 + i, 40 + 3 * i)) for i in range(3)]
+
+
+def answers(engine):
+    results = generate(engine, *(request(str(i), p, max_tokens=8) for i, p in enumerate(PROMPTS)))
+    return [one.token_ids for one in results]
+
+
+def other_weights(folder, out, **changes):
+    """A folder with other weights of the same model, in which some tensors have been changed or left out (None)."""
+    out.mkdir()
+    for file in folder.glob("*.json"):
+        shutil.copy(file, out)
+    values = {name: (tensor[::-1] * np.float32(1.1)).astype(tensor.dtype) for name, tensor in tiny_models.tensors(CASE)}
+    values = {name: np.ascontiguousarray(value) for name, value in (values | changes).items() if value is not None}
+    save_file(values, out / "model.safetensors")
+    return out
+
+
+@pytest.fixture(scope="module")
+def other(model_folders, tmp_path_factory):
+    return other_weights(model_folders(CASE), tmp_path_factory.mktemp("weights") / "other")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantization": "int8"},
+        {"tensor_parallel_size": 2, "quantization": "int8"},
+        {"speculative_config": NGRAM, "kv_offload_gib": 0.01},
+    ],
+    ids=["plain", "panels", "int8 on two devices", "speculation and lower tiers"],
+)
+def test_other_weights(options, model_folders, other):
+    engine = make_engine(model_folders(CASE), **options)
+    before = answers(engine)
+    compiled = engine.runner.num_executables
+    engine.weights.update(other)
+    after = answers(engine)
+    assert after == answers(make_engine(other, **options)) != before
+    engine.weights.update(model_folders(CASE))
+    assert answers(engine) == before
+    assert (engine.runner.num_executables, engine.weights.version) == (compiled, 2)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sleep(level, devices, model_folders, other):
+    engine = make_engine(model_folders(CASE), tensor_parallel_size=devices)
+    before, compiled = answers(engine), engine.runner.num_executables
+    held = set(map(id, jax.live_arrays())), engine.runner.weights + jax.tree.leaves(engine.runner.cache)
+    for _ in range(2):
+        engine.weights.sleep(level)
+        engine.weights.sleep(level)
+        assert all(x.is_deleted() for x in held[1])
+        gc.collect()
+        assert sum(x.nbytes for x in jax.live_arrays() if id(x) in held[0]) < 10_000
+        with pytest.raises(QueueFullError, match="sleeps"):
+            engine.add_request(request("x", [5]))
+        engine.weights.wake_up()
+        assert answers(engine) == before
+    engine.weights.sleep(level)
+    engine.weights.update(other)
+    assert answers(engine) != before
+    assert engine.runner.num_executables == compiled
+
+
+def test_what_cannot_be_used_changes_nothing(model_folders, other, tmp_path):
+    folder = model_folders(CASE)
+    engine = make_engine(folder)
+    before = answers(engine)
+    short = other_weights(folder, tmp_path / "short", **{"model.norm.weight": None})
+    longer = other_weights(folder, tmp_path / "longer", **{"model.norm.weight": np.ones(7, np.float32)})
+    cut = other_weights(folder, tmp_path / "cut")
+    data = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
+    odd = other_weights(folder, tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    for level in (0, 1, 2):
+        if level:
+            engine.weights.sleep(level)
+        for one in (short, longer, cut, tmp_path / "none"):
+            with pytest.raises((CheckpointError, ConfigError)):
+                engine.weights.update(one)
+        with pytest.raises(ConfigError, match="another model than the one that is served: it differs in"):
+            engine.weights.update(odd)
+        assert engine.weights.level == level
+        engine.weights.wake_up()
+        assert answers(engine) == before
+    assert engine.weights.version == 0
+
+
+def test_refusals(model_folders, other):
+    engine = make_engine(model_folders(CASE))
+    with pytest.raises(InvalidRequestError, match="level must be 1 or 2, got 3"):
+        engine.weights.sleep(3)
+    engine.add_request(request("x", [5, 6, 7], max_tokens=4))
+    for call in (engine.weights.sleep, lambda: engine.weights.update(other)):
+        with pytest.raises(InvalidRequestError, match="needs an engine without requests"):
+            call()
+    while engine.has_work:
+        engine.step()
+    engine.weights.sleep()
