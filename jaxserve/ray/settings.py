@@ -26,10 +26,10 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
       hosts: hosts of one replica; each is on a node of its own.
       cpus, gpus, resources: what Ray reserves on each host of a replica.
       fronts: processes that read requests and choose their replicas.
-      routing: "prefix": a replica that has seen the beginning of the prompt, within a bound on its load; "load": one of
-        few requests.
-      load_factor, load_slack: prefix routing gives a replica at most load_factor times the mean number of requests, plus
-        load_slack.
+      routing: "prefix": a replica that has seen the beginning of the prompt, within a bound on its load; "load": one
+        with few requests.
+      load_factor, load_slack: prefix routing gives a replica at most load_factor times the mean number of requests,
+        plus load_slack.
       drain_seconds: time for a replica's requests to finish before the replica is stopped.
       max_body_bytes: longest request body.
     """
