@@ -187,7 +187,7 @@ class OtherHost:
         self._start = lambda: ServeProcess(arguments, environment)
         self._server = self._start()
 
-    async def check_health(self) -> None:
+    def check_health(self) -> None:
         """Starts a server that has ended again: it has when the first host's engine did, which starts again, too."""
         if not self._server.runs:
             self._server = self._start()

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from jaxserve.commands.arguments import engine_config
 from jaxserve.commands.cli import make_parser
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.observe.metrics import Metrics
@@ -203,9 +204,9 @@ def test_lint():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_commands_are_ours(case):
-    """Every container's command line is one that `jaxserve` accepts."""
-    for pod in pods(render(CASES[case])):
+def test_commands_are_ours(case, monkeypatch):
+    """Every container's command line is one that `jaxserve` accepts, with the variables of a LeaderWorkerSet."""
+    for index, pod in enumerate(pods(render(CASES[case]))):
         one = container(pod)
         assert one["command"] == ["jaxserve"]
         args = make_parser().parse_args([str(arg) for arg in one["args"]])
@@ -215,6 +216,12 @@ def test_commands_are_ours(case):
         assert (args.coordinator == "auto") == (hosts > 1)
         assert pod["spec"]["terminationGracePeriodSeconds"] > args.drain_delay + args.drain_seconds
         assert args.drain_delay > 0
+        monkeypatch.setenv("LWS_LEADER_ADDRESS", "test-jaxserve-0.test-jaxserve.prod")
+        monkeypatch.setenv("LWS_GROUP_SIZE", str(hosts))
+        monkeypatch.setenv("LWS_WORKER_INDEX", str(index))
+        monkeypatch.setenv("JAXSERVE_HOST_SECRET", SECRET["host-secret"])
+        config = engine_config(args)
+        assert (config.num_hosts, config.host_id) == (hosts, index)
 
 
 @pytest.mark.parametrize("case", ["least", "hosts"])
@@ -248,10 +255,11 @@ def test_autoscaling_reads_our_metrics():
 
 
 def test_accelerators():
-    limits = {case: container(pods(render(CASES[case]))[0])["resources"]["limits"] for case in ("hosts", "tpu", "cpu")}
-    assert limits["hosts"]["nvidia.com/gpu"] == 8
-    assert limits["tpu"]["google.com/tpu"] == 4
-    assert set(limits["cpu"]) == {"memory"}
+    resources = {case: container(pods(render(CASES[case]))[0])["resources"] for case in ("hosts", "tpu", "cpu")}
+    assert resources["hosts"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 8}
+    assert resources["hosts"]["requests"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 8}
+    assert resources["tpu"]["limits"]["google.com/tpu"] == 4
+    assert set(resources["cpu"]["limits"]) == {"memory"}
     nodes = pods(render(CASES["tpu"]))[0]["spec"]["nodeSelector"]
     assert nodes == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",

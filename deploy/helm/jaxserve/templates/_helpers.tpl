@@ -101,9 +101,9 @@ name: {{ include "jaxserve.name" . }}
 {{- $resource := get (dict "nvidia" "nvidia.com/gpu" "tpu" "google.com/tpu" "none" "") .Values.accelerator.type }}
 {{- $resources := deepCopy .Values.resources }}
 {{- if $resource }}
-{{- $amount := dict $resource .Values.accelerator.count }}
-{{- $_ := set $resources "limits" (merge $amount ($resources.limits | default dict)) }}
-{{- $_ := set $resources "requests" (merge (deepCopy $amount) ($resources.requests | default dict)) }}
+{{- range $bound := list "requests" "limits" }}
+{{- $_ := set $resources $bound (merge (dict $resource $.Values.accelerator.count) (get $resources $bound | default dict)) }}
+{{- end }}
 {{- end }}
 {{- toYaml $resources }}
 {{- end }}
