@@ -50,7 +50,7 @@ class Front:
         call = Call(http.method, target, list(http.headers.items()), body, prompt_blocks(body))
         try:
             if path == "/metrics":
-                return await self._metrics()
+                return await self._metrics(call)
             if path in _FOR_ALL:
                 return await self._worst_of_all(call)
             if path.startswith(f"{_RESPONSES}/"):
@@ -107,10 +107,13 @@ class Front:
         answers = await self._ask_all(replace(call, method="GET", target=target, body=b""))
         return frozenset(head.replica for head, _ in answers if head.status != 200)
 
-    async def _metrics(self) -> Response:
-        """The metrics of all replicas, with the label `replica`."""
-        found = await self._all.broadcast("metrics").results_async(timeout_s=_ANSWER_SECONDS, return_exceptions=True)
-        text = merged(dict(one for one in found if isinstance(one, tuple)))
+    async def _metrics(self, call: Call) -> Response:
+        """The metrics of all replicas, with the label `replica`, for whom they are shown to."""
+        answers = await self._ask_all(call)
+        worst = max(answers, key=lambda answer: answer[0].status)
+        if worst[0].status != 200:
+            return _response(*worst)
+        text = merged({head.replica: body.decode() for head, body in answers})
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

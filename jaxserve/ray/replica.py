@@ -76,7 +76,8 @@ class Replica:
         self._folder = tempfile.mkdtemp(prefix="jaxserve-ray-")
         path = os.path.join(self._folder, "http")
         # A server with API keys answers questions about its load with this key.
-        self._monitor_key = os.environ.get("JAXSERVE_METRICS_KEY") or secrets.token_urlsafe(32)
+        given = {**os.environ, **settings.environment}
+        self._monitor_key = given.get("JAXSERVE_METRICS_KEY") or secrets.token_urlsafe(32)
         environment = settings.environment | {"JAXSERVE_METRICS_KEY": self._monitor_key}
         arguments = [
             settings.model, *settings.flags, f"--drain-seconds={settings.drain_seconds}",
@@ -131,10 +132,6 @@ class Replica:
         parts = [part async for part in self.answer(call)]
         return parts[0], b"".join(parts[1:])  # type: ignore[return-value,arg-type]
 
-    async def metrics(self) -> tuple[str, str]:
-        """This replica's name, and its server's metrics in Prometheus's text format."""
-        return self._name, await self._metrics()
-
     def _send(self, call: Call) -> Any:
         headers = [(name, value) for name, value in call.headers if name.lower() not in _NOT_SENT]
         return self._http.request(call.method, call.target, headers=headers, data=call.body or None)
@@ -147,12 +144,6 @@ class Replica:
                 return reply.status
         except (aiohttp.ClientError, TimeoutError):
             return None
-
-    async def _metrics(self) -> str:
-        timeout = aiohttp.ClientTimeout(_ANSWER_SECONDS)
-        key = {"Authorization": f"Bearer {self._monitor_key}"}
-        async with self._http.get("/metrics", headers=key, timeout=timeout, raise_for_status=True) as reply:
-            return await reply.text()
 
     def _require_server(self) -> None:
         if not self._server.runs:
@@ -168,7 +159,11 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this where autoscaling is on."""
-        for line in (await self._metrics()).splitlines():
+        key = {"Authorization": f"Bearer {self._monitor_key}"}
+        timeout = aiohttp.ClientTimeout(_ANSWER_SECONDS)
+        async with self._http.get("/metrics", headers=key, timeout=timeout, raise_for_status=True) as reply:
+            text = await reply.text()
+        for line in text.splitlines():
             if ":kv_cache_usage_perc{" in line:
                 return {KV_USAGE: float(line.rpartition(" ")[2])}
         return {KV_USAGE: 0.0}  # no engine so far

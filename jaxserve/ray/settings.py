@@ -76,6 +76,8 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for flag in self.flags:
             if flag.partition("=")[0] in _OWN_FLAGS:
                 raise ValueError(f"flags must not hold {flag.partition('=')[0]}, which a replica sets itself")
+        if any(flag.partition("=")[0] == "--metrics-key" for flag in self.flags):
+            raise ValueError("flags must not hold --metrics-key; give JAXSERVE_METRICS_KEY in environment")
 
 
 _OWN_FLAGS = {

@@ -24,6 +24,7 @@ from jaxserve.ray.settings import read_settings, settings_of
         ({"model": "demo", "routing": "random"}, "routing"),
         ({"model": "demo", "route_prefix": "v1"}, "route_prefix must begin with /"),
         ({"model": "demo", "flags": ["--num-hosts=2"]}, "flags must not hold --num-hosts"),
+        ({"model": "demo", "flags": ["--metrics-key=k"]}, "JAXSERVE_METRICS_KEY"),
     ],
 )
 def test_wrong_settings_are_named(given, message):
