@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-BLOCK_BYTES = 256  # of a prompt's text as JSON: some 64 tokens, the size of a few KV pages
-MOST_BLOCKS = 256  # of one prompt; what follows does not matter for routing
+BLOCK_BYTES = 64  # of a prompt's text as JSON: some 16 tokens, as many as a KV page has
+MOST_BLOCKS = 512  # of one prompt; what follows does not matter for routing
+_PLACED_BY = 8  # blocks whose digest places a new prompt
 # What the keys and values of a prompt depend on, in the order in which chat templates write it.
 _FIELDS = ("model", "cache_salt", "tools", "system", "instructions", "prompt", "input", "messages")
 
@@ -41,15 +42,16 @@ class PrefixTable:
 
     A prompt goes to the replica that has seen the longest beginning of it, the least loaded of several. A replica with
     `factor` times the mean load plus `slack` is passed over, as in consistent hashing with bounded loads
-    (https://arxiv.org/abs/1608.01350). A beginning that is new goes where a hash of its first block says, so that
-    several tables place it alike.
+    (https://arxiv.org/abs/1608.01350). A prompt of which nobody has seen half goes to the least loaded replica: what it
+    shares with others, such as a short system prompt, is soon everywhere. Of equally loaded ones a hash of the first
+    blocks chooses, so that several tables agree.
 
     Attributes:
       factor, slack: the bound on a replica's load.
       capacity: most blocks that are remembered; the ones not seen for longest are forgotten.
     """
 
-    def __init__(self, factor: float = 1.25, slack: int = 8, capacity: int = 2**17):
+    def __init__(self, factor: float = 1.25, slack: int = 8, capacity: int = 2**18):
         self.factor, self.slack, self.capacity = factor, slack, capacity
         self._seen: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
@@ -57,12 +59,11 @@ class PrefixTable:
         """The replica for a prompt. `loads`: the requests of each replica that may be chosen; not empty."""
         bound = self.factor * (sum(loads.values()) + 1) / len(loads) + self.slack
         free = {replica: load for replica, load in loads.items() if load + 1 <= math.ceil(bound)}
-        for block in reversed(blocks):
+        for block in reversed(blocks[(len(blocks) - 1) // 2 :]):
             if holders := [replica for replica in self._seen.get(block, ()) if replica in free]:
                 return min(holders, key=free.__getitem__)
-        if blocks:
-            return max(free, key=lambda replica: hashlib.blake2b(blocks[0] + replica.encode()).digest())
-        return min(free, key=lambda replica: (free[replica], random.random()))
+        key = blocks[min(len(blocks), _PLACED_BY) - 1] if blocks else random.randbytes(8)
+        return min(free, key=lambda replica: (free[replica], hashlib.blake2b(key + replica.encode()).digest()))
 
     def note(self, blocks: Sequence[bytes], replica: str) -> None:
         """The prompt with these blocks went to `replica`."""

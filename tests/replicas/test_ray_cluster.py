@@ -220,30 +220,30 @@ def test_nothing_is_lost_but_what_a_killed_replica_was_answering(cluster):
     wait_until(lambda: len(children_of_replicas()) == 1, 40)
 
 
+LINES = [f"name_{i} = {i * 7919 % 10007}\n" for i in range(400)]
+BEGINNINGS = ["".join(random.Random(group).sample(LINES, 14)) for group in range(12)]
+
+
+async def ask_with_shared_beginnings(url: str) -> None:
+    """240 short requests by four clients; each prompt begins with one of BEGINNINGS."""
+    draw = random.Random(3)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for _ in range(60):
+            prompt = f"{draw.choice(BEGINNINGS)}# {draw.random()}\n"
+            (await http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})).raise_for_status()
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        await asyncio.gather(*(client(http) for _ in range(4)))
+
+
 def test_routing_by_prefix_finds_twice_as_many_cached_tokens(cluster):
-    """12 prefixes of some 120 tokens on three replicas, each with 26 pages of 16 tokens."""
+    """12 beginnings of some 140 tokens on three replicas, each with 26 pages of 16 tokens."""
     rates = {}
-    words = [f"name_{i} = {i * 7919 % 10007}\n" for i in range(400)]
     for routing in ("load", "prefix"):
         cluster.deploy(min_replicas=3, max_replicas=3, routing=routing)
-        draw = random.Random(3)
-        prompts = [
-            "".join(draw_words.sample(words, 12)) for draw_words in (random.Random(group) for group in range(12))
-        ]
-
-        async def run(draw: random.Random = draw, prompts: list[str] = prompts) -> None:
-            async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
-
-                async def some(count: int) -> None:
-                    for _ in range(count):
-                        prompt = f"{draw.choice(prompts)}# {draw.random()}\n"
-                        body = {"model": "demo", "prompt": prompt, "max_tokens": 2}
-                        (await client.post("/v1/completions", json=body)).raise_for_status()
-
-                await asyncio.gather(*(some(60) for _ in range(4)))
-
         before = cluster.prefix_hits()
-        asyncio.run(run())
+        asyncio.run(ask_with_shared_beginnings(cluster.url))
         hits, queries = cluster.prefix_hits() - before
         rates[routing] = hits / queries
     print("hit rates:", rates)
