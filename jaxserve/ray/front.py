@@ -118,18 +118,23 @@ class Front:
 
 
 async def _rest(stream: Any, path: str, events: bool) -> AsyncIterator[bytes]:
-    """The rest of an answer. If its replica is lost, a stream of events ends with an error, and any other answer ends
-    too early, which clients see by its length."""
+    """The rest of an answer. If its replica is lost, a stream of events ends with an error after the last whole event;
+    any other answer ends too early, which clients see by its length."""
+    part = b""  # of an event whose end has not come
     try:
         async for chunk in stream:
-            yield chunk
+            whole, end, part = (part + chunk).rpartition(b"\n\n") if events else (chunk, b"", b"")
+            if whole:
+                yield whole + end
+        if part:
+            yield part
     except RayError as error:
         log.warning("a replica was lost during an answer to %s: %s", path, error)
         if not events:
             raise
         body = _error(503, "the replica that was answering has been lost", path).body
         name = b"event: error\n" if path.startswith("/v1/messages") else b""
-        yield b"\n\n" + name + b"data: " + bytes(body) + b"\n\n"
+        yield name + b"data: " + bytes(body) + b"\n\n"
     finally:
         stream.cancel()  # does nothing after the last chunk
 
