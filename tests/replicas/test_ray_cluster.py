@@ -62,7 +62,7 @@ class Cluster:
         names = "prefix_cache_hits_total", "prefix_cache_queries_total"
         return np.array([sum(self.metric(name).values()) for name in names])
 
-    def metric(self, name: str, key: str = "") -> dict[str, float]:
+    def metric(self, name: str, key: str = "none") -> dict[str, float]:
         """A metric of each replica."""
         text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {key}"}, timeout=30).text
         return {
