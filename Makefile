@@ -1,6 +1,7 @@
 # make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
 # make test    install the test extra and run the tests, but those of kernels
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
+# make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
 # make slow    the tests that take minutes
 
@@ -15,7 +16,7 @@ BIN = $(VENV)/bin
 # Two processes, a file of tests each: most of the time goes to compiling, on one thread.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
 
-.PHONY: serve test test-engine test-kernels slow lint types format clean
+.PHONY: serve test test-engine test-kernels test-replicas slow lint types format clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -37,6 +38,12 @@ test-kernels: aot-environment
 aot-environment: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test-core,aot]" $(EXTRA)
+
+test-replicas: VENV = .venv-replicas
+test-replicas: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,ray,chart]" $(EXTRA)
+	$(BIN)/python -m pytest -m "slow or not slow" -s tests/replicas
 
 slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow
@@ -67,4 +74,4 @@ $(VENV)/installed-test: pyproject.toml
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) .venv*-aot build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv*-aot .venv-replicas build *.egg-info .pytest_cache .mypy_cache .ruff_cache

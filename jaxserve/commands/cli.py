@@ -109,6 +109,14 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two frames")
     top.add_argument("--once", action="store_true", help="print one frame and exit")
 
+    on_ray = commands.add_parser("ray", help="run replicas on a Ray cluster")
+    deploying = on_ray.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    deploy = add_command(deploying, "deploy", run_ray_deploy, "deploy replicas, or change those that are deployed")
+    deploy.add_argument("config", type=Path, help="YAML file with the settings; see docs/ray.md")
+    deploy.add_argument("--address", default="auto", help="address of the cluster; auto: the one on this machine")
+    deploy.add_argument("--host", default="127.0.0.1", help="address to listen on, on every node")
+    deploy.add_argument("--port", type=int, default=8000, help="port to listen on")
+
     conversion.add_commands(commands)
     measure = commands.add_parser("bench", help="measure a server, the engine, or a start")
     bench.add_commands(measure.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
@@ -199,6 +207,22 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
         pass
     print()
     return text
+
+
+def run_ray_deploy(args: argparse.Namespace) -> int:
+    from jaxserve.ray.settings import read_settings
+    from jaxserve.server.process.flags import server_options
+
+    settings = read_settings(args.config)
+    served = make_parser().parse_args(["serve", settings.model, *settings.flags])
+    server_options(served), engine_config(served)  # wrong flags are reported before anything starts
+    try:
+        from jaxserve.ray.application import deploy
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"{error.name} is missing; pip install 'jaxserve[ray]'") from None
+    deploy(settings, args.address, args.host, args.port)
+    print(f"{settings.name} serves {settings.model} at http://{args.host}:{args.port}{settings.route_prefix}")
+    return 0
 
 
 def run_batch(args: argparse.Namespace) -> int:

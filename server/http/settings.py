@@ -32,7 +32,8 @@ class ServerSettings:
       cors_origins: origins whose pages browsers may let call the server.
       hosts: accepted values of the Host header besides localhost, on a server without keys; None: any.
       metrics_prefix: prefix of metric names.
-      drain_seconds: time for running requests to finish after the first signal to stop.
+      drain_delay: time after the first signal to stop during which /ready fails and new requests are still served.
+      drain_seconds: time for running requests to finish after that.
       engine_restarts: most restarts of an engine that died within ten minutes.
       watchdog_seconds: an engine that has work but finishes no step for this long is restarted; 0: never.
       tool_call_parser: a module of `jaxserve.server.tools.parsers`, "auto" (by the chat template) or "none".
@@ -62,6 +63,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
     metrics_prefix: str = "jaxserve"
+    drain_delay: float = 0.0
     drain_seconds: float = 30.0
     engine_restarts: int = 3
     watchdog_seconds: float = 120.0

@@ -46,6 +46,7 @@ class ServerState:
     Attributes:
       tokenizer: None until it is loaded.
       fingerprint: names the weights and settings that answers come from; None until they are loaded.
+      leaving: the server is about to drain, and says so at /ready; it still takes new requests.
       draining: the server is shutting down and takes no new requests.
       created: seconds since the epoch; the `created` of models.
       admin_calls: path -> time.monotonic() of its latest call.
@@ -56,6 +57,7 @@ class ServerState:
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     fingerprint: str | None = None
+    leaving: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     text_threads: TextThreads = field(default_factory=TextThreads)
@@ -77,7 +79,7 @@ class ServerState:
         """One of "loading", "ready", "draining", "restarting" and "dead"."""
         if self.client.status != "ready":
             return self.client.status
-        return "draining" if self.draining else "loading" if self.tokenizer is None else "ready"
+        return "draining" if self.draining or self.leaving else "loading" if self.tokenizer is None else "ready"
 
     def require_ready(self) -> tuple[Tokenizer, Ready]:
         """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""

@@ -11,8 +11,8 @@ from jaxserve.server import plugins
 from jaxserve.server.http.settings import ServerSettings
 
 _SAME_NAME = (
-    "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template",
-    "api_key_file", "salt_by_key", "open_metrics", "drain_seconds", "engine_restarts", "watchdog_seconds",
+    "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template", "api_key_file",
+    "salt_by_key", "open_metrics", "drain_delay", "drain_seconds", "engine_restarts", "watchdog_seconds",
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
@@ -54,8 +54,11 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          help="bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also "
          "read from JAXSERVE_METRICS_KEY")  # fmt: skip
     flag("--open-metrics", action="store_true", help="serve /metrics without a key")
+    flag("--drain-delay", type=float, default=ServerSettings.drain_delay, metavar="SECONDS",
+         help="time after SIGTERM during which /ready fails and new requests are still served, so that load balancers "
+         "can take the server out")  # fmt: skip
     flag("--drain-seconds", type=float, default=ServerSettings.drain_seconds, metavar="SECONDS",
-         help="time for running requests to finish after SIGTERM")  # fmt: skip
+         help="time for running requests to finish after that")  # fmt: skip
     flag("--engine-restarts", type=int, default=ServerSettings.engine_restarts, metavar="N",
          help="most restarts of an engine that died within ten minutes; one more death ends the server with exit code "
          "1")  # fmt: skip

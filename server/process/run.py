@@ -68,8 +68,9 @@ def serve(
 
     The port is bound before anything is loaded. /health and /ready answer at once, with 503 until the engine has
     loaded. An engine that dies or hangs is started again, within the limits in `settings`. The first SIGTERM or SIGINT
-    drains: new requests get 503, running ones have `drain_seconds` to finish, then they end with an error. A second
-    signal exits at once. Returns 1 if the port is taken, the engine does not start, or it died too often.
+    drains: after `drain_delay` seconds new requests get 503, running ones have `drain_seconds` to finish, then they end
+    with an error. A second signal exits at once. Returns 1 if the port is taken, the engine does not start, or it died
+    too often.
 
     `port` 0 takes a free port. `fd` is an inherited listening socket; after this server stops, connections to it wait
     for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
@@ -271,8 +272,16 @@ class _Server(uvicorn.Server):
         return tokenizer
 
     async def _drain(self) -> None:
-        """Gives running requests `drain_seconds` to finish, fails those that remain, then stops the server."""
+        """Stops the server in order.
+
+        For `drain_delay` seconds only /ready tells of it, and load balancers send their requests elsewhere. Then new
+        requests are refused, running ones have `drain_seconds` to finish, and those that remain fail.
+        """
         state = self._state
+        if state.settings.drain_delay:
+            log.info("stopping: new requests are accepted for another %g s", state.settings.drain_delay)
+            state.leaving = True
+            await asyncio.sleep(state.settings.drain_delay)
         state.draining = True
         if self._shares_listener:
             for server in self.servers:
