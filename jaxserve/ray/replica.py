@@ -70,7 +70,7 @@ class Head:
 class Replica:
     """The deployment's class. It is ready when its server is; what ends the server makes it unhealthy."""
 
-    async def __init__(self, settings: RaySettings):
+    async def __init__(self, settings: RaySettings):  # type: ignore[misc]
         self._settings = settings
         self._name = serve.get_replica_context().replica_id.unique_id
         self._folder = tempfile.mkdtemp(prefix="jaxserve-ray-")
