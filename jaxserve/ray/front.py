@@ -25,9 +25,7 @@ _TRIES = 2  # replicas that a request is given to one after the other, while not
 _ANSWER_SECONDS = 30.0  # for what all replicas are asked
 _RESPONSES = "/v1/responses"
 # What changes a server is done by all of them.
-_FOR_ALL = {
-    "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/update_weights",
-}  # fmt: skip
+_FOR_ALL = {"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
 
 class Front:
