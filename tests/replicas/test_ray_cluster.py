@@ -277,6 +277,13 @@ def test_what_concerns_all_replicas_reaches_all(cluster):
         assert len(cluster.metric("num_requests_running", "me")) == 2
         assert not cluster.metric("num_requests_running")  # without the key
 
+        before = sum(cluster.metric("generation_tokens_total", "me").values())
+        body = {"prompt": "a", "max_tokens": 200, "n": 8, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            next(reply.iter_lines())
+        wait_until(lambda: not sum(cluster.metric("num_requests_running", "me").values()), 20)
+        assert sum(cluster.metric("generation_tokens_total", "me").values()) - before < 1200  # of 1,600
+
 
 def test_one_replica_on_two_nodes(cluster):
     """Each node has one of the replica's two hosts, and the answer is that of one host."""
