@@ -39,11 +39,12 @@ class Front:
     async def __call__(self, http: Request) -> Response:
         path = http.scope["path"].removeprefix(http.scope.get("root_path", ""))
         query = http.scope["query_string"].decode("latin-1")
-        body = b""
+        received = bytearray()
         async for chunk in http.stream():
-            if len(body) + len(chunk) > self._max_body_bytes:
+            if len(received) + len(chunk) > self._max_body_bytes:
                 return _error(413, f"the request body is longer than {self._max_body_bytes} bytes", path)
-            body += chunk
+            received += chunk
+        body = bytes(received)
         target = path + (f"?{query}" if query else "")
         call = Call(http.method, target, list(http.headers.items()), body, prompt_blocks(body))
         try:
@@ -51,7 +52,7 @@ class Front:
                 return await self._metrics(call)
             if path in _FOR_ALL:
                 return await self._worst_of_all(call)
-            if path.startswith(f"{_RESPONSES}/"):
+            if path.startswith(f"{_RESPONSES}/") and path != f"{_RESPONSES}/input_tokens":
                 return await self._found_response(call)
             if path == _RESPONSES and (earlier := _earlier_response(body)):
                 call = replace(call, avoid=await self._without(earlier, call))

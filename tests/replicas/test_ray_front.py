@@ -167,6 +167,7 @@ def test_stored_responses_are_found():
     replicas = Replicas([head(replica="b"), b"more"], every=every)
     assert ask(replicas, "/v1/responses", {"input": "go on", "previous_response_id": "resp_1"}).content == b"more"
     assert replicas.calls[0].avoid == {"a", "c"}
+    assert ask(Replicas([head(), b"3"]), "/v1/responses/input_tokens", {"input": "a"}).content == b"3"
     odd = Replicas([head(404), b"unknown"], every=every)  # it is no name that could stand in a path
     assert ask(odd, "/v1/responses", {"input": "go on", "previous_response_id": "../v1"}).status_code == 404
     assert odd.calls[0].avoid == frozenset()
