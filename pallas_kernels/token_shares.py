@@ -5,8 +5,9 @@ devices keep different tokens of it, so that the cache holds n times as many. To
 n, at place p // n of its own tokens; so all shares are equally large, and block tables are the same on all devices.
 
 Each device attends over its own tokens with the queries of all n devices. Its result is a part of theirs: the mean of
-the values it has, and the logarithm of its sum of exponentials, with which parts are merged exactly, as blocks of keys
-are in FlashAttention (Dao et al. 2022, arXiv:2205.14135). Two exchanges are needed, of queries and of parts.
+the values it has, and the logarithm of its sum of exponentials. From the logarithms of all parts follows the weight of
+each (as of blocks of keys in FlashAttention, Dao et al. 2022, arXiv:2205.14135), and the results are the sums of the
+weighted parts. Devices exchange queries, logarithms, and parts, which are added in the dtype of the queries.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def attend(
     q, pages = ops.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
     every = lax.all_gather(q, axis, axis=2, tiled=True)  # [tokens, kv_heads, group of all devices, head_dim]
     made = reference.paged_attention(every, pages, *rows, first_page=first_page, share=share, **options)
-    sinks = None if heads.sinks is None else value_of(heads.sinks).astype(jnp.float32)
-    return merge(_exchanged(made, share, axis, 2), sinks).astype(q.dtype), pages
+    sinks = None
+    if heads.sinks is not None:
+        sinks = lax.all_gather(value_of(heads.sinks).astype(jnp.float32), axis, axis=1, tiled=True)
+    return _merged(made, axis, 2, q.dtype, sinks), pages
 
 
 def attend_latent(
@@ -50,18 +53,16 @@ def attend_latent(
     every = lax.all_gather(absorb(heads.q, heads.k_up), axis, axis=1, tiled=True)
     options: Any = {"scale": scale, "rank": rank, "decode_only": decode_only}
     made = latent.latent_attention(every, pages, *rows, first_page=first_page, share=share, **options)
-    merged = merge(_exchanged(made, share, axis, 1)).astype(heads.q.dtype)
-    return project_values(merged, heads.v_up), pages
+    return project_values(_merged(made, axis, 1, heads.q.dtype), heads.v_up), pages
 
 
-def merge(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """Merges the parts of a softmax, float32 [parts, ..., width + 1], into its result [..., width]. The last number of
-    a part is the logarithm of its sum of exponentials. `sinks` [...] are logits without values."""
-    values, logs = parts[..., :-1], parts[..., -1]
+def part_weights(logs: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """The weights of the parts of a softmax [parts, ...], from the logarithms of their sums of exponentials, in the
+    same shape. `sinks` [...] are logits without values."""
     peak = logs.max(0) if sinks is None else jnp.maximum(logs.max(0), sinks)
     weights = jnp.exp(logs - peak)
     total = weights.sum(0) if sinks is None else weights.sum(0) + jnp.exp(sinks - peak)
-    return (values * (weights / total)[..., None]).sum(0)
+    return weights / total
 
 
 def _share(axis: str) -> Share:
@@ -75,7 +76,8 @@ def own_slots(slots: jax.Array, axis: str) -> jax.Array:
     return jnp.where((slots >= 0) & (slots % share.count == share.index), slots // share.count, -1)
 
 
-def _exchanged(made: jax.Array, share: Share, axis: str, heads: int) -> jax.Array:
-    """Sends each device the parts for its own queries, which are a part of the axis `heads`: [parts, ...]."""
-    split = made.reshape(*made.shape[:heads], share.count, -1, *made.shape[heads + 1 :])
-    return lax.all_to_all(split, axis, split_axis=heads, concat_axis=0, tiled=False)
+def _merged(made: jax.Array, axis: str, heads: int, dtype: Any, sinks: jax.Array | None = None) -> jax.Array:
+    """The result for this device's own queries, a part of the axis `heads` of what each device has made of all."""
+    weights = part_weights(lax.all_gather(made[..., -1], axis), sinks)
+    own = lax.dynamic_index_in_dim(weights, lax.axis_index(axis), keepdims=False)
+    return lax.psum_scatter((made[..., :-1] * own[..., None]).astype(dtype), axis, scatter_dimension=heads, tiled=True)

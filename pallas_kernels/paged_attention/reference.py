@@ -73,7 +73,7 @@ class Softmax(NamedTuple):
 
     def part(self) -> jax.Array:
         """Returns weighted values over the sum of exponentials, and behind them the logarithm of this sum, with which
-        `token_shares.merge` merges parts of a softmax. A part without scores has the logarithm MASKED."""
+        `token_shares` merges parts of a softmax. A part without scores has the logarithm MASKED."""
         total = jnp.maximum(self.total, 1e-30)
         log = jnp.where(self.total > 0, self.peak + jnp.log(total), MASKED)
         return jnp.concatenate((self.values / total[..., None], log[..., None]), axis=-1)

@@ -307,7 +307,7 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
         print("exchanged: " + ", ".join(f"{n} x {kind} {size(most)}" for kind, (n, most) in sent.items()), flush=True)
         allowed = {"all-reduce": 2 * layers + 8}
         if runner.mesh.shape["sequence"] > 1:
-            allowed |= {"all-gather": layers + 4, "all-to-all": layers + 2}
+            allowed |= {"all-gather": 2 * layers + 4, "reduce-scatter": layers}
         assert all(sent.get(kind, (0, 0))[0] <= most for kind, most in allowed.items()), sent
     if runner.mesh.devices.flat[0].platform in ("gpu", "cuda"):
         assert " conditional(" not in text, "the host would wait for a predicate"
