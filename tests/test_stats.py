@@ -34,15 +34,15 @@ def values(metrics: Metrics) -> tuple[dict, dict]:
 
 def test_counters_go_on_when_another_engine_starts():
     metrics = Metrics("m")
-    metrics.on_stats(stats(7))
+    metrics.totals.on_stats(stats(7))
     before, _ = values(metrics)
     for round_ in (1, 2):
-        metrics.on_restart()
+        metrics.totals.on_restart()
         after, gauges = values(metrics)
         assert all(after[key] >= value for key, value in before.items()), "a counter went backwards"
         assert not any(value for (name, _), value in gauges.items() if "num_requests" in name)
-        metrics.on_stats(stats(2))
-        metrics.on_stats(stats(5))
+        metrics.totals.on_stats(stats(2))
+        metrics.totals.on_stats(stats(5))
         before, gauges = values(metrics)
         labels = (("engine", "0"), ("model_name", "m"))
         assert before["jaxserve:generation_tokens_total", labels] == 7 + 5 * round_

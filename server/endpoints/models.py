@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ from jaxserve import __version__
 from jaxserve.limits import MAX_DETOKENIZED
 from jaxserve.server.chat.conversation import encode_chat
 from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
+from jaxserve.server.http.counts import STREAMS
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.state import ServerState, read_body, require_json, state_of, to_json
@@ -176,7 +176,7 @@ async def profile(http: Request) -> Response:
 
 async def load(http: Request) -> Response:
     """GET /load: the number of requests that are being answered."""
-    return _json({"server_load": state_of(http).client.num_streams})
+    return _json({"server_load": state_of(http).counts.total(STREAMS)})
 
 
 async def tokenizer_info(http: Request) -> Response:
@@ -226,10 +226,11 @@ def require_admin(http: Request) -> None:
 
 def _not_too_often(http: Request) -> None:
     """Raises APIError (429) if the endpoint was called within the last second."""
-    calls, now = state_of(http).admin_calls, time.monotonic()
-    if now - calls.get(http.url.path, -math.inf) < 1.0:
-        raise APIError(429, f"{http.url.path} may be called once a second", headers={"Retry-After": "1"})
-    calls[http.url.path] = now
+    counts, path, now = state_of(http).counts, http.url.path, time.monotonic_ns()
+    with counts.lock():
+        if now - (latest := counts.total(path)) < 10**9:
+            raise APIError(429, f"{path} may be called once a second", headers={"Retry-After": "1"})
+        counts.add(path, now - latest)  # see `LIMITED_PATHS`
 
 
 async def openapi(http: Request) -> Response:

@@ -1,4 +1,4 @@
-"""/v1/responses: create, get, cancel and delete. The latest responses are kept in this process's memory."""
+"""/v1/responses: create, get, cancel and delete. The server keeps the latest responses."""
 
 from __future__ import annotations
 
@@ -140,26 +140,19 @@ def _query_int(http: HTTPRequest, name: str, default: int, low: int, high: int) 
 async def cancel_response(http: HTTPRequest) -> Response:
     """POST /v1/responses/{id}/cancel: stops a response made in the background. A complete one stays as it is."""
     store, name = state_of(http).responses, http.path_params["id"]
-    stored = store.get(name, key_of(http))
-    if stored.task is None:
+    if not store.get(name, key_of(http)).background:
         raise APIError(400, "only a response that is made in the background can be cancelled")
-    await _stop(stored.task)
+    await store.stop(name)
     return _json(store.get(name, key_of(http)).response)
 
 
 async def delete_response(http: HTTPRequest) -> Response:
     """DELETE /v1/responses/{id}."""
     store, name = state_of(http).responses, http.path_params["id"]
-    if (task := store.get(name, key_of(http)).task) is not None:
-        await _stop(task)
+    if store.get(name, key_of(http)).background:
+        await store.stop(name)
     store.remove(name)
     return _json(to_json({"id": name, "object": "response", "deleted": True}))
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 def _json(body: bytes) -> Response:
@@ -212,9 +205,11 @@ class _Work:
 
     def start(self, has_log: bool) -> EventLog | None:
         """Makes the response in the background and stores it at once, incomplete. Returns its log if `has_log`."""
-        self._log = EventLog() if has_log else None
+        store, name = self._state.responses, self.writer.response["id"]
+        self._log = store.log_for(name) if has_log else None
         self._task = asyncio.create_task(self._in_background())
         self._store([])
+        store.watch(name, self._task)
         return self._log
 
     async def _in_background(self) -> None:
@@ -226,28 +221,31 @@ class _Work:
             async with contextlib.aclosing(self._run.pieces()) as batches:
                 async for pieces in batches:
                     self._log.add([event for piece in pieces for event in self._take(piece)])
-            return
         except asyncio.CancelledError:
             self.writer.response["status"] = "cancelled"
+            self._store([])
         except Exception as error:
             events = list(self.writer.fail(to_api_error(error)))
             if self._log is not None:
                 self._log.add(events)
+            self._store([])
         finally:
             if self._log is not None:
                 self._log.close()
-        self._store([])
 
     def _store(self, messages: list[Message]) -> None:
         writer = self.writer
         if writer.response["store"]:
+            background = self._task is not None
+            running = background and (writer.response["status"] == "in_progress" or self._log is not None)
             stored = StoredResponse(
                 owner=self._owner,
                 response=writer.encoded(),
                 messages=to_json(messages) if messages else b"",
-                task=self._task,
                 items=self._items,
                 output_ids=tuple(item["id"] for item in writer.response["output"]),
                 log=self._log,
+                background=background,
+                running=running,
             )
             self._state.responses.put(writer.response["id"], stored)

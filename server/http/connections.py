@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections import Counter
 from collections.abc import Callable
+
+from jaxserve.server.http.counts import CONNECTIONS, Counts
 
 RESERVE = 32  # connections beyond the limit that may ask for health or metrics
 RESERVE_SECONDS = 5.0  # time for such a connection to send its request
@@ -20,41 +21,40 @@ REFUSAL = (
 
 
 class Connections:
-    """Counts open connections, idle ones included, in total and per client address.
+    """Counts the open connections of all fronts, idle ones included, in total and per client address.
 
     Attributes:
       limit: most connections in total, apart from RESERVE more.
       refused: called for each connection that is refused.
     """
 
-    def __init__(self, limit: int, per_address: int | None):
+    def __init__(self, limit: int, per_address: int | None, counts: Counts | None = None):
         """`per_address`: most connections from one address; 0: no limit; None: half of `limit`, and no limit for this
         machine, where a proxy may serve many clients."""
         self.limit = limit
         self.refused: Callable[[], None] = lambda: None
         self._spares_local = per_address is None
         self._per_address = max(1, limit // 2) if per_address is None else per_address
-        self._by_address: Counter[str] = Counter()
-        self._count = 0
+        self._counts = counts or Counts()
 
     @property
     def is_over_limit(self) -> bool:
-        return self._count > self.limit
+        return self._counts.total(CONNECTIONS) > self.limit
 
     def enter(self, transport: asyncio.BaseTransport) -> Ticket | None:
         """Counts a connection that was just accepted; None if the caller must close it."""
         address = self._address(transport)
-        if self._count >= self.limit + RESERVE or (address and self._by_address[address] >= self._per_address):
-            self.refused()
-            return None
-        return Ticket(self, address)
+        with self._counts.lock():
+            room = self._counts.total(CONNECTIONS) < self.limit + RESERVE
+            if room and (not address or self._counts.total(address) < self._per_address):
+                return Ticket(self, address)
+        self.refused()
+        return None
 
     def add(self, address: str | None, number: int) -> None:
-        self._count += number
+        self._counts.add(CONNECTIONS, number)
         if address:
-            self._by_address[address] += number
-            if not self._by_address[address]:
-                del self._by_address[address]
+            self._counts.add(address, number)
 
     def _address(self, transport: asyncio.BaseTransport) -> str | None:
         """The address that a connection counts for: an IPv4 address, or an IPv6 /64 network, since one host has all of

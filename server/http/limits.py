@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jaxserve.limits import BODIES, MAX_WAITING_TEXT, SMALL_BODY
+from jaxserve.server.http.counts import BODY_BYTES, Counts, completions_of
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.types import InvalidRequestError
@@ -21,11 +22,11 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """Memory of the request bodies of one front, each from its first byte until its request reaches the engine."""
+    """Memory of the request bodies of all fronts, each from its first byte until its request reaches the engine."""
 
-    def __init__(self, longest: int):
+    def __init__(self, longest: int, counts: Counts | None = None):
         self.longest = longest
-        self._held = 0
+        self._counts = counts or Counts()
 
     def open(self) -> Body:
         return Body(self)
@@ -33,12 +34,12 @@ class Bodies:
     def take(self, total: int, more: int) -> None:
         """Adds `more` bytes to a body, which then has `total`. Raises APIError (503) for a long body if all bodies
         together take too much; a body is always accepted if it is the only one."""
-        self._held += more
-        if total > SMALL_BODY and total < self._held > BODIES * self.longest:
+        self._counts.add(BODY_BYTES, more)
+        if total > SMALL_BODY and total < self._counts.total(BODY_BYTES) > BODIES * self.longest:
             raise unavailable("too many long requests are in work; try again later", "too_many_bodies")
 
     def give(self, size: int) -> None:
-        self._held -= size
+        self._counts.add(BODY_BYTES, -size)
 
 
 def too_long(longest: int) -> APIError:
@@ -71,11 +72,11 @@ class Body:
 
 
 class Accounts:
-    """Counts the completions that run under each key."""
+    """Counts the completions that run under each key with a limit."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, counts: Counts | None = None):
         self._most = most  # completions of one request
-        self._running: Counter[ApiKey] = Counter()
+        self._counts = counts or Counts()
 
     def check(self, key: ApiKey | None, prompts: int, n: int | None) -> int:
         """The number of completions of a request that asks for n of each prompt.
@@ -94,25 +95,26 @@ class Accounts:
             return count
         if count > most:
             raise InvalidRequestError(f"{count} completions are more than the {most} that this key may have", "n")
-        if self._running[key] + count > most:
-            text = f"{self._running[key]} completions of at most {most} are running under this key; wait for one to end"
+        if (running := self._counts.total(completions_of(key))) + count > most:
+            text = f"{running} completions of at most {most} are running under this key; wait for one to end"
             raise APIError(429, text, code="too_many_requests", headers={"Retry-After": "1"})
         return count
 
     @contextlib.contextmanager
     def hold(self, key: ApiKey | None, prompts: int, n: int) -> Iterator[None]:
         """Counts a request's completions while they run. Raises what `check` raises."""
-        count = self.check(key, prompts, n)
-        if key is None:
+        if key is None or key.max_concurrency is None:
+            self.check(key, prompts, n)
             yield
             return
-        self._running[key] += count
+        name = completions_of(key)
+        with self._counts.lock():
+            count = self.check(key, prompts, n)
+            self._counts.add(name, count)
         try:
             yield
         finally:
-            self._running[key] -= count
-            if not self._running[key]:
-                del self._running[key]
+            self._counts.add(name, -count)
 
 
 class TextThreads:

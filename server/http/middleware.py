@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections import Counter
 from collections.abc import Sequence, Set
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.http.connections import Connections
+from jaxserve.server.http.counts import Counts, requests_of
 from jaxserve.server.http.errors import APIError, to_api_error, unavailable
 from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.limits import Bodies, too_long
@@ -105,13 +105,14 @@ class ApiKeys:
         keys: Sequence[ApiKey],
         monitor_keys: Sequence[ApiKey] = (),
         open_paths: Set[str] = frozenset(),
+        counts: Counts | None = None,
     ):
         self.app = app
         self._keys = keys
         self._monitor_keys = monitor_keys
         self._shared = len({key.key for key in keys}) > 1
         self._open_paths = OPEN_PATHS | ADMIN_PATHS | open_paths
-        self._running: Counter[ApiKey] = Counter()
+        self._counts = counts or Counts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
@@ -138,17 +139,27 @@ class ApiKeys:
             )
             await APIError(403, text, code="admin_key_required").response(scope)(scope, receive, send)
             return
-        if key.max_concurrency is not None and self._running[key] >= key.max_concurrency:
+        if not self._enter(key):
             text = f"{key.max_concurrency} requests are running under this key already; wait for one to end"
             error = APIError(429, text, code="too_many_requests", headers={"Retry-After": "1"})
             await error.response(scope)(scope, receive, send)
             return
         scope.setdefault("state", {})["api_key"] = key
-        self._running[key] += 1
         try:
             await self.app(scope, receive, send)
         finally:
-            self._running[key] -= 1
+            if key.max_concurrency is not None:
+                self._counts.add(requests_of(key), -1)
+
+    def _enter(self, key: ApiKey) -> bool:
+        """Counts a request under a key with a limit; False if too many are running."""
+        if key.max_concurrency is None:
+            return True
+        with self._counts.lock():
+            if self._counts.total(requests_of(key)) >= key.max_concurrency:
+                return False
+            self._counts.add(requests_of(key), 1)
+            return True
 
 
 class BodyLimit:

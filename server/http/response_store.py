@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -64,15 +65,18 @@ class StoredResponse:
       messages: the conversation as JSON, with the response's output; empty until the response is complete.
       items: the items of its input, as JSON.
       output_ids: the ids of the items of its output.
+      background: it was asked for with `background`.
+      running: a task still makes it.
     """
 
     owner: ApiKey | None
     response: bytes
     messages: bytes
-    task: asyncio.Task[None] | None = None
     items: bytes = b""
     output_ids: tuple[str, ...] = ()
     log: EventLog | None = None
+    background: bool = False
+    running: bool = False
 
     def __post_init__(self) -> None:
         log = self.log.size if self.log else 0
@@ -87,6 +91,23 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._by_item: dict[str, str] = {}  # id of an output item -> id of its response
         self._bytes = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # make the responses of these names
+
+    def log_for(self, name: str) -> EventLog:
+        """A new log for the response with this name."""
+        return EventLog()
+
+    def watch(self, name: str, task: asyncio.Task[None]) -> None:
+        """Notes the task that makes a response, for `stop`."""
+        self._tasks[name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(name))
+
+    async def stop(self, name: str) -> None:
+        """Stops the task that makes a response, if it has not ended, and waits until it has."""
+        if (task := self._tasks.get(name)) is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     def put(self, name: str, stored: StoredResponse) -> None:
         """Stores a response, replacing one of the same name, and removes the oldest beyond the bounds."""
@@ -101,7 +122,7 @@ class ResponseStore:
         """The response with this name. Raises APIError (404) if there is none that belongs to `owner`."""
         stored = self._stored.get(name)
         if stored is None or stored.owner != owner:
-            raise APIError(404, f"no response {name[:80]!r} is stored here", param=param, code="response_not_found")
+            raise not_found(name, param)
         return stored
 
     def with_item(self, item_id: str, owner: ApiKey | None) -> StoredResponse | None:
@@ -114,3 +135,7 @@ class ResponseStore:
             self._bytes -= stored.size
             for item_id in stored.output_ids:
                 self._by_item.pop(item_id, None)
+
+
+def not_found(name: str, param: str | None) -> APIError:
+    return APIError(404, f"no response {name[:80]!r} is stored here", param=param, code="response_not_found")

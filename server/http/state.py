@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
+from jaxserve.server.http.counts import ADAPTERS, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
@@ -48,7 +50,8 @@ class ServerState:
       fingerprint: names the weights and settings that answers come from; None until they are loaded.
       draining: the server is shutting down and takes no new requests.
       created: seconds since the epoch; the `created` of models.
-      admin_calls: path -> time.monotonic() of its latest call.
+      number: of this front among several; None if it is the only one.
+      counts: what limits count, over all fronts.
     """
 
     settings: ServerSettings
@@ -58,19 +61,24 @@ class ServerState:
     fingerprint: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    number: int | None = None
+    counts: Counts = field(default_factory=Counts)
+    _known_adapters: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
     connections: Connections = field(init=False)
-    admin_calls: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.responses = ResponseStore(self.settings.max_stored_responses)
-        self.connections = Connections(self.settings.max_connections, self.settings.max_connections_per_address)
+        settings, counts = self.settings, self.counts
+        self.responses = ResponseStore(settings.max_stored_responses)
+        self.connections = Connections(settings.max_connections, settings.max_connections_per_address, counts)
         self.connections.refused = self.metrics.rejections.inc
-        self.bodies = Bodies(self.settings.max_body_bytes)
-        self.accounts = Accounts(self.settings.max_completions_per_request)
+        self.bodies = Bodies(settings.max_body_bytes, counts)
+        self.accounts = Accounts(settings.max_completions_per_request, counts)
+        self.client.on_stream = partial(counts.add, STREAMS)
+        self.client.on_ready = self._tell_adapters
 
     @property
     def status(self) -> str:
@@ -105,6 +113,19 @@ class ServerState:
             param="model",
             code="model_not_found",
         )
+
+    def _tell_adapters(self, info: Ready) -> None:
+        """Publishes which adapters this front knows, as a number that is not 0."""
+        known = zlib.crc32("\n".join(sorted(f"{one.name} {one.digest}" for one in info.adapters)).encode()) + 1
+        self.counts.add(ADAPTERS, known - self._known_adapters)
+        self._known_adapters = known
+
+    async def all_fronts_know(self, seconds: float = 1.0) -> None:
+        """Waits until the other fronts know the adapters that this one knows. Those that are starting, or hang for
+        `seconds`, are not waited for; they ask the engine before they serve."""
+        deadline = time.monotonic() + seconds
+        while set(self.counts.each(ADAPTERS)) - {0, self._known_adapters} and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
 
     def fingerprint_of(self, adapter_digest: str) -> str | None:
         """The `system_fingerprint` of answers with this adapter; "" for those of the model itself."""

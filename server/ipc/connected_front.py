@@ -49,6 +49,11 @@ class ConnectedFront:
     def is_behind(self) -> bool:
         return self._backlog > MAX_BACKLOG
 
+    def cut(self) -> None:
+        """Ends the connection. The loop learns of it as if the front had gone."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self, seconds: float) -> None:
         """Waits up to `seconds` until all queued messages are written, then closes the connection."""
         with self._changed:
@@ -89,9 +94,8 @@ class ConnectedFront:
         finally:
             with self._changed:
                 closing = self._closing
-            if not closing:  # writing failed: shutting down ends the front's wait and this front's reading thread
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
+            if not closing:  # writing failed: this ends the front's wait and this front's reading thread
+                self.cut()
 
 
 def read_message(stream: BinaryIO) -> messages.FrontMessage | None:

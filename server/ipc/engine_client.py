@@ -36,6 +36,9 @@ class EngineClient:
       error: why the engine died; None before that, and again once the next engine is ready.
       losses: number of engines that have died.
       revives: a supervisor replaces an engine that died and connects this client to the new one.
+      watches: other clients may have given the engine work, so it counts as stalled even if this one has not.
+      on_stats, on_ready: called with each message of these kinds.
+      on_stream: called with 1 when a `generate` call begins, and with -1 when it ends.
     """
 
     def __init__(self) -> None:
@@ -44,7 +47,10 @@ class EngineClient:
         self.error: str | None = None
         self.losses = 0
         self.revives = False
+        self.watches = False
         self.on_stats: Callable[[EngineStats], None] = lambda stats: None
+        self.on_ready: Callable[[messages.Ready], None] = lambda info: None
+        self.on_stream: Callable[[int], None] = lambda change: None
         self._streams: dict[str, UpdateStream] = {}
         self._unread = 0  # sum of all streams' `unread`
         self._writer: asyncio.StreamWriter | None = None
@@ -98,7 +104,7 @@ class EngineClient:
     @property
     def stalled(self) -> float:
         """Seconds for which the engine has had work and made no progress. Compiling counts as progress."""
-        works = self.is_ready and any(stream.running for stream in self._streams.values())
+        works = self.is_ready and (self.watches or any(stream.running for stream in self._streams.values()))
         return asyncio.get_running_loop().time() - self._alive_at if works else 0.0
 
     def forgive(self, seconds: float) -> None:
@@ -147,6 +153,7 @@ class EngineClient:
             stream.running[request.request_id] = set(range(request.params.n))
             stream.unaccepted.add(request.request_id)
             self._streams[request.request_id] = stream
+        self.on_stream(1)
         late = None
         if timeout is not None:
             error = TimeoutError(f"the request took longer than {timeout:g} s, the longest that this server allows")
@@ -165,6 +172,7 @@ class EngineClient:
         finally:
             if late is not None:
                 late.cancel()
+            self.on_stream(-1)
             self._unread -= stream.unread
             for request in requests:
                 del self._streams[request.request_id]
@@ -280,6 +288,7 @@ class EngineClient:
             case messages.Ready():
                 self.info, self.error = message, None
                 self.adapters = {adapter.name: adapter for adapter in message.adapters}
+                self.on_ready(message)
                 self._ready.set()
             case messages.Failed(text):
                 self.lose(text)

@@ -1,8 +1,9 @@
 """The engine's end of the connections to the fronts: typed msgpack messages in frames, over a unix socket.
 
 The engine listens, and any number of fronts connect (`jaxserve.server.ipc.engine_client`). Each front gets one `Update`
-per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. The loop makes
-no steps while more than `connected_front.MAX_BACKLOG` bytes wait for a front.
+per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. If more than
+`connected_front.MAX_BACKLOG` bytes wait for a front, the loop makes no steps, or disconnects this front if there are
+others.
 """
 
 from __future__ import annotations
@@ -160,9 +161,16 @@ class EngineServer:
                 front.send(message)
 
     def _held_up(self) -> bool:
-        """Whether a front must read before the engine may make another step."""
+        """Whether the only front must read before the engine may make another step. Of several fronts, one that does
+        not read loses its connection instead, because the others must not wait for it."""
         with self._fronts_lock:
-            return any(front.is_behind for front in self._fronts.values())
+            behind = [front for front in self._fronts.values() if front.is_behind]
+            if len(self._fronts) == 1:
+                return bool(behind)
+        for front in behind:
+            log.error("front %d has not read for too long; its requests end", front.number)
+            front.cut()
+        return False
 
     def _take_messages(self, engine: EngineLike, held_up: bool, tidies: bool = False) -> None:
         """Handles all messages that have arrived. Waits for one if the engine is idle, at most until statistics are
@@ -255,6 +263,8 @@ class EngineServer:
         with self._fronts_lock:
             fronts = list(self._fronts.values())
         for front in fronts:
+            if not front.running and len(fronts) > 1:
+                continue
             mine = output.of(f"{front.number}/")
             for update in mine.updates:
                 if update.finish_reason is not None:

@@ -22,9 +22,11 @@ QUIET_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/pool"}
 class Access:
     """Records each request. It is the outermost middleware, so that it sees the answers of all others."""
 
-    def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None):
+    def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None, front: int | None = None):
+        """`front`: the number of this front if the server has several; None: lines do not name it."""
         self.app = app
         self._model, self._log_lines, self._tracer = model, log_lines, tracer
+        self._more = {} if front is None else {"front": front}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +54,7 @@ class Access:
         path = record.scope["path"]
         quiet = record.status != 401 and (path in QUIET_PATHS or path.startswith("/ui/"))
         if self._log_lines and not quiet:
-            log.info("%s", msgspec.json.encode(record.line(self._model)).decode())
+            log.info("%s", msgspec.json.encode(record.line(self._model) | self._more).decode())
         if self._tracer is not None:
             self._tracer.record(record, self._model)
 

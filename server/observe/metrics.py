@@ -1,14 +1,22 @@
-"""Prometheus metrics: gauges and counters from the engine's statistics, histograms from what the front observes."""
+"""Prometheus metrics: gauges and counters from the engine's statistics, histograms from what the front observes.
+
+If a server has several fronts, prometheus_client keeps what each of them observes in files (its multiprocess mode), and
+each front adds up all files, also those of fronts that have ended. Only the process that starts them (see
+`jaxserve.server.process.fronts`) counts the engine's statistics, and writes them to a file that all fronts read.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client import Histogram as ObservedHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from jaxserve.scheduling.stats import EngineStats, Histogram
 from jaxserve.server.ipc.messages import Ready
@@ -22,6 +30,7 @@ _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5)) + (1_000_000,)
 _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 _LABELS = ("model_name", "engine")
+TOTALS = "totals"  # name of the file for EngineTotals
 
 # name, kind, description, field of EngineStats
 _FROM_STATS = (
@@ -61,15 +70,48 @@ _FROM_STATS = (
 )
 
 
-class Metrics:
-    """The metrics of one front. `prefix` begins every name, as in `jaxserve:num_requests_running`."""
+class EngineTotals(msgspec.Struct):
+    """Statistics of a server's engines together, those that have died included.
 
-    def __init__(self, model_name: str, prefix: str = "jaxserve"):
+    Attributes:
+      stats: the latest statistics, with counters continued from engine to engine.
+      past: what the counters were when the present engine began.
+      restarts: engines that were started where one had died.
+      front_restarts: fronts that were started where one had died; None if the server has one front.
+    """
+
+    stats: EngineStats = msgspec.field(default_factory=EngineStats)
+    past: EngineStats = msgspec.field(default_factory=EngineStats)
+    restarts: int = 0
+    front_restarts: int | None = None
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Takes the engine's latest statistics."""
+        self.stats = stats.after(self.past)
+
+    def on_restart(self) -> None:
+        """Another engine is being started. It counts from zero; the counters here continue from the earlier totals."""
+        self.restarts += 1
+        self.past = self.stats
+        self.on_stats(EngineStats())
+
+
+_decode_totals = msgspec.msgpack.Decoder(EngineTotals).decode
+
+
+class Metrics:
+    """The metrics of one front. `prefix` begins every name, as in `jaxserve:num_requests_running`.
+
+    `shared`: a folder, if the server has several fronts. It has the file `totals` with an EngineTotals in msgpack, and
+    is where prometheus_client keeps its files.
+    """
+
+    def __init__(self, model_name: str, prefix: str = "jaxserve", shared: Path | None = None):
         self.registry = CollectorRegistry()
+        self.totals = EngineTotals()
+        self._shared = shared
         self._prefix = prefix
         self._labels = (model_name, "0")
-        self._stats = EngineStats()
-        self._past = EngineStats()  # totals of the engines that have died
         self._info: Ready | None = None
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens", _TOKEN_SECONDS)
@@ -95,10 +137,6 @@ class Metrics:
             f"{prefix}:admission_rejections", "Requests turned away for now", _LABELS, registry=self.registry
         )
         self.rejections = rejections.labels(*self._labels)
-        restarts = Counter(
-            f"{prefix}:engine_restarts", "Engines started where one had died", _LABELS, registry=self.registry
-        )
-        self._restarts = restarts.labels(*self._labels)
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
@@ -112,25 +150,25 @@ class Metrics:
     def on_ready(self, info: Ready) -> None:
         self._info = info
 
-    def on_stats(self, stats: EngineStats) -> None:
-        """Takes the engine's latest statistics."""
-        self._stats = stats.after(self._past)
-
-    def on_restart(self) -> None:
-        """Another engine is being started. It counts from zero; the counters here continue from the earlier totals."""
-        self._restarts.inc()
-        self._past = self._stats
-        self.on_stats(EngineStats())
-
     def render(self) -> bytes:
         """The exposition text of /metrics."""
-        return generate_latest(self.registry)
+        if self._shared is None:
+            return generate_latest(self.registry)
+        self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self._shared))
+        registry.register(self)  # type: ignore[arg-type]
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics that come from the engine's statistics. prometheus_client calls this method."""
-        stats = self._stats
+        stats, totals = self.totals.stats, self.totals
         for name, kind, text, field in _FROM_STATS:
             yield self._family(kind, name, text, getattr(stats, field))
+        yield self._family("counter", "engine_restarts", "Engines started where one had died", totals.restarts)
+        if totals.front_restarts is not None:
+            text = "Fronts started where one had died"
+            yield self._family("counter", "front_restarts", text, totals.front_restarts)
         yield self._family("counter", "compile_seconds", "Time spent compiling", stats.compile_seconds)
         yield self._histogram_family("iteration_tokens_total", "Tokens computed per step", {(): stats.step_tokens})
         phases: dict[tuple[str, ...], Histogram] = {

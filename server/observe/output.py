@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 from collections import deque
+from collections.abc import Iterator
 
 _MOST_LINES = 10_000  # lines that may wait to be written; further ones are counted and dropped
 _PATIENCE = 1.0  # seconds to write the last lines when the process ends
@@ -48,12 +50,25 @@ class Output:
                 if self._dropped:
                     lines.append(f"({self._dropped} lines were dropped: nobody read them)")
                     self._dropped = 0
-            data = memoryview("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
             try:
-                while data:
-                    data = data[os.write(self._descriptor, data) :]  # bypasses Python's buffers, which have locks
+                for data in map(memoryview, _pieces(lines)):
+                    while data:
+                        data = data[os.write(self._descriptor, data) :]  # bypasses Python's buffers, which have locks
             except OSError:
                 pass  # the reader has gone; another one may come, as on a terminal
+
+
+def _pieces(lines: list[str]) -> Iterator[bytes]:
+    """The lines as bytes, in pieces that a pipe takes whole, so that lines of several processes do not mix. Only a line
+    that is longer than that is a longer piece."""
+    piece = b""
+    for line in lines:
+        data = f"{line}\n".encode(errors="backslashreplace")
+        if piece and len(piece) + len(data) > select.PIPE_BUF:
+            yield piece
+            piece = b""
+        piece += data
+    yield piece
 
 
 class OutputHandler(logging.Handler):

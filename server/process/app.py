@@ -65,7 +65,9 @@ def build_app(state: ServerState) -> Starlette:
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
     if settings.access_log or tracer is not None:
-        watch = Middleware(Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer)
+        watch = Middleware(
+            Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, front=state.number
+        )
         middleware.insert(0, watch)
     if not settings.api_keys:
         middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
@@ -77,7 +79,11 @@ def build_app(state: ServerState) -> Starlette:
     if settings.api_keys:
         open_paths = page.PATHS | ({"/metrics"} if settings.open_metrics else set())
         monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
-        middleware.append(Middleware(ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths))
+        middleware.append(
+            Middleware(
+                ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths, counts=state.counts
+            )
+        )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}

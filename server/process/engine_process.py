@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,9 +44,9 @@ class Launch(msgspec.Struct, kw_only=True):
         return cls(config=asdict(config), socket_path=socket_path, engine_class=engine_class)
 
 
-def _engine_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """This process's environment without API keys. PYTHONSAFEPATH keeps the current folder out of the import path of
-    the engine's own child processes."""
+    the child's own child processes."""
     own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
     return own | {"PYTHONSAFEPATH": "1"}
 
@@ -62,6 +63,11 @@ class EngineProcess:
     def socket_path(self) -> str:
         return self._folder.socket_path
 
+    @property
+    def shared(self) -> Path:
+        """See SocketFolder."""
+        return self._folder.shared
+
     def start(self) -> None:
         """Starts the process; an earlier one must have ended. Linux ends it when the calling thread ends."""
         with contextlib.suppress(FileNotFoundError):
@@ -69,7 +75,7 @@ class EngineProcess:
         self._process = subprocess.Popen(
             entry.command("jaxserve.server.process.engine_process"),
             stdin=subprocess.PIPE,
-            env=_engine_environment(),
+            env=child_environment(),
         )
         launch = msgspec.json.encode(Launch.of(self._config, self.socket_path, self._engine_class))
         assert self._process.stdin is not None
@@ -108,22 +114,27 @@ def main() -> int:
     """Runs the engine until it is drained, its last front has disconnected, or its parent has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
-    _end_with_parent()
+    end_with_parent()
     log_to_stderr(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(logging.INFO)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
+    watch_parent()
     return run_engine(EngineConfig(**launch.config), launch.socket_path, launch.engine_class)  # type: ignore[arg-type]
 
 
-def _watch_parent() -> None:
+def watch_parent() -> None:
+    """Has a thread end this process at the end of standard input, which the parent keeps open while it lives."""
+    threading.Thread(target=_end_after_input, name="parent", daemon=True).start()
+
+
+def _end_after_input() -> None:
     try:
         sys.stdin.buffer.read()
     finally:
         os._exit(1)  # at once: the loop may be busy compiling, and must not outlive the parent
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Has Linux kill this process when the parent's thread that started it ends, even if this process is suspended and
     reads no input."""
     if sys.platform == "linux":

@@ -16,7 +16,7 @@ _SAME_NAME = (
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
-    "escape_special_tokens", "lora_root",
+    "escape_special_tokens", "lora_root", "api_server_count",
 )  # fmt: skip
 
 
@@ -29,6 +29,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--fd", type=int, metavar="N",
          help="file descriptor of a listening socket to use instead of --host and --port, such as 3 under a systemd "
          "socket unit; clients then wait while the server restarts")  # fmt: skip
+    flag("--api-server-count", type=int, default=1, metavar="N",
+         help="processes that answer HTTP, for one engine and on one port; more than 1 add a process that supervises "
+         "them")  # fmt: skip
     flag("--served-model-name", action="append", metavar="NAME",
          help="name under which clients ask for the model; may be given several times; an answer carries the name that "
          "its request used, metrics carry the first; None: MODEL as given")  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "jaxserve-"
-_LOCK, _SOCKET = "lock", "engine.sock"
+_LOCK, _SOCKET, _SHARED = "lock", "engine.sock", "shared"
 _LONGEST = 100  # bytes of a socket's path; operating systems allow 104 to 108
 
 
@@ -20,6 +21,7 @@ class SocketFolder:
 
     Attributes:
       socket_path: where the engine is to listen.
+      shared: a folder for files that several fronts share; it does not exist yet.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,7 @@ class SocketFolder:
         _sweep(base)
         self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=base)  # mode 0700
         self.socket_path = os.path.join(self._folder, _SOCKET)
+        self.shared = Path(self._folder, _SHARED)
         taken = os.path.join(self._folder, _LOCK)
         self._lock = os.open(taken + ".new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -73,7 +76,8 @@ def _left_behind(base: str) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes the socket, the lock and then the folder, which stays if it holds anything else."""
+    """Removes the socket, the shared files, the lock and then the folder, which stays if it holds anything else."""
+    shutil.rmtree(folder / _SHARED, ignore_errors=True)
     for name in (_SOCKET, _LOCK):
         with contextlib.suppress(OSError):
             (folder / name).unlink()

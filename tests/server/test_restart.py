@@ -17,7 +17,7 @@ import pytest
 import tokenizers_for_tests as kinds
 from serving import HERE, ROOT, free_port, wait_until
 
-from jaxserve.server.process import run
+from jaxserve.server.process.front import Front
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
@@ -164,7 +164,7 @@ def test_a_task_of_the_server_that_fails_ends_it():
     async def fail():
         raise KeyError("unexpected")
 
-    server = run._Server.__new__(run._Server)
+    server = Front.__new__(Front)
     server.failure, server.should_exit = None, False
     asyncio.run(server._guard(fail()))
     assert server.should_exit

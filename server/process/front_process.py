@@ -1,0 +1,194 @@
+"""The process of one of several fronts. `jaxserve.server.process.fronts` starts it, and `main` is what runs in it.
+
+It is started through `jaxserve.entry` and reads its settings from standard input. Like the engine's process, it ends
+with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from jaxserve.config import EngineConfig
+from jaxserve.server.http.counts import BEATS, SharedCounts, names_of
+from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.shared_responses import SharedResponseStore
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.observe.access import log_to_stdout
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.observe.output import log_to_stderr, say
+from jaxserve.server.process.engine_process import end_with_parent, watch_parent
+from jaxserve.server.process.front import Front, HttpOptions, allow_files
+from jaxserve.types import EngineDeadError
+
+BEAT_SECONDS = 1.0  # between two beats of the event loop
+_AGAIN_SECONDS = 0.1  # before another attempt to reach an engine
+_PATIENCE = 10.0  # seconds that a front which replaces another one leaves to the others before it listens
+_COUNTS, _RESPONSES = "counts", "responses.sqlite"
+
+
+class FrontLaunch(msgspec.Struct, kw_only=True):
+    """The line of JSON that the parent writes to standard input.
+
+    Attributes:
+      config, settings, options: the fields of EngineConfig, ServerSettings and HttpOptions.
+      socket_path: where the engine listens.
+      shared: the folder of the files that all fronts share.
+      created: seconds since the epoch; when the server was started.
+      shares_listener: see `Front`.
+      count: number of fronts.
+      listener: file descriptor of the listening socket.
+      number: of this front, from 0.
+      again: it replaces one that has ended.
+    """
+
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    socket_path: str
+    shared: str
+    created: int
+    shares_listener: bool
+    count: int
+    listener: int
+    number: int = 0
+    again: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig, settings: ServerSettings, options: HttpOptions, **fields: Any) -> FrontLaunch:
+        return cls(config=asdict(config), settings=asdict(settings), options=asdict(options), **fields)
+
+    def server_settings(self) -> ServerSettings:
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in self.settings.items()}
+        return ServerSettings(**fields | {"api_keys": tuple(ApiKey(**key) for key in fields["api_keys"])})
+
+    def counts(self) -> SharedCounts:
+        names = names_of(self.server_settings().api_keys)
+        return SharedCounts(os.path.join(self.shared, _COUNTS), names, self.number, self.count)
+
+    def responses(self) -> SharedResponseStore:
+        limit = self.server_settings().max_stored_responses
+        return SharedResponseStore(os.path.join(self.shared, _RESPONSES), limit, self.number)
+
+
+class SharedEngine:
+    """An engine that another process starts and ends."""
+
+    def __init__(self, socket_path: str):
+        self._socket_path = socket_path
+        self._beating: asyncio.Task[None] | None = None
+
+    async def load(self, state: ServerState) -> Ready:
+        state.client.revives = True
+        self._beating = asyncio.create_task(self._beat(state))
+        return await self._connect(state.client)
+
+    async def keep(self, state: ServerState) -> None:
+        while True:
+            if await state.client.wait_lost(BEAT_SECONDS):
+                await self._connect(state.client)
+
+    async def _connect(self, client: EngineClient) -> Ready:
+        """Waits for an engine that is ready. If there never is one, the parent ends this process."""
+        while True:
+            await client.connect(self._socket_path, lambda: True)
+            with contextlib.suppress(EngineDeadError):
+                return await client.wait_ready()
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def leave(self, state: ServerState) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        await state.client.close()
+
+    def kill(self) -> None:
+        pass
+
+    async def _beat(self, state: ServerState) -> None:
+        while True:
+            state.counts.add(BEATS, 1)
+            await asyncio.sleep(BEAT_SECONDS)
+
+
+class _SharedFront(Front):
+    """One of several fronts. If it replaces another one, it listens only when it can serve, because the others can."""
+
+    def __init__(self, *args: Any, again: bool, **options: Any):
+        super().__init__(*args, **options)
+        self._again = again
+
+    async def listen(self, sockets: list[socket.socket] | None) -> None:
+        if self._again:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.loaded.wait(), _PATIENCE)
+        await super().listen(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM drains. A terminal sends SIGINT to all processes, and the parent acts on it."""
+        if sig != signal.SIGINT:
+            super().handle_exit(sig, frame)
+
+
+class _TakingTurns(socket.socket):
+    """A listening socket that several processes share. asyncio takes all connections that wait at once; this one gives
+    one of them for each time that the socket is found readable, so that a burst spreads over the processes."""
+
+    _given = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._given:
+            self._given = False
+            raise BlockingIOError
+        accepted = super().accept()
+        self._given = True
+        return accepted
+
+
+def main() -> int:
+    """Serves until SIGTERM, or until the parent ends. Returns 1 after an error that another front would meet, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    log_to_stderr(logging.INFO)
+    log_to_stdout()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontLaunch)
+    watch_parent()
+    settings = launch.server_settings()
+    metrics = Metrics(settings.model_name, settings.metrics_prefix, Path(launch.shared))
+    state = ServerState(
+        settings, EngineClient(), metrics, created=launch.created, number=launch.number, counts=launch.counts()
+    )
+    state.responses = launch.responses()
+    allow_files(settings)
+    front = _SharedFront(
+        HttpOptions(**launch.options).config(state),
+        state,
+        SharedEngine(launch.socket_path),
+        EngineConfig(**launch.config),
+        shares_listener=launch.shares_listener,
+        again=launch.again,
+    )
+    with _TakingTurns(fileno=launch.listener) as listener:
+        front.run(sockets=[listener])
+    if front.failure is not None:
+        say(f"jaxserve: {front.failure}")
+    return int(front.failure is not None)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # skips the interpreter's shutdown, which would wait for threads
