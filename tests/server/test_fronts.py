@@ -79,7 +79,13 @@ def two(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
     keys = folder / "keys"
     keys.write_text("limited someone 3\nother other\n")
     keys.chmod(0o600)
-    options = {"api_key_file": str(keys), "admin_key": "admin", "api_server_count": 2, "max_connections": 40}
+    options = {
+        "api_key_file": str(keys),
+        "admin_key": "admin",
+        "api_server_count": 2,
+        "access_log": True,
+        "max_connections": 40,
+    }
     config = {"max_model_len": 2048, "max_waiting": 8}
     with running_server(tiny_model_folder, folder / "log", engine="SlowEngine", config=config, **options) as server:
         wait_all_ready(server, 2)
@@ -167,7 +173,7 @@ def three(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
 
     folder = tmp_path_factory.mktemp("three")
     kinds.save_byte_level(folder, kinds.TOOL_TEMPLATE)
-    options = {"api_server_count": 3, "config": {"max_model_len": 2048}}
+    options = {"api_server_count": 3, "access_log": True, "config": {"max_model_len": 2048}}
     with running_server(folder, folder / "log", engine="SlowEngine", **options) as server:
         wait_all_ready(server, 3)
         yield server
@@ -276,7 +282,7 @@ class Load:
 
 def test_a_front_that_is_killed(start_server):
     """Under load, twice: its own requests break, no connection is refused, and nothing that was counted is lost."""
-    server = start_server("SlowEngine", api_server_count=2, config={"max_model_len": 2048})
+    server = start_server("SlowEngine", access_log=True, api_server_count=2, config={"max_model_len": 2048})
     wait_all_ready(server, 2)
     load = Load(server)
     before = totals(server)
@@ -335,7 +341,7 @@ def busy_front(server) -> int:
 
 def test_an_engine_that_is_killed(start_server):
     """It is started once, and every front recovers."""
-    server = start_server("SlowEngine", api_server_count=3, config={"max_model_len": 2048})
+    server = start_server("SlowEngine", access_log=True, api_server_count=3, config={"max_model_len": 2048})
     wait_all_ready(server, 3)
     of_each_front(server, lambda client: client.post("/v1/completions", json=BODY), 3)
     before = totals(server)
@@ -363,7 +369,7 @@ def ready_of_each(server) -> dict[int, list[int]]:
 
 def test_a_front_that_hangs_is_replaced(start_server):
     """The others go on meanwhile."""
-    server = start_server("SlowEngine", api_server_count=2, watchdog_seconds=2.0)
+    server = start_server("SlowEngine", access_log=True, api_server_count=2, watchdog_seconds=2.0)
     wait_all_ready(server, 2)
     hanging = fronts(server)[0]
     os.kill(hanging, signal.SIGSTOP)
@@ -379,7 +385,7 @@ def test_a_front_that_hangs_is_replaced(start_server):
 
 def test_sigterm_drains(start_server):
     """Running requests of all fronts end by themselves; then all processes do, the engine last."""
-    server = start_server("SlowEngine", api_server_count=2)
+    server = start_server("SlowEngine", access_log=True, api_server_count=2)
     wait_all_ready(server, 2)
     answers: list[httpx.Response] = []
     body = BODY | {"max_tokens": 50}
