@@ -35,6 +35,7 @@ from jaxserve.server.process.engine_process import end_with_parent, watch_parent
 from jaxserve.server.process.front import Front, HttpOptions, allow_files
 from jaxserve.types import EngineDeadError
 
+CANNOT_GO_ON = 3  # exit code after an error that other fronts would meet, too
 BEAT_SECONDS = 1.0  # between two beats of the event loop
 _AGAIN_SECONDS = 0.1  # before another attempt to reach an engine
 _PATIENCE = 10.0  # seconds that a front which replaces another one leaves to the others before it listens
@@ -159,7 +160,7 @@ class _TakingTurns(socket.socket):
 
 
 def main() -> int:
-    """Serves until SIGTERM, or until the parent ends. Returns 1 after an error that another front would meet, too."""
+    """Serves until SIGTERM, or until the parent ends. Returns an exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     log_to_stderr(logging.INFO)
@@ -183,9 +184,10 @@ def main() -> int:
     )
     with _TakingTurns(fileno=launch.listener) as listener:
         front.run(sockets=[listener])
-    if front.failure is not None:
-        say(f"jaxserve: {front.failure}")
-    return int(front.failure is not None)
+    if front.failure is None:
+        return 0
+    say(f"jaxserve: {front.failure}")
+    return CANNOT_GO_ON
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from jaxserve.server.http.counts import BEATS
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.observe.metrics import TOTALS, EngineTotals
 from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess, child_environment
-from jaxserve.server.process.front_process import FrontLaunch
+from jaxserve.server.process.front_process import CANNOT_GO_ON, FrontLaunch
 from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.types import EngineDeadError
 
@@ -142,7 +142,7 @@ class _Fronts:
             if self._ended.is_set():
                 return
             attempts = 0 if began else attempts + 1
-            if code == 1 or attempts == _ATTEMPTS:
+            if code == CANNOT_GO_ON or attempts == _ATTEMPTS:
                 raise OSError(f"front {number} cannot go on; what it wrote says why")
             log.error("front %d ended with code %d; starting another one", number, code)
             self._totals.front_restarts = (self._totals.front_restarts or 0) + 1
