@@ -8,14 +8,19 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
-from serving import ServerUnderTest, running_server, wait_until
+from serving import DEMO, SMALL, ServerUnderTest, running_server, wait_until
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from adapter_folders import save_adapter
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 5, "ignore_eos": True}
@@ -357,12 +362,12 @@ def test_an_engine_that_is_killed(start_server):
     assert server.stop() == 0
 
 
-def ready_of_each(server) -> dict[int, list[int]]:
+def ready_of_each(server, count: int = 3) -> dict[int, list[int]]:
     def ask(client) -> int:
         client.post("/v1/completions", json=BODY)  # is in the access log, as /ready is not
         return client.get("/ready").status_code
 
-    return of_each_front(server, ask, 3)
+    return of_each_front(server, ask, count)
 
 
 def test_a_front_that_hangs_is_replaced(start_server):
@@ -430,6 +435,47 @@ def test_what_no_front_can_do_ends_the_server(start_server, tmp_path):
     server = start_server(api_server_count=2, ready=False, config={"model": str(tmp_path)})  # has no tokenizer
     assert server.process.wait(60) == 1
     assert "cannot go on" in server.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_real_engine(tmp_path):
+    """OpenAI's client streams the same from every front. Adapters that one front loads are known to all, at once and to
+    the next engine, too."""
+    save_adapter(tmp_path / "a", 0, rank=4)
+    config = SMALL | {"enable_lora": True, "max_loras": 8, "max_lora_rank": 8, "max_cpu_loras": 16, "kv_pages": 200}
+    options = {"config": config, "admin_key": "admin", "lora_root": str(tmp_path), "access_log": True}
+    with running_server(DEMO, tmp_path / "log", engine=None, api_server_count=2, **options) as server:
+        wait_all_ready(server, 2)
+
+        def streamed(model: str):
+            def ask(client) -> str:
+                api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=client)
+                fields = {"prompt": "def main(", "max_tokens": 12, "temperature": 0, "stream": True}
+                try:
+                    chunks = list(api.completions.create(model=model, **fields))
+                except openai.NotFoundError:
+                    return "not found"
+                return "".join(chunk.choices[0].text for chunk in chunks)
+
+            return {text for texts in of_each_front(server, ask, 2).values() for text in texts}
+
+        (plain,) = streamed("test-model")
+        for name in ("x", "y", "z"):
+            body = {"lora_name": name, "lora_path": "a"}
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=ADMIN).status_code == 200
+            (adapted,) = streamed(name)
+            assert adapted not in (plain, "not found")
+        body = {"lora_name": "x"}
+        assert httpx.post(f"{server.url}/v1/unload_lora_adapter", json=body, headers=ADMIN).status_code == 200
+        assert streamed("x") == {"not found"}
+        (engine,) = children(server)["engine"]
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: children(server)["engine"] not in ([], [engine]))
+        wait_until(lambda: server.status("/ready") == 200, seconds=120)
+        wait_until(lambda: {200} == {code for codes in ready_of_each(server, 2).values() for code in codes}, 30)
+        assert streamed("z") == {adapted}
+        assert server.stop() == 0
 
 
 def test_the_number_is_checked(start_server):
