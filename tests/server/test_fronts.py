@@ -292,7 +292,8 @@ def test_a_front_that_is_killed(start_server):
     wait_all_ready(server, 2)
     load = Load(server)
     before = totals(server)
-    with httpx.stream("POST", server.url + "/v1/completions", json=LONG | {"stream": True}, timeout=60) as stream:
+    body = LONG | {"max_tokens": 600, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         keeps = busy_front(server)
@@ -304,10 +305,10 @@ def test_a_front_that_is_killed(start_server):
             before = after
             time.sleep(0.1)
         load.stop()
-        assert sum(line.startswith("data: {") for line in lines) > 50, "the other front's request ended"
+        assert list(lines)[-2] == "data: [DONE]", "the other front's request ended"
     assert load.refused == 0
     assert load.broken <= 3
-    assert load.done > 20
+    assert load.done > 10
     assert load.longest < 5
     after = totals(server)
     (restarts,) = (value for name, value in after.items() if "front_restarts" in name)
