@@ -51,7 +51,8 @@ class Output:
                     lines.append(f"({self._dropped} lines were dropped: nobody read them)")
                     self._dropped = 0
             try:
-                for data in map(memoryview, _pieces(lines)):
+                for piece in _pieces(lines):
+                    data = memoryview(piece)
                     while data:
                         data = data[os.write(self._descriptor, data) :]  # bypasses Python's buffers, which have locks
             except OSError:

@@ -74,8 +74,11 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
         return cls(config=asdict(config), settings=asdict(settings), options=asdict(options), **fields)
 
     def server_settings(self) -> ServerSettings:
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in self.settings.items()}
-        return ServerSettings(**fields | {"api_keys": tuple(ApiKey(**key) for key in fields["api_keys"])})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.settings.items()
+        }
+        fields["api_keys"] = tuple(ApiKey(**key) for key in fields["api_keys"])
+        return ServerSettings(**fields)
 
     def counts(self) -> SharedCounts:
         names = names_of(self.server_settings().api_keys)

@@ -57,6 +57,8 @@ def serve(
 
     With `api_server_count` above 1, so many processes answer HTTP, and this one supervises them and the engine.
 
+    With `api_server_count` above 1, so many processes answer HTTP, and this one supervises them and the engine.
+
     `port` 0 takes a free port. `fd` is an inherited listening socket; after this server stops, connections to it wait
     for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
     file or a template's text. `settings` are fields of ServerSettings. Raises ValueError or OSError for a certificate,
