@@ -14,7 +14,7 @@ from jaxserve import checkpoints
 from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import EngineConfig
-from jaxserve.devices.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh, spec
 from jaxserve.execution.memory import bytes_by_dtype
 from jaxserve.models import load, quantized
 from jaxserve.models.decoder import Decoder
@@ -57,10 +57,10 @@ def test_a_model_in_blocks(tmp_path, monkeypatch):
     assert isinstance(gate_up, MixedArray)
     assert ([part.kind for part in gate_up.parts], gate_up.widths) == (["Q4_1", "Q5_1"], (1, 1))
     assert gate_up.shape == before["layers_0/mlp/gate_up/kernel"].shape
-    assert gate_up.parts[0].low.sharding.spec == PartitionSpec("tensor", None)
+    assert gate_up.parts[0].low.sharding.spec == spec("mlp", None)
     down = params["layers_0/mlp/down/kernel"]
     assert down.shape == before["layers_0/mlp/down/kernel"].shape
-    assert down.low.sharding.spec == PartitionSpec(None, "tensor")
+    assert down.low.sharding.spec == spec(None, "mlp")
     assert down.low.sharding.shard_shape(down.low.shape)[1] == down.low.shape[1] // 2
 
 
