@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -416,9 +418,9 @@ def test_sigterm_drains(start_server):
     assert "Traceback" not in server.log.read_text()
 
 
-def test_all_end_with_their_parent(start_server, tmp_path, monkeypatch):
-    folder = tmp_path / "t"
-    folder.mkdir()
+def test_all_end_with_their_parent(start_server, monkeypatch, request):
+    folder = Path(tempfile.mkdtemp(prefix="t"))  # with a short name, as sockets need
+    request.addfinalizer(lambda: shutil.rmtree(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     server = start_server(api_server_count=2)
     found = children(server)
