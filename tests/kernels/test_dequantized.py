@@ -75,7 +75,8 @@ def test_values(name, dtype, monkeypatch):
     else:
         assert name not in SHUFFLED
     y = dequantized.product(x, w, jnp.float32)
-    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(values, np.float64).T, rtol=0, atol=1e-3)
+    exact = np.asarray(x, np.float64) @ np.asarray(values, np.float64).T
+    np.testing.assert_allclose(y, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
 
 
 BF16, F16, F32 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
