@@ -90,10 +90,14 @@ def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
 
 def adapters_of(device: Device, *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """Returns `lora.reference.add_adapters` for `device`. XLA splits the plain operations of `partitioned` models."""
-    if partitioned or device.platform not in ("cpu", "gpu"):
+    if partitioned:
         return lora.add_adapters
     if device.platform == "cpu":
         return lora_cpu.add_adapters
+    if device.platform == "tpu":
+        from jaxserve.pallas_kernels.lora import tpu
+
+        return lora.add_adapters if tpu.why_not(device) else tpu.add_adapters
     try:
         from jaxserve.pallas_kernels.lora import triton
     except ImportError as error:

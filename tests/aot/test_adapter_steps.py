@@ -1,4 +1,5 @@
-"""Decode steps of an 8B shape with LoRA adapters, compiled for an H200: what they add to launches and temporaries."""
+"""Decode steps of an 8B shape with LoRA adapters, compiled for an H200 and a TPU: what they add to launches and
+temporaries."""
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,10 @@ def no_arrays(monkeypatch):
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def compiled(folder, layers: int, places: int):
+def compiled(folder, layers: int, places: int, target: tuple[str, str, int] = ("h200x1", "mosaic_gpu", 16)):
     sizes = PoolSizes(places, RANK, jnp.dtype(jnp.bfloat16))
-    runner, _ = make_runner(folder, "h200x1", "mosaic_gpu", 16, layers, adapters=sizes)
-    shape = StepShape.of(ROWS, ROWS, 16, decode_only=True)
+    runner, _ = make_runner(folder, *target, layers, adapters=sizes)
+    shape = StepShape.of(ROWS, ROWS, target[2], decode_only=True)
     return runner, runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()
 
 
@@ -49,3 +50,16 @@ def test_launches_and_bytes(places, tmp_path):
     of_layer = (pools[1] - pools[0]) // 2
     assert of_layer == places * RANK * 2 * ((3 * 4096 + 6144) + (4096 + 4096) + (2 * 4096 + 28672) + (14336 + 4096))
     assert temporaries[1] - temporaries[0] < of_layer / 4, "no stack of the pool is copied"
+
+
+def test_on_a_tpu(tmp_path):
+    """Two kernels for each product, and no copy of the pool."""
+    programs, pools = [], []
+    for layers in (1, 2):
+        runner, program = compiled(tmp_path, layers, 32, ("v6e-1", "mosaic_tpu", 128))
+        programs.append(program)
+        pools.append(sum(x.size * x.dtype.itemsize for x in runner.stacks.abstract[1:]))
+    calls = [program.as_text().count('custom_call_target="tpu_custom_call"') for program in programs]
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert calls[1] - calls[0] == 1 + 2 * PRODUCTS, "attention, which writes the cache, and the adapters"
+    assert temporaries[1] - temporaries[0] < (pools[1] - pools[0]) / 4
