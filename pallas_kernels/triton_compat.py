@@ -112,7 +112,7 @@ def call(
             *arrays, out_shape=tuple(out), enable_fp_fusion=True, input_output_aliases=aliases, **options
         )
     # An aliased output has no parameter of its own here: the input is passed in the place of the output. Another array
-    # is passed in the input's own place, which no kernel reads. (The input itself would be copied, as it is read there.)
+    # is passed in the input's own place, which no kernel reads. (The input itself would be copied, because it is read.)
     other = next(array for i, array in enumerate(arrays) if i not in aliases)
     operands = [other if i in aliases else array for i, array in enumerate(arrays)]
     taken = {output: arrays[i] for i, output in aliases.items()}

@@ -2,8 +2,8 @@
 
 Shrink. Grid: (tiles of tokens, adapters). A step multiplies the tokens of a tile with the matrix A of one of the
   adapters that they use, and keeps the result for the tokens of this adapter.
-Expand. Grid: (tiles of tokens, blocks of outputs, adapters). A step multiplies these results with a block of B, and adds
-  the products to y.
+Expand. Grid: (tiles of tokens, blocks of outputs, adapters). A step multiplies these results with a block of B, and
+  adds the products to y.
 
 Tokens need not be sorted. The adapters of each tile are listed in SMEM, and the last axis of both grids ends, at run
 time, with the most adapters that a tile has.

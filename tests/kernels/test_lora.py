@@ -34,6 +34,15 @@ def draw(rng, widths: tuple[int, ...], out: int, tokens: int, dtype, experts: tu
     return AdapterStack(a, b, ranks, widths), y, x
 
 
+def draw_pool(*args):
+    """As `draw`, but with zeros beyond each adapter's rank, as in the pool."""
+    stack, y, x = draw(*args)
+    parts, ranks = stack.parts, np.asarray(stack.ranks)[:, : stack.parts]
+    of_a = (np.arange(RANK) < ranks[:, :, None]).reshape(PLACES, parts * RANK, 1)
+    of_b = (np.arange(RANK) < ranks.max(axis=1)[:, None])[:, :, None]
+    return AdapterStack(jnp.where(of_a, stack.a, 0), jnp.where(of_b, stack.b, 0), stack.ranks, stack.widths), y, x
+
+
 def expected(stack: AdapterStack, y, x, place, expert=None) -> np.ndarray:
     """In float64, one token after the other."""
     made, owner = np.asarray(y, np.float64), np.asarray(reference.part_of_outputs(stack.widths, y.shape[1]))

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_lora
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
-from test_lora import PLACES, RANK, WIDTHS, expected
-from test_lora_triton import draw
+from test_lora import PLACES, WIDTHS, draw_pool, expected
 from test_tpu_attention import interpreted
 
 from jaxserve.pallas_kernels import selfcheck_lora
@@ -28,18 +26,18 @@ def added(*given):
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_adds_what_adapters_add(widths, out, tokens):
     rng = np.random.default_rng(tokens)
-    stack, y, x = draw(rng, widths, out, tokens, jnp.float32)
+    stack, y, x = draw_pool(rng, widths, out, tokens, jnp.float32)
     place = jnp.asarray(rng.integers(-1, PLACES, tokens), jnp.int32)
     np.testing.assert_allclose(added(y, x, stack, place), expected(stack, y, x, place), atol=1e-4)
 
 
 def test_many_tokens_and_outputs(monkeypatch):
     """Tiles with other adapters each, one without any, and several blocks of outputs. Rows beyond the count stay as
-    they are, as do rows of y beyond the tokens. (The interpreter pads aliased arrays to whole tiles, so all are full.)"""
+    they are, as do rows of y beyond the tokens. (All tiles are full: the interpreter would pad aliased arrays.)"""
     monkeypatch.setattr(tpu, "TOKENS", 32)
     monkeypatch.setattr(tpu, "OUTPUTS", 32 * 128)
     rng = np.random.default_rng(5)
-    stack, y, x = draw(rng, (256, 64, 64), 384, 160, jnp.float32)
+    stack, y, x = draw_pool(rng, (256, 64, 64), 384, 160, jnp.float32)
     place = jnp.asarray([*[2] * 40, *[-1] * 60, *rng.integers(-1, PLACES, 60)], jnp.int32)
     made = added(jnp.concatenate([y, y[:7]]), x, stack, place, jnp.int32(147))
     np.testing.assert_allclose(made[:147], expected(stack, y[:147], x[:147], place[:147]), atol=1e-4)
@@ -48,13 +46,13 @@ def test_many_tokens_and_outputs(monkeypatch):
 
 
 def test_nobody_has_an_adapter():
-    stack, y, x = draw(np.random.default_rng(3), (96,), 96, 5, jnp.float32)
+    stack, y, x = draw_pool(np.random.default_rng(3), (96,), 96, 5, jnp.float32)
     np.testing.assert_array_equal(added(y, x, stack, jnp.full(5, -1, jnp.int32)), y)
 
 
 def test_16_bits():
     rng = np.random.default_rng(6)
-    stack, y, x = draw(rng, (64, 32), 96, 20, jnp.bfloat16)
+    stack, y, x = draw_pool(rng, (64, 32), 96, 20, jnp.bfloat16)
     y, x = y.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
     place = jnp.asarray(rng.integers(-1, PLACES, 20), jnp.int32)
     made = added(y, x, stack, place).astype(np.float32)
@@ -66,7 +64,7 @@ def test_16_bits():
 def test_only_adapters_of_the_batch_are_read():
     """Those that no token uses are NaN, which would spread from a product with zeros."""
     rng = np.random.default_rng(8)
-    stack, y, x = draw(rng, (96,), 96, 9, jnp.float32)
+    stack, y, x = draw_pool(rng, (96,), 96, 9, jnp.float32)
     place = jnp.asarray([3, 1, -1, 3, 3, 1, 1, 3, 1], jnp.int32)
     unused = jnp.asarray([0, 2, 4])
     hidden = AdapterStack(stack.a.at[unused].set(jnp.nan), stack.b.at[unused].set(jnp.nan), stack.ranks, stack.widths)

@@ -15,22 +15,13 @@ import test_lora
 import test_triton
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
-from test_lora import PLACES, RANK, WIDTHS, expected
+from test_lora import PLACES, WIDTHS, draw_pool, expected
 from test_triton import INTERPRET, compiled, interpreted
 
 from jaxserve.pallas_kernels import selfcheck_lora, triton_compat
 from jaxserve.pallas_kernels.lora import reference, triton
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.registry import Device
-
-
-def draw(*args):
-    """As `test_lora.draw`, but with zeros beyond each adapter's rank, as in the pool."""
-    stack, y, x = test_lora.draw(*args)
-    parts, ranks = stack.parts, np.asarray(stack.ranks)[:, : stack.parts]
-    of_a = (np.arange(RANK) < ranks[:, :, None]).reshape(PLACES, parts * RANK, 1)
-    of_b = (np.arange(RANK) < ranks.max(axis=1)[:, None])[:, :, None]
-    return AdapterStack(jnp.where(of_a, stack.a, 0), jnp.where(of_b, stack.b, 0), stack.ranks, stack.widths), y, x
 
 
 @compiled
@@ -55,7 +46,7 @@ def interpreter(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_adds_what_adapters_add(widths, out, tokens):
     rng = np.random.default_rng(tokens)
-    stack, y, x = draw(rng, widths, out, tokens, jnp.float32)
+    stack, y, x = draw_pool(rng, widths, out, tokens, jnp.float32)
     place = jnp.asarray(rng.integers(-1, PLACES, tokens), jnp.int32)
     np.testing.assert_allclose(triton.add_adapters(y, x, stack, place), expected(stack, y, x, place), atol=1e-4)
 
@@ -66,7 +57,7 @@ def test_many_inputs_and_tokens(monkeypatch):
     rng = np.random.default_rng(5)
     monkeypatch.setattr(test_lora, "INPUTS", 2100)
     for tokens in (5, 130):
-        stack, y, x = draw(rng, (32, 8, 8), 96, tokens, jnp.float32)
+        stack, y, x = draw_pool(rng, (32, 8, 8), 96, tokens, jnp.float32)
         place = jnp.asarray(rng.integers(-1, PLACES, tokens), jnp.int32)
         made = np.asarray(triton.add_adapters(y, x, stack, place, jnp.int32(tokens - 3)))
         wanted = expected(stack, y[:-3], x[:-3], place[:-3])
@@ -77,7 +68,7 @@ def test_many_inputs_and_tokens(monkeypatch):
 @interpreted
 def test_16_bits():
     rng = np.random.default_rng(6)
-    stack, y, x = draw(rng, (64, 32), 96, 20, jnp.bfloat16)
+    stack, y, x = draw_pool(rng, (64, 32), 96, 20, jnp.bfloat16)
     y, x = y.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
     place = jnp.asarray(rng.integers(-1, PLACES, 20), jnp.int32)
     made = np.asarray(triton.add_adapters(y, x, stack, place), np.float32)
