@@ -7,8 +7,8 @@ again when its pages were evicted long ago. Prints the median time to the first 
 time, with pages in host memory and without (computed again).
 
 no reuse: requests with prompts of their own, eight at a time, while every page that is evicted is copied. Prints output
-tokens per second with and without host memory, which take many short turns, and the median of the turns' ratios; and the
-same of processor time, which other programs on the machine disturb less.
+tokens per second with and without host memory, which take turns, and the median of the turns' ratios; and the same of
+processor time, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations

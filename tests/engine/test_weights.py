@@ -129,21 +129,20 @@ def test_refusals(model_folders, other):
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "quantization": "int8"}])
 def test_weights_from_arrays(options, model_folders, other):
-    """Arrays by the names of a checkpoint's tensors serve like the files that hold them. Each is asked for by itself."""
+    """Arrays by the names of a checkpoint's tensors serve like the files with them. Each is asked for by itself."""
+    arrays = {name: jax.numpy.asarray(tensor.read()) for name, tensor in read_folder(other).items()}
     asked = []
 
     class Trainer(Mapping):
-        arrays = {name: jax.numpy.asarray(tensor.read()) for name, tensor in read_folder(other).items()}
-
         def __getitem__(self, name):
             asked.append(name)
-            return self.arrays[name]
+            return arrays[name]
 
         def __iter__(self):
-            return iter(self.arrays)
+            return iter(arrays)
 
         def __len__(self):
-            return len(self.arrays)
+            return len(arrays)
 
     engine = make_engine(model_folders(CASE), **options)
     before = answers(engine)
@@ -153,7 +152,7 @@ def test_weights_from_arrays(options, model_folders, other):
     compiled = engine.runner.num_executables
     engine.weights.update(Trainer())
     assert answers(engine) == after != before
-    assert set(asked) == set(Trainer.arrays)
+    assert set(asked) == set(arrays)
     with pytest.raises(InvalidRequestError, match="level must be 1 after an update from arrays"):
         engine.weights.sleep(2)
     engine.weights.sleep()
