@@ -108,16 +108,16 @@ class Generation:
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
         self._held_logprobs = 0  # log-probabilities kept until an answer that is not streamed is complete
-        self._http, self._weights = http, ServedWeights()
+        self._http, self.weights = http, ServedWeights()
         self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
 
     @property
     def fingerprint(self) -> str | None:
         """The `system_fingerprint` of the answer; known once the engine has accepted the prompts."""
-        return self._state.fingerprint_of(self._weights, self.requests[0].adapter_digest)
+        return self._state.fingerprint_of(self.weights, self.requests[0].adapter_digest)
 
     def _accepted(self, weights: ServedWeights) -> None:
-        self._weights = weights
+        self.weights = weights
         note_weights(self._http, weights)
 
     async def _hash_long_prompts(self) -> None:

@@ -149,7 +149,7 @@ class EngineClient:
         """
         if self.error is not None:
             raise self._dead()
-        stream = UpdateStream(lambda: self.info and on_accepted(self.info.weights))
+        stream = UpdateStream(lambda: on_accepted(self.info.weights if self.info else messages.ServedWeights()))
         if not self._streams:
             self._note_life()  # the engine had no work until now, so it cannot have stalled
         for request in requests:
@@ -223,7 +223,7 @@ class EngineClient:
         if done.error is not None:
             raise AdapterError(done.error)
 
-    async def change_weights(self, kind: type[Sleep] | type[WakeUp] | type[UpdateWeights], *fields: Any) -> None:
+    async def change_weights(self, kind: Callable[..., Sleep | WakeUp | UpdateWeights], *fields: Any) -> None:
         """Has the engine sleep, wake up or replace its weights. `fields` are those of the message behind `ticket`.
 
         Raises InvalidRequestError if that is not possible, QueueFullError if it is not possible now, RuntimeError if it

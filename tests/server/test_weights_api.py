@@ -260,7 +260,7 @@ def test_an_engine_that_died_comes_back_with_the_new_weights(server):
 @pytest.mark.timeout(300)
 def test_several_fronts(root, tmp_path):
     """All fronts refuse requests while the engine sleeps, and answer with the new weights once they are replaced."""
-    options = {"config": SMALL, "admin_key": "admin", "weights_root": str(root)}
+    options = {"config": SMALL, "admin_key": "admin", "weights_root": str(root), "access_log": True}
     with running_server(DEMO, tmp_path / "log", engine=None, api_server_count=2, **options) as server:
         wait_all_ready(server, 2)
 
