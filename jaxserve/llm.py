@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,10 +85,19 @@ class LLM:
         """Ends `sleep`."""
         self.engine.weights.wake_up()
 
-    def update_weights(self, path: str | Path) -> None:
-        """Replaces the weights by those of a folder or file with the same model; nothing is compiled. Raises
-        CheckpointError or ConfigError for files that cannot be used, and then keeps the old ones."""
-        self.engine.weights.update(Path(path))
+    def update_weights(self, source: str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Replaces the weights; nothing is compiled. Raises CheckpointError or ConfigError for weights that cannot be
+        used, and then keeps the old ones.
+
+        source: a folder or file with the same model; or arrays, of NumPy or JAX, by the names of the tensors in the
+        model's checkpoint, as a mapping or in pairs. A mapping is asked for one array at a time. Pairs are collected
+        first, because a weight may consist of several of them.
+        """
+        if isinstance(source, str | Path):
+            source = Path(source)
+        elif not isinstance(source, Mapping):
+            source = dict(source)
+        self.engine.weights.update(source)
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation_config.json recommends; 16 new tokens."""

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
@@ -97,6 +98,7 @@ def test_sleep_and_new_weights(llm, answer, model_folders):
     llm.wake_up()
     llm.sleep()
     llm.update_weights(model_folders(CASE))
+    llm.update_weights((name, tensor.read()) for name, tensor in read_folder(model_folders(CASE)).items())
     assert llm.generate(TEXT, GREEDY, progress=False)[0].outputs[0].token_ids == answer.token_ids
     assert llm.engine.runner.num_executables == compiled
 

@@ -35,15 +35,31 @@ def page_fingerprint(config: EngineConfig, folder: Path, runner: ModelRunner) ->
     platform = runner.mesh.devices.flat[0].device_kind
     for text in (__version__, settings, contents, runner.layout.groups, runner.layout.kind, platform):
         _add(digest, repr(text).encode())
+    _add_files(digest, folder, times=True)
+    return digest.hexdigest()
+
+
+def weights_digest(folder: Path) -> str:
+    """32 hexadecimal digits, hashed from the model's files in a folder: names, sizes, and samples of their contents.
+
+    Raises OSError for files that cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    _add_files(digest, folder, times=False)
+    return digest.hexdigest()
+
+
+def _add_files(digest: hashlib.blake2b, folder: Path, *, times: bool) -> None:
+    """Adds the model's files to a digest, with the times of their last change if `times` is set."""
     files = [folder] if folder.is_file() else sorted({path for pattern in _FILES for path in folder.glob(pattern)})
     for path in files:
         stat = path.stat()
-        _add(digest, f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+        changed = f" {stat.st_mtime_ns}" if times else ""
+        _add(digest, f"{path.name} {stat.st_size}{changed}".encode())
         with path.open("rb") as file:
             for i in range(_SAMPLES):
                 file.seek(stat.st_size * i // _SAMPLES)
                 _add(digest, file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _add(digest: hashlib.blake2b, data: bytes) -> None:

@@ -18,7 +18,9 @@ from jaxserve.scheduling.block_manager import hash_pages
 from jaxserve.server.chat.output_parser import Piece
 from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.middleware import note_weights
 from jaxserve.server.http.state import ServerState, key_of, tenant_of
+from jaxserve.server.ipc.messages import ServedWeights
 from jaxserve.server.observe.metrics import RequestTimes
 from jaxserve.server.schemas.common import SamplingFields
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
@@ -106,7 +108,17 @@ class Generation:
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
         self._held_logprobs = 0  # log-probabilities kept until an answer that is not streamed is complete
+        self._http, self.weights = http, ServedWeights()
         self._positions = {request.request_id: i for i, request in enumerate(self.requests)}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The `system_fingerprint` of the answer; known once the engine has accepted the prompts."""
+        return self._state.fingerprint_of(self.weights, self.requests[0].adapter_digest)
+
+    def _accepted(self, weights: ServedWeights) -> None:
+        self.weights = weights
+        note_weights(self._http, weights)
 
     async def _hash_long_prompts(self) -> None:
         """Hashes the pages of long prompts in a thread, so that the engine does not do it between steps."""
@@ -135,7 +147,7 @@ class Generation:
         await self._hash_long_prompts()
         try:
             with self._state.accounts.hold(self._key, len(self.requests), n):
-                async with contextlib.aclosing(client.generate(self.requests, timeout)) as batches:
+                async with contextlib.aclosing(client.generate(self.requests, timeout, self._accepted)) as batches:
                     async for updates in batches:
                         if self._body is not None:
                             self._body.release()  # the engine has the request, so the body's memory is free

@@ -11,7 +11,7 @@ from jaxserve.server.chat.generation import Generation, Usage
 from jaxserve.server.reasoning import Splitter
 from jaxserve.text.detokenizer import ChoiceDelta
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import Grammar, SamplingParams
+from jaxserve.types import Grammar, QueueFullError, SamplingParams
 
 
 class BudgetedGeneration:
@@ -19,7 +19,8 @@ class BudgetedGeneration:
 
     Until the budget is spent, it passes on the deltas of `first`. Then it aborts that request in the engine and starts
     a second one, which continues the prompt, the reasoning so far and the mark that closes reasoning. All but the last
-    few of these tokens are in the prefix cache. The closing mark is part of the text, but counts as no token.
+    few of these tokens are in the prefix cache. The closing mark is part of the text, but counts as no token. If the
+    model's weights were replaced in between, the answer ends with an error.
 
     `generate(prompt, params)` makes the second generation. `splitter` finds the reasoning in the first one's answer.
     `grammar` is the grammar of the answer after the reasoning.
@@ -67,7 +68,14 @@ class BudgetedGeneration:
             return
         async with contextlib.aclosing(self._second.deltas()) as batches:
             async for deltas in batches:
+                if self._second.weights != self._first.weights:
+                    raise QueueFullError("the weights were replaced while the answer was computed; try again")
                 yield deltas
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See Generation.fingerprint."""
+        return self._first.fingerprint
 
     def usage(self) -> Usage:
         usage = self._first.usage()

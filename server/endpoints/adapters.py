@@ -34,7 +34,7 @@ async def load_adapter(http: Request) -> Response:
         raise APIError(400, str(error), param="lora_name") from None
     if body.lora_name in state.settings.model_names:
         raise APIError(400, f"{body.lora_name!r} is the name of the model itself", param="lora_name")
-    path = await state.off_loop(lambda: below(root, body.lora_path))
+    path = await state.off_loop(lambda: below(root, body.lora_path, "--lora-root", "lora_path"))
     if body.lora_name in state.client.adapters and not body.load_inplace:
         text = f"there is an adapter {body.lora_name!r} already; unload it first, or set load_inplace"
         raise APIError(400, text, param="lora_name")
@@ -74,19 +74,19 @@ def _state(http: Request) -> tuple[ServerState, Path]:
     return state, Path(state.settings.lora_root)
 
 
-def below(root: Path, given: str) -> Path:
+def below(root: Path, given: str, flag: str, param: str) -> Path:
     """The folder or file that `given` names, with symbolic links resolved. Raises APIError unless it and all files in
-    it lie below `root`. Slow: call it off the event loop."""
+    it lie below `root`. Errors name the flag of the root and the parameter. Slow: call it off the event loop."""
     try:
         root = root.resolve(strict=True)
         path = (root / given).resolve()
         inside = path != root and path.is_relative_to(root)
         if inside and not path.exists():
-            raise APIError(404, f"there is no {given[:256]!r} below --lora-root", param="lora_path")
+            raise APIError(404, f"there is no {given[:256]!r} below {flag}", param=param)
         files = path.iterdir() if inside and path.is_dir() else ()
         inside = inside and all(file.resolve().is_relative_to(root) for file in files)
     except (OSError, ValueError, RuntimeError) as error:
-        raise APIError(400, f"lora_path cannot be used: {error}", param="lora_path") from None
+        raise APIError(400, f"{param} cannot be used: {error}", param=param) from None
     if not inside:
-        raise APIError(400, "lora_path must name a folder or a file below --lora-root", param="lora_path")
+        raise APIError(400, f"{param} must name a folder or a file below {flag}", param=param)
     return path

@@ -49,8 +49,12 @@ class _Answer:
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": body.model or state.settings.model_name,
-            "system_fingerprint": state.fingerprint_of(run.generation.requests[0].adapter_digest),
         }
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What whole answers and chunks begin with; known once the engine has accepted the prompt."""
+        return {**self._head, "system_fingerprint": self._run.generation.fingerprint}
 
     async def whole(self) -> Response:
         pieces = await self._run.collect()
@@ -73,7 +77,7 @@ class _Answer:
                 choice["token_ids"] = piece.token_ids
             choices.append(choice)
         generation = self._run.generation
-        body: dict[str, Any] = {**self._head, "choices": choices, "usage": self._run.usage()}
+        body: dict[str, Any] = {**self._facts, "choices": choices, "usage": self._run.usage()}
         if self._body.prompt_logprobs is not None:
             entries = generation.processors[0].prompt_logprobs
             body["prompt_logprobs"] = prompt_logprobs_json(self._run.tokenizer, entries)
@@ -106,13 +110,14 @@ class _Answer:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         mode = self._body.usage_mode
-        writer = ChunkWriter(self._head, mode)
+        writer: ChunkWriter | None = None
         started: set[int] = set()
         prompt_ids = b""
         if self._body.return_token_ids:
             prompt_ids = b',"prompt_token_ids":' + to_json(self._run.generation.requests[0].prompt_token_ids)
         async with contextlib.aclosing(self._run.pieces()) as batches:
             async for pieces in batches:
+                writer = writer or ChunkWriter(self._facts, mode)
                 chunks, turn = [], Turn()
                 for piece in pieces:
                     usage = self._run.usage() if mode == "always" else None
@@ -127,7 +132,7 @@ class _Answer:
                         chunks = []
                         await turn.give()
                 yield b"".join(chunks)
-        if last := writer.last(self._run.usage()):
+        if writer is not None and (last := writer.last(self._run.usage())):
             yield last
 
     def _opening(self, index: int) -> list[bytes]:

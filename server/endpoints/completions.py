@@ -122,8 +122,12 @@ class _Answer:
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model or state.settings.model_name,
-            "system_fingerprint": state.fingerprint_of(generation.requests[0].adapter_digest),
         }
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What whole answers and chunks begin with; known once the engine has accepted the prompts."""
+        return {**self._head, "system_fingerprint": self._generation.fingerprint}
 
     async def whole(self) -> Response:
         deltas = await self._generation.collect()
@@ -140,14 +144,15 @@ class _Answer:
             if self._body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, processor.prompt_logprobs)
             choices.append(choice)
-        return to_json({**self._head, "choices": choices, "usage": self._generation.usage()})
+        return to_json({**self._facts, "choices": choices, "usage": self._generation.usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         mode = self._body.usage_mode
-        writer = ChunkWriter(self._head, mode)
+        writer: ChunkWriter | None = None
         started: set[int] = set()
         async with contextlib.aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
+                writer = writer or ChunkWriter(self._facts, mode)
                 chunks, turn = [], Turn()
                 for delta in deltas:
                     choice = self._choice(delta, first=delta.index not in started)
@@ -159,7 +164,7 @@ class _Answer:
                         chunks = []
                         await turn.give()
                 yield b"".join(chunks)
-        if last := writer.last(self._generation.usage()):
+        if writer is not None and (last := writer.last(self._generation.usage())):
             yield last
 
     def _choice(self, delta: ChoiceDelta, first: bool) -> dict[str, Any]:

@@ -107,7 +107,7 @@ async def health(http: Request) -> Response:
     """GET /health: 200 while a loaded engine runs; otherwise 503, with the reason if an engine died."""
     state = state_of(http)
     status = state.status
-    if status in ("ready", "draining"):
+    if status in ("ready", "draining", "sleeping"):
         return _json({"status": "ok"})
     reason = state.client.error
     return _json({"status": status} | ({"reason": reason} if reason else {}), 503)
@@ -116,13 +116,15 @@ async def health(http: Request) -> Response:
 async def server_info(http: Request) -> Response:
     """GET /server_info: the model and the settings, without secrets."""
     state = state_of(http)
-    _, info = state.require_ready()
+    _, info = state.require_loaded()
     settings = state.settings
     return _json(
         {
             "version": __version__,
             "models": [*settings.model_names, *state.client.adapters],
-            "system_fingerprint": state.fingerprint,
+            "system_fingerprint": state.fingerprint_of(info.weights),
+            "weight_version": info.weights.version,
+            "is_sleeping": state.sleeps,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,
@@ -142,7 +144,7 @@ def _module_name(module: ModuleType | None) -> str | None:
 
 
 async def ready(http: Request) -> Response:
-    """GET /ready: 200 if new requests are served; 503 while loading, restarting, draining or dead."""
+    """GET /ready: 200 if new requests are served; 503 while loading, sleeping, restarting, draining or dead."""
     status = state_of(http).status
     return _json({"status": status}, 200 if status == "ready" else 503)
 
@@ -214,14 +216,16 @@ async def reset_prefix_cache(http: Request) -> Response:
     return _json({"status": "ok"})
 
 
-def require_admin(http: Request) -> None:
+def require_admin(http: Request, *, may_be_empty: bool = False) -> None:
     """Raises APIError: 404 if the server has no admin key, 401 for a request without it, and 400 for a request that is
-    not declared as JSON, because a form on another site's page could have sent it."""
+    not declared as JSON, because a form on another site's page could have sent it. Forms always declare a type, so
+    `may_be_empty` allows requests without any."""
     if (key := state_of(http).settings.admin_key) is None:
         raise APIError(404, "admin endpoints are off; start the server with --admin-key KEY")
     if find_key([ApiKey(key)], http.headers) is None:
         raise APIError(401, "the admin key is required, as in 'Authorization: Bearer KEY'", code="invalid_api_key")
-    require_json(http)
+    if not (may_be_empty and "content-type" not in http.headers):
+        require_json(http)
 
 
 def _not_too_often(http: Request) -> None:

@@ -20,6 +20,7 @@ from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
 from jaxserve.server.schemas.common import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
 from jaxserve.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
+from jaxserve.server.schemas.weights import UpdateWeightsRequest
 
 _POSTS = {
     "/v1/completions": (CompletionRequest, "Continue a prompt"),
@@ -31,9 +32,10 @@ _POSTS = {
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
 }
-_ADAPTER_POSTS = {
+_ADMIN_POSTS = {
     "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter (admin)"),
     "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter (admin)"),
+    "/update_weights": (UpdateWeightsRequest, "Replace the model's weights (admin)"),
 }
 # Of models that do not generate, by `Ready.task`.
 _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
@@ -82,7 +84,7 @@ def openapi_document(
 
     `own_templates`: requests may bring a chat template.
     """
-    posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {}) | _ADAPTER_POSTS
+    posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {}) | _ADMIN_POSTS
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from jaxserve.models.pooling import probability, unit
 from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.middleware import note_weights
 from jaxserve.server.http.sse import run_until_disconnect
 from jaxserve.server.http.state import ServerState, key_of, read_body, state_of, tenant_of, to_json
 from jaxserve.server.ipc.messages import Ready
@@ -222,7 +223,8 @@ async def pool(
     cached, http_body = 0, body_of(http)
     try:
         with state.accounts.hold(key_of(http), len(requests), 1):
-            updates = state.client.generate(requests, state.settings.request_timeout)
+            timeout, noted = state.settings.request_timeout, partial(note_weights, http)
+            updates = state.client.generate(requests, timeout, noted)
             async with contextlib.aclosing(updates) as batches:
                 async for batch in batches:
                     if http_body is not None:

@@ -17,7 +17,7 @@ _BYTES = 8  # of a cell, a signed number
 CONNECTIONS, BODY_BYTES, STREAMS = "connections", "body_bytes", "streams"
 BEATS = "beats"  # grows while a front's event loop turns
 LIMITED_PATHS = "/profile", "/reset_prefix_cache"  # their "counts" add up to the time of the latest call
-ADAPTERS = "adapters"  # which adapters a front knows; see `ServerState.tell_adapters`
+KNOWN = "known"  # what a front knows of the engine; see `ServerState.all_fronts_know`
 
 
 def requests_of(key: ApiKey) -> str:
@@ -31,7 +31,7 @@ def completions_of(key: ApiKey) -> str:
 
 def names_of(keys: Sequence[ApiKey]) -> list[str]:
     """The names that get cells of their own in a server with these keys."""
-    fixed = [CONNECTIONS, BODY_BYTES, STREAMS, BEATS, ADAPTERS, *LIMITED_PATHS]
+    fixed = [CONNECTIONS, BODY_BYTES, STREAMS, BEATS, KNOWN, *LIMITED_PATHS]
     return list(dict.fromkeys([*fixed, *map(requests_of, keys), *map(completions_of, keys)]))
 
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence, Set
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.http.connections import Connections
@@ -14,17 +15,26 @@ from jaxserve.server.http.counts import Counts, requests_of
 from jaxserve.server.http.errors import APIError, to_api_error, unavailable
 from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.limits import Bodies, too_long
+from jaxserve.server.ipc.messages import ServedWeights
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key
 RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered even on connections beyond the limit
 ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS})  # their handlers check the admin key
+WEIGHT_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/update_weights_from_disk"
+# Their handlers check the admin key.
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS, *WEIGHT_PATHS})
 MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they reveal facts about the requests of all keys
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+def note_weights(http: Request, weights: ServedWeights) -> None:
+    """Notes the weights that compute the answer to a request, for `RequestId`."""
+    http.scope.setdefault("state", {})["weight_version"] = weights.version
+
+
 class RequestId:
-    """Gives every response an `X-Request-Id`: the request's, if it is well-formed, otherwise a new one."""
+    """Gives every response an `X-Request-Id`: the request's, if it is well-formed, otherwise a new one. Answers that
+    were computed by the model also get an `X-Weight-Version`, the version of its weights."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -39,6 +49,8 @@ class RequestId:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), header]
+                if (version := scope.get("state", {}).get("weight_version")) is not None:
+                    message["headers"].append((b"x-weight-version", version.encode()))
             await send(message)
 
         await self.app(scope, receive, send_with_id)

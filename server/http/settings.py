@@ -21,6 +21,7 @@ class ServerSettings:
       salt_by_key: keep prefix-cache hits within one key; None: on when there are two or more keys.
       admin_key: key of the admin endpoints, which answer 404 without one.
       lora_root: folder below which adapters may be loaded while the server runs; None: they may not.
+      weights_root: folder below which weights may be read that replace those of the model; None: they may not.
       metrics_key: key for /metrics, /load and /pool, which the admin key opens too.
       open_metrics: serve /metrics without a key.
       max_body_bytes: longest request body.
@@ -52,6 +53,7 @@ class ServerSettings:
     salt_by_key: bool | None = None
     admin_key: str | None = field(default=None, repr=False)
     lora_root: str | None = None
+    weights_root: str | None = None
     metrics_key: str | None = field(default=None, repr=False)
     open_metrics: bool = False
     max_body_bytes: int = 32 * 2**20

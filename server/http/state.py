@@ -20,14 +20,14 @@ from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
-from jaxserve.server.http.counts import ADAPTERS, STREAMS, Counts
+from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.ipc.engine_client import EngineClient
-from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.ipc.messages import Ready, ServedWeights
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     number: int | None = None
     counts: Counts = field(default_factory=Counts)
-    _known_adapters: int = field(default=0, init=False)
+    _known_engine: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
@@ -80,17 +80,31 @@ class ServerState:
         self.bodies = Bodies(settings.max_body_bytes, counts)
         self.accounts = Accounts(settings.max_completions_per_request, counts)
         self.client.on_stream = partial(counts.add, STREAMS)
-        self.client.on_ready = self._tell_adapters
+        self.client.on_ready = self._tell_engine
 
     @property
     def status(self) -> str:
-        """One of "loading", "ready", "draining", "restarting" and "dead"."""
+        """One of "loading", "ready", "sleeping", "draining", "restarting" and "dead"."""
         if self.client.status != "ready":
             return self.client.status
-        return "draining" if self.draining or self.leaving else "loading" if self.tokenizer is None else "ready"
+        if self.draining or self.leaving or self.tokenizer is None:
+            return "draining" if self.draining or self.leaving else "loading"
+        return "sleeping" if self.sleeps else "ready"
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine's weights and cache are not on the devices until it is woken up."""
+        return self.client.info is not None and self.client.info.sleep_level > 0
 
     def require_ready(self) -> tuple[Tokenizer, Ready]:
         """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""
+        tokenizer, info = self.require_loaded()
+        if self.sleeps:
+            raise unavailable("the engine sleeps, until POST /wake_up or /update_weights wakes it up", "sleeping")
+        return tokenizer, info
+
+    def require_loaded(self) -> tuple[Tokenizer, Ready]:
+        """The same for requests that an engine that sleeps can serve."""
         if self.client.is_dead:
             again = "; another one is being started: try again" if self.client.revives else ""
             raise unavailable(f"the engine is gone: {self.client.error}{again}", "engine_unavailable")
@@ -116,24 +130,28 @@ class ServerState:
             code="model_not_found",
         )
 
-    def _tell_adapters(self, info: Ready) -> None:
-        """Publishes which adapters this front knows, as a number that is not 0."""
-        known = zlib.crc32("\n".join(sorted(f"{one.name} {one.digest}" for one in info.adapters)).encode()) + 1
-        self.counts.add(ADAPTERS, known - self._known_adapters)
-        self._known_adapters = known
+    def _tell_engine(self, info: Ready) -> None:
+        """Publishes what this front knows of the engine, as a number that is not 0."""
+        self.metrics.on_ready(info)
+        adapters = sorted(f"{one.name} {one.digest}" for one in info.adapters)
+        known = zlib.crc32(repr((adapters, info.sleep_level, info.weights)).encode()) + 1
+        self.counts.add(KNOWN, known - self._known_engine)
+        self._known_engine = known
 
     async def all_fronts_know(self, seconds: float = 1.0) -> None:
-        """Waits until the other fronts know the adapters that this one knows. Those that are starting, or hang for
+        """Waits until the other fronts know of the engine what this one knows. Those that are starting, or hang for
         `seconds`, are not waited for; they ask the engine before they serve."""
         deadline = time.monotonic() + seconds
-        while set(self.counts.each(ADAPTERS)) - {0, self._known_adapters} and time.monotonic() < deadline:
+        while set(self.counts.each(KNOWN)) - {0, self._known_engine} and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
 
-    def fingerprint_of(self, adapter_digest: str) -> str | None:
-        """The `system_fingerprint` of answers with this adapter; "" for those of the model itself."""
-        if not adapter_digest or self.fingerprint is None:
+    def fingerprint_of(self, weights: ServedWeights, adapter_digest: str = "") -> str | None:
+        """The `system_fingerprint` of answers with these weights and this adapter; "": with none."""
+        parts = [weights.version, weights.digest] if weights.updates else []
+        parts += [adapter_digest] if adapter_digest else []
+        if not parts or self.fingerprint is None:
             return self.fingerprint
-        return f"fp_{hashlib.sha256(f'{self.fingerprint} {adapter_digest}'.encode()).hexdigest()[:10]}"
+        return f"fp_{hashlib.sha256(' '.join([self.fingerprint, *parts]).encode()).hexdigest()[:10]}"
 
     def check_template(self, chat_template: str | None) -> None:
         """Raises InvalidRequestError for a chat template in a request unless the operator allows it."""

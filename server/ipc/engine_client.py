@@ -14,7 +14,7 @@ from jaxserve.adapters.registry import AdapterError, ServedAdapter
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
-from jaxserve.server.ipc.messages import LoadAdapter, UnloadAdapter
+from jaxserve.server.ipc.messages import LoadAdapter, Sleep, UnloadAdapter, UpdateWeights, WakeUp
 from jaxserve.server.ipc.update_stream import UpdateStream, weight
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError, Request, SequenceUpdate
 
@@ -59,7 +59,7 @@ class EngineClient:
         self._lost = asyncio.Event()  # set once the current engine has died
         self._alive_at = -math.inf  # event-loop time at which the engine last made progress
         self.adapters: dict[str, ServedAdapter] = {}
-        self._tickets: dict[int, asyncio.Future[str | None]] = {}  # of changes of adapters: the error, if there is one
+        self._tickets: dict[int, asyncio.Future[messages.ChangeDone]] = {}
         self._pool: asyncio.Future[PoolSnapshot] | None = None
         self._numbers = itertools.count()
         self._pool_asked = -math.inf  # event-loop time of the latest `AskPool`
@@ -128,11 +128,16 @@ class EngineClient:
         return len({id(stream) for stream in self._streams.values()})
 
     async def generate(
-        self, requests: Sequence[Request], timeout: float | None = None
+        self,
+        requests: Sequence[Request],
+        timeout: float | None = None,
+        on_accepted: Callable[[messages.ServedWeights], None] = lambda weights: None,
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
         """Submits requests that differ only in id and prompt. Yields lists of the updates that have arrived meanwhile.
 
         The first list comes as soon as the engine has accepted all requests, and is empty if no token has arrived.
+        `on_accepted` is called when the engine has accepted the first request, with the weights that compute all.
+
         Ends when every completion of every request has ended in the engine. Closing the generator aborts what still
         runs, so callers that leave early must close it (`contextlib.aclosing`).
 
@@ -144,7 +149,7 @@ class EngineClient:
         """
         if self.error is not None:
             raise self._dead()
-        stream = UpdateStream()
+        stream = UpdateStream(lambda: on_accepted(self.info.weights if self.info else messages.ServedWeights()))
         if not self._streams:
             self._note_life()  # the engine had no work until now, so it cannot have stalled
         for request in requests:
@@ -214,17 +219,30 @@ class EngineClient:
     async def change_adapter(self, kind: type[LoadAdapter] | type[UnloadAdapter], *fields: Any) -> None:
         """Has the engine load or unload an adapter. `fields` are those of the message behind `ticket`. Raises
         AdapterError with the engine's reason if it cannot, and EngineDeadError if the engine has died."""
+        done = await self._change(kind, *fields)
+        if done.error is not None:
+            raise AdapterError(done.error)
+
+    async def change_weights(self, kind: Callable[..., Sleep | WakeUp | UpdateWeights], *fields: Any) -> None:
+        """Has the engine sleep, wake up or replace its weights. `fields` are those of the message behind `ticket`.
+
+        Raises InvalidRequestError if that is not possible, QueueFullError if it is not possible now, RuntimeError if it
+        failed, and EngineDeadError if the engine has died.
+        """
+        done = await self._change(kind, *fields)
+        if done.error is not None:
+            raise _rejection(done.error, None, done.code)
+
+    async def _change(self, kind: Callable[..., Any], *fields: Any) -> messages.ChangeDone:
         if self.error is not None:
             raise self._dead()
         ticket = next(self._numbers)
         done = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         self._send(kind(ticket, *fields))
         try:
-            error = await done
+            return await done
         finally:
             del self._tickets[ticket]
-        if error is not None:
-            raise AdapterError(error)
 
     async def pool(self) -> PoolSnapshot:
         """Who owns which KV page. An answer is kept for POOL_SECONDS before the engine is asked again.
@@ -282,9 +300,9 @@ class EngineClient:
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.running.clear()
                     stream.fail(_rejection(text, param, code))
-            case messages.AdapterDone(ticket, error):
+            case messages.ChangeDone(ticket):
                 if (done := self._tickets.get(ticket)) is not None and not done.done():
-                    done.set_result(error)
+                    done.set_result(message)
             case messages.Ready():
                 self.info, self.error = message, None
                 self.adapters = {adapter.name: adapter for adapter in message.adapters}

@@ -8,12 +8,10 @@ others.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,24 +19,21 @@ from typing import Protocol
 
 import msgspec
 
-from jaxserve import heap
-from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.adapter_changes import AdapterChange, AdapterRead, change_adapters
 from jaxserve.server.ipc.connected_front import ConnectedFront
+from jaxserve.server.ipc.weight_changes import WeightChange, WeightChanges
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
 log = logging.getLogger("jaxserve.engine")
 
 BACKLOG_SECONDS = 0.01  # between two checks whether a front's backlog has shrunk
-LAST_SECONDS = 3.0  # for an engine's own work once it is drained; the front waits a little longer
 TIDY_SECONDS = 0.002  # between two pieces of an idle engine's own work
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
 BEAT_SECONDS = 1.0  # between two `Beat` messages
-DEFAULT_ENGINE = "jaxserve.engine.engine:Engine"
 
 
 class EngineLike(Protocol):
@@ -79,6 +74,7 @@ class EngineServer:
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
         self._greeting: messages.EngineMessage | None = None
         self._draining = False
+        self._changes: WeightChanges
         self._stats_due: float | None = None  # time.monotonic() at which to send statistics; None: unchanged
         self._turn_began: float | None = None  # time.monotonic(); None while the loop waits for messages
         self._closed = threading.Event()
@@ -90,13 +86,15 @@ class EngineServer:
     def run(self, engine: EngineLike, ready: messages.Ready) -> None:
         """The loop: take messages, step, deliver. Returns when drained; losing the last front drains as well."""
         self._announce(ready)
+        self._changes = WeightChanges(engine, ready.weights)
         threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
         self._stats_due = time.monotonic()
         while True:
+            self._change_weights(engine)
             held_up = self._held_up()
             tidies = not engine.has_work and engine.idle()
             self._take_messages(engine, held_up, tidies)
-            if self._draining and not engine.has_work:
+            if self._draining and not engine.has_work and not self._changes.waits:
                 return
             if engine.has_work and not held_up:
                 self._deliver(engine.step())
@@ -147,7 +145,7 @@ class EngineServer:
         """Sends `Beat` to every front, every BEAT_SECONDS until `close`."""
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if (began := self._turn_began) is not None and engine.compiling:
+            if (began := self._turn_began) is not None and (engine.compiling or self._changes.running):
                 self._turn_began = began = now
             beat = messages.Beat(0.0 if began is None else now - began)
             with self._fronts_lock:
@@ -179,6 +177,8 @@ class EngineServer:
         if self._stats_due is not None:
             due = max(0.0, self._stats_due - time.monotonic())
             timeout = due if timeout is None else min(timeout, due)
+        if (left := self._changes.seconds_left()) is not None:
+            timeout = left if timeout is None else min(timeout, left)
         block = held_up or (not engine.has_work and not self._draining)
         if held_up:
             timeout = BACKLOG_SECONDS if timeout is None else min(timeout, BACKLOG_SECONDS)
@@ -201,6 +201,7 @@ class EngineServer:
             case messages.Abort(targets):
                 for request_id, index in targets:
                     _forget(front, request_id, index)
+                    self._changes.drop(front, request_id)
                     engine.abort(f"{front.number}/{request_id}", index)
                 self._stats_due = self._stats_due or time.monotonic()
             case messages.Pause(request_id, paused):
@@ -213,9 +214,12 @@ class EngineServer:
                 front.send(messages.Pool(engine.pool()))
             case messages.LoadAdapter() | messages.UnloadAdapter() | AdapterRead():
                 self._change_adapters(engine, front, message)
+            case messages.Sleep() | messages.WakeUp() | messages.UpdateWeights():
+                self._ask_for_change(engine, front, message)
             case messages.Drain():
                 self._draining = True
             case None:
+                self._changes.drop(front)
                 for request_id in front.running:
                     engine.abort(f"{front.number}/{request_id}")
                 front.close(seconds=0.0)
@@ -229,12 +233,40 @@ class EngineServer:
         try:
             changed = change_adapters(engine, message, lambda read: self._inbox.put((front, read)))
         except (ValueError, OSError) as error:
-            front.send(messages.AdapterDone(message.ticket, str(error)))
+            front.send(messages.ChangeDone(message.ticket, str(error)))
             return
         if changed is not None:
             assert isinstance(self._greeting, messages.Ready)
             self._announce(msgspec.structs.replace(self._greeting, adapters=changed))
-            front.send(messages.AdapterDone(message.ticket))
+            front.send(messages.ChangeDone(message.ticket))
+
+    def _ask_for_change(self, engine: EngineLike, front: ConnectedFront, message: WeightChange) -> None:
+        """Notes a change of the weights; `_change_weights` makes it. Ends all running requests if it aborts them."""
+        if not self._changes.ask(front, message):
+            return
+        with self._fronts_lock:
+            fronts = list(self._fronts.values())
+        for one in fronts:
+            for request_id in list(one.running):
+                engine.abort(f"{one.number}/{request_id}")
+                text = "the request was ended, because the engine's weights are replaced or put aside; try again"
+                one.send(messages.Rejected(request_id, text, code=messages.QUEUE_FULL))
+            one.running.clear()
+
+    def _change_weights(self, engine: EngineLike) -> None:
+        """Makes a change of the weights for which no request runs any more. A paused request, whose client does not
+        read, runs too."""
+        if not self._changes.waits:
+            return
+        with self._fronts_lock:
+            runs = engine.has_work or any(front.running for front in self._fronts.values())
+        for front, submit in self._changes.make(at_rest=not runs, announce=self._announce_weights):
+            self._add(engine, front, submit)
+
+    def _announce_weights(self) -> None:
+        assert isinstance(self._greeting, messages.Ready)
+        state = {"sleep_level": self._changes.level, "weights": self._changes.served}
+        self._announce(msgspec.structs.replace(self._greeting, **state))
 
     def _add(self, engine: EngineLike, front: ConnectedFront, submit: messages.Submit) -> None:
         """Adds all requests of a message to the engine, or none. The front's number makes their ids unique."""
@@ -242,6 +274,8 @@ class EngineServer:
         try:
             if self._draining:
                 raise QueueFullError("the engine is shutting down")
+            if self._changes.holds(front, submit):
+                return
             requests = submit.requests(prefix)
             engine.add_requests(requests)
             for request in requests:
@@ -313,77 +347,3 @@ def _send_output(front: ConnectedFront, output: StepOutput) -> None:
             half = len(updates) // 2
             _send_output(front, StepOutput(updates=updates[:half]))
             _send_output(front, StepOutput(updates=updates[half:]))
-
-
-def run_engine(config: EngineConfig, socket_path: str, engine_class: str = DEFAULT_ENGINE) -> int:
-    """Loads an engine and serves it on a unix socket until `EngineServer.run` returns. Returns an exit code.
-
-    `engine_class` is "module:Class"; the class has the interface `EngineLike` and a class method `load(config)`. The
-    socket listens before anything is loaded, so that a front can connect and learn why loading failed.
-    """
-    server = EngineServer(socket_path)
-    try:
-        engine = _load(config, engine_class)
-    except Exception as error:
-        expected = isinstance(error, ConfigError | ValueError | OSError)
-        if not expected:
-            log.exception("the engine did not start")
-        text = str(error) if expected else f"{type(error).__name__}: {error}"
-        if not server.fail(text):
-            log.error("the engine did not start: %s", text)
-        server.close()
-        return 1
-    pooler = getattr(engine, "pooler", None)
-    pooling = {"task": pooler.task, "result_size": pooler.size, "score_prompt": pooler.prompt} if pooler else {}
-    adapters = getattr(engine, "adapters", None)
-    ready = messages.Ready(
-        model_folder=str(engine.model_folder),
-        tokenizer_folder=str(getattr(engine, "tokenizer_folder", engine.model_folder)),
-        dtype=str(getattr(engine, "dtype", config.dtype)),
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
-        eos_token_ids=tuple(engine.eos_token_ids),
-        page_size=engine.page_size,
-        max_num_seqs=config.max_num_seqs,
-        profile_dir=config.profile_dir,
-        scheduling_policy=config.scheduling_policy,
-        max_loras=config.max_loras if adapters else 0,
-        adapters=adapters.registry.served if adapters else [],
-        **pooling,
-    )
-    hosts = getattr(engine, "hosts", None)
-    if hosts is not None:
-        hosts.on_end = server.end_process
-    try:
-        server.run(engine, ready)
-    except Exception as error:
-        log.exception("the engine failed")
-        text = f"the engine failed: {type(error).__name__}: {error}"
-        if hosts is not None:
-            hosts.fail(text)
-        server.fail(text, patience=0.0)
-        server.close()
-        return 1
-    end = time.monotonic() + LAST_SECONDS
-    while engine.idle() and time.monotonic() < end:
-        time.sleep(TIDY_SECONDS)
-    if hosts is not None:
-        hosts.close()
-    server.close()
-    return 0
-
-
-def _load(config: EngineConfig, engine_class: str) -> EngineLike:
-    module, _, name = engine_class.partition(":")
-    engine = getattr(importlib.import_module(module), name).load(config)
-    engine.compile()  # before `Ready` is sent, so that no request waits for compilation
-    _forget_traces()
-    return engine
-
-
-def _forget_traces() -> None:
-    """Frees JAX's caches of traced programs, 17 MiB for a model of 28 layers: this process compiles nothing more.
-    Compiled programs that are still referenced stay."""
-    if "jax" in sys.modules:  # tests use engines without JAX
-        sys.modules["jax"].clear_caches()
-        heap.settle()

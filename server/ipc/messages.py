@@ -19,6 +19,7 @@ MAX_FRAME = 128 * 2**20  # bytes of a message; both sides refuse longer ones
 LENGTH_BYTES = 4
 QUEUE_FULL = "queue_full"  # Rejected.code: the request is valid and may be tried again
 INTERNAL_ERROR = "internal_error"  # Rejected.code: the engine failed; the request is not at fault
+INVALID = "invalid"  # ChangeDone.code: what was asked for is not possible
 _LENGTH = struct.Struct("<I")
 
 
@@ -92,11 +93,56 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
     name: str
 
 
+class Sleep(msgspec.Struct, tag="sleep"):
+    """Asks the engine to free its devices' memory once its requests have ended; see `Weights.sleep`. New requests are
+    refused from now on. `ticket` is the front's number for the answer. `aborts`: running requests end with an error.
+    Nothing happens if they have not ended after `timeout` seconds."""
+
+    ticket: int
+    level: int = 1
+    aborts: bool = False
+    timeout: float = 300.0
+
+
+class WakeUp(msgspec.Struct, tag="wake_up"):
+    """Asks the engine to end its sleep."""
+
+    ticket: int
+
+
+class UpdateWeights(msgspec.Struct, tag="update_weights"):
+    """Asks the engine to replace its weights once its requests have ended; see `Weights.update`. New requests wait, and
+    are computed with the new weights. `path`: a folder or file. `version`: its name in answers; None: the number of the
+    update. For the other fields see `Sleep`."""
+
+    ticket: int
+    path: str
+    version: str | None = None
+    aborts: bool = False
+    timeout: float = 300.0
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Asks the engine to refuse new requests, finish the others, and exit."""
 
 
 # engine -> front
+
+
+class ServedWeights(msgspec.Struct, frozen=True):
+    """The weights that an engine serves.
+
+    Attributes:
+      version: their name in answers; "0" before the first update.
+      updates: how often the weights were replaced.
+      path: the folder or file from which they were read; "": that of the start.
+      digest: of samples of these files; "" for those of the start.
+    """
+
+    version: str = "0"
+    updates: int = 0
+    path: str = ""
+    digest: str = ""
 
 
 class Ready(msgspec.Struct, tag="ready", kw_only=True):
@@ -116,7 +162,10 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     result_size: int = 0  # numbers of an embedding or score
     score_prompt: str = "plain"  # see `jaxserve.text.score_prompt`
     max_loras: int = 0  # adapters that fit on the devices at a time; 0: none are served
-    adapters: list[ServedAdapter] = []  # sent again, with all other fields, when they change
+    # Sent again, with all other fields, when one of the following changes.
+    adapters: list[ServedAdapter] = []
+    sleep_level: int = 0  # 0: the engine is awake
+    weights: ServedWeights = ServedWeights()
 
 
 class Update(msgspec.Struct, tag="update"):
@@ -151,11 +200,13 @@ class Rejected(msgspec.Struct, tag="rejected"):
     code: str | None = None
 
 
-class AdapterDone(msgspec.Struct, tag="adapter_done"):
-    """The answer to `LoadAdapter` and `UnloadAdapter`; `error`: why nothing has changed."""
+class ChangeDone(msgspec.Struct, tag="change_done"):
+    """The answer to messages with a `ticket`. `error`: why nothing has changed; `code` is then INVALID, QUEUE_FULL or
+    INTERNAL_ERROR."""
 
     ticket: int
     error: str | None = None
+    code: str = INVALID
 
 
 class Beat(msgspec.Struct, tag="beat"):
@@ -170,8 +221,11 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | LoadAdapter | UnloadAdapter | Drain
-EngineMessage = Ready | Update | Pool | Accepted | Rejected | AdapterDone | Beat | Failed
+FrontMessage = (
+    Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | LoadAdapter | UnloadAdapter | Sleep | WakeUp
+    | UpdateWeights | Drain
+)  # fmt: skip
+EngineMessage = Ready | Update | Pool | Accepted | Rejected | ChangeDone | Beat | Failed
 
 decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from jaxserve.types import SequenceUpdate
 
@@ -24,9 +25,12 @@ class UpdateStream:
       paused: requests that are paused until these updates are taken.
       running: request id -> completions that have not ended in the engine.
       unaccepted: ids of requests for which no message has come from the engine.
+
+    `on_accepted` is called when the first message has come for any of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_accepted: Callable[[], object] = lambda: None) -> None:
+        self._on_accepted: Callable[[], object] | None = on_accepted
         self.unread = 0
         self.paused: set[str] = set()
         self.running: dict[str, set[int]] = {}
@@ -46,6 +50,9 @@ class UpdateStream:
         self.accept(update.request_id)
 
     def accept(self, *request_ids: str) -> None:
+        if self._on_accepted is not None:
+            self._on_accepted()
+            self._on_accepted = None
         self.unaccepted.difference_update(request_ids)
         self._wake()
 

@@ -191,8 +191,25 @@ class Metrics:
             )
             info.add_metric([*self._labels, str(self._info.page_size), str(stats.pages_total)], 1)
             yield info
+            yield from self._weights(self._info)
             if self._info.max_loras:
                 yield self._adapters(self._info.max_loras, stats)
+
+    def _weights(self, info: Ready) -> Iterator[Metric]:
+        """The version of the weights in a label; how often they were replaced; and vLLM's state of an engine's sleep: 1
+        for the state that it is in."""
+        version = GaugeMetricFamily(
+            f"{self._prefix}:weight_version_info", "Version of the weights", labels=[*_LABELS, "weight_version"]
+        )
+        version.add_metric([*self._labels, info.weights.version], 1)
+        yield version
+        yield self._family("counter", "weight_updates", "Replacements of the weights", info.weights.updates)
+        sleep = GaugeMetricFamily(
+            f"{self._prefix}:engine_sleep_state", "Whether the engine sleeps", labels=[*_LABELS, "sleep_state"]
+        )
+        for level, name in enumerate(("awake", "weights_offloaded", "discard_all")):
+            sleep.add_metric([*self._labels, name], int(info.sleep_level == level))
+        yield sleep
 
     def _adapters(self, most: int, stats: EngineStats) -> Metric:
         """Which adapters requests use, in labels; the value is the time, so that the latest of several is known."""

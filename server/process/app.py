@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses
+from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
@@ -54,6 +54,7 @@ _ROUTES = [
     Route("/server_info", models.server_info),
     Route("/tokenizer_info", models.tokenizer_info),
     *(Route(path, handler, methods=["POST"]) for path, handler in adapters.HANDLERS.items()),
+    *(Route(path, run, methods=weights.METHODS.get(path, ["POST"])) for path, run in weights.HANDLERS.items()),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
 ]

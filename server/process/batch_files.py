@@ -26,7 +26,7 @@ from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
-from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE
+from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.app import build_app
 from jaxserve.server.process.batch_output import BatchOutput

@@ -24,7 +24,8 @@ import msgspec
 from jaxserve import entry
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.config import EngineConfig, LoRAModule
-from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE, run_engine
+from jaxserve.server.ipc.messages import ServedWeights
+from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
 from jaxserve.server.process.socket_folder import SocketFolder
 
@@ -33,15 +34,13 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """The line of JSON that the parent writes to standard input. `config` holds the fields of EngineConfig."""
+    """The line of JSON that the parent writes to standard input. `config` holds the fields of EngineConfig; `weights`
+    are those that the engine serves from the start, if they have been replaced."""
 
     config: dict[str, Any]
     socket_path: str
     engine_class: str = DEFAULT_ENGINE
-
-    @classmethod
-    def of(cls, config: EngineConfig, socket_path: str, engine_class: str) -> Launch:
-        return cls(config=asdict(config), socket_path=socket_path, engine_class=engine_class)
+    weights: ServedWeights = ServedWeights()
 
 
 def child_environment() -> dict[str, str]:
@@ -56,7 +55,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, engine_class: str):
         self._config, self._engine_class = config, engine_class
-        self._folder = SocketFolder()
+        self._folder, self._weights = SocketFolder(), ServedWeights()
         self.start()
 
     @property
@@ -77,7 +76,11 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             env=child_environment(),
         )
-        launch = msgspec.json.encode(Launch.of(self._config, self.socket_path, self._engine_class))
+        config = asdict(self._config)
+        start = Launch(
+            config=config, socket_path=self.socket_path, engine_class=self._engine_class, weights=self._weights
+        )
+        launch = msgspec.json.encode(start)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; connecting to it will report that
             self._process.stdin.write(launch + b"\n")
@@ -87,6 +90,10 @@ class EngineProcess:
         """The next process begins with these adapters, those of them whose files can still be read."""
         modules = [LoRAModule(one.name, one.path, one.parent, required=False) for one in adapters]
         self._config = replace(self._config, lora_modules=tuple(modules))
+
+    def keep_weights(self, weights: ServedWeights) -> None:
+        """The next process begins with these weights, and does not start if their files cannot be read any more."""
+        self._weights = weights
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -119,7 +126,8 @@ def main() -> int:
     logging.getLogger("jaxserve").setLevel(logging.INFO)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     watch_parent()
-    return run_engine(EngineConfig(**launch.config), launch.socket_path, launch.engine_class)  # type: ignore[arg-type]
+    config = EngineConfig(**launch.config)  # type: ignore[arg-type]
+    return run_engine(config, launch.socket_path, launch.engine_class, launch.weights)
 
 
 def watch_parent() -> None:

@@ -16,7 +16,7 @@ _SAME_NAME = (
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
-    "escape_special_tokens", "lora_root", "api_server_count",
+    "escape_special_tokens", "lora_root", "weights_root", "api_server_count",
 )  # fmt: skip
 
 
@@ -49,9 +49,13 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--lora-root", metavar="DIR",
          help="folder below which POST /v1/load_lora_adapter may load adapters; needs --enable-lora and "
          "--admin-key")  # fmt: skip
+    flag("--weights-root", metavar="DIR",
+         help="folder below which POST /update_weights may read weights, for example a trainer's; needs "
+         "--admin-key")  # fmt: skip
     flag("--admin-key", type=_key, metavar="KEY",
-         help="bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter and /v1/unload_lora_adapter, "
-         "and for /metrics, /load and /pool; also read from JAXSERVE_ADMIN_KEY")  # fmt: skip
+         help="bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter, /v1/unload_lora_adapter, "
+         "/sleep, /wake_up, /is_sleeping and /update_weights, and for /metrics, /load and /pool; also read from "
+         "JAXSERVE_ADMIN_KEY")  # fmt: skip
     flag("--admin-key-file", metavar="FILE", help="file that holds the admin key")
     flag("--metrics-key", type=_key, metavar="KEY",
          help="bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also "

@@ -17,7 +17,7 @@ from jaxserve.server.http.origin import is_local
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
-from jaxserve.server.ipc.engine_server import DEFAULT_ENGINE
+from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say

@@ -66,6 +66,8 @@ class Supervisor:
         await asyncio.to_thread(self._process.kill)  # returns when the process has freed its memory
         if client.info is not None and client.info.max_loras:
             self._process.keep_adapters(client.adapters.values())
+        if client.info is not None:
+            self._process.keep_weights(client.info.weights)
         try:
             self._process.start()  # on this thread, because the process ends with the thread that started it
             await client.connect(self._process.socket_path, self._process.runs)

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from engines import generate, make_engine, request
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError
 from jaxserve.types import InvalidRequestError, QueueFullError
 
@@ -123,3 +125,50 @@ def test_refusals(model_folders, other):
     while engine.has_work:
         engine.step()
     engine.weights.sleep()
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "quantization": "int8"}])
+def test_weights_from_arrays(options, model_folders, other):
+    """Arrays by the names of a checkpoint's tensors serve like the files with them. Each is asked for by itself."""
+    arrays = {name: jax.numpy.asarray(tensor.read()) for name, tensor in read_folder(other).items()}
+    asked = []
+
+    class Trainer(Mapping):
+        def __getitem__(self, name):
+            asked.append(name)
+            return arrays[name]
+
+        def __iter__(self):
+            return iter(arrays)
+
+        def __len__(self):
+            return len(arrays)
+
+    engine = make_engine(model_folders(CASE), **options)
+    before = answers(engine)
+    engine.weights.update(other)
+    after = answers(engine)
+    engine.weights.update(model_folders(CASE))
+    compiled = engine.runner.num_executables
+    engine.weights.update(Trainer())
+    assert answers(engine) == after != before
+    assert set(asked) == set(arrays)
+    with pytest.raises(InvalidRequestError, match="level must be 1 after an update from arrays"):
+        engine.weights.sleep(2)
+    engine.weights.sleep()
+    engine.weights.update(model_folders(CASE))
+    assert answers(engine) == before
+    assert engine.runner.num_executables == compiled
+
+
+def test_arrays_that_cannot_be_used_change_nothing(model_folders, other):
+    engine = make_engine(model_folders(CASE))
+    before = answers(engine)
+    arrays = {name: tensor.read() for name, tensor in read_folder(other).items()}
+    name = "model.norm.weight"
+    for wrong in (arrays[name][1:], arrays[name].astype(np.int32), [1.0]):
+        with pytest.raises(CheckpointError, match=name):
+            engine.weights.update(arrays | {name: wrong})
+    with pytest.raises(CheckpointError, match="lacks 1 tensor"):
+        engine.weights.update({key: value for key, value in arrays.items() if key != name})
+    assert answers(engine) == before

@@ -1,0 +1,151 @@
+"""Sleep, and new weights, while fronts are connected: a change waits until no request runs, and new ones wait for it.
+
+So all tokens of a request come from the same weights. Requests that come while new weights are awaited are held back
+and then computed with these; before a sleep they are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.server.ipc import messages
+from jaxserve.server.ipc.connected_front import ConnectedFront
+from jaxserve.types import QueueFullError
+
+log = logging.getLogger("jaxserve.engine")
+
+MAX_HELD = 1024  # requests that wait for new weights, for an engine without a limit of its own
+WeightChange = messages.Sleep | messages.WakeUp | messages.UpdateWeights
+
+
+@dataclass
+class _Asked:
+    """A change that waits, and the front that asked for it. `deadline`: time.monotonic() at which it is given up."""
+
+    front: ConnectedFront
+    message: WeightChange
+    deadline: float
+
+
+class WeightChanges:
+    """The change that an engine's requests must end for, if there is one, and the requests that it holds back.
+
+    Attributes:
+      running: a change is being made, which may take minutes.
+      served: the weights that the engine serves now.
+    """
+
+    def __init__(self, engine: Any, served: messages.ServedWeights):
+        self.running, self.served = False, served
+        self._engine, self._weights = engine, getattr(engine, "weights", None)
+        self._most = getattr(getattr(engine, "config", None), "max_waiting", None) or MAX_HELD
+        self._asked: _Asked | None = None
+        self._held: list[tuple[ConnectedFront, messages.Submit]] = []
+
+    @property
+    def waits(self) -> bool:
+        return self._asked is not None
+
+    @property
+    def level(self) -> int:
+        """How deeply the engine sleeps; see `Weights.level`."""
+        return 0 if self._weights is None else self._weights.level
+
+    def seconds_left(self) -> float | None:
+        """Until the change that waits is given up; None if there is none."""
+        return None if self._asked is None else max(0.0, self._asked.deadline - time.monotonic())
+
+    def ask(self, front: ConnectedFront, message: WeightChange) -> bool:
+        """Notes a change that is possible; answers any other. Returns whether running requests are to be aborted."""
+        try:
+            if self._weights is None:
+                raise ValueError("the weights of this engine cannot be changed")
+            if self._asked is not None:
+                raise QueueFullError("another change of the weights is under way")
+            match message:
+                case messages.Sleep():
+                    self._weights.check_sleep(message.level)
+                case messages.UpdateWeights():
+                    self._weights.check_update(Path(message.path))
+        except Exception as error:
+            front.send(_failure(message, error))
+            return False
+        patience = 0.0 if isinstance(message, messages.WakeUp) else message.timeout
+        self._asked = _Asked(front, message, time.monotonic() + patience)
+        return not isinstance(message, messages.WakeUp) and message.aborts
+
+    def holds(self, front: ConnectedFront, submit: messages.Submit) -> bool:
+        """Whether a new request must wait for new weights, in which case it is kept. Raises QueueFullError for one that
+        cannot wait, because the engine is about to sleep or too many wait already."""
+        if self._asked is None:
+            return False
+        if isinstance(self._asked.message, messages.Sleep):
+            raise QueueFullError("the engine is about to sleep; try again after it was woken up")
+        if sum(1 + len(one.others) for _, one in self._held) + len(submit.others) >= self._most:
+            raise QueueFullError(f"{self._most} requests are waiting for new weights already; try again later")
+        self._held.append((front, submit))
+        return True
+
+    def drop(self, front: ConnectedFront, request_id: str | None = None) -> None:
+        """Forgets the requests of a front that has gone, or a request whose client has gone."""
+        self._held = [
+            (one, submit)
+            for one, submit in self._held
+            if one is not front or (request_id is not None and request_id not in _names(submit))
+        ]
+
+    def make(self, *, at_rest: bool, announce: Callable[[], None]) -> list[tuple[ConnectedFront, messages.Submit]]:
+        """Makes the change that waits if the engine is `at_rest`, or gives it up if its time is over. Returns the
+        requests that were held back. `announce` tells all fronts of the new state, before the answer."""
+        asked = self._asked
+        if asked is None or not (at_rest or time.monotonic() > asked.deadline):
+            return []
+        answer: messages.ChangeDone
+        if at_rest:
+            answer = self._make(asked.message)
+            announce()
+        else:
+            answer = _failure(asked.message, QueueFullError("requests were still running when the time was over"))
+        self._asked = None
+        asked.front.send(answer)
+        held, self._held = self._held, []
+        return held
+
+    def _make(self, message: WeightChange) -> messages.ChangeDone:
+        assert self._weights is not None
+        self.running = True
+        try:
+            match message:
+                case messages.Sleep():
+                    self._weights.sleep(message.level)
+                case messages.WakeUp():
+                    self._weights.wake_up()
+                case messages.UpdateWeights():
+                    digest, updates = self._weights.update(Path(message.path)), self.served.updates + 1
+                    self.served = messages.ServedWeights(message.version or str(updates), updates, message.path, digest)
+        except Exception as error:
+            return _failure(message, error)
+        finally:
+            self.running = False
+        return messages.ChangeDone(message.ticket)
+
+
+def _failure(message: WeightChange, error: Exception) -> messages.ChangeDone:
+    match error:
+        case ValueError() | OSError():
+            code = messages.INVALID
+        case QueueFullError():
+            code = messages.QUEUE_FULL
+        case _:
+            log.exception("the weights could not be changed", exc_info=error)
+            code = messages.INTERNAL_ERROR
+    return messages.ChangeDone(message.ticket, str(error) or type(error).__name__, code)
+
+
+def _names(submit: messages.Submit) -> list[str]:
+    return [submit.first.request_id, *(name for name, _, _ in submit.others)]
