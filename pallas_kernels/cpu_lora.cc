@@ -50,7 +50,8 @@ static void adapted_matmul(const Call& call) {
              later.divide(product.steps(end - first));
              product.later = &later;
              product.run_all(first, end);
-             adapters.shrink(item * pieces / items, (item + 1) * pieces / items);
+             adapters.shrink(item * pieces / items, (item + 1) * pieces / items, product.rounded.pairs.get(),
+                             product.rounded.inputs / 2);
            });
   adapters.expand_all(call);
 }

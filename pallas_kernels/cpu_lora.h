@@ -15,6 +15,9 @@
 struct Two {
   Floats first, second;
 };
+static inline Floats add_two(Floats sum, Two left, Two right) {
+  return fused(left.second, right.second, fused(left.first, right.first, sum));
+}
 template <size_t... I>
 static inline Two apart(Two v, std::index_sequence<I...>) {  // numbers at even places, and at odd ones
   return {__builtin_shufflevector(v.first, v.second, static_cast<int>(2 * I)...),
@@ -26,7 +29,8 @@ static inline Two together(Two v, std::index_sequence<I...>) {
           __builtin_shufflevector(v.first, v.second, static_cast<int>(kWidth / 2 + I / 2 + I % 2 * kWidth)...)};
 }
 
-// Formats of the matrices' numbers. factors: what the rows of B are multiplied with; where parts alternate, it is a pair
+// Formats of the matrices' numbers, and of x where it is multiplied with A. add: sum += left * 2 * kWidth numbers of a row
+// of A. factors: what the rows of B are multiplied with; where parts alternate, it is a pair
 // of numbers for each pair of outputs.
 struct Full {
   typedef float Number;
@@ -40,6 +44,11 @@ struct Full {
     return {both, both};
   }
   static inline float one(float x) { return x; }
+  typedef float Input;
+  typedef Two Left;
+  static inline Left left(const float* x, int64_t k) { return widen(x + k); }
+  static inline float input(const float* x, int64_t k) { return x[k]; }
+  static inline Floats add(Floats sum, Left left, const float* row) { return add_two(sum, left, widen(row)); }
 };
 struct Half {  // bfloat16, which lie in pairs in the lanes of a vector
   typedef uint16_t Number;
@@ -55,8 +64,24 @@ struct Half {  // bfloat16, which lie in pairs in the lanes of a vector
     return {low[0] - Floats{}, low[kAlternate] - Floats{}};
   }
   static inline float one(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+  typedef float Input;
+  typedef Two Left;
+  static inline Left left(const float* x, int64_t k) { return arrange(Full::widen(x + k)); }
+  static inline float input(const float* x, int64_t k) { return x[k]; }
+  static inline Floats add(Floats sum, Left left, const uint16_t* row) { return add_two(sum, left, widen(row)); }
 };
-static inline Two load_two(const float* from) { return Full::widen(from); }
+#if defined(__AVX512BF16__) && CPU_WIDTH == 16
+#define HAS_PAIRS
+struct Paired : Half {  // x is rounded to pairs of bfloat16, too
+  typedef int32_t Input;
+  typedef __m512i Left;
+  static inline Left left(const int32_t* x, int64_t k) { return load<__m512i>(x + k / 2); }
+  static inline float input(const int32_t* x, int64_t k) { return one(reinterpret_cast<const uint16_t*>(x)[k]); }
+  static inline Floats add(Floats sum, Left left, const uint16_t* row) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)load<__m512i>(row), (__m512bh)left);
+  }
+};
+#endif
 
 constexpr int kSums = kRegisters / 2;  // vectors of sums in a tile
 constexpr int kMostTokens = 4, kMostRows = 8;  // of a tile
@@ -72,34 +97,31 @@ struct Piece {
 
 // low = x . a for M tokens and N rows of a, of which `rows` exist; numbers of a token's are `step` apart.
 template <class T, int M, int N>
-static void shrink_tile(const float* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
+static void shrink_tile(const typename T::Input* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
                         int64_t row, int64_t step) {
   const typename T::Number* w[N];
   for (int n = 0; n < N; n++) w[n] = a + std::min<int64_t>(n, rows - 1) * in;
   Reg sums[std::max(M * N, kWidth)] = {};
   int64_t k = 0;
   for (; k + 2 * kWidth <= in; k += 2 * kWidth) {
-    Two left[M];
-    for (int m = 0; m < M; m++) left[m] = T::arrange(load_two(x[m] + k));
-    for (int n = 0; n < N; n++) {
-      const Two right = T::widen(w[n] + k);
-      for (int m = 0; m < M; m++) sums[m * N + n] = fused(left[m].first, right.first, sums[m * N + n]);
-      for (int m = 0; m < M; m++) sums[m * N + n] = fused(left[m].second, right.second, sums[m * N + n]);
-    }
+    typename T::Left left[M];
+    for (int m = 0; m < M; m++) left[m] = T::left(x[m], k);
+    for (int n = 0; n < N; n++)
+      for (int m = 0; m < M; m++) sums[m * N + n] = T::add(sums[m * N + n], left[m], w[n] + k);
   }
   float totals[std::max(M * N, kWidth)];
   for (int i = 0; i < M * N; i += kWidth) reg(totals + i) = fold<kWidth>(sums + i);
   for (int m = 0; m < M; m++)
     for (int n = 0; n < rows && n < N; n++) {
       float sum = totals[m * N + n];
-      for (int64_t i = k; i < in; i++) sum += x[m][i] * T::one(w[n][i]);
+      for (int64_t i = k; i < in; i++) sum += T::input(x[m], i) * T::one(w[n][i]);
       low[m * row + n * step] = sum;
     }
 }
 
 // The same for any number of rows of a.
 template <class T, int M, int N = std::min(kSums / M, kMostRows)>
-static void shrink_rows(const float* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
+static void shrink_rows(const typename T::Input* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
                         int64_t row, int64_t step) {
   for (; rows > 0; rows -= N, a += N * in, low += N * step) {
     if constexpr (N > kSums / kMostTokens)
@@ -117,7 +139,7 @@ static void expand_tile(float* const* y, int64_t out, const float* low, int64_t 
   for (; from + C * kOne <= to; from += C * kOne) {
     Two sums[M][C];
     for (int m = 0; m < M; m++)
-      for (int c = 0; c < C; c++) sums[m][c] = T::arrange(load_two(y[m] + from + c * kOne));
+      for (int c = 0; c < C; c++) sums[m][c] = T::arrange(Full::widen(y[m] + from + c * kOne));
     for (int64_t r = 0; r < rank; r++) {
       Two left[M];
       for (int m = 0; m < M; m++) left[m] = T::template factors<kAlternate>(low + m * row + (kAlternate ? 2 * r : r));
@@ -241,13 +263,14 @@ struct Adapters {
     return static_cast<const typename T::Number*>(b) + piece.place * rank * out;
   }
 
+  // inputs: x as the format has it, with rows of this size.
   template <class T>
-  void shrink(const Piece& piece) {
+  void shrink(const Piece& piece, const typename T::Input* inputs, int64_t size) {
     const int64_t row = parts * rank, step = alternate ? parts : 1;
     float* to = low.data() + piece.first * row + (alternate ? piece.part + 2 * piece.from : piece.part * rank + piece.from);
     by_tile(piece.count, [&](auto tall, int64_t i) {
-      const float* rows[tall];
-      for (int m = 0; m < tall; m++) rows[m] = x + order[piece.first + i + m] * in;
+      const typename T::Input* rows[tall];
+      for (int m = 0; m < tall; m++) rows[m] = inputs + order[piece.first + i + m] * size;
       shrink_rows<T, tall>(rows, in, rows_of_a<T>(piece), piece.to - piece.from, to + i * row, row, step);
     });
   }
@@ -265,8 +288,16 @@ struct Adapters {
     });
   }
 
-  void shrink(int64_t first, int64_t end) {
-    for (; first < end; first++) half ? shrink<Half>(shrinks[first]) : shrink<Full>(shrinks[first]);
+  // Multiplies with the pieces [first, end) of A. pairs: x rounded to pairs of bfloat16, `row` pairs for each token; null:
+  // it is not rounded.
+  void shrink(int64_t first, int64_t end, const int32_t* pairs = nullptr, int64_t row = 0) {
+    for (; first < end; first++) {
+      if (!half) shrink<Full>(shrinks[first], x, in);
+      if (half && !pairs) shrink<Half>(shrinks[first], x, in);
+#ifdef HAS_PAIRS
+      if (half && pairs) shrink<Paired>(shrinks[first], pairs, row);
+#endif
+    }
   }
 
   void shrink_all(const Call& call) {
