@@ -82,8 +82,8 @@ class ModelPlan:
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
     def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:
-        """The pool of LoRA adapters. With lora_dtype "auto" their matrices are as wide as the model's. A CPU computes in
-        float32, and keeps bfloat16 as it is."""
+        """The pool of LoRA adapters. With lora_dtype "auto" their matrices are as wide as the model's. A CPU computes
+        in float32, and keeps bfloat16 as it is."""
         if not config.enable_lora:
             return None
         stored = self.model.dtype if config.dtype == "auto" else config.dtype
