@@ -201,8 +201,9 @@ class CpuOps(ops.Ops):
         """See `Ops.adapted`. With a weight in panels it is one call."""
         from jaxserve.pallas_kernels.lora import cpu as lora  # imports this module
 
-        panels = isinstance(w, PanelArray) and not isinstance(x, QuantRows)
-        if not panels or stack is None or self.places is None or not lora.supports(x, stack):
+        if isinstance(x, QuantRows) or not isinstance(w, PanelArray) or stack is None or self.places is None:
+            return super().adapted(x, w, stack, axes, in_parts)
+        if not lora.supports(x, stack):
             return super().adapted(x, w, stack, axes, in_parts)
         y = lora.matmul(x, w, stack, self.places, self.count)
         return y[None] if in_parts else y
