@@ -1,6 +1,7 @@
 """What LoRA adapters cost: the time of decode steps without adapters, with one for all rows, and with one for each row.
 
 python benchmarks/adapters.py [--shape 100M] [--rows 32] [--rank 16] [--modules all|qv] [--dtype bfloat16]
+    [--adapter-dtype bfloat16]
 
 Prints, as JSON, the median seconds of a step and the share that adapters add. Steps of all kinds are run in turns, so
 that other work on the machine slows all of them.
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--modules", choices=("all", "qv"), default="all")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--adapter-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--repeats", type=int, default=12)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +91,7 @@ def main() -> None:
         made = []
         for enabled in (False, True):
             pool = {"enable_lora": True, "max_loras": given.rows, "max_lora_rank": given.rank} if enabled else {}
+            pool |= {"lora_dtype": given.adapter_dtype}
             settings = {"load_format": "dummy", "max_num_seqs": given.rows, "kv_pages": 64 + given.rows, **pool}
             made.append(Engine.load(EngineConfig(model=folder, dtype=given.dtype, **settings), progress=False))
     without, engine = made

@@ -102,6 +102,8 @@ def texts(*, heldout: bool) -> list[str]:
 def train(out: Path, minutes: float, start: Path) -> None:
     tokenizer = Tokenizer.from_file(str(ROOT / "checkpoints" / "demo" / "tokenizer.json"))
     tasks, unseen = Edits(tokenizer, texts(heldout=False), 0), Edits(tokenizer, texts(heldout=True), 1)
+    out.mkdir(parents=True, exist_ok=True)
+    train_demo.export_tokenizer(out, tokenizer)
     rates = argparse.Namespace(muon_lr=0.01, adam_lr=0.002, weight_decay=0.05)
     params, optimizer = train_demo.load_weights(start), train_demo.make_optimizer(rates)
     state, stage, step, losses, began = optimizer.init(params), None, 0, [], time.monotonic()
@@ -115,8 +117,7 @@ def train(out: Path, minutes: float, start: Path) -> None:
         if step % 50 == 0:
             share = float(accuracy(params, *probe))
             print(f"step {step} {passed:.0%} loss {np.mean(losses[-50:]):.3f}, held out {share:.4f} right", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    train_demo.export_tokenizer(out, tokenizer)
+            train_demo.export_weights(out, params)
     train_demo.export_weights(out, params)
 
 

@@ -177,6 +177,7 @@ class EngineConfig:
       max_loras: adapters whose weights are on the devices at a time, and so the most in one batch, 1 to 256. Requests
         for others wait for a place.
       max_lora_rank: highest rank of an adapter; all adapters take memory for it.
+      lora_dtype: dtype of adapters' matrices on the devices, to which those of files are rounded. "auto": the model's.
       max_cpu_loras: adapters whose weights are in the host's memory, at least `max_loras`; others are read from their
         files when they are needed. None: four times `max_loras`.
       lora_modules: adapters to load at start, each a LoRAModule, `name=path` or a mapping with its fields.
@@ -239,6 +240,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 4
     max_lora_rank: int = 16
+    lora_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_cpu_loras: int | None = None
     lora_modules: tuple[LoRAModule, ...] = ()
     async_scheduling: bool = True

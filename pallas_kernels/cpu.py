@@ -28,8 +28,9 @@ import numpy as np
 
 from jaxserve.pallas_kernels import ops
 from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, load
+from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
-from jaxserve.pallas_kernels.types import KVPages, QuantArray, QuantRows
+from jaxserve.pallas_kernels.types import KVPages, PanelArray, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,11 @@ FUNCTIONS = {
         "jaxserve_rotate_and_write": "RotateAndWrite",
     },
     LATENT: {"jaxserve_latent_attention": "LatentAttention", "jaxserve_write_latent": "WriteLatent"},
-    LORA: {"jaxserve_add_adapters": "AddAdapters"},
+    LORA: {
+        "jaxserve_add_adapters": "AddAdapters",
+        "jaxserve_adapted_matmul": "AdaptedMatmul",
+        "jaxserve_add_to_embeddings": "AddToEmbeddings",
+    },
     QUANT_MATMUL: {
         "jaxserve_quant_matmul": "QuantMatmul",
         "jaxserve_grouped_quant_matmul": "GroupedQuantMatmul",
@@ -184,6 +189,32 @@ class CpuOps(ops.Ops):
         arrays = x, y.sums[0].astype(jnp.float32), _floats(y.bias), _floats(scale)
         total, normed = call(*arrays, self._count(x), eps=np.float32(eps))
         return total, normed
+
+    def adapted(
+        self,
+        x: jax.Array | QuantRows,
+        w: ops.Weight,
+        stack: AdapterStack | None,
+        axes: tuple[str | None, str | None],
+        in_parts: bool = False,
+    ) -> jax.Array:
+        """See `Ops.adapted`. With a weight in panels it is one call."""
+        from jaxserve.pallas_kernels.lora import cpu as lora  # imports this module
+
+        if isinstance(x, QuantRows) or not isinstance(w, PanelArray) or stack is None or self.places is None:
+            return super().adapted(x, w, stack, axes, in_parts)
+        if not lora.supports(x, stack):
+            return super().adapted(x, w, stack, axes, in_parts)
+        y = lora.matmul(x, w, stack, self.places, self.count)
+        return y[None] if in_parts else y
+
+    def embedded(self, x: jax.Array, ids: jax.Array, stack: AdapterStack | None) -> jax.Array:
+        """See `Ops.embedded`."""
+        from jaxserve.pallas_kernels.lora import cpu as lora
+
+        if stack is None or self.places is None:
+            return x
+        return lora.add_to_embeddings(x, ids, stack, self.places, self.count)
 
     def rotate_and_write(
         self, heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int

@@ -9,15 +9,8 @@ static void panel_matmul(const Call& call) {
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
   if (tokens <= 0) return;
   const Panels w(call, 1, call.attribute<int64_t>("out"), call.attribute<int64_t>("inputs"));
-  const int64_t arithmetic = call.attribute<int64_t>("arithmetic");
-  const float* xs = data<float>(x);
-  Rounded rounded;
-  round_rows(call, Forms(w, arithmetic), w.in, tokens, rounded, [xs, &w](int64_t row) { return xs + row * w.in; });
-  const Product product{xs, tokens, w, rounded, 0, arithmetic, data<float>(call.result())};
-  const int64_t panels = w.count(), piece = panels_at_once(call, panels);
-  parallel_for(call, (panels + piece - 1) / piece, [&product, panels, piece](int64_t i) {
-    product.run_all(i * piece, std::min(panels, (i + 1) * piece));
-  });
+  multiply(call, w, tokens, call.attribute<int64_t>("arithmetic"), false,
+           [](const Product& product, int64_t, int64_t, int64_t first, int64_t end) { product.run_all(first, end); });
 }
 DEFINE_HANDLER(PanelMatmul, panel_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)
 

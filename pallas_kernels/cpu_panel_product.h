@@ -43,6 +43,7 @@ struct Product {
   const Rounded& rounded;
   int64_t first_row, arithmetic;
   float* y;
+  Later* later = nullptr;
 
   // Writes sums of columns to y.
   void write(const float* sums, int64_t panel, int64_t panels) const {
@@ -55,7 +56,7 @@ struct Product {
     for (int64_t m = 0; m < tokens;) {
       const int64_t height = next_height(tokens - m, kFloatTall);
       by_height<kFloatTall>(height, [&](auto tall) {
-        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, sums + m * kColumns * kWidth);
+        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, later, sums + m * kColumns * kWidth);
       });
       m += height;
     }
@@ -76,7 +77,7 @@ struct Product {
       const int64_t height = next_height(tokens - m, kFloatTall);
       by_height<kFloatTall>(height, [&](auto tall) {
         const int32_t* from = rounded.pairs.get() + (first_row + m) * row + first / 2;
-        short_tile<tall, C>(from, row, panels, inputs, ahead, sums + m * kColumns * kWidth);
+        short_tile<tall, C>(from, row, panels, inputs, ahead, later, sums + m * kColumns * kWidth);
       });
       m += height;
     }
@@ -205,6 +206,13 @@ struct Product {
     write(sums.data(), panel, count);
   }
 
+  // How often `later` is called for this many panels of floats.
+  int64_t steps(int64_t panels) const {
+    constexpr int64_t kTogether = kColumns / kParts;
+    const int64_t passes = (tokens + kFloatTall - 1) / kFloatTall;
+    return (panels + kTogether - 1) / kTogether * passes * ((w.in + kFloatStep - 1) / kFloatStep);
+  }
+
   // Computes the panels [first, end).
   void run_all(int64_t first, int64_t end) const {
     constexpr int64_t kTogether = kColumns / kParts;
@@ -247,4 +255,19 @@ static int64_t panels_at_once(const Call& call, int64_t panels) {
   constexpr int64_t kTogether = kColumns / kParts;
   const int64_t groups = (panels + kTogether - 1) / kTogether;
   return std::clamp<int64_t>(groups / (4 * call.num_threads()), 1, 8) * kTogether;
+}
+
+// Divides a product with x [tokens, w.in] into items, and calls run(product, item, items, first, end) on all threads for
+// the panels [first, end) of each. Items are as small as possible if `small`.
+template <class F>
+static void multiply(const Call& call, const Panels& w, int64_t tokens, int64_t arithmetic, bool small, F run) {
+  const float* x = data<float>(call.argument(0));
+  Rounded rounded;
+  round_rows(call, Forms(w, arithmetic), w.in, tokens, rounded, [x, &w](int64_t row) { return x + row * w.in; });
+  const Product product{x, tokens, w, rounded, 0, arithmetic, data<float>(call.result())};
+  const int64_t panels = w.count(), piece = small ? kColumns / kParts : panels_at_once(call, panels);
+  const int64_t items = (panels + piece - 1) / piece;
+  parallel_for(call, items, [&product, &run, panels, piece, items](int64_t i) {
+    run(product, i, items, i * piece, std::min(panels, (i + 1) * piece));
+  });
 }

@@ -52,10 +52,36 @@ struct Bfloat16 {
   }
 };
 
+// Memory that is needed when a product is done: ranges that are prefetched one after the other to the second-level cache,
+// some cache lines in each step of the product.
+struct Later {
+  struct Range {
+    const uint8_t *from, *end;
+  };
+  std::vector<Range> ranges;
+  int64_t total = 0, lines = 0;  // bytes of all ranges; cache lines of a step
+  size_t next = 0;               // the range that is prefetched
+
+  void add(const uint8_t* from, int64_t bytes) {
+    ranges.push_back({from, from + bytes});
+    total += bytes;
+  }
+  // Sets how many steps there will be.
+  void divide(int64_t steps) { lines = (total / 64 + steps - 1) / steps; }
+  void fetch() {
+    if (next == ranges.size()) return;
+    Range& range = ranges[next];
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(range.from + 64 * i, 0, 2);
+    range.from += 64 * lines;
+    next += range.from >= range.end;
+  }
+};
+constexpr int64_t kFloatStep = 16;  // inputs of a step of `float_tile`
+
 // to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W. The kParts columns of a panel are
 // adjacent. Sums are [.., kColumns * kWidth].
 template <class W, int M, int C>
-static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, float* to) {
+static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, Later* later, float* to) {
   Floats sums[M][C];
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) sums[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
@@ -69,6 +95,7 @@ static void float_tile(const float* x, int64_t row, const uint8_t* const* panels
   };
   int64_t k = 0;
   for (; k + W::kInputs <= in; k += W::kInputs) {
+    if (k % kFloatStep == 0 && later) later->fetch();
     for (int which = 0; which < W::kInputs; which++) add(k, which);
     for (int c = 0; c < C; c++) from[c] += W::kBytes;
   }
@@ -95,12 +122,16 @@ struct Ahead {
 constexpr bool kHasShort = true;
 constexpr int64_t kShortStep = 8;
 template <int M, int C>
-static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* panels, int64_t in, Ahead& ahead, float* to) {
+static void short_tile(const int32_t* x, int64_t row, const uint8_t* const* panels, int64_t in, Ahead& ahead,
+                       Later* later, float* to) {
   __m512 sums[M][C];
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) sums[m][c] = load<__m512>(to + (m * kColumns + c) * kWidth);
   for (int64_t k = 0; k < (in + 1) / 2; k++) {
-    if (k % kShortStep == 0) ahead.fetch();
+    if (k % kShortStep == 0) {
+      ahead.fetch();
+      if (later) later->fetch();
+    }
     __m512i w[C];
     for (int c = 0; c < C; c++) {
       w[c] = load<__m512i>(panels[c] + k * 64);

@@ -21,19 +21,6 @@ constexpr int64_t kBlock = 32;                                // inputs of x tha
 typedef uint8_t Bytes __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Words __attribute__((vector_size(4 * kWidth)));
 
-// a * b + c, with one rounding where the machine can. Explicit, since the compiler's choice would differ by loop.
-static inline Floats fused(Floats a, Floats b, Floats c) {
-#if CPU_WIDTH == 16
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif CPU_WIDTH == 8 && defined(__FMA__)
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#endif
-  for (int i = 0; i < kWidth; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
-}
-
 static inline float float_of_half(uint16_t half) {  // exact for subnormal numbers, which XLA's threads flush
   const int32_t size = half & 0x7fff, subnormal = (size - 0x400) >> 31;  // 0 or -1
   const float value = __builtin_bit_cast(float, (size << 13) + ((112 - subnormal) << 23)) -

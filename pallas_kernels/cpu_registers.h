@@ -7,29 +7,13 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <utility>
 
 #include "cpu_vectors.h"
 
-typedef float Reg __attribute__((vector_size(4 * kWidth), aligned(4)));  // at any address
 typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kWidth), aligned(2)));
 typedef int16_t SignedShorts __attribute__((vector_size(2 * kWidth)));
 typedef int8_t Bytes __attribute__((vector_size(kWidth), aligned(1)));
-
-static inline Reg& reg(float* p) { return *reinterpret_cast<Reg*>(p); }
-static inline const Reg& reg(const float* p) { return *reinterpret_cast<const Reg*>(p); }
-
-// For registers a and b, in blocks of H lanes: `even` has each even block of a followed by b's; `odd` the odd blocks.
-template <int H, size_t... I>
-static inline Reg even(Reg a, Reg b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, (I & H ? static_cast<int>(I) - H + kWidth : static_cast<int>(I))...);
-}
-template <int H, size_t... I>
-static inline Reg odd(Reg a, Reg b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, (I & H ? static_cast<int>(I) + kWidth : static_cast<int>(I) + H)...);
-}
-using Lanes = std::make_index_sequence<kWidth>;
 
 // Transposes kWidth x kWidth numbers.
 template <int H = kWidth / 2>
@@ -40,17 +24,6 @@ static inline void transpose(Reg* a) {
       a[i] = low, a[i + H] = high;
     }
   if constexpr (H > 1) transpose<H / 2>(a);
-}
-
-// Sums lanes of N registers (N and First are powers of two). Lane i of the result is a part of the sum of
-// a[i / First % N]. With First = 1 and N = kWidth it is the whole sum of a[i].
-template <int N, int First = 1>
-static inline Reg fold(Reg* a) {
-  for (int i = 0; i < N; i += 2) a[i / 2] = even<First>(a[i], a[i + 1], Lanes()) + odd<First>(a[i], a[i + 1], Lanes());
-  if constexpr (N > 2)
-    return fold<N / 2, 2 * First>(a);
-  else
-    return a[0];
 }
 
 // Reduces all lanes to one, with an operation on two registers.

@@ -225,10 +225,16 @@ class Ops:
         return self.quant_matmul(x, w, axes, parts=True)
 
     def adapted(
-        self, y: jax.Array, x: jax.Array | QuantRows, stack: AdapterStack | None, axes: tuple[str | None, str | None]
+        self,
+        x: jax.Array | QuantRows,
+        w: Weight,
+        stack: AdapterStack | None,
+        axes: tuple[str | None, str | None],
+        in_parts: bool = False,
     ) -> jax.Array:
-        """The product y of x [tokens, in] with a weight, plus what the tokens' adapters add to it. y is a result of
-        `linear` or of `product`. The weight has these axes."""
+        """The product of x [tokens, in] with a weight, plus what the tokens' adapters add to it; as `linear`, or with
+        `in_parts` as `product`."""
+        y = self.product(x, w, axes) if in_parts else self.linear(x, w, axes)
         if stack is None or self.places is None:
             return y
         assert self.add_adapters is not None

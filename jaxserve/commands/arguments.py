@@ -135,6 +135,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="LoRA adapters on the devices at a time, and so in one batch; requests for others wait")  # fmt: skip
     flag("--max-lora-rank", field="max_lora_rank", type=int, metavar="RANK",
          help="highest rank of an adapter; each of --max-loras takes memory for it")  # fmt: skip
+    flag("--lora-dtype", field="lora_dtype",
+         help="of adapters' matrices on the devices; auto: the model's. bfloat16 halves what a float32 model reads of "
+         "them")  # fmt: skip
     flag("--max-cpu-loras", field="max_cpu_loras", type=int, metavar="N",
          help="adapters in the host's memory; others are read when they are needed; None: 4 for each of "
          "--max-loras")  # fmt: skip

@@ -82,13 +82,14 @@ class ModelPlan:
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
     def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:
-        """The pool of LoRA adapters. Their matrices are as wide as the model's. A CPU computes in float32, and
-        keeps bfloat16 as it is."""
+        """The pool of LoRA adapters. With lora_dtype "auto" their matrices are as wide as the model's. A CPU computes
+        in float32, and keeps bfloat16 as it is."""
         if not config.enable_lora:
             return None
         stored = self.model.dtype if config.dtype == "auto" else config.dtype
-        narrow = self.dtype == np.float32 and stored == "bfloat16"
-        return PoolSizes(config.max_loras, config.max_lora_rank, jnp.dtype(stored) if narrow else self.dtype)
+        own = jnp.dtype(stored) if self.dtype == np.float32 and stored == "bfloat16" else self.dtype
+        dtype = own if config.lora_dtype == "auto" else jnp.dtype(config.lora_dtype)
+        return PoolSizes(config.max_loras, config.max_lora_rank, dtype)
 
 
 def _token_of(tokenizer: Path, folder: Path, text: str) -> int:

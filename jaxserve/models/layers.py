@@ -68,10 +68,9 @@ class Linear(nn.Module):
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         # The weight is stored as a matrix. Devices lay out arrays of more axes differently and copy them at each use.
         axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
-        multiply = self.ops.product if self.in_parts else self.ops.linear
         rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
-        y = multiply(rows, weight(self, "kernel", init, axes, shape, self.dtype), axes)
-        y = self.ops.adapted(y, rows, adapters(self), axes)
+        kernel = weight(self, "kernel", init, axes, shape, self.dtype)
+        y = self.ops.adapted(rows, kernel, adapters(self), axes, self.in_parts)
         bias = None
         if self.use_bias:
             bias = weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
@@ -100,7 +99,7 @@ class Embedding(nn.Module):
     def logits(self, hidden: jax.Array, stack: AdapterStack | None = None) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]. `stack` is what adapters of the output head add."""
         axes = ("vocab", "embed")
-        return self.ops.adapted(self.ops.linear(hidden, self.table, axes), hidden, stack, axes)
+        return self.ops.adapted(hidden, self.table, stack, axes)
 
 
 class LearnedPositions(nn.Module):

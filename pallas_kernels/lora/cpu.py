@@ -1,9 +1,14 @@
-"""LoRA adapters on CPU, in C++ (`cpu_lora.cc`).
+"""LoRA adapters on CPU, in C++ (`cpu_lora.h`, `cpu_lora.cc`).
 
-Grid: of A, four rows and the tokens of one adapter; of B, 512 outputs and the tokens of one adapter. Threads take
-  equal numbers of these.
+Grid: of A, up to 16 rows and the tokens of one adapter; of B, the outputs and the tokens of one adapter, in pieces of
+  512 outputs if there are few adapters. Threads take equal numbers of these.
 Traffic: the matrices of the adapters in the batch, once, up to their ranks; x once per piece, from the CPU's cache.
-Pipeline: none; the processor fetches matrices ahead, because they are read in their order.
+Pipeline: with a weight in panels, one call does the whole product (`matmul`). While a thread multiplies a piece of a
+  weight of floats, it prefetches the rows of A that it multiplies next, and their adapters' B. With several rows the
+  weight keeps the arithmetic units busy and memory idle, so that the matrices cost little more than their
+  multiplications.
+
+A row's results do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -12,12 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels import cpu, cpu_panels
 from jaxserve.pallas_kernels.cpu_build import LORA
 from jaxserve.pallas_kernels.lora import reference
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
+from jaxserve.pallas_kernels.types import PanelArray
 
 MOST_PARTS = 3
+
+
+def supports(x: jax.Array, stack: AdapterStack) -> bool:
+    """Whether the kernels multiply x with the matrices of a stack."""
+    types = x.dtype == jnp.float32 and stack.a.dtype in (jnp.float32, jnp.bfloat16)
+    return types and stack.parts <= MOST_PARTS and cpu.available(LORA)
 
 
 def add_adapters(
@@ -29,15 +41,31 @@ def add_adapters(
     axes: tuple[str | None, str | None] = (None, None),
 ) -> jax.Array:
     """See `reference.add_adapters`, which is called for what the kernel does not support."""
-    floats = y.dtype == x.dtype == jnp.float32 and stack.a.dtype in (jnp.float32, jnp.bfloat16)
-    if not floats or len(y) != len(x) or stack.parts > MOST_PARTS or not cpu.available(LORA):
+    if y.dtype != jnp.float32 or len(y) != len(x) or not supports(x, stack):
         return reference.add_adapters(y, x, stack, place, count, axes)
-    widths = (*stack.widths, 0, 0)[:MOST_PARTS]
-    sizes = {name: np.int64(width) for name, width in zip(("first", "second", "third"), widths, strict=True)}
-    shape = jax.ShapeDtypeStruct(y.shape, jnp.float32)
-    call = jax.ffi.ffi_call("jaxserve_add_adapters", shape, input_output_aliases={0: 0})
-    rows = jnp.int32(len(y)) if count is None else count
-    return call(y, x, stack.a, stack.b, place, stack.ranks, rows, **sizes)
+    call = jax.ffi.ffi_call("jaxserve_add_adapters", _like(y), input_output_aliases={0: 0})
+    return call(y, x, _rows(x, count), *_arrays(stack, place), **_widths(stack))
+
+
+def matmul(
+    x: jax.Array, w: PanelArray, stack: AdapterStack, place: jax.Array, count: jax.Array | None = None
+) -> jax.Array:
+    """`cpu_panels.matmul` with what adapters add. Requires `supports`."""
+    shape = jax.ShapeDtypeStruct((len(x), w.shape[0]), jnp.float32)
+    sizes = {"out": np.int64(w.shape[0]), "inputs": np.int64(w.shape[1])}
+    sizes["arithmetic"] = np.int64(cpu_panels.ARITHMETIC[w.arithmetic])
+    call = jax.ffi.ffi_call("jaxserve_adapted_matmul", shape)
+    return call(x, w.data, w.table, _rows(x, count), *_arrays(stack, place), **sizes, **_widths(stack))
+
+
+def add_to_embeddings(
+    x: jax.Array, ids: jax.Array, stack: AdapterStack, place: jax.Array, count: jax.Array | None = None
+) -> jax.Array:
+    """See `reference.add_to_embeddings`, which is called for what the kernel does not support."""
+    if not supports(x, stack):
+        return reference.add_to_embeddings(x, ids, stack, place)
+    call = jax.ffi.ffi_call("jaxserve_add_to_embeddings", _like(x), input_output_aliases={0: 0})
+    return call(x, ids, _rows(x, count), *_arrays(stack, place), **_widths(stack))
 
 
 def add_expert_adapters(
@@ -47,3 +75,20 @@ def add_expert_adapters(
     experts = stack.a.shape[1]
     where = jnp.where(place >= 0, place * experts + expert, -1)
     return add_adapters(y.astype(jnp.float32), x, stack.of_experts(), where, jnp.sum(sizes))
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _rows(x: jax.Array, count: jax.Array | None) -> jax.Array:
+    return jnp.int32(len(x)) if count is None else count
+
+
+def _arrays(stack: AdapterStack, place: jax.Array) -> tuple[jax.Array, ...]:
+    return stack.a, stack.b, place, stack.ranks
+
+
+def _widths(stack: AdapterStack) -> dict[str, np.int64]:
+    widths = (*stack.widths, 0, 0)[:MOST_PARTS]
+    return {name: np.int64(width) for name, width in zip(("first", "second", "third"), widths, strict=True)}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import cpu as cpu_kernels
+from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.cpu_build import LORA
 from jaxserve.pallas_kernels.lora import cpu, reference
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
@@ -96,18 +97,66 @@ def test_experts(backend, widths, out):
     np.testing.assert_allclose(made[:-2], wanted, atol=1e-4)
 
 
-def test_embeddings():
-    rng, vocab, hidden, tokens = np.random.default_rng(4), 50, 12, 20
-    a, b = rng.normal(size=(PLACES, vocab, RANK)), rng.normal(size=(PLACES, RANK, hidden))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("which", ["reference", "cpu"])
+def test_embeddings(which, dtype):
+    if which == "cpu" and not cpu_kernels.available(LORA):
+        pytest.skip("no C++ compiler")
+    rng, vocab, hidden, tokens = np.random.default_rng(4), 50, 37, 20
+    a, b = (jnp.asarray(rng.normal(size=(PLACES, *shape)), dtype) for shape in ((vocab, RANK), (RANK, hidden)))
     ranks = rng.integers(0, RANK + 1, (PLACES, 3))
-    stack = AdapterStack(*(jnp.asarray(x, jnp.float32) for x in (a, b)), jnp.asarray(ranks, jnp.int32), (vocab,))
+    stack = AdapterStack(a, b, jnp.asarray(ranks, jnp.int32), (vocab,))
     ids, place = rng.integers(0, vocab, tokens), rng.integers(-1, PLACES, tokens)
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), jnp.float32)
-    wanted = np.asarray(x, np.float64)
+    wanted, (a, b) = np.asarray(x, np.float64), (np.asarray(array, np.float64) for array in (a, b))
     for token, where in enumerate(place):
         if where >= 0:
             rank = ranks[where, 0]
             wanted[token] += a[where, ids[token], :rank] @ b[where, :rank]
+    add = {"reference": reference, "cpu": cpu}[which].add_to_embeddings
     with jax.default_matmul_precision("highest"):
-        made = reference.add_to_embeddings(x, jnp.asarray(ids), stack, jnp.asarray(place))
+        made = jax.jit(add)(x, jnp.asarray(ids, jnp.int32), stack, jnp.asarray(place, jnp.int32))
     np.testing.assert_allclose(made, wanted, atol=1e-4)
+
+
+def draw_panels(rng, dtype, out: int, arithmetic: str):
+    w = rng.normal(size=(out, INPUTS)).astype(np.float32)
+    return jax.tree.map(jnp.asarray, cpu_panels.pack_floats(w.astype(jnp.dtype(dtype)), arithmetic))
+
+
+@pytest.mark.skipif(not cpu_kernels.available(LORA), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("widths", "out"), WIDTHS)
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+def test_products_in_one_call(widths, out, tokens, dtype):
+    """A product in panels and its adapters are what the two products are one after the other; in bfloat16 x is rounded
+    for both. No row depends on the others or on their number."""
+    rng = np.random.default_rng(tokens)
+    stack, _, x = draw(rng, widths, out, tokens, dtype)
+    place = jnp.asarray(rng.integers(-1, PLACES, tokens), jnp.int32)
+    w = draw_panels(rng, dtype, out, dtype)
+    made = np.asarray(jax.jit(cpu.matmul)(x, w, stack, place))
+    read = [x.astype(jnp.bfloat16).astype(jnp.float32)] if dtype == "bfloat16" else []
+    errors = [
+        np.abs(made - expected(stack, cpu_panels.matmul(one, w), one, place)).max() for one in [x, *read]
+    ]  # without the processor's products of pairs, x is not rounded
+    assert min(errors) < 1e-4
+    for token in range(tokens):
+        alone = jax.jit(cpu.matmul)(x[token : token + 1], w, stack, place[token : token + 1])
+        np.testing.assert_array_equal(alone[0], made[token])
+    same = jnp.full(tokens, 2, jnp.int32)  # one adapter for all, in tiles of several tokens
+    shared = np.asarray(jax.jit(cpu.matmul)(x, w, stack, same))
+    for token in range(tokens):
+        alone = jax.jit(cpu.matmul)(x[token : token + 1], w, stack, same[:1])
+        np.testing.assert_array_equal(alone[0], shared[token])
+
+
+@pytest.mark.skipif(not cpu_kernels.available(LORA), reason="no C++ compiler")
+def test_rows_of_a_product_that_matter():
+    rng = np.random.default_rng(2)
+    stack, _, x = draw(rng, (96,), 96, 9, jnp.float32)
+    place = jnp.asarray([0, 1, -1, 3, 4, 99, 0, 0, 0], jnp.int32)
+    w = draw_panels(rng, "float32", 96, "float32")
+    made = jax.jit(cpu.matmul)(x.at[6:].set(jnp.inf), w, stack, place, jnp.int32(6))
+    wanted = expected(stack, cpu_panels.matmul(x, w), x, jnp.where(place == 99, -1, place))
+    np.testing.assert_allclose(made[:6], wanted[:6], atol=1e-4)

@@ -1,0 +1,319 @@
+// What LoRA adapters add to a product: for each token, y += (x A^T) B with the matrices of its own adapter. x and y are
+// float32, the matrices float32 or bfloat16.
+//
+// Tokens are sorted by adapter, so that each matrix is read once. Parts that an adapter does not change, and rows of the
+// matrices beyond its rank, are not read. The order of each sum is fixed, so a token's results do not depend on others.
+
+#pragma once
+
+#include <vector>
+
+#include "cpu_threads.h"
+#include "cpu_vectors.h"
+
+// Two vectors of numbers [2 * kWidth]. A format may arrange them in another order, in which all others then are, too.
+struct Two {
+  Floats first, second;
+};
+static inline Floats add_two(Floats sum, Two left, Two right) {
+  return fused(left.second, right.second, fused(left.first, right.first, sum));
+}
+template <size_t... I>
+static inline Two apart(Two v, std::index_sequence<I...>) {  // numbers at even places, and at odd ones
+  return {__builtin_shufflevector(v.first, v.second, static_cast<int>(2 * I)...),
+          __builtin_shufflevector(v.first, v.second, static_cast<int>(2 * I + 1)...)};
+}
+template <size_t... I>
+static inline Two together(Two v, std::index_sequence<I...>) {
+  return {__builtin_shufflevector(v.first, v.second, static_cast<int>(I / 2 + I % 2 * kWidth)...),
+          __builtin_shufflevector(v.first, v.second, static_cast<int>(kWidth / 2 + I / 2 + I % 2 * kWidth)...)};
+}
+
+// Formats of the matrices' numbers, and of x where it is multiplied with A. add: sum += left * 2 * kWidth numbers of a row
+// of A. factors: what the rows of B are multiplied with; where parts alternate, it is a pair
+// of numbers for each pair of outputs.
+struct Full {
+  typedef float Number;
+  static inline Two widen(const float* from) { return {load<Floats>(from), load<Floats>(from + kWidth)}; }
+  static inline Two arrange(Two v) { return v; }
+  static inline Two restore(Two v) { return v; }
+  template <bool kAlternate>
+  static inline Two factors(const float* low) {
+    typedef double Doubles __attribute__((vector_size(4 * kWidth)));
+    const Floats both = kAlternate ? (Floats)(load<double>(low) - Doubles{}) : *low - Floats{};
+    return {both, both};
+  }
+  static inline float one(float x) { return x; }
+  typedef float Input;
+  typedef Two Left;
+  static inline Left left(const float* x, int64_t k) { return widen(x + k); }
+  static inline float input(const float* x, int64_t k) { return x[k]; }
+  static inline Floats add(Floats sum, Left left, const float* row) { return add_two(sum, left, widen(row)); }
+};
+struct Half {  // bfloat16, which lie in pairs in the lanes of a vector
+  typedef uint16_t Number;
+  static inline Two widen(const uint16_t* from) {
+    Ints both = load<Ints>(from);
+    keep(both);
+    return {(Floats)(both << 16), (Floats)(both & -65536)};
+  }
+  static inline Two arrange(Two v) { return apart(v, Lanes()); }
+  static inline Two restore(Two v) { return together(v, Lanes()); }
+  template <bool kAlternate>
+  static inline Two factors(const float* low) {
+    return {low[0] - Floats{}, low[kAlternate] - Floats{}};
+  }
+  static inline float one(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+  typedef float Input;
+  typedef Two Left;
+  static inline Left left(const float* x, int64_t k) { return arrange(Full::widen(x + k)); }
+  static inline float input(const float* x, int64_t k) { return x[k]; }
+  static inline Floats add(Floats sum, Left left, const uint16_t* row) { return add_two(sum, left, widen(row)); }
+};
+#if defined(__AVX512BF16__) && CPU_WIDTH == 16
+#define HAS_PAIRS
+struct Paired : Half {  // x is rounded to pairs of bfloat16, too
+  typedef int32_t Input;
+  typedef __m512i Left;
+  static inline Left left(const int32_t* x, int64_t k) { return load<__m512i>(x + k / 2); }
+  static inline float input(const int32_t* x, int64_t k) { return one(reinterpret_cast<const uint16_t*>(x)[k]); }
+  static inline Floats add(Floats sum, Left left, const uint16_t* row) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)load<__m512i>(row), (__m512bh)left);
+  }
+};
+#endif
+
+constexpr int kSums = kRegisters / 2;  // vectors of sums in a tile
+constexpr int kMostTokens = 4, kMostRows = 8;  // of a tile
+constexpr int64_t kOutputs = 512;      // of a piece of work, if few adapters are to be divided among threads
+constexpr int64_t kWork = 1 << 15;     // multiplications for which another thread pays
+constexpr int64_t kAdapterBytes = 8 << 20;  // of matrices B that are prefetched: they must stay in the last cache
+
+// A piece of the work for the tokens order[first] .. order[first + count - 1], which have the same adapter: rows
+// [from, to) of a part of A, or outputs [from, to) of B. rows_of_b: the rows of B of an adapter's first piece, else 0.
+struct Piece {
+  int64_t first, count, place, part, from, to, rows_of_b;
+};
+
+// low = x . a for M tokens and N rows of a, of which `rows` exist; numbers of a token's are `step` apart.
+template <class T, int M, int N>
+static void shrink_tile(const typename T::Input* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
+                        int64_t row, int64_t step) {
+  const typename T::Number* w[N];
+  for (int n = 0; n < N; n++) w[n] = a + std::min<int64_t>(n, rows - 1) * in;
+  Reg sums[std::max(M * N, kWidth)] = {};
+  int64_t k = 0;
+  for (; k + 2 * kWidth <= in; k += 2 * kWidth) {
+    typename T::Left left[M];
+    for (int m = 0; m < M; m++) left[m] = T::left(x[m], k);
+    for (int n = 0; n < N; n++)
+      for (int m = 0; m < M; m++) sums[m * N + n] = T::add(sums[m * N + n], left[m], w[n] + k);
+  }
+  float totals[std::max(M * N, kWidth)];
+  for (int i = 0; i < M * N; i += kWidth) reg(totals + i) = fold<kWidth>(sums + i);
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < rows && n < N; n++) {
+      float sum = totals[m * N + n];
+      for (int64_t i = k; i < in; i++) sum += T::input(x[m], i) * T::one(w[n][i]);
+      low[m * row + n * step] = sum;
+    }
+}
+
+// The same for any number of rows of a.
+template <class T, int M, int N = std::min(kSums / M, kMostRows)>
+static void shrink_rows(const typename T::Input* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
+                        int64_t row, int64_t step) {
+  for (; rows > 0; rows -= N, a += N * in, low += N * step) {
+    if constexpr (N > kSums / kMostTokens)
+      if (rows <= N / 2) return shrink_rows<T, M, N / 2>(x, in, a, rows, low, row, step);
+    shrink_tile<T, M, N>(x, in, a, rows, low, row, step);
+  }
+}
+
+// y[from .. to) += low . b for M tokens, with b [rank, out]. Where parts alternate, each pair of outputs has a pair of
+// factors.
+template <class T, int M, bool kAlternate, int C = kSums / M / 2>
+static void expand_tile(float* const* y, int64_t out, const float* low, int64_t row, const typename T::Number* b,
+                        int64_t rank, int64_t from, int64_t to) {
+  constexpr int64_t kOne = 2 * kWidth;  // outputs of two vectors
+  for (; from + C * kOne <= to; from += C * kOne) {
+    Two sums[M][C];
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) sums[m][c] = T::arrange(Full::widen(y[m] + from + c * kOne));
+    for (int64_t r = 0; r < rank; r++) {
+      Two left[M];
+      for (int m = 0; m < M; m++) left[m] = T::template factors<kAlternate>(low + m * row + (kAlternate ? 2 * r : r));
+      for (int c = 0; c < C; c++) {
+        const Two right = T::widen(b + r * out + from + c * kOne);
+        for (int m = 0; m < M; m++) {
+          sums[m][c].first = fused(left[m].first, right.first, sums[m][c].first);
+          sums[m][c].second = fused(left[m].second, right.second, sums[m][c].second);
+        }
+      }
+    }
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) {
+        const Two made = T::restore(sums[m][c]);
+        reg(y[m] + from + c * kOne) = made.first, reg(y[m] + from + c * kOne + kWidth) = made.second;
+      }
+  }
+  if constexpr (C > 1) return expand_tile<T, M, kAlternate, C / 2>(y, out, low, row, b, rank, from, to);
+  for (; from < to; from++)
+    for (int m = 0; m < M; m++) {
+      float sum = y[m][from];
+      for (int64_t r = 0; r < rank; r++)
+        sum += low[m * row + (kAlternate ? 2 * r + from % 2 : r)] * T::one(b[r * out + from]);
+      y[m][from] = sum;
+    }
+}
+
+// Calls f(std::integral_constant<int, M>, first) for tiles of up to kMostTokens of `count` tokens.
+template <class F>
+static void by_tile(int64_t count, F f) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) f(std::integral_constant<int, 4>(), i);
+  if (count - i >= 2) f(std::integral_constant<int, 2>(), i), i += 2;
+  if (i < count) f(std::integral_constant<int, 1>(), i);
+}
+
+// The adapters of some tokens, at one product of the model.
+struct Adapters {
+  const float* x;                    // [tokens, in]
+  float* y;                          // [tokens, out]
+  const void *a, *b;                 // [places, parts * rank, in] and [places, rank, out]
+  const int32_t* ranks;              // [places, stride]
+  int64_t in, out, parts, rank, stride;
+  bool half, alternate;              // alternate: parts belong to outputs in turns of one
+  int64_t width[3] = {};
+  std::vector<int32_t> order;        // tokens by adapter
+  std::vector<float> low;            // [tokens, parts * rank], or where parts alternate [tokens, rank, 2]
+  std::vector<Piece> shrinks, expands;
+  int64_t shrinking = 0, expanding = 0;  // multiplications
+  int64_t bytes_of_b = 0;            // in all pieces
+
+  // Arguments of the call from `first` on: a, b, the place of each token's adapter or -1, ranks [places, parts or more].
+  // Its attributes `first`, `second` and `third` are the widths of the parts.
+  Adapters(const Call& call, int64_t first, const float* x, int64_t tokens, float* y) : x(x), y(y) {
+    const Array &a_of = call.argument(first), &b_of = call.argument(first + 1), &ranks_of = call.argument(first + 3);
+    a = a_of.data, b = b_of.data, half = a_of.dtype == XLA_FFI_DataType_BF16;
+    in = a_of.dims[2], out = b_of.dims[2], rank = b_of.dims[1];
+    ranks = data<int32_t>(ranks_of), stride = ranks_of.dims[1];
+    width[0] = call.attribute<int64_t>("first"), width[1] = call.attribute<int64_t>("second");
+    width[2] = call.attribute<int64_t>("third");
+    parts = 1 + (width[1] > 0) + (width[2] > 0);
+    alternate = parts == 2 && width[0] == 1 && width[1] == 1;
+    sort(data<int32_t>(call.argument(first + 2)), tokens, a_of.dims[0], call.num_threads());
+  }
+
+  // Orders tokens, which have adapters at these places, and divides their work into pieces.
+  void sort(const int32_t* place, int64_t tokens, int64_t places, int64_t threads) {
+    for (int64_t t = 0; t < tokens; t++)
+      if (place[t] >= 0 && place[t] < places) order.push_back(t);
+    if (order.empty()) return;
+    std::stable_sort(order.begin(), order.end(), [=](int32_t s, int32_t t) { return place[s] < place[t]; });
+    low.resize(order.size() * parts * rank);
+    std::vector<int64_t> begins;
+    for (size_t i = 0; i < order.size(); i++)
+      if (!i || place[order[i]] != place[order[i - 1]]) begins.push_back(i);
+    const bool few = static_cast<int64_t>(begins.size()) < 4 * threads;
+    begins.push_back(order.size());
+    for (size_t i = 0; i + 1 < begins.size(); i++)
+      divide(begins[i], begins[i + 1] - begins[i], place[order[begins[i]]], few ? kOutputs : out);
+  }
+
+  // Adds the pieces of an adapter, with at most `most` outputs each.
+  void divide(int64_t first, int64_t count, int64_t place, int64_t most) {
+    const int32_t* own = ranks + place * stride;
+    const int64_t rows = kSums / (count >= 4 ? 4 : count >= 2 ? 2 : 1), highest = *std::max_element(own, own + parts);
+    int64_t of_b = highest, begin = 0;
+    for (int64_t p = 0; p < parts; p++)
+      for (int64_t r = 0; r < own[p]; r += rows, of_b = 0) {
+        shrinks.push_back({first, count, place, p, r, std::min<int64_t>(r + rows, own[p]), of_b});
+        shrinking += count * rows * in, bytes_of_b += of_b * row_of_b();
+      }
+    const auto add = [&](int64_t part, int64_t rank, int64_t from, int64_t to) {
+      for (int64_t n = from; rank && n < to; n += most)
+        expands.push_back({first, count, place, part, n, std::min(n + most, to)});
+      expanding += count * rank * (to - from);
+    };
+    if (parts == 1 || alternate) return add(0, highest, 0, out);
+    while (begin < out)
+      for (int64_t p = 0; p < parts; begin += width[p++]) add(p, own[p], begin, begin + width[p]);
+  }
+
+  int64_t row_of_a() const { return in * (half ? 2 : 4); }  // bytes
+  int64_t row_of_b() const { return out * (half ? 2 : 4); }
+
+  // Calls f(address, bytes) with the memory that a piece of A needs, and with that which later pieces of B need.
+  template <class F>
+  void reads(const Piece& piece, F f) const {
+    const int64_t row = (piece.place * parts + piece.part) * rank + piece.from;
+    f(static_cast<const uint8_t*>(a) + row * row_of_a(), (piece.to - piece.from) * row_of_a());
+    if (piece.rows_of_b && bytes_of_b <= kAdapterBytes)
+      f(static_cast<const uint8_t*>(b) + piece.place * rank * row_of_b(), piece.rows_of_b * row_of_b());
+  }
+
+  template <class T>
+  const typename T::Number* rows_of_a(const Piece& piece) const {
+    return static_cast<const typename T::Number*>(a) + ((piece.place * parts + piece.part) * rank + piece.from) * in;
+  }
+
+  template <class T>
+  const typename T::Number* rows_of_b(const Piece& piece) const {
+    return static_cast<const typename T::Number*>(b) + piece.place * rank * out;
+  }
+
+  // inputs: x as the format has it, with rows of this size.
+  template <class T>
+  void shrink(const Piece& piece, const typename T::Input* inputs, int64_t size) {
+    const int64_t row = parts * rank, step = alternate ? parts : 1;
+    float* to = low.data() + piece.first * row + (alternate ? piece.part + 2 * piece.from : piece.part * rank + piece.from);
+    by_tile(piece.count, [&](auto tall, int64_t i) {
+      const typename T::Input* rows[tall];
+      for (int m = 0; m < tall; m++) rows[m] = inputs + order[piece.first + i + m] * size;
+      shrink_rows<T, tall>(rows, in, rows_of_a<T>(piece), piece.to - piece.from, to + i * row, row, step);
+    });
+  }
+
+  template <class T>
+  void expand(const Piece& piece) {
+    const int32_t* own = ranks + piece.place * stride;
+    const int64_t row = parts * rank, count = alternate ? std::max(own[0], own[1]) : own[piece.part];
+    const float* from = low.data() + piece.first * row + (alternate ? 0 : piece.part * rank);
+    by_tile(piece.count, [&](auto tall, int64_t i) {
+      float* rows[tall];
+      for (int m = 0; m < tall; m++) rows[m] = y + order[piece.first + i + m] * out;
+      const auto tile = alternate ? expand_tile<T, tall, true> : expand_tile<T, tall, false>;
+      tile(rows, out, from + i * row, row, rows_of_b<T>(piece), count, piece.from, piece.to);
+    });
+  }
+
+  // Multiplies with the pieces [first, end) of A. pairs: x rounded to pairs of bfloat16, `row` pairs for each token; null:
+  // it is not rounded.
+  void shrink(int64_t first, int64_t end, const int32_t* pairs = nullptr, int64_t row = 0) {
+    for (; first < end; first++) {
+      if (!half) shrink<Full>(shrinks[first], x, in);
+      if (half && !pairs) shrink<Half>(shrinks[first], x, in);
+#ifdef HAS_PAIRS
+      if (half && pairs) shrink<Paired>(shrinks[first], pairs, row);
+#endif
+    }
+  }
+
+  void shrink_all(const Call& call) {
+    in_turns(call, shrinks.size(), shrinking, [this](int64_t first, int64_t end) { shrink(first, end); });
+  }
+
+  void expand_all(const Call& call) {
+    in_turns(call, expands.size(), expanding, [this](int64_t first, int64_t end) {
+      for (; first < end; first++) half ? expand<Half>(expands[first]) : expand<Full>(expands[first]);
+    });
+  }
+
+  template <class F>
+  static void in_turns(const Call& call, int64_t count, int64_t work, F f) {
+    if (!count) return;
+    const int64_t turns = std::clamp<int64_t>(work / kWork, 1, std::min<int64_t>(16, count));
+    parallel_for(call, turns, [=](int64_t turn) { f(turn * count / turns, (turn + 1) * count / turns); });
+  }
+};
