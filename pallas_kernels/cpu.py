@@ -43,6 +43,7 @@ FUNCTIONS = {
         "jaxserve_rope": "Rope",
         "jaxserve_silu_gate": "SiluGate",
         "jaxserve_arg_max": "ArgMax",
+        "jaxserve_log_softmax": "LogSoftmax",
         "jaxserve_untouched": "Untouched",
         "jaxserve_zeros": "Zeros",
     },
@@ -140,6 +141,13 @@ def arg_max(x: jax.Array, count: jax.Array | None = None) -> jax.Array:
     return call(x, jnp.int32(len(x)) if count is None else count)
 
 
+def log_softmax(x: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """`jax.nn.log_softmax` of float32 x [rows, size]; `count` as in `arg_max`. A row's result does not depend on other
+    rows, nor on their number. Requires a CPU with kernels."""
+    call = jax.ffi.ffi_call("jaxserve_log_softmax", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, jnp.int32(len(x)) if count is None else count)
+
+
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """See `ops.matmul`."""
     return _call("jaxserve_matmul", ops.matmul, (x.shape[0], w.shape[0]), (x, w), count)
@@ -172,6 +180,10 @@ class CpuOps(ops.Ops):
     @property
     def arg_max(self) -> Callable[[jax.Array], jax.Array] | None:
         return partial(arg_max, count=self.count) if available() else None
+
+    @property
+    def log_softmax(self) -> Callable[[jax.Array], jax.Array]:
+        return partial(log_softmax, count=self.count) if available() else super().log_softmax
 
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None

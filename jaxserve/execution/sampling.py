@@ -59,6 +59,7 @@ def sample(
     before: jax.Array | None = None,
     kernel: Callable[..., jax.Array] | None = None,
     arg_max: Callable[[jax.Array], jax.Array] | None = None,
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
     ids: jax.Array | None = None,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
@@ -68,7 +69,7 @@ def sample(
     position of the sampled token; together with the seed it determines the noise.
     `masks`, int32 [rows, words], has a bit for each token: whether it may be sampled.
     `kernel` draws in one launch, as `Ops.draw`; `arg_max` finds the most likely tokens, as `Ops.arg_max`. Both are None
-    where the device has no such kernel. `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary
+    where the device has no such kernel. `log_softmax` is that of `Ops`. `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary
     that is a part of the model's; the sampled tokens are columns.
     """
     if sampler is Sampler.ANY and masks is None and arg_max is not None:
@@ -78,10 +79,10 @@ def sample(
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, before, sampler, None, ids),
+            lambda logits: _sample(logits, words, seen, position, None, before, sampler, None, log_softmax, ids),
             logits,
         )
-    return _sample(logits, words, seen, position, masks, before, sampler, kernel, ids)
+    return _sample(logits, words, seen, position, masks, before, sampler, kernel, log_softmax, ids)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -101,6 +102,7 @@ def _sample(
     before: jax.Array | None,
     sampler: Sampler,
     kernel: Callable[..., jax.Array] | None,
+    log_softmax: Callable[[jax.Array], jax.Array],
     ids: jax.Array | None,
 ) -> Sampled:
     raw, params = logits, decode_slots(words)
@@ -118,9 +120,8 @@ def _sample(
     tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
-    return Sampled(
-        tokens, _where_any(any_, params.logprobs, partial(score_tokens, sorts=any_), _no_scores, raw, tokens)
-    )
+    score = partial(score_tokens, sorts=any_, log_softmax=log_softmax)
+    return Sampled(tokens, _where_any(any_, params.logprobs, score, _no_scores, raw, tokens))
 
 
 def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
@@ -128,12 +129,18 @@ def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwi
     return lax.cond(jnp.any(wanted), function, otherwise, *args) if at_run_time else function(*args)
 
 
-def score_tokens(logits: jax.Array, tokens: jax.Array, *, sorts: bool) -> jax.Array:
+def score_tokens(
+    logits: jax.Array,
+    tokens: jax.Array,
+    *,
+    sorts: bool,
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
+) -> jax.Array:
     """Packed log-probabilities of `tokens` [rows] and of the most likely tokens. See Sampled.scores.
 
     `sorts` finds the most likely tokens by `lax.top_k`, which is fast on CPU. On GPUs XLA sorts whole rows for it.
     """
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
     rank = jnp.sum(logprobs > chosen, axis=-1, keepdims=True, dtype=jnp.int32) + 1
     count = min(MAX_LOGPROBS, logits.shape[-1])

@@ -275,7 +275,8 @@ def _sample(
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
         kernel, arg_max = model.ops.draw, model.ops.arg_max
         given = words, seen, position, masks
-        return sample(logits, *given, sampler=sampler, before=before, kernel=kernel, arg_max=arg_max)
+        options: Any = {"kernel": kernel, "arg_max": arg_max, "log_softmax": model.ops.log_softmax}
+        return sample(logits, *given, sampler=sampler, before=before, **options)
 
     model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
@@ -311,15 +312,13 @@ def score_prompt(
     """
     count, (rows, targets, *places) = packed[0], jnp.split(packed[1:], 2 if model.ops.add_adapters is None else 3)
 
-    def score(logits: jax.Array, tokens: jax.Array, _: None) -> jax.Array:
-        return score_tokens(logits, tokens, sorts=on_cpu)
-
     def score_some(i: jax.Array, scores: jax.Array) -> jax.Array:
         some, tokens, *where = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets, *places))
         counting = model.counting(jnp.clip(count - i * each, 0, each))
         if where:
             counting = counting.adapted_by(where[0])
-        new = from_logits(score, counting, params, hidden[some], (tokens,), None, mesh)
+        scored = partial(score_tokens, sorts=on_cpu, log_softmax=counting.ops.log_softmax)
+        new = from_logits(lambda logits, tokens, _: scored(logits, tokens), counting, params, hidden[some], (tokens,), None, mesh)
         return lax.dynamic_update_slice_in_dim(scores, new, i * each, 0)
 
     turns = (count + each - 1) // each if on_cpu else len(rows) // each
