@@ -1,5 +1,6 @@
 // Matmul, norm, rotary positions and gate on CPU in float32, called by XLA through its foreign function interface.
 
+#include "cpu_filter.h"
 #include "cpu_kernels.h"
 
 #include <cmath>
@@ -178,6 +179,21 @@ static void log_softmax(const Call& call) {
   });
 }
 DEFINE_HANDLER(LogSoftmax, log_softmax, kF32, kS32)
+
+// Filters the first `count` rows of x [rows, size] by top_k, top_p and min_p [rows]. Other rows are copied.
+static void filter(const Call& call) {
+  const Array& x = call.argument(0);
+  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(4))), size = x.dims[1];
+  const float *xs = data<float>(x), excluded = call.attribute<float>("excluded");
+  const int32_t* top_k = data<int32_t>(call.argument(1));
+  const float *top_p = data<float>(call.argument(2)), *min_p = data<float>(call.argument(3));
+  float* ys = data<float>(call.result());
+  std::copy(xs + rows * size, xs + x.dims[0] * size, ys + rows * size);
+  parallel_for(call, rows, [=](int64_t row) {
+    filter_row(xs + row * size, size, top_k[row], top_p[row], min_p[row], excluded, ys + row * size);
+  });
+}
+DEFINE_HANDLER(Filter, filter, kF32, kS32, kF32, kF32, kS32)
 
 // Writes nothing, so that the memory of a large result stays reserved by the system but not provided yet.
 static void untouched(const Call&) {}

@@ -201,6 +201,11 @@ class Ops:
         return None
 
     @property
+    def filter_logits(self) -> Callable[..., jax.Array] | None:
+        """Drops tokens of each row of logits, as `cpu.filter_logits`; None without a kernel."""
+        return None
+
+    @property
     def log_softmax(self) -> Callable[[jax.Array], jax.Array]:
         """The log-probabilities of float32 logits [rows, vocab], for rows that matter."""
         return jax.nn.log_softmax

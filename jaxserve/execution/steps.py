@@ -23,7 +23,7 @@ from jaxserve.execution.drafting import remember
 from jaxserve.execution.forward import ModelInput, forward
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import from_logits, replicate
-from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
+from jaxserve.execution.sampling import SCORE_WORDS, RowKernels, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.execution.slots import SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
@@ -273,10 +273,8 @@ def _sample(
     before: jax.Array | None = None,
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
-        kernel, arg_max = model.ops.draw, model.ops.arg_max
         given = words, seen, position, masks
-        options: Any = {"kernel": kernel, "arg_max": arg_max, "log_softmax": model.ops.log_softmax}
-        return sample(logits, *given, sampler=sampler, before=before, **options)
+        return sample(logits, *given, sampler=sampler, before=before, kernels=RowKernels.of(model.ops))
 
     model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
