@@ -149,11 +149,9 @@ def log_softmax(x: jax.Array, count: jax.Array | None = None) -> jax.Array:
     return call(x, jnp.int32(len(x)) if count is None else count)
 
 
-def filter_logits(
-    x: jax.Array, settings: DrawSettings, excluded: float, count: jax.Array | None = None
-) -> jax.Array:
-    """`execution.filters.filter_logits` of float32 x [rows, vocab]; dropped tokens become `excluded`. Sums are in double
-    and in an order of the row's own; `count` as in `arg_max`. Requires a CPU with kernels."""
+def filter_logits(x: jax.Array, settings: DrawSettings, excluded: float, count: jax.Array | None = None) -> jax.Array:
+    """`execution.filters.filter_logits` of float32 x [rows, vocab]; dropped tokens become `excluded`. Sums are in
+    double, in an order of the row's own; `count` as in `arg_max`. Requires a CPU with kernels."""
     call = jax.ffi.ffi_call("jaxserve_filter", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     count = jnp.int32(len(x)) if count is None else count
     limits = settings.top_k.astype(jnp.int32), settings.top_p, settings.min_p

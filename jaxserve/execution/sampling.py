@@ -62,6 +62,9 @@ class RowKernels(NamedTuple):
         return cls(ops.draw, ops.arg_max, ops.filter_logits, ops.log_softmax)
 
 
+NO_KERNELS = RowKernels()
+
+
 def sample(
     logits: jax.Array,
     words: jax.Array,
@@ -71,7 +74,7 @@ def sample(
     *,
     sampler: Sampler = Sampler.ANY,
     before: jax.Array | None = None,
-    kernels: RowKernels = RowKernels(),
+    kernels: RowKernels = NO_KERNELS,
     ids: jax.Array | None = None,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
@@ -86,7 +89,10 @@ def sample(
     if sampler is Sampler.ANY and masks is None and kernels.arg_max is not None:
         # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
         params = decode_slots(words)
-        arg_max, plain = kernels.arg_max, (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
+        arg_max, plain = (
+            kernels.arg_max,
+            (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position),
+        )
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),

@@ -316,7 +316,9 @@ def score_prompt(
         if where:
             counting = counting.adapted_by(where[0])
         scored = partial(score_tokens, sorts=on_cpu, log_softmax=counting.ops.log_softmax)
-        new = from_logits(lambda logits, tokens, _: scored(logits, tokens), counting, params, hidden[some], (tokens,), None, mesh)
+        new = from_logits(
+            lambda logits, tokens, _: scored(logits, tokens), counting, params, hidden[some], (tokens,), None, mesh
+        )
         return lax.dynamic_update_slice_in_dim(scores, new, i * each, 0)
 
     turns = (count + each - 1) // each if on_cpu else len(rows) // each

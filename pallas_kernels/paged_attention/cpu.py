@@ -7,8 +7,8 @@ Traffic: each tile reads its row's keys and values once, starting with the oldes
   scores of a block stay in the CPU's cache.
 Pipeline: with fewer than 10 queries for a head, keys and values are prefetched 16 tokens ahead, across page borders.
   With 10 or more, a block of keys is transposed first, and both products run in strips of 6 queries.
-Order of sums: by position, in blocks of 64. The two ways to compute scores add a head's channels in different orders, so
-  a token may get other bits in a prompt's chunk than as a decode. With `one_order` the second way computes all.
+Order of sums: by position, in blocks of 64. The two ways to compute scores add a head's channels in different orders.
+  So a token may get other bits in a prompt's chunk than as a decode. With `one_order` the second way computes all.
 """
 
 from __future__ import annotations
