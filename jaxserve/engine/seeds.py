@@ -12,8 +12,8 @@ from jaxserve.types import Request
 
 
 class Seeds:
-    """Seeds for requests without one. They are drawn in the order of arrival. The answers of a deterministic engine must
-    not depend on this order. It makes them of the engine's seed and the request, so equal requests get equal answers.
+    """Seeds for requests without one. They are drawn in the order of arrival. The answers of a deterministic engine
+    must not depend on this order. It makes them of its own seed and the request, so equal requests get equal answers.
     """
 
     def __init__(self, config: EngineConfig):

@@ -12,7 +12,7 @@ from test_cpu_panels import BLOCK_TYPES, FLOAT4, float4, gguf
 from jaxserve.execution.filters import EXCLUDED
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.rope_spec import RopeConfig
-from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels
+from jaxserve.pallas_kernels import cpu, cpu_panels
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
@@ -79,10 +79,10 @@ def test_grouped_panels(codes):
 @pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
 def test_mixture_of_experts(arithmetic):
     pack = partial(cpu_panels.pack_floats, arithmetic=arithmetic)
-    stacks = [
-        jax.tree.map(jnp.asarray, cpu_panels.stack((pack(one) for one in normal(6, out, inputs).astype(ml_dtypes.bfloat16)), 6))
-        for out, inputs in ((96, 200), (200, 48))
-    ]  # fmt: skip
+    stacks = []
+    for out, inputs in ((96, 200), (200, 48)):
+        members = normal(6, out, inputs).astype(ml_dtypes.bfloat16)
+        stacks.append(jax.tree.map(jnp.asarray, cpu_panels.stack(map(pack, members), 6)))
     gate = Ops().gate_of("silu")
     chosen = np.stack([RNG.permutation(6)[:3] for _ in range(ROWS)]).astype(np.int32)
     weights = RNG.uniform(0.1, 1, (ROWS, 3)).astype(np.float32)
@@ -96,7 +96,7 @@ def test_routers(experts):
     check_rows(lambda x: route(x, Router(top_k=4, normalized=True)), normal(ROWS, experts))
 
 
-@pytest.mark.parametrize("size", [64, 100, 4096])
+@pytest.mark.parametrize("size", [100, 4096])
 def test_between_products(size):
     ops, scale, bias = cpu.CpuOps(rms_norm=cpu.rms_norm), jnp.asarray(normal(size)), jnp.asarray(normal(size))
     check_rows(lambda x: cpu.rms_norm(x, scale, 1e-5), normal(ROWS, size))
@@ -112,7 +112,7 @@ def test_rotary_positions():
     check_rows(lambda p, x: cpu.rope(x, angles(p).cos, angles(p).sin), positions, normal(ROWS, 3, 100))
 
 
-@pytest.mark.parametrize("vocab", [50, 4096, 151_936])
+@pytest.mark.parametrize("vocab", [50, 151_936])
 def test_rows_of_logits(vocab):
     logits = 3 * normal(ROWS, vocab)
     top_k = (RNG.integers(0, 100, ROWS) * RNG.integers(0, 2, ROWS)).astype(np.int32)
