@@ -196,6 +196,8 @@ class EngineConfig:
       kv_offload_dir: folder for the same pages in files, which the next engine with the same model and settings finds;
         only this user may enter it. None: there are no files. Needs kv_offload_gib.
       kv_offload_dir_gib: most GiB of these files.
+      deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one kind of
+        processor. Settings and models for which this is not known are refused.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
       seed: seed of dummy weights, and of requests without a seed of their own.
     """
@@ -252,6 +254,7 @@ class EngineConfig:
     kv_offload_gib: float = 0.0
     kv_offload_dir: str | None = None
     kv_offload_dir_gib: float = 32.0
+    deterministic: bool = False
     profile_dir: str | None = None
     seed: int = 0
 

@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels import ops
 from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, load
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
-from jaxserve.pallas_kernels.types import KVPages, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ FUNCTIONS = {
         "jaxserve_rope": "Rope",
         "jaxserve_silu_gate": "SiluGate",
         "jaxserve_arg_max": "ArgMax",
+        "jaxserve_log_softmax": "LogSoftmax",
+        "jaxserve_filter": "Filter",
         "jaxserve_untouched": "Untouched",
         "jaxserve_zeros": "Zeros",
     },
@@ -145,6 +147,22 @@ def arg_max(x: jax.Array, count: jax.Array | None = None) -> jax.Array:
     return call(x, jnp.int32(len(x)) if count is None else count)
 
 
+def log_softmax(x: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """`jax.nn.log_softmax` of float32 x [rows, size]; `count` as in `arg_max`. A row's result does not depend on other
+    rows, nor on their number. Requires a CPU with kernels."""
+    call = jax.ffi.ffi_call("jaxserve_log_softmax", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, jnp.int32(len(x)) if count is None else count)
+
+
+def filter_logits(x: jax.Array, settings: DrawSettings, excluded: float, count: jax.Array | None = None) -> jax.Array:
+    """`execution.filters.filter_logits` of float32 x [rows, vocab]; dropped tokens become `excluded`. Sums are in
+    double, in an order of the row's own; `count` as in `arg_max`. Requires a CPU with kernels."""
+    call = jax.ffi.ffi_call("jaxserve_filter", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    count = jnp.int32(len(x)) if count is None else count
+    limits = settings.top_k.astype(jnp.int32), settings.top_p, settings.min_p
+    return call(x, *limits, count, excluded=np.float32(excluded))
+
+
 def matmul(x: jax.Array, w: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """See `ops.matmul`."""
     return _call("jaxserve_matmul", ops.matmul, (x.shape[0], w.shape[0]), (x, w), count)
@@ -177,6 +195,14 @@ class CpuOps(ops.Ops):
     @property
     def arg_max(self) -> Callable[[jax.Array], jax.Array] | None:
         return partial(arg_max, count=self.count) if available() else None
+
+    @property
+    def filter_logits(self) -> Callable[..., jax.Array] | None:
+        return partial(filter_logits, count=self.count) if available() else None
+
+    @property
+    def log_softmax(self) -> Callable[[jax.Array], jax.Array]:
+        return partial(log_softmax, count=self.count) if available() else super().log_softmax
 
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None

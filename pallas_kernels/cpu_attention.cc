@@ -3,7 +3,9 @@
 //
 // A tile of queries of one head loops over the cached tokens in blocks, with a running softmax (Milakov & Gimelshein
 // 2018, arXiv:1805.02867). Contents of pages become float32 in registers; all sums are float32. Blocks begin at
-// multiples of kBlock of the row's own positions, so that a query's result depends only on its row.
+// multiples of kBlock of the row's own positions, so that a query's result does not depend on other rows. Scores of a
+// few queries are summed in another order than those of many, which a row has in a chunk of a prompt. With `one_order`
+// all are summed like those of many: a query's result then depends only on the tokens that it sees, bit for bit.
 
 #include <cmath>
 #include <vector>
@@ -13,7 +15,7 @@
 constexpr int64_t kBlock = 64;  // cached tokens of a block
 constexpr int64_t kRows = 64;    // queries of a tile, approximately
 constexpr int64_t kAhead = 16;   // how many tokens ahead keys or values are prefetched
-constexpr int64_t kMany = 10;    // from this number of queries on, blocks of keys are transposed
+constexpr int64_t kMany = 10;    // the default of Problem::many
 constexpr float kMasked = -1e30f;
 
 // Products of scores and of values.
@@ -156,6 +158,7 @@ struct Problem {
   int64_t heads, group, dim, width;  // width: dim rounded up to a multiple of kWidth
   int64_t page_size, page_dim, page_table, first_page, window;
   float scale, softcap;
+  int64_t many;  // from this number of queries on, blocks of keys are transposed
 };
 
 struct Tile {  // query tokens [begin, end) of a row, for one head; token `begin` is at `position`
@@ -285,7 +288,7 @@ static void attend(const Problem& p, const Tile& tile, const Queries& queries) {
       queries.end[m] = std::min(std::max<int64_t>(end - begin, 0), block.count);
       queries.first[m] = std::max<int64_t>(end - p.window - begin, 0);
     }
-    if (queries.count < kMany && p.dim == p.width)
+    if (queries.count < p.many && p.dim == p.width)
       score_few(queries, block, p.width);
     else
       score_many(queries, block, p.dim, p.width, wide.data());
@@ -344,6 +347,7 @@ static void paged_attention(const Call& call) {
   p.page_size = pages.dims[3], p.page_dim = pages.dims[4], p.page_table = tables.dims[1];
   p.first_page = *data<int32_t>(call.argument(6)), p.window = call.attribute<int64_t>("window");
   p.scale = call.attribute<float>("scale"), p.softcap = call.attribute<float>("softcap");
+  p.many = call.attribute<bool>("one_order") ? 0 : kMany;
   const int64_t rows = call.argument(5).dims[0], some = std::max<int64_t>(1, kRows / p.group);
   const int32_t *starts = data<int32_t>(call.argument(4)), *lengths = data<int32_t>(call.argument(5));
   std::vector<Tile> tiles;

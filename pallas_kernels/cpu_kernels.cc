@@ -1,7 +1,9 @@
 // Matmul, norm, rotary positions and gate on CPU in float32, called by XLA through its foreign function interface.
 
+#include "cpu_filter.h"
 #include "cpu_kernels.h"
 
+#include <cmath>
 #include <cstring>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -145,6 +147,53 @@ static void arg_max(const Call& call) {
   });
 }
 DEFINE_HANDLER(ArgMax, arg_max, kF32, kS32)
+
+// y = x - log(sum(exp(x))) for each of the first `count` rows of x [rows, size]. Zeros in other rows.
+static void log_softmax(const Call& call) {
+  const Array& x = call.argument(0);
+  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(1))), size = x.dims[1];
+  const float* xs = data<float>(x);
+  float* ys = data<float>(call.result());
+  std::fill(ys + rows * size, ys + x.dims[0] * size, 0.f);
+  parallel_for(call, rows, [=](int64_t row) {
+    constexpr int64_t kPiece = 1024;  // sums of pieces are added in double
+    const float* from = xs + row * size;
+    float* to = ys + row * size;
+    const float top = *std::max_element(from, from + size);
+    double total = 0;
+    for (int64_t first = 0; first < size; first += kPiece) {
+      const int64_t end = std::min(size, first + kPiece);
+      Vec sums = {};
+      int64_t i = first;
+      for (; i + kLanes <= end; i += kLanes) sums += exponential(at(from + i) - top);
+      if (i < end) {
+        float last[kLanes];
+        std::fill(std::copy(from + i, from + end, last), last + kLanes, -INFINITY);
+        const Vec some = exponential(at(last) - top);
+        for (int j = 0; j < end - i; j++) sums[j] += some[j];
+      }
+      total += sum(sums);
+    }
+    const float log = std::log(total);
+    for (int64_t i = 0; i < size; i++) to[i] = from[i] - top - log;
+  });
+}
+DEFINE_HANDLER(LogSoftmax, log_softmax, kF32, kS32)
+
+// Filters the first `count` rows of x [rows, size] by top_k, top_p and min_p [rows]. Other rows are copied.
+static void filter(const Call& call) {
+  const Array& x = call.argument(0);
+  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(4))), size = x.dims[1];
+  const float *xs = data<float>(x), excluded = call.attribute<float>("excluded");
+  const int32_t* top_k = data<int32_t>(call.argument(1));
+  const float *top_p = data<float>(call.argument(2)), *min_p = data<float>(call.argument(3));
+  float* ys = data<float>(call.result());
+  std::copy(xs + rows * size, xs + x.dims[0] * size, ys + rows * size);
+  parallel_for(call, rows, [=](int64_t row) {
+    filter_row(xs + row * size, size, top_k[row], top_p[row], min_p[row], excluded, ys + row * size);
+  });
+}
+DEFINE_HANDLER(Filter, filter, kF32, kS32, kF32, kF32, kS32)
 
 // Writes nothing, so that the memory of a large result stays reserved by the system but not provided yet.
 static void untouched(const Call&) {}

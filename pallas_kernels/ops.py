@@ -200,6 +200,16 @@ class Ops:
         """Finds the largest number in each row of float32 [rows, size], for rows that matter; None without a kernel."""
         return None
 
+    @property
+    def filter_logits(self) -> Callable[..., jax.Array] | None:
+        """Drops tokens of each row of logits, as `cpu.filter_logits`; None without a kernel."""
+        return None
+
+    @property
+    def log_softmax(self) -> Callable[[jax.Array], jax.Array]:
+        """The log-probabilities of float32 logits [rows, vocab], for rows that matter."""
+        return jax.nn.log_softmax
+
     def linear(self, x: Any, w: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
         """x [tokens, in] times a weight of any kind. See `matmul`, `quant_matmul` and `panel_matmul`. The result is
         float32, or has x's dtype where it was summed over devices."""

@@ -182,6 +182,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
                        "long prompts")  # fmt: skip
     group.add_argument("--forbid-compile", action="store_true",
                        help="once ready, fail instead of compiling (for tests)")  # fmt: skip
+    group.add_argument("--deterministic", action="store_true",
+                       help="the same bits of tokens and log-probabilities for a request whatever else runs, on one "
+                       "kind of processor; refused where this is not known")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
                        help="wait for each step's tokens before scheduling the next step")  # fmt: skip
     group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false",

@@ -78,6 +78,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_engine_flags(batch)
 
+    again = add_command(
+        commands, "replay", run_replay, "run recorded requests again, and show the first bit that differs"
+    )
+    again.add_argument(
+        "record", nargs="+", type=Path, help="files of `jaxserve serve --record`, also of several servers"
+    )
+    again.add_argument("--model", help="folder or hub id in place of the recorded one")
+    again.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "JSON"),
+                       help="replace a setting of the engine, for example --set max_num_seqs 1")  # fmt: skip
+    again.add_argument("--limit", type=int, metavar="N", help="run only the first N records; None: all")
+
     kernels = add_command(commands, "kernels", run_kernels, "show which kernels a device runs, and why not the others")
     kernels.add_argument("--target", metavar="NAME", help=TARGET_HELP)
     for name, default, help_ in (("head-dim", 128, "size of an attention head"),
@@ -223,6 +234,18 @@ def run_ray_deploy(args: argparse.Namespace) -> int:
     deploy(settings, args.address, args.host, args.port)
     print(f"{settings.name} serves {settings.model} at http://{args.host}:{args.port}{settings.route_prefix}")
     return 0
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from jaxserve.commands.replay import replay
+
+    try:
+        settings = {name: json.loads(value) for name, value in args.set}
+    except ValueError as error:
+        raise ValueError(
+            f"--set needs a name and JSON, such as max_num_seqs 1 or dtype '\"float32\"': {error}"
+        ) from None
+    return replay(args.record, model=args.model, settings=settings, limit=args.limit)
 
 
 def run_batch(args: argparse.Namespace) -> int:

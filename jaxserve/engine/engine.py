@@ -42,6 +42,7 @@ from jaxserve.engine.page_copies import PageCopies
 from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery, ended
+from jaxserve.engine.seeds import Seeds
 from jaxserve.engine.timeline import Timeline
 from jaxserve.engine.weights import Weights
 from jaxserve.execution import memory
@@ -80,7 +81,7 @@ class Engine:
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
-        self._arrivals, self._seeds = 0, np.random.default_rng(config.seed)
+        self._arrivals, self._seeds = 0, Seeds(config)
         self.adapters = Adapters.of(config, runner)
         self._allocate()
 
@@ -174,8 +175,7 @@ class Engine:
             if params.use_beam_search:
                 self.beams.start(request, max_tokens, stop_ids, self._arrivals, adapter)
                 continue
-            seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
-            seq = Sequence(request, 0, seed, max_tokens, stop_ids, self._arrivals, adapter=adapter)
+            seq = Sequence(request, 0, self._seeds.of(request), max_tokens, stop_ids, self._arrivals, adapter=adapter)
             if params.grammar is None:
                 self.scheduler.add(seq)
             else:

@@ -15,6 +15,7 @@ from jaxserve import heap
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, on_one_cpu
+from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
@@ -80,6 +81,8 @@ def load_models(
     mesh, model = plan.mesh, plan.model
     params = make_params(plan.decoder, plan.folder, mesh, config, progress=progress)
     decoder, params = trust_matmul(plan.decoder, params, mesh, config.matmul_backend)
+    if config.deterministic:
+        check_weights(params)
     heap.trim()
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
     log.info("%s", memory.describe_weights(params))

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.engine.determinism import ordered
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
 from jaxserve.models.adapter_targets import PoolSizes, with_adapters
@@ -76,6 +77,8 @@ class ModelPlan:
             raise ConfigError(f"page_size {page_size} must be a multiple of decode_context_parallel_size {shares}")
         backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
+        if config.deterministic:
+            decoder = ordered(decoder, config, mesh, pools=pooler is not None)
         decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
         states = config.max_num_seqs, config.num_snapshots
         one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states, shares)

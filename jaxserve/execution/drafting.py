@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.logits import from_logits, replicate
-from jaxserve.execution.sampling import TokenCounts, sample
+from jaxserve.execution.sampling import RowKernels, TokenCounts, sample
 from jaxserve.execution.slots import SlotState
 from jaxserve.models.decoder import Decoder, angles
 from jaxserve.models.drafter import Drafter
@@ -117,7 +117,7 @@ def propose(
 
     def draw(logits: jax.Array, words: jax.Array, position: jax.Array, shared: tuple) -> jax.Array:
         seen, ids = shared
-        token = sample(logits, words, seen, position, sampler=sampler, kernel=head.ops.draw, ids=ids).tokens
+        token = sample(logits, words, seen, position, sampler=sampler, kernels=RowKernels.of(head.ops), ids=ids).tokens
         return token if ids is None else ids[token]
 
     def one_pass(i: jax.Array | int, state: Any) -> Any:

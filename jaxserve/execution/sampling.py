@@ -21,6 +21,7 @@ from jaxserve.execution.filters import EXCLUDED, filter_logits
 from jaxserve.execution.slots import RowParams, decode_slots
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.sampler import Sampler
 
@@ -48,6 +49,22 @@ class TokenCounts(NamedTuple):
     in_prompt: jax.Array  # bool [penalty_rows, vocab], whether it is in the prompt
 
 
+class RowKernels(NamedTuple):
+    """A device's kernels for rows of logits, as in `Ops`. None: there is none, and plain XLA takes its place."""
+
+    draw: Callable[..., jax.Array] | None = None
+    arg_max: Callable[[jax.Array], jax.Array] | None = None
+    filter_logits: Callable[..., jax.Array] | None = None
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax
+
+    @classmethod
+    def of(cls, ops: Ops) -> RowKernels:
+        return cls(ops.draw, ops.arg_max, ops.filter_logits, ops.log_softmax)
+
+
+NO_KERNELS = RowKernels()
+
+
 def sample(
     logits: jax.Array,
     words: jax.Array,
@@ -57,8 +74,7 @@ def sample(
     *,
     sampler: Sampler = Sampler.ANY,
     before: jax.Array | None = None,
-    kernel: Callable[..., jax.Array] | None = None,
-    arg_max: Callable[[jax.Array], jax.Array] | None = None,
+    kernels: RowKernels = NO_KERNELS,
     ids: jax.Array | None = None,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
@@ -67,21 +83,23 @@ def sample(
     its own, which gives fewer and smaller programs than one buffer for each field. `position`, int32 [rows], is the
     position of the sampled token; together with the seed it determines the noise.
     `masks`, int32 [rows, words], has a bit for each token: whether it may be sampled.
-    `kernel` draws in one launch, as `Ops.draw`; `arg_max` finds the most likely tokens, as `Ops.arg_max`. Both are None
-    where the device has no such kernel. `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary
-    that is a part of the model's; the sampled tokens are columns.
+    `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary that is a part of the model's; the
+    sampled tokens are columns.
     """
-    if sampler is Sampler.ANY and masks is None and arg_max is not None:
+    if sampler is Sampler.ANY and masks is None and kernels.arg_max is not None:
         # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
         params = decode_slots(words)
-        plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
+        arg_max, plain = (
+            kernels.arg_max,
+            (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position),
+        )
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, before, sampler, None, ids),
+            lambda logits: _sample(logits, words, seen, position, None, before, sampler, kernels, ids),
             logits,
         )
-    return _sample(logits, words, seen, position, masks, before, sampler, kernel, ids)
+    return _sample(logits, words, seen, position, masks, before, sampler, kernels, ids)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -100,7 +118,7 @@ def _sample(
     masks: jax.Array | None,
     before: jax.Array | None,
     sampler: Sampler,
-    kernel: Callable[..., jax.Array] | None,
+    kernels: RowKernels,
     ids: jax.Array | None,
 ) -> Sampled:
     raw, params = logits, decode_slots(words)
@@ -113,14 +131,14 @@ def _sample(
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
         logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
     if sampler is Sampler.GREEDY:
-        return Sampled(_greedy(logits) if kernel is None else kernel(logits, None), None)
-    draw = partial(_draw, kernel=kernel or partial(draw_plainly, sampler=sampler), ids=ids)
+        return Sampled(_greedy(logits) if kernels.draw is None else kernels.draw(logits, None), None)
+    plainly = partial(draw_plainly, sampler=sampler, keep=kernels.filter_logits)
+    draw = partial(_draw, kernel=kernels.draw or plainly, ids=ids)
     tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
-    return Sampled(
-        tokens, _where_any(any_, params.logprobs, partial(score_tokens, sorts=any_), _no_scores, raw, tokens)
-    )
+    score = partial(score_tokens, sorts=any_, log_softmax=kernels.log_softmax)
+    return Sampled(tokens, _where_any(any_, params.logprobs, score, _no_scores, raw, tokens))
 
 
 def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
@@ -128,12 +146,18 @@ def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwi
     return lax.cond(jnp.any(wanted), function, otherwise, *args) if at_run_time else function(*args)
 
 
-def score_tokens(logits: jax.Array, tokens: jax.Array, *, sorts: bool) -> jax.Array:
+def score_tokens(
+    logits: jax.Array,
+    tokens: jax.Array,
+    *,
+    sorts: bool,
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
+) -> jax.Array:
     """Packed log-probabilities of `tokens` [rows] and of the most likely tokens. See Sampled.scores.
 
     `sorts` finds the most likely tokens by `lax.top_k`, which is fast on CPU. On GPUs XLA sorts whole rows for it.
     """
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
     rank = jnp.sum(logprobs > chosen, axis=-1, keepdims=True, dtype=jnp.int32) + 1
     count = min(MAX_LOGPROBS, logits.shape[-1])
@@ -237,14 +261,21 @@ def _draw(
     return kernel(logits, DrawSettings(params.temperature, params.top_k, params.top_p, params.min_p, keys, ids))
 
 
-def draw_plainly(logits: jax.Array, settings: DrawSettings, *, sampler: Sampler = Sampler.FILTERED) -> jax.Array:
-    """Draws a token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA."""
+def draw_plainly(
+    logits: jax.Array,
+    settings: DrawSettings,
+    *,
+    sampler: Sampler = Sampler.FILTERED,
+    keep: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """Draws a token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA. `keep` is a kernel that
+    takes the place of `filter_logits`, as `Ops.filter_logits`."""
     hot = settings.temperature >= 1e-5
     scaled = logits / jnp.where(hot, settings.temperature, 1.0)[:, None]
     if sampler is not Sampler.PLAIN:
         any_ = sampler is Sampler.ANY
         filtered = hot & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
-        keep = partial(filter_logits, unrolled=not any_)
+        keep = partial(keep, excluded=EXCLUDED) if keep else partial(filter_logits, unrolled=not any_)
         scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, settings)
     return _greedy(jnp.where(hot[:, None], _race(scaled, settings), logits))
 

@@ -23,7 +23,7 @@ from jaxserve.execution.drafting import remember
 from jaxserve.execution.forward import ModelInput, forward
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import from_logits, replicate
-from jaxserve.execution.sampling import SCORE_WORDS, Sampled, TokenCounts, sample, score_tokens
+from jaxserve.execution.sampling import SCORE_WORDS, RowKernels, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.execution.slots import SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
@@ -273,9 +273,8 @@ def _sample(
     before: jax.Array | None = None,
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
-        kernel, arg_max = model.ops.draw, model.ops.arg_max
         given = words, seen, position, masks
-        return sample(logits, *given, sampler=sampler, before=before, kernel=kernel, arg_max=arg_max)
+        return sample(logits, *given, sampler=sampler, before=before, kernels=RowKernels.of(model.ops))
 
     model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
@@ -311,15 +310,15 @@ def score_prompt(
     """
     count, (rows, targets, *places) = packed[0], jnp.split(packed[1:], 2 if model.ops.add_adapters is None else 3)
 
-    def score(logits: jax.Array, tokens: jax.Array, _: None) -> jax.Array:
-        return score_tokens(logits, tokens, sorts=on_cpu)
-
     def score_some(i: jax.Array, scores: jax.Array) -> jax.Array:
         some, tokens, *where = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets, *places))
         counting = model.counting(jnp.clip(count - i * each, 0, each))
         if where:
             counting = counting.adapted_by(where[0])
-        new = from_logits(score, counting, params, hidden[some], (tokens,), None, mesh)
+        scored = partial(score_tokens, sorts=on_cpu, log_softmax=counting.ops.log_softmax)
+        new = from_logits(
+            lambda logits, tokens, _: scored(logits, tokens), counting, params, hidden[some], (tokens,), None, mesh
+        )
         return lax.dynamic_update_slice_in_dim(scores, new, i * each, 0)
 
     turns = (count + each - 1) // each if on_cpu else len(rows) // each

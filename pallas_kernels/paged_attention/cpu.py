@@ -7,6 +7,8 @@ Traffic: each tile reads its row's keys and values once, starting with the oldes
   scores of a block stay in the CPU's cache.
 Pipeline: with fewer than 10 queries for a head, keys and values are prefetched 16 tokens ahead, across page borders.
   With 10 or more, a block of keys is transposed first, and both products run in strips of 6 queries.
+Order of sums: by position, in blocks of 64. The two ways to compute scores add a head's channels in different orders.
+  So a token may get other bits in a prompt's chunk than as a decode. With `one_order` the second way computes all.
 """
 
 from __future__ import annotations
@@ -52,9 +54,12 @@ def paged_attention(
     sinks: jax.Array | None = None,
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
+    one_order: bool = False,
 ) -> jax.Array:
-    """See `reference.paged_attention`."""
+    """See `reference.paged_attention`. With `one_order` a query's result depends only on the tokens that it sees, bit
+    for bit."""
     if not cpu.available(ATTENTION):  # the build failed
+        assert not one_order, "plain XLA promises no order"
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         rest = {"first_page": first_page, "decode_only": decode_only}
         return reference.paged_attention(q, pages, block_tables, q_start, kv_len, num_decodes, **options, **rest)
@@ -71,6 +76,7 @@ def paged_attention(
         scale=np.float32(scale),
         window=np.int64(window or np.iinfo(np.int64).max // 2),
         softcap=np.float32(softcap or 0),
+        one_order=np.bool_(one_order),
     )
 
 

@@ -87,6 +87,7 @@ class Generation:
         adapter: ServedAdapter | None = None,
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
+        params = params if state.recorder is None else state.recorder.seeded(params)
         priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
         self.requests = [
             Request(
@@ -102,6 +103,7 @@ class Generation:
             )
             for ids in prompts
         ]
+        self._recorded = None if state.recorder is None else state.recorder.begin(self.requests)
         stops = stops or StopStrings(params.stop)  # shared by all prompts
         self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
         self._times = [RequestTimes(state.metrics, params, len(ids), self.requests[0].adapter) for ids in prompts]
@@ -165,10 +167,15 @@ class Generation:
         except QueueFullError:
             self._state.metrics.rejections.inc()
             raise
+        finally:
+            if self._recorded is not None:
+                self._recorded.end()
 
     def _process(self, update: SequenceUpdate) -> ChoiceDelta | None:
         """What an update adds to its choice; None if that is nothing yet."""
         position, now = self._positions[update.request_id], time.monotonic()
+        if self._recorded is not None:
+            self._recorded.take(update)
         processor, times = self.processors[position], self._times[position]
         self._count_logprobs(update, processor.request)
         before, cached = processor.num_output_tokens, processor.num_cached_tokens

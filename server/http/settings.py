@@ -43,6 +43,8 @@ class ServerSettings:
       reasoning_field: name of the field for the reasoning in a chat message.
       ui: serve the page at `/`.
       access_log: log a line for each request.
+      record: file to which answered requests are appended, for `jaxserve replay`; None: nothing is recorded.
+      record_max_bytes: size of this file from which on nothing is recorded.
       otlp_endpoint: URL for OpenTelemetry traces; None: no traces.
       chat_template: source of a template that replaces the model's own.
       trust_request_chat_template: accept chat templates in requests.
@@ -75,6 +77,8 @@ class ServerSettings:
     reasoning_field: str = "reasoning"
     ui: bool = True
     access_log: bool = False
+    record: str | None = None
+    record_max_bytes: int = 2**30
     otlp_endpoint: str | None = None
     chat_template: str | None = None
     trust_request_chat_template: bool = False

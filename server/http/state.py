@@ -29,6 +29,7 @@ from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready, ServedWeights
 from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.observe.recorder import Recorder
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
@@ -48,6 +49,7 @@ class ServerState:
     Attributes:
       tokenizer: None until it is loaded.
       fingerprint: names the weights and settings that answers come from; None until they are loaded.
+      recorder: records answered requests (`ServerSettings.record`), or None.
       leaving: the server is about to drain, and says so at /ready; it still takes new requests.
       draining: the server is shutting down and takes no new requests.
       created: seconds since the epoch; the `created` of models.
@@ -60,6 +62,7 @@ class ServerState:
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     fingerprint: str | None = None
+    recorder: Recorder | None = None
     leaving: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

@@ -16,7 +16,7 @@ _SAME_NAME = (
     "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
     "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
     "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
-    "escape_special_tokens", "lora_root", "weights_root", "api_server_count",
+    "escape_special_tokens", "lora_root", "weights_root", "api_server_count", "record", "record_max_bytes",
 )  # fmt: skip
 
 
@@ -104,6 +104,11 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          help="time for a client to send a request's head, then its body, and to read some of the answer")  # fmt: skip
     flag("--no-access-log", dest="access_log", action="store_false",
          help="do not print a line of JSON for each request")  # fmt: skip
+    flag("--record", metavar="FILE",
+         help="append every answered request to this file, with the tokens of prompt and answer, for `jaxserve "
+         "replay`; only this user can read it; None: nothing is recorded")  # fmt: skip
+    flag("--record-max-bytes", type=int, default=ServerSettings.record_max_bytes, metavar="BYTES",
+         help="size of this file from which on nothing is recorded")  # fmt: skip
     flag("--otlp-endpoint", metavar="URL",
          help="send OpenTelemetry traces here, by OTLP over HTTP, for example to http://localhost:4318")  # fmt: skip
     flag("--no-ui", dest="ui", action="store_false", help="serve no page at /")

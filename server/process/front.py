@@ -25,6 +25,7 @@ from jaxserve.server.http.protocol import accept
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.observe.recorder import Recorder
 from jaxserve.server.process.app import build_app
 from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess
 from jaxserve.server.process.fingerprint import fingerprint
@@ -157,6 +158,8 @@ class Front(uvicorn.Server):
         self._state = state
         self._engine = engine
         self._settings = settings
+        if (file := state.settings.record) is not None:
+            state.recorder = Recorder(file, state.settings.record_max_bytes, settings)
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded = asyncio.Event()
@@ -170,6 +173,8 @@ class Front(uvicorn.Server):
         for task in self._tasks:
             task.cancel()
         await self._engine.leave(self._state)
+        if self._state.recorder is not None:
+            self._state.recorder.flush()
         self._state.text_threads.executor.shutdown(wait=False, cancel_futures=True)
 
     async def listen(self, sockets: list[socket.socket] | None) -> None:
@@ -222,6 +227,8 @@ class Front(uvicorn.Server):
         state.fingerprint = await state.off_loop(
             lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
         )
+        if state.recorder is not None:
+            state.recorder.fingerprint = state.fingerprint
         state.tokenizer = tokenizer
         gguf.forget()
         heap.settle()

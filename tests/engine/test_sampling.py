@@ -25,6 +25,7 @@ from jaxserve.execution.slots import (
     set_slots,
 )
 from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
+from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
 from jaxserve.pallas_kernels.selfcheck_draw import noise_of
 from jaxserve.pallas_kernels.types import DrawSettings
@@ -132,13 +133,21 @@ def filter_rows(draw_):
     return logits, np.maximum(top_k, 0).astype(np.int32), np.float32(top_p), np.float32(min_p)
 
 
-@pytest.mark.parametrize("unrolled", [False, True])
+FILTERS = {
+    "loop": partial(jit_filter, unrolled=False),
+    "unrolled": partial(jit_filter, unrolled=True),
+    "cpu": jax.jit(partial(cpu.filter_logits, excluded=EXCLUDED)),
+}
+
+
+@pytest.mark.parametrize("implementation", FILTERS)
 @settings(max_examples=60, deadline=None)
 @given(case=filter_rows())
-def test_filters_keep_exactly_what_they_should(unrolled, case):
+def test_filters_keep_exactly_what_they_should(implementation, case):
+    assert implementation != "cpu" or cpu.available()
     logits, top_k, top_p, min_p = case
     params = row_params(ROWS, top_k=top_k, top_p=top_p, min_p=min_p)
-    filtered = np.asarray(jit_filter(jnp.asarray(logits), params, unrolled=unrolled))
+    filtered = np.asarray(FILTERS[implementation](jnp.asarray(logits), params))
     for i, row in enumerate(logits):
         kept = filtered[i] == row
         assert (filtered[i][~kept] == np.float32(EXCLUDED)).all()
