@@ -4,7 +4,7 @@ temporaries."""
 import jax
 import jax.numpy as jnp
 import pytest
-from launches import count, describe
+from jaxserve.devices.launches import count, describe
 from test_host_free_steps import host_waits
 from test_launches import BOUNDS
 from test_steps import make_runner

@@ -8,7 +8,7 @@ printed (`pytest -s`).
 
 import jax
 import pytest
-from launches import Count, count, describe
+from jaxserve.devices.launches import Count, count, describe
 from test_steps import make_runner
 
 from jaxserve.execution.programs import StepProgram
