@@ -17,7 +17,9 @@ def add_plan(commands: Any) -> None:
     """Adds the command to a parser's subcommands."""
     plan = add_command(commands, "plan", run_plan, "size, time and price a model on devices that are not here")
     add_model(plan)
-    plan.add_argument("--target", default="cpu", metavar="NAME", help="such as h200x8, v6e-8; cpu or cpu:8: this process")
+    plan.add_argument(
+        "--target", default="cpu", metavar="NAME", help="such as h200x8, v6e-8; cpu or cpu:8: this process"
+    )
     plan.add_argument("--compare", nargs="+", default=[], metavar="TARGET[,SETTING=VALUE]",
                       help="a table of several, such as h200x1 h200x8,quantization=int4")  # fmt: skip
     plan.add_argument("--estimate", action="store_true", help="compile nothing; memory of programs by arithmetic")

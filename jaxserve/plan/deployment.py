@@ -162,7 +162,9 @@ def _refuse(config: EngineConfig) -> None:
     if speculation is not None:
         raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
     if config.num_hosts > 1 or config.coordinator:
-        raise ConfigError("plan is for one host; leave out --coordinator and --num-hosts, and name all devices together")
+        raise ConfigError(
+            "plan is for one host; leave out --coordinator and --num-hosts, and name all devices together"
+        )
 
 
 def _budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner) -> Budget:

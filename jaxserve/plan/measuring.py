@@ -127,5 +127,7 @@ def lines(measured: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> Iterat
         return
     yield "  batch   measured ms   predicted ms   (a decode step)"
     for batch, seconds in measured["decode"].items():
-        near = min((one for one in plan["roofline"]["decode"] if one["batch"] == int(batch)), key=lambda x: x["context"])
+        near = min(
+            (one for one in plan["roofline"]["decode"] if one["batch"] == int(batch)), key=lambda x: x["context"]
+        )
         yield f"  {batch:>5} {1e3 * seconds:13.2f} {1e3 * near['tpot']:14.2f}   ({near['context']} tokens of context)"

@@ -118,7 +118,7 @@ class Roofline:
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
         """The time of a step of `tokens` tokens, padding included, that samples `rows` tokens. contexts, counts [rows]:
         of each sequence the tokens that its last token sees, and how many of them the step computes."""
-        c, (read, pairs) = self.constants, self._attended(np.asarray(contexts), np.asarray(counts))
+        c, (read, pairs) = self.constants, self._attended(np.asarray(contexts, float), np.asarray(counts, float))
         used = self.dense_bytes + self.expert_bytes * (1 - self._unused**tokens)
         flops = (tokens * self._token_flops + rows * self._head_flops) / self._devices
         attended = pairs * self._pair_flops / self._devices
