@@ -1,8 +1,8 @@
 """Plans of published models: benchmarks/results/plan-published.json, and its table in docs/plan.md.
 
-  python benchmarks/plan_published.py                   all, by arithmetic
-  python benchmarks/plan_published.py --compile 0 5     also compiles these entries, which replace their estimates
-  python benchmarks/plan_published.py --table           prints the table
+python benchmarks/plan_published.py                   all, by arithmetic
+python benchmarks/plan_published.py --compile 0 5     also compiles these entries, which replace their estimates
+python benchmarks/plan_published.py --table           prints the table
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.roofline import Constants, Roofline
 from jaxserve.types import Request, SamplingParams
 
-BATCHES, CONTEXT, STEPS, ROUNDS = (1, 8, 32), 64, 16, 3
+BATCHES, CONTEXT, STEPS, ROUNDS = (1, 8, 32), 32, 8, 3
 PROBE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 16384,

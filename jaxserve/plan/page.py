@@ -21,7 +21,8 @@ def page_of(plans: Sequence[Mapping[str, Any]]) -> str:
     parts = [_section(plan) for plan in plans]
     policy = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     head = f"<meta charset='utf-8'>{policy}<title>jaxserve plan</title><style>{STYLE}</style>"
-    return f"<!doctype html><html lang='en'><head>{head}</head><body><h1>jaxserve plan</h1>{''.join(parts)}</body></html>\n"
+    body = f"<body><h1>jaxserve plan</h1>{''.join(parts)}</body>"
+    return f"<!doctype html><html lang='en'><head>{head}</head>{body}</html>\n"
 
 
 def _section(plan: Mapping[str, Any]) -> str:

@@ -165,7 +165,8 @@ def _of_served(served: Mapping[str, Any]) -> str:
 
 def table_of(plans: list[dict[str, Any]]) -> Iterator[str]:
     """A row for each plan."""
-    yield f"{'target':10} {'settings':34} {'weights':>10} {'tokens':>11} {'requests':>8} {'TPOT ms':>8} {'$ an hour':>9}"
+    start = f"{'target':10} {'settings':34} {'weights':>10}"
+    yield f"{start} {'tokens':>11} {'requests':>8} {'TPOT ms':>8} {'$ an hour':>9}"
     for plan in plans:
         start = f"{plan['target']:10} {plan['label'][:34]:34} {size(plan['memory']['weights']):>10}"
         if not plan["fits"]:
