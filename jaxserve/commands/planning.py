@@ -34,7 +34,7 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--constants", type=Path, metavar="JSON",
                       help="measured rates by kind of device; None: those in the user's cache folder")  # fmt: skip
     plan.add_argument("--measure", action="store_true",
-                      help="measure this machine's CPU, keep its rates, and show measured beside predicted")  # fmt: skip
+                      help="measure this machine's CPU, keep its rates, show measured beside predicted")  # fmt: skip
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON; -: print it instead of text")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     add_engine_flags(plan)

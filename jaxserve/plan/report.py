@@ -52,8 +52,8 @@ def make_plan(
     found |= {"fits": True, "capacity": _capacity(deployment, pages, longest, shape)}
     found |= {"roofline": _roofline(deployment, roofline, longest), "constants": asdict(known)}
     batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs)
-    if price is not None and batch:
-        tokens = batch / roofline.decode(batch, sum(shape)).total
+    if price is not None:  # no token is sold where not even one request fits
+        tokens = batch / roofline.decode(batch, sum(shape)).total if batch else 0.0
         dollars = price * deployment.devices
         found["price"] = {"dollars_per_hour": dollars, "batch": batch, "tokens_per_second": tokens,
                           "output_tokens_per_dollar": 3600 * tokens / dollars}  # fmt: skip
