@@ -41,7 +41,11 @@ def launches(text: str) -> list[Launch]:
                 continue
             if match[2] in CALLS:
                 branches = [of(called) for called in _called(line) if called in computations]
-                found += max(branches, key=len) if match[2] == "conditional" else [x for some in branches for x in some]
+                found += (
+                    max(branches, key=lambda some: len(some))
+                    if match[2] == "conditional"
+                    else [x for some in branches for x in some]
+                )
                 if match[2] in ("call", "async-start"):
                     continue
             found.append(_launch(match, line))
@@ -110,7 +114,7 @@ def _general(source: str) -> str:
 class Exchange(NamedTuple):
     """Collectives of one kind in a program: how many, and the bytes of their results on a device, together."""
 
-    count: int
+    number: int
     bytes: int
 
 
@@ -124,5 +128,5 @@ def exchanges(text: str) -> dict[str, Exchange]:
             bits = int(re.findall(r"\d+", dtype)[0])
             sizes.append(math.prod(map(int, filter(None, dims.split(",")))) * bits // 8)
         before = found.get(kind, Exchange(0, 0))
-        found[kind] = Exchange(before.count + 1, before.bytes + max(sizes, default=0))
+        found[kind] = Exchange(before.number + 1, before.bytes + max(sizes, default=0))
     return found

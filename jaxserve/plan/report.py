@@ -140,7 +140,7 @@ def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
     inputs, outputs = room["shape"]
     yield f"  {room['requests_of_shape']:,} requests of {inputs} + {outputs} tokens at once"
     for step in plan["steps"]:
-        sent = ", ".join(f"{one['count']} {kind} ({size(one['bytes'])})" for kind, one in step["exchanges"].items())
+        sent = ", ".join(f"{one['number']} {kind} ({size(one['bytes'])})" for kind, one in step["exchanges"].items())
         yield f"  {step['program']}: {step['launches']} launches, collectives: {sent or 'none'}"
     yield f"roofline ({plan['constants']['source']}; not measured here)" if plan["constants"]["source"] != "measured" \
         else "roofline (measured constants)"  # fmt: skip

@@ -54,7 +54,7 @@ def test_compiled_plan(target, tmp_path):
         assert 6 * 7 <= decode["launches"] <= 6 * 12 + 30
         assert decode["exchanges"] == {}
     else:
-        assert 2 * 6 <= decode["exchanges"]["all-reduce"]["count"] <= 2 * 6 + 8
+        assert 2 * 6 <= decode["exchanges"]["all-reduce"]["number"] <= 2 * 6 + 8
 
 
 @pytest.mark.parametrize(("model", "target"), [("Llama 3.1 8B", "h200x1"), ("Gemma 3 27B", "h200x8")])

@@ -52,7 +52,7 @@ def test_memory_is_that_of_the_engine(folder, target, devices):
     assert compiled.needs.temporaries == pytest.approx(needs.temporaries, rel=0.02)
     assert compiled.needs.results == pytest.approx(needs.results, rel=0.02)
     if devices > 1:  # two sums over the devices in each layer, at least
-        assert all(step.exchanges["all-reduce"].count >= 12 for step in compiled.steps)
+        assert all(step.exchanges["all-reduce"].number >= 12 for step in compiled.steps)
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_extrapolation_equals_all_layers(folder):
     few, whole = deployment.compile(), deployment.compile(all_layers=True)
     assert (few.layers, whole.layers) == (2, 6)
     for one, other in zip(few.steps, whole.steps, strict=True):
-        assert one.exchanges["all-reduce"].count == other.exchanges["all-reduce"].count
+        assert one.exchanges["all-reduce"].number == other.exchanges["all-reduce"].number
         assert one.exchanges["all-reduce"].bytes == pytest.approx(other.exchanges["all-reduce"].bytes, rel=0.02)
 
 
