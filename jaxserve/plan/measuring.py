@@ -91,7 +91,7 @@ def decode_seconds(engine: Engine, batch: int) -> float:
         prompt = rng.integers(8, 1000, CONTEXT).tolist()
         engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
     running = engine.scheduler.running
-    while len(running) < batch or running.known.min() <= CONTEXT + 1:
+    while len(running) < batch or min(int(running.known[seq.slot]) for seq in running) <= CONTEXT + 1:
         engine.step()
         running = engine.scheduler.running
     times = []

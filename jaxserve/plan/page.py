@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.plan.report import PARTS, text_of
 
-WIDTH, HEIGHT, LEFT = 720, 22, 170
+WIDTH, HEIGHT, LEFT = 800, 22, 170
 COLORS = ("#1f5fa8", "#4c9f70", "#d98e2b", "#a8443f", "#8a8f98", "#6b5b95", "#c7d3e3")
 STYLE = (
     "body{font:15px system-ui;margin:2em auto;max-width:60em;color:#222}pre{background:#f5f6f8;padding:1em;"
@@ -36,7 +36,7 @@ def _section(plan: Mapping[str, Any]) -> str:
     if plan["fits"]:
         decodes = plan["roofline"]["decode"]
         rows = [(f"batch {one['batch']}, {one['context']:,}", _times(one)) for one in decodes]
-        drawn += "<h3>Seconds of a decode step, in ms, by batch and context</h3>" + _bars(rows, "ms")
+        drawn += "<h3>A decode step in ms, by batch and context</h3>" + _bars(rows, "ms")
     return f"{title}{drawn}<pre>{escape(chr(10).join(text_of(plan)))}</pre>"
 
 
@@ -67,7 +67,7 @@ def _bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
         drawn.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{sum(row.values()):.3g} {unit}</text>")
     low = len(rows) * (HEIGHT + 6) + 14
     for i, name in enumerate(names):
-        at = 10 + i * 88
+        at = 10 + i * 110
         drawn.append(f"<rect x='{at}' y='{low}' width='10' height='10' fill='{colors[name]}'/>")
         drawn.append(f"<text x='{at + 14}' y='{low + 9}'>{escape(name)}</text>")
     return f"<svg width='{WIDTH}' height='{low + 20}' role='img'>{''.join(drawn)}</svg>"
