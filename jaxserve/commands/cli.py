@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxserve.commands import bench, conversion
+from jaxserve.commands import bench, conversion, planning
 from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
 from jaxserve.config import EngineConfig
 
@@ -113,6 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--target", metavar="NAME", help=TARGET_HELP)
     add_engine_flags(inspect)
 
+    planning.add_plan(commands)
     top = add_command(commands, "top", run_top, "watch a server: its queue, batch, pages and latencies")
     top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="address of the server")
     top.add_argument("--api-key", metavar="KEY", help="bearer key; with several API keys, the admin or metrics key; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,18 +72,19 @@ class ModelPlan:
         model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform
         dtype = compute_dtype(config, model, platform)
-        kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
         page_size = config.page_size or default_page_size(platform) * shares
         if page_size % shares:
             raise ConfigError(f"page_size {page_size} must be a multiple of decode_context_parallel_size {shares}")
-        backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
-        decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
-        if config.deterministic:
-            decoder = ordered(decoder, config, mesh, pools=pooler is not None)
-        decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
-        states = config.max_num_seqs, config.num_snapshots
-        one_page = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states, shares)
+        facts = mesh, np.dtype(dtype), longest
+        decoder, one_page = decoder_and_page(config, model, *facts, page_size, pooler is not None)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
+
+    def with_layers(self, config: EngineConfig, layers: Sequence[int]) -> ModelPlan:
+        """The same plan for a model that has only these layers, by index."""
+        model = replace(self.model, layers=tuple(self.model.layers[i] for i in layers))
+        facts = self.mesh, self.dtype, self.longest
+        decoder, one_page = decoder_and_page(config, model, *facts, self.one_page.page_size)
+        return replace(self, model=model, decoder=decoder, one_page=one_page)
 
     def adapter_pool(self, config: EngineConfig) -> PoolSizes | None:
         """The pool of LoRA adapters. With lora_dtype "auto" their matrices are as wide as the model's. A CPU computes
@@ -93,6 +95,28 @@ class ModelPlan:
         own = jnp.dtype(stored) if self.dtype == np.float32 and stored == "bfloat16" else self.dtype
         dtype = own if config.lora_dtype == "auto" else jnp.dtype(config.lora_dtype)
         return PoolSizes(config.max_loras, config.max_lora_rank, dtype)
+
+
+def decoder_and_page(
+    config: EngineConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    dtype: np.dtype,
+    longest: int,
+    page_size: int,
+    pools: bool = False,
+) -> tuple[Decoder, CacheLayout]:
+    """The decoder of a model on a mesh, and its cache's layout with a single page. `pools`: it embeds or scores."""
+    platform, shares = mesh.devices.flat[0].platform, config.decode_context_parallel_size
+    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+    backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+    decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
+    if config.deterministic:
+        decoder = ordered(decoder, config, mesh, pools=pools)
+    decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
+    states = config.max_num_seqs, config.num_snapshots
+    layout = CacheLayout.of(model, decoder.kv_heads, 1, page_size, kv_dtype, platform, longest, *states, shares)
+    return decoder, layout
 
 
 def _token_of(tokenizer: Path, folder: Path, text: str) -> int:

@@ -58,7 +58,7 @@ class Sizing:
         if not self.budget.counts_programs or self._config.kv_pages is not None:
             self._choose(Needs())
             return
-        guess = max(self._fitting(self._guess()), 2)
+        guess = max(self._fitting(self.guess()), 2)
         self._set_pages(guess)
         for runner, _ in self._models:
             runner.compile(runner.largest(self._shapes))
@@ -102,7 +102,7 @@ class Sizing:
     def _fitting(self, needs: Needs) -> int:
         return memory.fitting_pages(self._config, self._pages_of_longest, self._page_bytes, self.budget, needs)
 
-    def _guess(self) -> Needs:
+    def guess(self) -> Needs:
         """Needs estimated from the largest arrays of a step."""
         model, dtype = self._runner.model.config, self._runner.model.dtype
         rows, tokens = max(s.rows for s in self._shapes), max(s.tokens for s in self._shapes)

@@ -4,11 +4,11 @@ temporaries."""
 import jax
 import jax.numpy as jnp
 import pytest
-from launches import count, describe
 from test_host_free_steps import host_waits
 from test_launches import BOUNDS
 from test_steps import make_runner
 
+from jaxserve.devices.launches import count, describe
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.step_shape import StepShape

@@ -2,10 +2,10 @@
 on a GPU where fused kernels do not know an operation, and that no weight is copied."""
 
 import pytest
-from launches import count, describe
 from test_launches import SHAPES
 from test_steps import make_runner
 
+from jaxserve.devices.launches import count, describe
 from jaxserve.execution.programs import StepProgram
 from jaxserve.scheduling.sampler import Sampler
 

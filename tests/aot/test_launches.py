@@ -8,9 +8,9 @@ printed (`pytest -s`).
 
 import jax
 import pytest
-from launches import Count, count, describe
 from test_steps import make_runner
 
+from jaxserve.devices.launches import Count, count, describe
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler

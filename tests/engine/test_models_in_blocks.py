@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 
 from jaxserve import checkpoints
 from jaxserve.checkpoints.gguf_model import open_gguf
-from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import make_mesh, spec
 from jaxserve.execution.memory import bytes_by_dtype
 from jaxserve.models import load, quantized
+from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import make_decoder, read_model
 from jaxserve.pallas_kernels.ops import Ops

@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.commands import model_report
-from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError
 from jaxserve.convert.convert import convert_model
 from jaxserve.models import load, quantized
+from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import checkpoints
-from jaxserve.commands.model_report import abstract_weights
+from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.panels import is_matrix
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.cpu_panels import PanelType

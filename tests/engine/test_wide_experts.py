@@ -13,11 +13,11 @@ from test_models_with_experts import answers, form, mxfp4_folders, stacks
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
-from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError
 from jaxserve.convert.convert import convert_model
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models import wide_experts
+from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.pallas_kernels.types import QuantArray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -40,7 +41,11 @@ def launches(text: str) -> list[Launch]:
                 continue
             if match[2] in CALLS:
                 branches = [of(called) for called in _called(line) if called in computations]
-                found += max(branches, key=len) if match[2] == "conditional" else [x for some in branches for x in some]
+                found += (
+                    max(branches, key=lambda some: len(some))
+                    if match[2] == "conditional"
+                    else [x for some in branches for x in some]
+                )
                 if match[2] in ("call", "async-start"):
                     continue
             found.append(_launch(match, line))
@@ -104,3 +109,24 @@ def _launch(match: re.Match, line: str) -> Launch:
 
 def _general(source: str) -> str:
     return re.sub(r"jit\(<lambda>\)/|while/body/|closed_call/", "", source)
+
+
+class Exchange(NamedTuple):
+    """Collectives of one kind in a program: how many, and the bytes of their results on a device, together."""
+
+    number: int
+    bytes: int
+
+
+def exchanges(text: str) -> dict[str, Exchange]:
+    """Kind of collective -> what a compiled program has of it. Loop bodies count once."""
+    found: dict[str, Exchange] = {}
+    pattern = r"= (\S.*?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)(?:-start)?\("
+    for shapes, kind in re.findall(pattern, text):
+        sizes = []
+        for dtype, dims in re.findall(r"([a-z]+\d+\w*)\[([\d,]*)\]", shapes):
+            bits = int(re.findall(r"\d+", dtype)[0])
+            sizes.append(math.prod(map(int, filter(None, dims.split(",")))) * bits // 8)
+        before = found.get(kind, Exchange(0, 0))
+        found[kind] = Exchange(before.number + 1, before.bytes + max(sizes, default=0))
+    return found

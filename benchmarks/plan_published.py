@@ -1,0 +1,103 @@
+"""Plans of published models: benchmarks/results/plan-published.json, and its table in docs/plan.md.
+
+python benchmarks/plan_published.py                   all, by arithmetic
+python benchmarks/plan_published.py --compile 0 5     also compiles these entries, which replace their estimates
+python benchmarks/plan_published.py --table           prints the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.plan.deployment import plan_devices
+from jaxserve.plan.report import make_plan
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "plan-published.json"
+MODELS = {
+    "Llama 3.1 8B": "meta-llama/Llama-3.1-8B-Instruct",
+    "Llama 3.1 70B": "meta-llama/Llama-3.1-70B-Instruct",
+    "Llama 3.1 405B": "meta-llama/Llama-3.1-405B-Instruct",
+    "Mixtral 8x7B": "mistralai/Mixtral-8x7B-v0.1",
+    "gpt-oss 20B": "openai/gpt-oss-20b",
+    "gpt-oss 120B": "openai/gpt-oss-120b",
+    "DeepSeek-V3": "deepseek-ai/DeepSeek-V3",
+    "Gemma 3 27B": "google/gemma-3-27b-it",
+}
+TARGETS = ("h200x1", "h200x8", "v5e-8", "v6e-8")
+SCHEMES = {"bf16": "auto", "fp8": "fp8", "int4": "int4"}
+LONGEST = 8192  # tokens of a request
+
+
+def published_configs() -> dict[str, Any]:
+    """Repository -> its config.json."""
+    found: dict[str, Any] = {}
+    for name in ("configs", "dense", "experts"):
+        for repository, given in json.loads((ROOT / "tests" / f"published_{name}.json").read_text()).items():
+            found[repository] = given.get("config", given)
+    return found
+
+
+def entry(model: str, target: str, scheme: str, *, compiles: bool = False) -> dict[str, Any]:
+    """The figures of one row. Without quantization of the checkpoint: all weights are in `scheme`."""
+    config = dict(published_configs()[MODELS[model]])
+    config.pop("quantization_config", None)
+    row: dict[str, Any] = {"model": model, "target": target, "scheme": scheme}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        devices = len(plan_devices(target))
+        settings = EngineConfig(
+            model=folder, load_format="dummy", quantization=SCHEMES[scheme], tensor_parallel_size=devices,
+            max_model_len=LONGEST, ignore_config_keys=("quantization_config",),
+        )  # fmt: skip
+        try:
+            plan = make_plan(settings, target, estimate=not compiles)
+        except ConfigError as error:
+            return row | {"fits": False, "source": "estimated", "reason": str(error)[:160]}
+    row |= {"fits": plan["fits"], "source": plan["sources"]["temporaries"], "weights": plan["memory"]["weights"]}
+    row |= {name: plan["memory"][name] for name in ("temporaries", "results", "code")}
+    if plan["fits"]:
+        room, decodes = plan["capacity"], plan["roofline"]["decode"]
+        row |= {"tokens": room["tokens"], "requests": room["requests_of_shape"]}
+        row |= {f"tpot_{one['batch']}": one["tpot"] for one in decodes if one["context"] == 1024}
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, of the rows that fit."""
+    lines = ["| model | target | weights in | GiB a device | tokens | TPOT ms, batch 1 | batch 128 | programs |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        if row["fits"]:
+            times = " | ".join(f"{1e3 * row[f'tpot_{n}']:.1f}" for n in (1, 128))
+            how = "estimated" if row["source"] == "estimated" else "compiled"
+            lines.append(
+                f"| {row['model']} | {row['target']} | {row['scheme']} | {row['weights'] / 2**30:.1f} | "
+                f"{row['tokens']:,} | {times} | {how} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--compile", nargs="*", type=int, default=[], metavar="I", help="entries to compile, by index")
+    parser.add_argument("--table", action="store_true", help="print the table of the present file")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(RESULT.read_text())))
+        return
+    keys = [(model, target, scheme) for model in MODELS for target in TARGETS for scheme in SCHEMES]
+    rows = json.loads(RESULT.read_text()) if args.compile and RESULT.exists() else [entry(*key) for key in keys]
+    for index in args.compile:
+        rows[index] = entry(*keys[index], compiles=True)
+        print(rows[index], flush=True)
+    RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

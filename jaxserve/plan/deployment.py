@@ -1,0 +1,233 @@
+"""A model on a target before anything is loaded: abstract weights, the engine's own buckets and memory arithmetic.
+
+Programs are compiled for some layers of each kind, and for twice as many. What they need grows by the same amount with
+each further layer, so the whole model's figures follow (`tests/aot/test_true_sizes.py` compiles whole models).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+from flax.traverse_util import unflatten_dict
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.launches import Exchange, exchanges, launches
+from jaxserve.devices.mesh import num_devices
+from jaxserve.devices.targets import target_devices, target_memory
+from jaxserve.engine.loading import engine_shapes
+from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.sizing import Sized, Sizing
+from jaxserve.execution import memory
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.memory import Budget, Needs
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.abstract_weights import abstract_weights
+from jaxserve.models.load import trust_matmul
+from jaxserve.models.spec import LayerSpec
+
+FEW = 2  # layers of each kind that are compiled, and then twice as many
+LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
+
+
+class StepFigures(NamedTuple):
+    """What the compiler says of one step of the whole model on one device.
+
+    launches: kernels, copies and library calls (GPUs); 0: the platform has none. exchanges: kind of collective -> how
+    often it runs and the bytes of its results, together.
+    """
+
+    program: str
+    temporaries: int
+    results: int
+    code: int
+    launches: int
+    exchanges: dict[str, Exchange]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The needs of all programs, figures of the largest ones, and how many layers were compiled."""
+
+    needs: Needs
+    steps: list[StepFigures]
+    layers: int
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model with its settings on a target.
+
+    Attributes:
+      target: the target's name; cpu and cpu:N are devices of this process.
+      params: path -> abstract weight. `runner` has them all, and compiles nothing unless it is asked.
+    """
+
+    target: str
+    config: EngineConfig
+    plan: ModelPlan
+    params: dict[str, Any]
+    runner: ModelRunner
+    cost: StepCost | None
+    shapes: list[StepShape]
+    budget: Budget
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: str) -> Deployment:
+        """Raises ConfigError or CheckpointError for what cannot be served, or is not planned for."""
+        _refuse(config)
+        devices = plan_devices(target)
+        device = devices[0]
+        if config.max_num_batched_tokens is None:  # `memory.max_batched_tokens` would ask this machine's device
+            large = device.platform not in ("cpu", "tpu") and target_memory(device) >= LARGE_GPU
+            config = replace(config, max_num_batched_tokens=8192 if large else 2048)
+        plan = ModelPlan.of(config, devices)
+        if plan.pooler is not None:
+            raise ConfigError("plan is for models that generate; this one embeds or scores")
+        params = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
+        runner = _runner(config, plan, params)
+        cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, device, num_devices(plan.mesh), plan.dtype)
+        budget = _budget(config, plan, runner)
+        return cls(target, config, plan, params, runner, cost, engine_shapes(config, plan, cost), budget)
+
+    @property
+    def devices(self) -> int:
+        return num_devices(self.plan.mesh)
+
+    @property
+    def device(self) -> Any:
+        return self.plan.mesh.devices.flat[0]
+
+    def estimated_needs(self) -> Needs:
+        """What programs need by arithmetic, as the engine guesses before it compiles any."""
+        sized = [Sized(self.runner, self.plan.one_page)]
+        needs = Sizing(self.config, sized, self.budget, self.shapes, self.plan.longest).guess()
+        return needs if self.budget.counts_programs else Needs()
+
+    def pages(self, needs: Needs) -> tuple[int, int]:
+        """(pages of the cache, longest request), as the engine chooses them. Raises ConfigError if nothing fits."""
+        layout = self.plan.one_page
+        page = layout.page_size, layout.device_page_bytes(self.plan.mesh)
+        counted = needs if self.budget.counts_programs else Needs()
+        pages, longest = memory.plan_pages(
+            self.config, self.plan.longest, *page, self.budget, counted, layout.groups.windows
+        )
+        self.budget.check(needs, pages * page[1])
+        return pages, longest
+
+    def compile(self, all_layers: bool = False) -> Compiled:
+        """Compiles the largest programs, and those that bound the code of others."""
+        layers = self.plan.model.layers
+        some = _some(layers, FEW)
+        if all_layers or 2 * len(some) >= len(layers):
+            return self._compile(list(range(len(layers))))
+        few, more = self._compile(some), self._compile(_some(layers, 2 * FEW))
+        left = (len(layers) - len(some)) / (more.layers - few.layers)
+        steps = [_grown(one, other, left) for one, other in zip(few.steps, more.steps, strict=True)]
+        needs = max(few.needs, more.needs, key=lambda needs: needs.temporaries)
+        code = few.needs.code + int(max(more.needs.code - few.needs.code, 0) * left)
+        return Compiled(replace(needs, code=code), steps, few.layers)
+
+    def _compile(self, layers: list[int]) -> Compiled:
+        plan = self.plan.with_layers(self.config, layers)
+        runner = _runner(self.config, plan, _of_layers(self.params, layers))
+        guess, longest = self.pages(self.estimated_needs())
+        runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-longest // plan.one_page.page_size))
+        names = runner.programs.telling(self.shapes)
+        compiled = {name: runner.lower(name).compile() for name in names}
+        runner.take(compiled)
+        on_gpu = self.device.platform not in ("cpu", "tpu")
+        return Compiled(runner.needs(self.shapes), [_figures(*one, on_gpu) for one in compiled.items()], len(layers))
+
+
+def plan_devices(target: str) -> list[Any]:
+    """The devices of a target, or those of this process for cpu and cpu:N. Raises ConfigError."""
+    match = re.fullmatch(r"cpu(?::(\d+))?", target)
+    if match is None:
+        return target_devices(target.removeprefix("gpu:"))
+    count, devices = int(match[1] or 1), jax.devices("cpu")
+    if not 1 <= count <= len(devices):
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={max(count, 1)}"
+        raise ConfigError(f"target {target} needs {count} devices, and this process has {len(devices)}: set {flag}")
+    return devices[:count]
+
+
+def _refuse(config: EngineConfig) -> None:
+    speculation = config.speculative_config
+    if speculation is not None:
+        raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
+    if config.num_hosts > 1 or config.coordinator:
+        raise ConfigError(
+            "plan is for one host; leave out --coordinator and --num-hosts, and name all devices together"
+        )
+
+
+def _budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner) -> Budget:
+    """The memory of a device of the target. Nothing is loaded yet, unlike where the engine asks `memory.budget`."""
+    device, held = plan.mesh.devices.flat[0], (runner.weight_bytes, runner.slot_bytes)
+    states = plan.one_page.state_bytes(plan.mesh)
+    if device.platform == "cpu":
+        found = memory.budget(config, device, num_devices(plan.mesh), *held, states)
+        free = found.total - 2 * sum(held)
+        most = int(max(free - states, 0) * memory.CPU_CACHE_SHARE)
+        return replace(found, total=found.total - sum(held), most_cache=most)
+    reserve = memory.RESERVE_BYTES + (memory.OFFLOAD_BYTES if config.kv_offload_gib else 0)
+    return Budget(target_memory(device), config.memory_utilization, *held, reserve, None, True, states)
+
+
+def _runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -> ModelRunner:
+    """As `loading.load_models` makes it, with abstract weights."""
+    decoder, tree = plan.decoder, unflatten_dict(params, sep="/")
+    if plan.mesh.devices.flat[0].platform == "cpu":
+        decoder, tree = trust_matmul(decoder, tree, plan.mesh, config.matmul_backend)
+    rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
+    options: Any = {"max_tokens_per_call": config.decode_steps, "adapters": plan.adapter_pool(config)}
+    runner = ModelRunner(decoder, tree, plan.mesh, *rows, **options)
+    runner.copies_pages = config.kv_offload_gib > 0
+    runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
+    return runner
+
+
+def _some(layers: tuple[LayerSpec, ...], count: int) -> list[int]:
+    """The first `count` layers of each kind, by index; of a kind with fewer, its last one again."""
+    kinds: dict[LayerSpec, list[int]] = {}
+    for i, layer in enumerate(layers):
+        kinds.setdefault(layer, []).append(i)
+    return sorted(index for of_kind in kinds.values() for index in (of_kind * count)[:count])
+
+
+def _of_layers(params: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+    """The weights of a model that has only these layers."""
+    kept = {path: x for path, x in params.items() if not path.startswith("layers_")}
+    for new, old in enumerate(layers):
+        start = f"layers_{old}/"
+        kept |= {f"layers_{new}/{path[len(start) :]}": x for path, x in params.items() if path.startswith(start)}
+    return kept
+
+
+def _figures(name: StepProgram, compiled: Any, on_gpu: bool) -> StepFigures:
+    said, text = compiled.memory_analysis(), compiled.as_text()
+    results = said.output_size_in_bytes - said.alias_size_in_bytes
+    started = len(launches(text)) if on_gpu else 0
+    return StepFigures(
+        str(name), said.temp_size_in_bytes, results, said.generated_code_size_in_bytes, started, exchanges(text)
+    )
+
+
+def _grown(few: StepFigures, more: StepFigures, left: float) -> StepFigures:
+    """The figures with `left` times as many further layers as `more` has beyond `few`."""
+
+    def grow(a: int, b: int) -> int:
+        return round(a + max(b - a, 0) * left)
+
+    kinds = Counter([*few.exchanges, *more.exchanges])
+    none = Exchange(0, 0)
+    pairs = {kind: (few.exchanges.get(kind, none), more.exchanges.get(kind, none)) for kind in kinds}
+    grown = {kind: Exchange(*(grow(x, y) for x, y in zip(a, b, strict=True))) for kind, (a, b) in pairs.items()}
+    most = max(few.temporaries, more.temporaries), max(few.results, more.results)
+    return StepFigures(few.program, *most, grow(few.code, more.code), grow(few.launches, more.launches), grown)

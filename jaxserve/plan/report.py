@@ -1,0 +1,178 @@
+"""A deployment's plan as JSON, and that as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.execution import memory
+from jaxserve.execution.memory import Needs, size
+from jaxserve.plan.deployment import Compiled, Deployment
+from jaxserve.plan.roofline import Constants, Roofline, share
+from jaxserve.plan.traffic import Goal, simulate
+
+SCHEMA = 1  # grows when a key changes its meaning or goes
+BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
+PARTS = ("weights", "products", "attention", "communication", "overhead")
+
+
+def make_plan(
+    config: EngineConfig,
+    target: str,
+    *,
+    shape: tuple[int, int] = (1000, 300),
+    estimate: bool = False,
+    all_layers: bool = False,
+    price: float | None = None,
+    goal: Goal | None = None,
+    constants: Mapping[str, Constants] | None = None,
+) -> dict[str, Any]:
+    """The plan as JSON. A model that does not fit has `fits` False and `reason`, and no capacity.
+
+    Args:
+      shape: tokens of a request's prompt and output, for the number of requests at once.
+      estimate: compile nothing.
+      price: dollars per device and hour.
+      constants: measured ones by kind of device.
+    """
+    deployment = Deployment.of(config, target)
+    compiled = None if estimate else _compiled(deployment, all_layers)
+    needs = deployment.estimated_needs() if compiled is None else compiled.needs
+    found = _about(deployment, compiled) | {"memory": _memory(deployment, needs)}
+    try:
+        pages, longest = deployment.pages(needs)
+    except ConfigError as error:
+        return found | {"fits": False, "reason": str(error)}
+    known = (constants or {}).get(deployment.device.device_kind) or Constants.of(deployment)
+    launched = max((step.launches for step in compiled.steps if step.program.startswith("decode")), default=0) \
+        if compiled is not None else 0  # fmt: skip
+    roofline = Roofline(deployment, known, launched)
+    found |= {"fits": True, "capacity": _capacity(deployment, pages, longest, shape)}
+    found |= {"roofline": _roofline(deployment, roofline, longest), "constants": asdict(known)}
+    batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs)
+    if price is not None:  # no token is sold where not even one request fits
+        tokens = batch / roofline.decode(batch, sum(shape)).total if batch else 0.0
+        dollars = price * deployment.devices
+        found["price"] = {"dollars_per_hour": dollars, "batch": batch, "tokens_per_second": tokens,
+                          "output_tokens_per_dollar": 3600 * tokens / dollars}  # fmt: skip
+    if goal is not None:
+        served = simulate(deployment, roofline, pages, longest, goal)
+        found["served"] = served._asdict() | {"holds": served.holds(goal)}
+    return found
+
+
+def _compiled(deployment: Deployment, all_layers: bool) -> Compiled:
+    deployment.pages(deployment.estimated_needs())  # what cannot fit is not compiled
+    return deployment.compile(all_layers)
+
+
+def _about(deployment: Deployment, compiled: Compiled | None) -> dict[str, Any]:
+    config, layers = deployment.config, deployment.plan.model.num_layers
+    fields = type(config).__dataclass_fields__
+    parallel = {name: getattr(config, name) for name in fields if "parallel" in name}
+    how = "estimated"
+    if compiled is not None:
+        how = "compiled" if compiled.layers == layers else f"extrapolated from {compiled.layers} layers and twice these"
+    steps = [] if compiled is None else [
+        step._asdict() | {"exchanges": {kind: one._asdict() for kind, one in step.exchanges.items()}}
+        for step in compiled.steps
+    ]  # fmt: skip
+    return {
+        "schema": SCHEMA, "model": config.model, "target": deployment.target, "devices": deployment.devices,
+        "device_kind": deployment.device.device_kind, "parallel": parallel, "quantization": config.quantization,
+        "dtype": str(deployment.plan.dtype), "layers": layers, "steps": steps,
+        "sources": {
+            "weights": "arithmetic on the exact shapes", "temporaries": how, "results": how, "code": how,
+            "launches": how if steps else "not counted", "collectives": how if steps else "not counted",
+            "roofline": "estimated",
+        },
+    }  # fmt: skip
+
+
+def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
+    budget, params = deployment.budget, deployment.params
+    return {
+        "total": budget.total, "utilization": budget.utilization, "weights": budget.weights,
+        "weights_by_dtype": memory.bytes_by_dtype(params), "slots": budget.slots, "states": budget.states,
+        "temporaries": needs.temporaries, "results": needs.results, "code": needs.code, "reserve": budget.reserve,
+    }  # fmt: skip
+
+
+def _capacity(deployment: Deployment, pages: int, longest: int, shape: tuple[int, int]) -> dict[str, Any]:
+    config, layout = deployment.config, deployment.plan.one_page
+    each = memory.pages_of_longest(config, min(sum(shape), longest), layout.page_size, layout.groups.windows)
+    tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), longest)
+    return {
+        "pages": pages, "page_size": layout.page_size, "cache_bytes": pages * layout.device_page_bytes(
+            deployment.plan.mesh), "tokens": tokens, "longest_request": longest, "shape": list(shape),
+        "requests_of_shape": (pages - 1) // each if sum(shape) <= longest else 0,
+    }  # fmt: skip
+
+
+def _roofline(deployment: Deployment, roofline: Roofline, longest: int) -> dict[str, Any]:
+    contexts = [c for c in CONTEXTS if c <= longest] or [longest]
+    decodes = [
+        {"batch": batch, "context": context, "tpot": (one := roofline.decode(batch, context)).total,
+         "bytes": one.bytes, "flops": one.flops, "shares": {part: share([one], part) for part in PARTS}}
+        for batch in BATCHES for context in contexts
+    ]  # fmt: skip
+    most = memory.max_batched_tokens(deployment.config)
+    return {"decode": decodes, "prompt": [{"tokens": n, "ttft": roofline.prompt(n, most)} for n in contexts]}
+
+
+def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
+    """The plan's lines."""
+    held, sources = plan["memory"], plan["sources"]
+    yield f"{plan['model']} on {plan['target']}: {plan['devices']} x {plan['device_kind']}, {plan['quantization']}"
+    weights = ", ".join(f"{size(count)} {dtype}" for dtype, count in held["weights_by_dtype"].items())
+    yield f"memory of a device    {size(held['total'])} x {held['utilization']:g}"
+    yield f"  weights             {size(held['weights']):>12}  ({weights})"
+    for name in ("slots", "states", "temporaries", "results", "code", "reserve"):
+        yield f"  {name:19} {size(held[name]):>12}" + (f"  ({sources[name]})" if name in sources else "")
+    if not plan["fits"]:
+        yield f"does not fit: {plan['reason']}"
+        return
+    room = plan["capacity"]
+    yield f"  KV cache            {size(room['cache_bytes']):>12}  ({room['pages']:,} pages of {room['page_size']})"
+    yield f"fits: {room['tokens']:,} tokens, longest request {room['longest_request']:,}"
+    inputs, outputs = room["shape"]
+    yield f"  {room['requests_of_shape']:,} requests of {inputs} + {outputs} tokens at once"
+    for step in plan["steps"]:
+        sent = ", ".join(f"{one['number']} {kind} ({size(one['bytes'])})" for kind, one in step["exchanges"].items())
+        yield f"  {step['program']}: {step['launches']} launches, collectives: {sent or 'none'}"
+    yield f"roofline ({plan['constants']['source']}; not measured here)" if plan["constants"]["source"] != "measured" \
+        else "roofline (measured constants)"  # fmt: skip
+    yield f"  {'batch':>6} {'context':>8} {'TPOT ms':>9}  " + " ".join(f"{part[:8]:>9}" for part in PARTS)
+    for one in plan["roofline"]["decode"]:
+        shares = " ".join(f"{100 * one['shares'][part]:8.0f}%" for part in PARTS)
+        yield f"  {one['batch']:6} {one['context']:8} {1e3 * one['tpot']:9.2f}  {shares}"
+    for one in plan["roofline"]["prompt"]:
+        yield f"  TTFT of {one['tokens']:,} tokens: {1e3 * one['ttft']:.1f} ms"
+    if "price" in plan:
+        cost = plan["price"]
+        yield f"${cost['dollars_per_hour']:.2f} an hour, {cost['output_tokens_per_dollar']:,.0f} output tokens a dollar"
+    if "served" in plan:
+        yield _of_served(plan["served"])
+
+
+def _of_served(served: Mapping[str, Any]) -> str:
+    word = "holds" if served["holds"] else "does not hold"
+    latencies = f"TTFT {1e3 * served['ttft']:.0f} ms and TPOT {1e3 * served['tpot']:.1f} ms at the 95th percentile"
+    return f"simulated traffic: {latencies}, {served['tokens_per_second']:,.0f} tokens/s: {word}"
+
+
+def table_of(plans: list[dict[str, Any]]) -> Iterator[str]:
+    """A row for each plan."""
+    start = f"{'target':10} {'settings':34} {'weights':>10}"
+    yield f"{start} {'tokens':>11} {'requests':>8} {'TPOT ms':>8} {'$ an hour':>9}"
+    for plan in plans:
+        start = f"{plan['target']:10} {plan['label'][:34]:34} {size(plan['memory']['weights']):>10}"
+        if not plan["fits"]:
+            yield f"{start} does not fit"
+            continue
+        one, room = plan["roofline"]["decode"][0], plan["capacity"]
+        dollars = f"{plan['price']['dollars_per_hour']:9.2f}" if "price" in plan else f"{'':9}"
+        held = f"  {_of_served(plan['served'])}" if "served" in plan else ""
+        yield f"{start} {room['tokens']:11,} {room['requests_of_shape']:8,} {1e3 * one['tpot']:8.2f} {dollars}{held}"

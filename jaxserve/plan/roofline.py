@@ -1,0 +1,163 @@
+"""The time of a step by a roofline model (Williams et al. 2009): what it reads, multiplies, exchanges and launches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.devices.layouts import device_bytes
+from jaxserve.devices.targets import rates
+from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
+from jaxserve.models.quantized import STACKS
+from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec
+from jaxserve.plan.deployment import Deployment
+
+# Bytes per second that a device sends to the others, by parts of a device_kind; the first match counts. From NVIDIA's
+# data sheets (NVLink, PCIe) and Google Cloud's pages on TPU versions, as of late 2026; half of what both ways give.
+LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 224e9, "v5 lite": 100e9}
+OTHER_LINK = 25e9
+LINK_SECONDS = 1e-5  # start of a collective; assumed
+LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
+CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
+COMPILED_EXCHANGES = 2  # all-reduces of a layer
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The rates of one device that the model multiplies with.
+
+    Attributes:
+      bandwidth: bytes of memory per second.
+      matmul: floating-point operations per second in products.
+      call, launch: seconds per call of a step, and per launch of a kernel.
+      link, link_start: bytes per second to other devices, and seconds until a collective starts.
+      overlaps: reading the weights and multiplying go on at the same time; on CPUs they add up.
+      source: "data sheet", "assumed" or "measured".
+    """
+
+    bandwidth: float
+    matmul: float
+    call: float = CALL_SECONDS
+    launch: float = LAUNCH_SECONDS
+    link: float = OTHER_LINK
+    link_start: float = LINK_SECONDS
+    overlaps: bool = True
+    source: str = "data sheet"
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> Constants:
+        """By the device's data sheet, at the shares of it that `execution.cost` reckons with."""
+        device = deployment.device
+        if device.platform == "cpu":
+            return cls(CPU_BANDWIDTH, CPU_MATMUL, overlaps=False, source="assumed")
+        speed, short = rates(device), np.dtype(deployment.plan.dtype).itemsize == 2
+        link = next((value for kind, value in LINKS.items() if kind in device.device_kind), OTHER_LINK)
+        rate = speed.matmul * (MATMUL_SHARE if short else FLOAT32_SHARE)
+        return cls(speed.bandwidth * BANDWIDTH_SHARE, rate, link=link)
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step's parts, and what it does on one device."""
+
+    weights: float
+    products: float
+    attention: float
+    communication: float
+    overhead: float
+    total: float
+    bytes: float
+    flops: float
+
+
+class Roofline:
+    """Reckons the time of steps of a deployment.
+
+    Args:
+      launched: launches of a step, of the compiled program or 0.
+    """
+
+    def __init__(self, deployment: Deployment, constants: Constants, launched: int = 0):
+        self.constants, self._launches = constants, launched
+        plan, model, params = deployment.plan, deployment.plan.model, deployment.params
+        self._devices, self._hidden, self._layers = deployment.devices, model.hidden_size, model.num_layers
+        self._itemsize = np.dtype(plan.dtype).itemsize
+        experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
+        self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
+        share = 1.0 - self._unused
+        head = "head/kernel" if "head/kernel" in params else "embed/table"
+        self.dense_bytes = self.expert_bytes = self._token_flops = self._head_flops = 0.0
+        for path, w in params.items():
+            if path == "embed/table" and path != head:
+                continue
+            stored, size = sum(map(device_bytes, jax.tree.leaves(w))), math.prod(w.shape)
+            if path.endswith(STACKS):
+                self.expert_bytes += stored
+                self._token_flops += 2 * size * share
+            else:
+                self.dense_bytes += stored
+                if path == head:
+                    self._head_flops += 2 * size
+                elif len(w.shape) == 2:
+                    self._token_flops += 2 * size
+        specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
+        self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
+        layout = plan.one_page
+        self._row_bytes = layout.token_bytes / len(specs) / layout.ways(plan.mesh)
+        spec = specs[0]
+        width = 2 * spec.head_dim
+        if isinstance(spec, LatentAttentionSpec):
+            width = 2 * spec.rank + spec.rope_dim
+        self._pair_flops = 2 * spec.num_heads * width
+
+    def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
+        """The time of a step of `tokens` tokens, padding included, that samples `rows` tokens. contexts, counts [rows]:
+        of each sequence the tokens that its last token sees, and how many of them the step computes."""
+        c, (read, pairs) = self.constants, self._attended(np.asarray(contexts, float), np.asarray(counts, float))
+        used = self.dense_bytes + self.expert_bytes * (1 - self._unused**tokens)
+        flops = (tokens * self._token_flops + rows * self._head_flops) / self._devices
+        attended = pairs * self._pair_flops / self._devices
+        weights, products = used / c.bandwidth, flops / c.matmul
+        attention = max(read * self._row_bytes / c.bandwidth, attended / c.matmul)
+        sent = self._communication(tokens)
+        overhead = c.call + self._launches * c.launch
+        work = max(weights, products) if c.overlaps else weights + products
+        total = work + attention + sent + overhead
+        return StepTime(
+            weights, products, attention, sent, overhead, total, used + read * self._row_bytes, flops + attended
+        )
+
+    def decode(self, batch: int, context: int) -> StepTime:
+        """The step in which each of `batch` sequences gains a token: its total is the TPOT."""
+        return self.step(batch, batch, np.full(batch, context))
+
+    def prompt(self, tokens: int, most: int) -> float:
+        """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT."""
+        starts = range(0, tokens, most)
+        return sum(self.step(min(most, tokens - at), 1, [min(at + most, tokens)], [min(most, tokens - at)]).total
+                   for at in starts)  # fmt: skip
+
+    def _attended(self, contexts: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+        """(cached tokens read, pairs of tokens) over all layers."""
+        middle = contexts - (counts - 1) / 2  # tokens that a token sees on average
+        read = sum(n * np.minimum(contexts, window + counts - 1).sum() for window, n in self._windows.items())
+        pairs = sum(n * (np.minimum(middle, window) * counts).sum() for window, n in self._windows.items())
+        return float(read), float(pairs)
+
+    def _communication(self, tokens: int) -> float:
+        """Seconds of the all-reduces of a step: two a layer. Each device sends 2 (n - 1) / n of the array."""
+        if self._devices == 1:
+            return 0.0
+        c, parts = self.constants, COMPILED_EXCHANGES * self._layers
+        sent = tokens * self._hidden * self._itemsize * 2 * (self._devices - 1) / self._devices
+        return parts * (c.link_start + sent / c.link)
+
+
+def share(times: Sequence[StepTime], part: str) -> float:
+    """Part of the total of some steps."""
+    return sum(getattr(one, part) for one in times) / sum(one.total for one in times)

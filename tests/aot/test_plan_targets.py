@@ -1,0 +1,84 @@
+"""`jaxserve plan` with the compilers of its targets, and the committed plans of published models."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from devices import devices_of
+
+from jaxserve.config import EngineConfig
+from jaxserve.plan.report import make_plan
+
+ROOT = Path(__file__).parent.parent.parent
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 2048, "vocab_size": 2048,
+    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="module")
+def published():
+    path = ROOT / "benchmarks" / "plan_published.py"
+    spec = importlib.util.spec_from_file_location("plan_published", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plan_published"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("target", ["h200x1", "v6e-8"])
+def test_compiled_plan(target, tmp_path):
+    devices = len(devices_of(target))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    config = EngineConfig(
+        model=str(tmp_path), load_format="dummy", tensor_parallel_size=devices, max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    plan = make_plan(config, target)
+    assert plan["fits"]
+    assert plan["sources"]["temporaries"] == "extrapolated from 2 layers and twice these"
+    held = plan["memory"]
+    used = sum(held[name] for name in ("weights", "slots", "states", "temporaries", "results", "code", "reserve"))
+    assert used + plan["capacity"]["cache_bytes"] <= held["total"] * held["utilization"]
+    decode = next(step for step in plan["steps"] if step["program"].startswith("decode"))
+    if target == "h200x1":
+        assert 6 * 7 <= decode["launches"] <= 6 * 12 + 30
+        assert decode["exchanges"] == {}
+    else:
+        assert 2 * 6 <= decode["exchanges"]["all-reduce"]["number"] <= 2 * 6 + 8
+
+
+@pytest.mark.parametrize(("model", "target"), [("Llama 3.1 8B", "h200x1"), ("Gemma 3 27B", "h200x8")])
+def test_committed_plans_are_what_the_arithmetic_gives(published, model, target):
+    devices_of(target)
+    rows = json.loads(published.RESULT.read_text())
+    (row,) = (row for row in rows if (row["model"], row["target"], row["scheme"]) == (model, target, "int4"))
+    again = published.entry(model, target, "int4")
+    assert row["source"] == again["source"] == "estimated"
+    assert again == {
+        name: value if isinstance(value, str | int) else pytest.approx(value) for name, value in row.items()
+    }
+
+
+def test_the_table_is_that_of_the_file(published):
+    assert published.table(json.loads(published.RESULT.read_text())) in (ROOT / "docs" / "plan.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_published_model_compiled(published):
+    devices_of("h200x1")
+    rows = json.loads(published.RESULT.read_text())
+    row, again = rows[0], published.entry("Llama 3.1 8B", "h200x1", "bf16", compiles=True)
+    assert again["source"].startswith("extrapolated")
+    assert again["weights"] == row["weights"]
+    assert again["tokens"] == pytest.approx(row["tokens"], rel=0.05)

@@ -1,0 +1,182 @@
+"""`jaxserve plan`: its memory against the engine's own, its simulation, its output and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from fake_hub import running_hub
+
+from jaxserve.commands.cli import main
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.plan.deployment import Deployment, plan_devices
+from jaxserve.plan.report import make_plan
+from jaxserve.plan.roofline import Constants, Roofline
+from jaxserve.plan.traffic import Goal, simulate
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128, "vocab_size": 512,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def settings(folder, **changes) -> EngineConfig:
+    return EngineConfig(model=str(folder), load_format="dummy", max_num_seqs=8, **changes)
+
+
+@pytest.mark.parametrize(("target", "devices"), [pytest.param("cpu", 1, marks=pytest.mark.slow), ("cpu:8", 8)])
+def test_memory_is_that_of_the_engine(folder, target, devices):
+    config = settings(folder, kv_pages=100, tensor_parallel_size=devices, max_num_batched_tokens=128)
+    engine = Engine.load(config, progress=False)
+    names = engine.runner.programs.telling(engine.shapes)
+    engine.runner.compile(names)
+    runner, needs = engine.runner, engine.runner.needs(engine.shapes)
+    deployment = Deployment.of(config, target)
+    compiled = deployment.compile()
+    assert compiled.layers == 2, "this test is about extrapolation"
+    assert deployment.shapes == engine.shapes
+    assert deployment.budget.weights == pytest.approx(runner.weight_bytes, rel=0.02)
+    assert deployment.budget.slots == runner.slot_bytes
+    assert deployment.pages(compiled.needs) == (100, engine.max_model_len)
+    assert deployment.plan.one_page.device_page_bytes(deployment.plan.mesh) * 100 == runner.cache_bytes
+    assert compiled.needs.temporaries == pytest.approx(needs.temporaries, rel=0.02)
+    assert compiled.needs.results == pytest.approx(needs.results, rel=0.02)
+    if devices > 1:  # two sums over the devices in each layer, at least
+        assert all(step.exchanges["all-reduce"].number >= 12 for step in compiled.steps)
+
+
+@pytest.mark.slow
+def test_extrapolation_equals_all_layers(folder):
+    deployment = Deployment.of(settings(folder, tensor_parallel_size=8, max_num_batched_tokens=128), "cpu:8")
+    few, whole = deployment.compile(), deployment.compile(all_layers=True)
+    assert (few.layers, whole.layers) == (2, 6)
+    for one, other in zip(few.steps, whole.steps, strict=True):
+        assert one.exchanges["all-reduce"].number == other.exchanges["all-reduce"].number
+        assert one.exchanges["all-reduce"].bytes == pytest.approx(other.exchanges["all-reduce"].bytes, rel=0.02)
+
+
+def test_roofline_grows_as_it_must(folder):
+    deployment = Deployment.of(settings(folder), "cpu")
+    roofline = Roofline(deployment, Constants(1e9, 1e10, call=0.0, overlaps=False))
+    one, two = roofline.decode(1, 100), roofline.decode(2, 100)
+    assert two.weights == one.weights
+    assert two.products == pytest.approx(2 * one.products)
+    assert two.attention == pytest.approx(2 * one.attention)
+    # All weights are read once, but of the table only rows: the model has a head of its own.
+    table = SMALL["vocab_size"] * SMALL["hidden_size"] * 4
+    assert one.weights * 1e9 == pytest.approx(deployment.budget.weights - table, rel=0.01)
+    row = 2 * 6 * 8 * 8 * 4  # keys and values of a token in all layers
+    assert one.bytes - one.weights * 1e9 == pytest.approx(100 * row)
+
+
+def test_simulation_depends_on_the_load(folder):
+    deployment = Deployment.of(settings(folder, kv_pages=200), "cpu")
+    roofline = Roofline(deployment, Constants(1e9, 1e10, overlaps=False))
+    light, heavy = (
+        simulate(deployment, roofline, 200, 512, Goal(rate, 100, 20, ttft=1.0, tpot=0.1)) for rate in (1, 400)
+    )
+    assert heavy.ttft > 2 * light.ttft
+    assert heavy.tokens_per_second > light.tokens_per_second
+    assert light.most_running < heavy.most_running == 8
+    alone = roofline.prompt(100, 128) + roofline.decode(1, 100).total
+    assert light.ttft < 3 * alone
+    with pytest.raises(ConfigError, match="exceed the longest"):
+        simulate(deployment, roofline, 200, 512, Goal(1, 500, 20))
+
+
+def test_goal_is_read_and_checked():
+    assert Goal.of("ttft<500ms, tpot<25ms,rps=20,in=1000,out=300") == Goal(20, 1000, 300, 0.5, 0.025)
+    for wrong in ("ttft<500", "rps=20,in=1000", "rps=0,in=1,out=1", "latency<1s,rps=1,in=1,out=1"):
+        with pytest.raises(ConfigError, match="--for"):
+            Goal.of(wrong)
+
+
+def test_json_text_and_page(folder, capsys):
+    out, page = folder / "plan.json", folder / "plan.html"
+    given = [str(folder / "config.json"), "--estimate", "--max-num-seqs", "8", "--kv-pages", "300", "--price", "2"]
+    goal = "ttft<5s,tpot<1s,rps=2,in=50,out=10"
+    flags = ["--json", str(out), "--html", str(page), "--request", "100+20", "--for", goal]
+    assert main(["plan", *given, *flags]) == 0
+    text, plan = capsys.readouterr().out, json.loads(out.read_text())
+    assert plan["schema"] == 1
+    keys = {
+        "schema", "model", "target", "devices", "device_kind", "parallel", "quantization", "dtype", "layers", "steps",
+        "sources", "memory", "fits", "capacity", "roofline", "constants", "price", "served", "label",
+    }  # fmt: skip
+    assert set(plan) == keys
+    assert plan["sources"]["temporaries"] == "estimated"
+    assert plan["capacity"]["requests_of_shape"] == 299 // 8  # 120 tokens are 8 pages of 16
+    assert plan["served"]["holds"]
+    assert "holds" in text
+    assert "37 requests of 100 + 20 tokens" in text
+    html = page.read_text()
+    assert html.count("<svg") == 2
+    assert "default-src 'none'" in html
+    assert "http://" not in html
+
+
+def test_compare_names_the_cheapest(folder, capsys):
+    goal = "ttft<5s,tpot<1s,rps=2,in=50,out=10"
+    several = ["cpu", "cpu,max_num_seqs=4", "cpu:2,quantization=int8,kv_pages=50"]
+    flags = ["--estimate", "--kv-pages", "300", "--for", goal, "--price", "3", "--compare", *several]
+    assert main(["plan", str(folder), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "cheapest that holds: cpu " in text
+    assert "$3.00 an hour" in text
+    assert "quantization=int8" in text
+
+
+def test_what_does_not_fit_says_so(folder):
+    plan = make_plan(settings(folder, max_model_len=512, kv_pages=4), "cpu", estimate=True)
+    assert not plan["fits"]
+    assert "KV pages" in plan["reason"]
+    assert "capacity" not in plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculation"),
+        ({"num_hosts": 2, "coordinator": "a:1", "host_secret_file": "x"}, "one host"),
+    ],
+)
+def test_refusals(folder, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Deployment.of(settings(folder, **changes), "cpu")
+
+
+def test_unknown_targets_are_refused(folder):
+    with pytest.raises(ConfigError, match="needs 99 devices"):
+        plan_devices("cpu:99")
+    with pytest.raises(ConfigError, match="no target 'tpu9'"):
+        plan_devices("tpu9")
+    assert main(["plan", str(folder), "--compare", "cpu,colour=red"]) == 1
+    assert main(["plan", str(folder), "--target", "cpu", "--constants", str(folder / "none.json")]) == 1
+
+
+def test_hub_ids_need_only_the_config(tmp_path):
+    with running_hub() as hub:
+        hub.commit("org/small", {"config.json": json.dumps(SMALL).encode()}, "main")
+        command = ["-m", "jaxserve", "plan", "org/small", "--estimate", "--kv-pages", "100", "--json", "-"]
+        env = os.environ | hub.environment(tmp_path / "cache") | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layers"] == 6
+
+
+def test_price_is_of_all_devices(folder):
+    config = replace(settings(folder, kv_pages=300), tensor_parallel_size=8)
+    plan = make_plan(config, "cpu:8", estimate=True, price=1.5, shape=(100, 20))
+    cost = plan["price"]
+    assert cost["dollars_per_hour"] == 12
+    assert cost["output_tokens_per_dollar"] == pytest.approx(cost["tokens_per_second"] * 3600 / 12)
