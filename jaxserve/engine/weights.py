@@ -71,7 +71,8 @@ class Weights:
         memory, level 2 reads them from their files again. Cached pages are forgotten, in lower tiers too. An engine
         that sleeps already sleeps on as it does.
 
-        Raises InvalidRequestError for another level, while there are requests, and with several hosts.
+        Raises InvalidRequestError for another level, while there are requests, with several hosts, and with
+        pipeline stages.
         """
         if level not in (1, 2):
             raise InvalidRequestError(f"level must be 1 or 2, got {level!r}", "level")
@@ -134,6 +135,8 @@ class Weights:
             raise InvalidRequestError(f"{call} needs an engine without requests; some are unfinished")
         if self._engine.hosts is not None:
             raise InvalidRequestError(f"{call} is not possible for a replica of several hosts")
+        if self._engine.runner.num_stages > 1:
+            raise InvalidRequestError(f"{call} is not possible with pipeline_parallel_size above 1")
 
     def _read(self, folder: Path) -> list[list[jax.Array]]:
         """The weights of each runner, without its pool of adapters, as they were read at the start."""
