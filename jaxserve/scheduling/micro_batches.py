@@ -37,12 +37,12 @@ class MicroBatches:
         slot, stages = running.lineup.slot, self.stages
         planned, pending = self._planned[slot], running.total[slot] - running.known[slot]
         ready = decodes & ((planned <= self._step - stages) | (pending == 0))
-        size = -(-int(np.count_nonzero(decodes)) // stages)
-        if (num_ready := int(np.count_nonzero(ready))) > 0:
-            groups = len(np.unique(planned[decodes & ~ready]))  # those on their way through the stages
-            size = min(size, -(-num_ready // (stages - groups)))
-        elif may_wait:
-            ready = decodes & (pending == 1) & ~running.lineup.one_at_a_time
+        if may_wait and not ready.any():
+            waits = decodes & (pending == 1) & ~running.lineup.one_at_a_time
+            ready = waits & (planned == planned[waits].min(initial=self._step))
+        groups = len(np.unique(planned[decodes & ~ready]))  # those on their way through the stages
+        count = np.count_nonzero(decodes), np.count_nonzero(ready)
+        size = min(-(-int(count[0]) // stages), -(-int(count[1]) // max(stages - groups, 1)))
         index = np.flatnonzero(ready)
         chosen = np.zeros_like(decodes)
         chosen[index[np.argsort(planned[index], kind="stable")[:size]]] = True
