@@ -27,7 +27,9 @@ from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 
 StageProgram = tuple[int, ProgramName]  # the number of a stage, and the name of one of its programs
-_SLOT = list(RowParams._fields).index("slot")  # place of the slot in a row of `set_slots`; all fields before it are one word
+_SLOT = list(RowParams._fields).index(
+    "slot"
+)  # place of the slot in a row of `set_slots`; all fields before it are one word
 
 
 @dataclass

@@ -61,13 +61,12 @@ class Scheduler:
         self.blocks, self.recurrent, self._prefixes, self.loads = blocks, recurrent, Prefixes(blocks), PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
+        self.turns, self._watermark = MicroBatches(stages, max_num_seqs), blocks.capacity // 100
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages)
-        self.turns = MicroBatches(stages, max_num_seqs)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests whose client reads the tokens as they come
-        self._watermark = blocks.capacity // 100
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     # Coming and going
@@ -188,8 +187,7 @@ class Scheduler:
                 self._preempt(running.last)  # beams wait for siblings that find no slot
                 return self.schedule(tokens_per_call)
             return None
-        running.computed[rows.slot] = rows.reach
-        running.total[rows.slot] += rows.num_new
+        running.advance(rows)
         self.turns.begin(rows)
         return StepPlan(rows, copies, *running.take_news(), self._prefixes.keep_states(running, rows))
 
