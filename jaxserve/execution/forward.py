@@ -95,11 +95,11 @@ def forward(
     if drafter is not None and slots.features is not None:
         drafter = drafter.counting(q_start[-1])
         read_by_draft[len(model.config.layers)] = added(x, y)
-        states = [read_by_draft[i] for i in wanted] or [hidden]
+        states = [read_by_draft[i] for i in drafter.spec.layers] or [hidden]
         features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
         place = placed.position - 1
         entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
-        table, given = tables[layout.draft_group], before(features, slots.features[slot, 0], q_start, placed.row)
+        table, given = tables[layout.draft_group], before(features, slots.features[batch.slot, 0], q_start, placed.row)
         kv_slots = _kv_slots(entries, table, layout.page_size)
         where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
         options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}

@@ -130,7 +130,7 @@ class PipelineRunner:
 
     def is_whole(self) -> bool:
         """Whether all caches and slots exist. Waits for the devices."""
-        return all([one.is_whole() for one in self.stages])
+        return all(one.is_whole() for one in self.stages)
 
     def names(self, shapes: Sequence[StepShape]) -> list[StageProgram]:
         """The names of all programs that serving can need."""

@@ -51,15 +51,16 @@ def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> l
     for cost in layers:
         sums.append(sums[-1] + cost)
 
-    def cost(begin: int, end: int) -> int:
+    def of(begin: int, end: int) -> int:
         return sums[end] - sums[begin] + (first if begin == 0 else 0) + (last if end == count else 0)
 
     # best[end]: (cost of the costliest part, sum of squares, where the parts begin) of the first `end` layers
-    best = {end: (cost(0, end), cost(0, end) ** 2, (0,)) for end in range(1, count + 1)}
+    best: dict[int, tuple[int, int, tuple[int, ...]]]
+    best = {end: (of(0, end), of(0, end) ** 2, (0,)) for end in range(1, count + 1)}
     for made in range(1, stages):
         best = {
             end: min(
-                (max(best[at][0], cost(at, end)), best[at][1] + cost(at, end) ** 2, (*best[at][2], at))
+                (max(best[at][0], of(at, end)), best[at][1] + of(at, end) ** 2, (*best[at][2], at))
                 for at in range(made, end)
             )
             for end in range(made + 1, count + 1)

@@ -13,7 +13,8 @@ from jaxserve.server.ipc.messages import Ready
 
 _SETTINGS = (
     "load_format", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
-    "enable_expert_parallel", "quantization", "dequantize", "attention_backend", "matmul_backend", "activation_quantization", "seed",
+    "enable_expert_parallel",
+    "quantization", "dequantize", "attention_backend", "matmul_backend", "activation_quantization", "seed",
 )  # fmt: skip
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file: they tell weights apart, far faster than reading whole files
