@@ -143,6 +143,7 @@ class EngineConfig:
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
         the memory that is available at start, of which the cache takes at most half unless kv_pages is given.
       tensor_parallel_size: devices that share each layer; with several hosts all of their devices.
+      pipeline_parallel_size: groups of so many devices, each of which has some of the layers.
       decode_context_parallel_size: devices that keep different tokens of the same key-value heads, where a head is on
         several devices; it divides tensor_parallel_size.
       enable_expert_parallel: each of these devices has some of a mixture's experts whole, instead of a part of each.
@@ -221,6 +222,7 @@ class EngineConfig:
     kv_pages: int | None = None
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     enable_expert_parallel: bool = False
     coordinator: str | None = None
@@ -302,6 +304,7 @@ class EngineConfig:
             ("kv_pages", 2, 2**31 - 1),
             ("state_snapshots", 0, 2**16),
             ("tensor_parallel_size", 1, 2**16),
+            ("pipeline_parallel_size", 1, 2**10),
             ("decode_context_parallel_size", 1, 2**16),
             ("num_hosts", 1, 2**12),
             ("host_id", 0, 2**12 - 1),

@@ -101,6 +101,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "has them), else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
          help="devices that share each layer; with several hosts all of their devices")  # fmt: skip
+    flag("--pipeline-parallel-size", "-pp", field="pipeline_parallel_size", type=int, metavar="STAGES",
+         help="groups of --tensor-parallel-size devices that each have some of the layers")  # fmt: skip
     flag("--decode-context-parallel-size", "-dcp", field="decode_context_parallel_size", type=int, metavar="DEVICES",
          help="devices that keep different tokens of the same key-value heads, so that the cache holds that many times "
          "as many; for models with fewer such heads than devices")  # fmt: skip

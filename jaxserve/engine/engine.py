@@ -253,12 +253,12 @@ class Engine:
         if plan is not None:
             with self.timeline.phase("upload"):
                 self.in_flight.append(self.dispatch(plan))
-        if len(self.in_flight) > 1:
+        if len(self.in_flight) > (most := self.runner.num_stages):
             output.extend(self._commit_oldest())
         if self.in_flight:
             with self.timeline.phase("mask"):
                 self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
-            if plan is None or not self.config.async_scheduling:
+            if plan is None or (len(self.in_flight) == most and not self.config.async_scheduling):
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()

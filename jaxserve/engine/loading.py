@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxserve.devices.mesh import num_devices, on_one_cpu
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.pipeline import LoadedPipeline, check_settings
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
@@ -76,6 +77,7 @@ def load_models(
 ) -> LoadedModels:
     """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
     start = time.perf_counter()
+    check_settings(config)
     enable_compile_cache()
     plan = ModelPlan.of(config, devices)
     mesh, model = plan.mesh, plan.model
@@ -104,6 +106,9 @@ def load_parts(
     config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
 ) -> EngineParts:
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
+    check_settings(config)
+    if config.pipeline_parallel_size > 1:
+        return _load_pipeline(config, devices, progress=progress, static_steps=static_steps)
     hosts = None
     if config.num_hosts > 1:
         hosts = FirstHost(config)
@@ -125,6 +130,24 @@ def load_parts(
     sizing = Sizing(config, models, budget, shapes, plan.longest)
     sizing.begin()
     return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts)
+
+
+def _load_pipeline(
+    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+) -> EngineParts:
+    """`load_parts` for a model in several stages."""
+    start = time.perf_counter()
+    enable_compile_cache()
+    loaded = LoadedPipeline.load(config, devices, progress=progress, static=static_steps)
+    heap.trim()
+    log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
+    plan = loaded.plan
+    # A token takes the time of all stages, as if the devices of one stage had all layers.
+    cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], num_devices(plan.mesh), plan.dtype)
+    shapes = _shapes(config, plan, cost)
+    sizing = loaded.sizing(config, shapes)
+    sizing.begin()
+    return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing))
 
 
 def make_scheduler(
@@ -151,6 +174,7 @@ def make_scheduler(
         penalty_rows=runner.penalty_rows,
         recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
+        stages=runner.num_stages,
     )
 
 

@@ -77,7 +77,8 @@ class Weights:
         memory, level 2 reads them from their files again. Cached pages are forgotten, in lower tiers too. An engine
         that sleeps already sleeps on as it does.
 
-        Raises InvalidRequestError for another level, while there are requests, and with several hosts.
+        Raises InvalidRequestError for another level, while there are requests, with several hosts, and with
+        pipeline stages.
         """
         self.check_sleep(level)
         self._require_rest("sleep")
@@ -177,6 +178,8 @@ class Weights:
     def _require_one_host(self, call: str) -> None:
         if self._engine.hosts is not None:
             raise InvalidRequestError(f"{call} is not possible for a replica of several hosts")
+        if self._engine.runner.num_stages > 1:
+            raise InvalidRequestError(f"{call} is not possible with pipeline_parallel_size above 1")
 
     def _read(self, source: Source) -> list[list[jax.Array]]:
         """The weights of each runner, without its pool of adapters, as they were read at the start. Weights that arrays

@@ -15,7 +15,7 @@ from jaxserve.execution.slot_states import delta_net
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
-from jaxserve.models.decoder import Decoder, DecoderLayer, added
+from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
 from jaxserve.models.spec import GatedDeltaSpec
@@ -35,6 +35,7 @@ class ModelInput(NamedTuple):
     writes: jax.Array  # bool [rows]: the row's keys and values are kept
     keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
     deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
+    x: jax.Array | None = None  # [tokens, hidden] from the pipeline stage before; None: this stage embeds the tokens
 
 
 class Output(NamedTuple):
@@ -46,6 +47,19 @@ class Output(NamedTuple):
     kv_len: jax.Array
     features: jax.Array | None = None  # [tokens, any], for a draft head
     expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
+
+
+class LayersRun(NamedTuple):
+    """What a pass has computed when it has run its layers."""
+
+    x: jax.Array  # [tokens, hidden]
+    y: Parts | None  # what the last of these layers left to add to x
+    placed: Placement
+    tokens: jax.Array  # int32 [tokens]: none is -1 any more
+    tables: list[jax.Array]  # the rows' block tables, for each group of layers
+    chosen: list[jax.Array]  # experts that the layers' routers chose
+    read_by_draft: dict[int, jax.Array]  # inputs of layers
+    cache: KVCache
 
 
 class Placement(NamedTuple):
@@ -71,13 +85,49 @@ def forward(
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
     replace the old ones. So are the entries of a draft head. The slots do not change."""
+    model = model.counting(batch.q_start[-1])  # padding comes last, and matmuls may skip it
+    ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh, drafter=drafter)
+    x, y, placed, tokens, tables, chosen, read_by_draft, cache = ran
+    q_start = batch.q_start
+    hidden: Any = model.apply({"params": params}, x, y, method="finish")
+    last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
+    features = None
+    if drafter is not None and slots.features is not None:
+        drafter = drafter.counting(q_start[-1])
+        read_by_draft[len(model.config.layers)] = added(x, y)
+        states = [read_by_draft[i] for i in drafter.spec.layers] or [hidden]
+        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
+        place = placed.position - 1
+        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
+        table, given = tables[layout.draft_group], before(features, slots.features[batch.slot, 0], q_start, placed.row)
+        kv_slots = _kv_slots(entries, table, layout.page_size)
+        where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
+        options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
+        cache[-1] = write_entries(params, cache[-1], given, tokens, entries.position, where, **options)
+    return Output(hidden, last, placed.kv_len, features, _expert_load(chosen, model, q_start[-1])), cache
+
+
+def run_layers(
+    params,
+    cache: KVCache,
+    slots: SlotState,
+    batch: ModelInput,
+    *,
+    model: Decoder,
+    shape: StepShape,
+    layout: CacheLayout,
+    mesh: Mesh,
+    drafter: Drafter | None = None,
+) -> LayersRun:
+    """The part of `forward` before the last norm: all layers, or those of the model's pipeline stage."""
     q_start, slot = batch.q_start, batch.slot
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
-    # Padding comes last, and matmuls may skip it.
-    model = model.counting(q_start[-1]).adapted_by(slots.adapter(slot)[placed.row])
-    decoder = partial(model.apply, {"params": params})
-    x, ropes = decoder(tokens, placed.position, method="begin")
+    model = model.adapted_by(slots.adapter(slot)[placed.row])
+    if batch.x is None:
+        x, ropes = cast(Any, model.apply({"params": params}, tokens, placed.position, method="begin"))
+    else:
+        x, ropes = batch.x, angles(model.config, placed.position)
     groups = layout.groups
     each = groups.depth // layout.num_arrays  # layers in each array of the cache
     first_page = [jnp.int32(i * layout.num_pages) for i in range(each)]
@@ -97,8 +147,8 @@ def forward(
     wanted = drafter.spec.layers if drafter is not None else ()
     cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
     rows = None if layout.states is None else _delta_rows(slots, batch, placed)
-    for i, layer in enumerate(model.config.layers):
-        where: tuple
+    for i in model.own_layers:
+        layer, where = model.config.layers[i], cast(tuple, ())
         if i in wanted:
             read_by_draft[i] = added(x, y)
         if layout.states is not None and isinstance(layer.attention, GatedDeltaSpec):
@@ -112,22 +162,7 @@ def forward(
             where = (written[group], table, q_start, kv_len, batch.num_decodes, first_page[part])
         x, y, cache[array], routed = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
         chosen += routed
-    hidden: Any = decoder(x, y, method="finish")
-    last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
-    features = None
-    if drafter is not None and slots.features is not None:
-        drafter = drafter.counting(q_start[-1])
-        read_by_draft[len(model.config.layers)] = added(x, y)
-        states = [read_by_draft[i] for i in wanted] or [hidden]
-        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
-        place = placed.position - 1
-        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
-        table, given = tables[layout.draft_group], before(features, slots.features[slot, 0], q_start, placed.row)
-        kv_slots = _kv_slots(entries, table, layout.page_size)
-        where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
-        options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
-        cache[-1] = write_entries(params, cache[-1], given, tokens, entries.position, where, **options)
-    return Output(hidden, last, placed.kv_len, features, _expert_load(chosen, model, q_start[-1])), cache
+    return LayersRun(x, y, placed, tokens, tables, chosen, read_by_draft, cache)
 
 
 def _expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:

@@ -63,3 +63,16 @@ class LayerGroups:
     @property
     def num_groups(self) -> int:
         return len(self.windows)
+
+    def of_stage(self, stage: range) -> LayerGroups:
+        """The groups of a pipeline stage, which has these of the layers. There are as many groups as in the whole
+        model, so that all stages use the same block tables. Of the layers that see equally far back, each stage deals
+        its own out to all of these groups, so that they have about equally many in every stage."""
+        windows = [self.windows[self.places[i][0]] for i in stage]
+        groups = {window: [g for g, w in enumerate(self.windows) if w == window] for window in windows}
+        counts, places = dict.fromkeys(range(self.num_groups), 0), []
+        for window in windows:
+            group = min(groups[window], key=lambda g: counts[g])
+            places.append((group, counts[group]))
+            counts[group] += 1
+        return LayerGroups(self.windows, max(counts.values()), tuple(places))

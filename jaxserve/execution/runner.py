@@ -64,6 +64,9 @@ class ModelRunner(UpkeepCalls):
       adapters: the pool of LoRA adapters; None: there is none. The model must have been made for adapters.
     """
 
+    signatures_kind: type[Signatures] = Signatures
+    num_stages = 1  # of a pipeline
+
     def __init__(
         self,
         model: Decoder,
@@ -389,7 +392,7 @@ class ModelRunner(UpkeepCalls):
         model = self.model, self.mesh, self.layout, params, self._unbundle
         kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
         kinds["pooling"] = self.pooling
-        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
+        return self.signatures_kind(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
 
 
 def _device_bytes(x: jax.Array) -> int:

@@ -47,6 +47,7 @@ def run_step(
     cache: KVCache,
     slots: SlotState,
     packed: jax.Array,
+    x: jax.Array | None = None,
     *,
     model: Decoder,
     shape: StepShape,
@@ -63,6 +64,7 @@ def run_step(
 
     Args:
       packed: the step's buffer, int32 [shape.words].
+      x: [tokens, hidden], what the pipeline stage before has computed; None: there is none.
       sampler: what sampling can do in this program; it must suffice for all rows, see `Sampler`.
       tokens_per_call: passes of the model over a batch of decodes. None: as many as rows need, at most as many as the
         buffer says.
@@ -70,16 +72,8 @@ def run_step(
       drafter: a draft head, whose entries every step writes (`drafting`).
       keeps_hidden: a mixed step returns its hidden states, or with `pooling` the result of `pool_rows`.
     """
-    field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
-    tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
-    slots = slots._replace(block_tables=tables)
-    q_start, slot = field["q_start"], field["slot"]
-    going = slots.last_token(slot) >= 0  # the step before may have sampled a stop token that the host has not read yet
-    num_new = jnp.where(going, field["num_new"], 0)
-    writes = (q_start[1:] > q_start[:-1]) & going
-    deferred = (num_new < 0) & going
-    num_decodes = field["num_decodes"][0]
-    batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred)
+    field, slots, batch, num_new = read_buffer(packed, slots, shape, x)
+    q_start = batch.q_start
     options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
     options["sampler"] = sampler
     advance: Callable = partial(_advance, params, **options)
@@ -94,6 +88,24 @@ def run_step(
         hidden = pool_rows(hidden, q_start, pooling)
     kept = replicate(hidden, mesh) if keeps_hidden and not shape.decode_only else None
     return StepResult(jax.tree.map(lambda x: x[None], sampled), kept, cache, slots)
+
+
+def read_buffer(
+    packed: jax.Array, slots: SlotState, shape: StepShape, x: jax.Array | None
+) -> tuple[dict[str, jax.Array], SlotState, ModelInput, jax.Array]:
+    """Unpacks a step's buffer: its fields, the slots with new entries of block tables, what the model reads, and how
+    many tokens each row samples [rows]."""
+    field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
+    tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
+    slots = slots._replace(block_tables=tables)
+    q_start, slot = field["q_start"], field["slot"]
+    going = slots.last_token(slot) >= 0  # the step before may have sampled a stop token that the host has not read yet
+    num_new = jnp.where(going, field["num_new"], 0)
+    writes = (q_start[1:] > q_start[:-1]) & going
+    deferred = (num_new < 0) & going
+    num_decodes = field["num_decodes"][0]
+    batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred, x)
+    return field, slots, batch, num_new
 
 
 def pool_rows(hidden: jax.Array, q_start: jax.Array, pooling: str) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family, find_family
 from jaxserve.models.quantized import SCHEMES
-from jaxserve.models.weights import weight_pieces
+from jaxserve.models.weights import of_stage, weight_pieces
 
 CLASSIFIER = ("score.weight", "score.bias")  # tensors that `jaxserve.models.pooling_files` reads, not the decoder
 
@@ -66,7 +66,21 @@ class Checkpoint:
 
     def pieces(self, decoder: Any) -> dict[str, Pieces]:
         """Path in the parameters of a Decoder -> the tensors that make it up."""
+        return of_stage(decoder, self._all_pieces(decoder))
+
+    def _all_pieces(self, decoder: Any) -> dict[str, Pieces]:
         return weight_pieces(decoder, self.family.roles(decoder.config, self._has), self._has)
+
+    def bytes_of(self, decoder: Any) -> dict[str, int]:
+        """Path in the parameters of a Decoder -> bytes of its tensors in the files."""
+        names = {path: {piece.name for piece in some} for path, some in self._all_pieces(decoder).items()}
+        parts = {path: [p for name in some for p in self._parts(name)] for path, some in names.items()}
+        return {path: sum(self.tensors[p].nbytes for p in some if p in self.tensors) for path, some in parts.items()}
+
+    def _parts(self, weight: str) -> Collection[str]:
+        """The tensors of a weight of this name."""
+        parts: Any = self.reader.parts(weight) if self.reader is not None else ()
+        return parts or (weight,)
 
     def _has(self, weight: str) -> bool:
         return weight in self.tensors or (self.reader is not None and bool(self.reader.parts(weight)))
@@ -76,6 +90,10 @@ class Checkpoint:
         names = self.family.roles(decoder.config, self._has)
         tied_head = {names.get("head.weight", "lm_head.weight")} if decoder.config.tie_embeddings else set()
         family = self.family
+        elsewhere: set[str] = set()
+        if getattr(decoder, "stage", None) is not None:  # other stages read other tensors
+            pieces = self._all_pieces(decoder).values()
+            elsewhere = {part for some in pieces for piece in some for part in self._parts(piece.name)}
         before = names["attention_norm.weight"].partition("{i}")[0] if family.more_layers else None
 
         def is_of_more_layers(name: str) -> bool:
@@ -85,4 +103,4 @@ class Checkpoint:
         def is_unread(name: str) -> bool:
             return name.endswith(family.ignored) or name.startswith(family.unread) or name in CLASSIFIER
 
-        return lambda name: name in tied_head or is_unread(name) or is_of_more_layers(name)
+        return lambda name: name in tied_head or name in elsewhere or is_unread(name) or is_of_more_layers(name)

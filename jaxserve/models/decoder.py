@@ -20,6 +20,7 @@ from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Li
 from jaxserve.models.norms import Norm
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.stages import Stage
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts
 
@@ -135,6 +136,7 @@ class Decoder(nn.Module):
     Attributes:
       kv_heads: heads of keys and values. There are more than the model's own when the mesh has more devices than heads:
         heads are then repeated.
+      stage: the part of the model that a group of devices holds; None: they hold all of it.
       vocab_rows: rows of the embedding table. There are more than the vocabulary has when the mesh cannot split it
         evenly: the further rows are zero.
     """
@@ -144,6 +146,7 @@ class Decoder(nn.Module):
     vocab_rows: int
     dtype: Any = jnp.float32
     ops: Ops = Ops()
+    stage: Stage | None = None
 
     def setup(self) -> None:
         config, hidden, size = self.config, self.config.hidden_size, self.config.embed_size
@@ -168,6 +171,11 @@ class Decoder(nn.Module):
         """The same decoder for rows with adapters at these places of the pool, int32 [rows]; -1: a row has none. If the
         decoder was not made for adapters, it is returned as it is."""
         return self if self.ops.add_adapters is None else self.clone(ops=self.ops.adapted_by(places))
+
+    @property
+    def own_layers(self) -> range:
+        """The numbers of the layers that these devices run."""
+        return range(self.config.num_layers) if self.stage is None else self.stage.layers
 
     def layer(self, spec: LayerSpec, **options: Any) -> DecoderLayer:
         """A layer of this shape. With `parent=None` in `options` it is unbound, to be applied to given parameters."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -60,7 +60,16 @@ def abstract_params(model: Decoder | Drafter, mesh: Mesh) -> dict[str, jax.Shape
     tree = jax.tree.map(leaf, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     of_kind = {kind: tree.pop(f"layers_{i}") for i, kind in enumerate(kinds)}
     tree |= {f"layers_{i}": of_kind[layer] for i, layer in enumerate(layers)}
-    return flatten_dict(dict(sorted(tree.items())), sep="/")
+    return of_stage(model, flatten_dict(dict(sorted(tree.items())), sep="/"))
+
+
+T = TypeVar("T")
+
+
+def of_stage(model: Decoder | Drafter, by_path: dict[str, T]) -> dict[str, T]:
+    """Those entries of a dict by path in the parameters that the model's pipeline stage holds; usually all."""
+    stage, tied = getattr(model, "stage", None), getattr(model.config, "tie_embeddings", False)
+    return by_path if stage is None else {path: x for path, x in by_path.items() if stage.holds(path, tied=tied)}
 
 
 def dummy_params(model: Decoder | Drafter, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:

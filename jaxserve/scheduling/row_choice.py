@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.scheduling.micro_batches import MicroBatches
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.step_plan import Rows
 
@@ -17,21 +18,24 @@ class TokenBudget:
     most: int  # at least the number of slots, so that every decode fits in every step
     chunk: int | None = None  # limit for a step that computes prompts while others decode; None: `most`
     bursts: bool = True  # many prompts may use more than `chunk`
+    stages: int = 1  # of a pipeline: so many steps share `most` tokens of prompts, so that all stages have work
 
     def for_prompts(self, decodes: int, prompts: int) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
         Decodes count against the chunk, but prompts keep at least an eighth of it, or half of it with bursts. With
         bursts the chunk grows when prompts outnumber a quarter of the decodes."""
         if not decodes or (chunk := self.chunk) is None:
-            return self.most - decodes
+            return max(-(-self.most // self.stages), min(decodes + 1, self.most)) - decodes
         if self.bursts:
             chunk *= max(1, 4 * prompts // decodes)
         least = -(-chunk // (2 if self.bursts else 8))
         return min(self.most - decodes, max(chunk - decodes, least))
 
 
-def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget, num_waiting: int) -> Rows:
-    """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens."""
+def choose_rows(
+    running: RunningTable, tokens_per_call: int, budget: TokenBudget, num_waiting: int, turns: MicroBatches
+) -> Rows:
+    """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens. turns: which of them decode."""
     lineup = running.lineup
     total, start = running.total[lineup.slot], running.computed[lineup.slot]
     left, spare = total - start, lineup.limit - total  # tokens to compute; tokens that may still be sampled
@@ -41,17 +45,18 @@ def choose_rows(running: RunningTable, tokens_per_call: int, budget: TokenBudget
     decodes = (left == 1) & (spare > 0)
     if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
+    prompts = (left > 0) & ~decodes & (running.known[lineup.slot] == total)
+    decodes = turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any())
     if decodes.all() and not running.proposes:  # the usual case
         columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
         return Rows(lineup.seqs, *columns, only_decodes=True)
-    prompts = (left > 0) & ~decodes & (running.known[lineup.slot] == total)
     decoding = np.flatnonzero(decodes)
     one = lineup.one[decoding]
     if running.proposes:  # the step samples a token after each proposal, and one after the row's last known token
         one = 1 + running.proposed[lineup.slot[decoding]]
     elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
-    room = budget.for_prompts(int(one.sum()), len(running) - len(one) + num_waiting)
+    room = budget.for_prompts(int(one.sum()), len(running) - len(one) - turns.held_back + num_waiting)
     most = np.minimum(left, running.ahead(lineup.slot))
     chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, most, spare, room)
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]

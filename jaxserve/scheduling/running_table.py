@@ -223,6 +223,11 @@ class RunningTable:
         self.num_blocks[seq.slot] = len(seq.pages) // self.num_groups
         self.table_copies.append((source, seq.slot))
 
+    def advance(self, rows: Rows) -> None:
+        """Counts what a planned step computes and samples."""
+        self.computed[rows.slot] = rows.reach
+        self.total[rows.slot] += rows.num_new
+
     def growth(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Indices of rows that need more pages than they have, and how many more each needs."""
         reach, num_blocks = rows.reach, self.num_blocks[rows.slot]

@@ -15,7 +15,6 @@ The engine calls, once per step:
         rows that end, fork, want log-probabilities or have lost their slot: one at a time
 
 A preempted sequence loses its pages and waits to be computed again. It samples the same tokens as without preemption.
-
 `schedule` may be called again before plans are committed that check no proposals. It counts tokens only devices know.
 """
 
@@ -29,6 +28,7 @@ import numpy as np
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.copy_on_write import common_prefix, shared_pages, unshare
+from jaxserve.scheduling.micro_batches import MicroBatches
 from jaxserve.scheduling.page_loads import PageLoads
 from jaxserve.scheduling.prefixes import Prefixes
 from jaxserve.scheduling.row_choice import TokenBudget, choose_rows
@@ -54,19 +54,19 @@ class Scheduler:
         penalty_rows: int | None = None,
         recurrent: bool = False,
         adapters: AdapterPool | None = None,
+        stages: int = 1,
     ):
         """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
-        snapshot of the state at the end of these pages exists."""
-        self.blocks, self._prefixes, self.recurrent = blocks, Prefixes(blocks), recurrent
-        self.loads = PageLoads(blocks)
+        snapshot of the state at the end of these pages exists. `stages`: of a pipeline."""
+        self.blocks, self.recurrent, self._prefixes, self.loads = blocks, recurrent, Prefixes(blocks), PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
-        self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts)
+        self.turns, self._watermark = MicroBatches(stages, max_num_seqs), blocks.capacity // 100
+        self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests whose client reads the tokens as they come
-        self._watermark = blocks.capacity // 100
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     # Coming and going
@@ -178,7 +178,7 @@ class Scheduler:
         rows, copies = self._rows_with_pages(tokens_per_call)
         if self.waiting and self.num_preemptions == preemptions:
             decodes = int(np.count_nonzero(rows.count == 1))
-            budget = self.budget.for_prompts(decodes, len(running) - decodes + len(self.waiting))
+            budget = self.budget.for_prompts(decodes, len(running) - decodes - self.turns.held_back + len(self.waiting))
             if len(newcomers := self._admit_newcomers(budget - (int(rows.count.sum()) - decodes))):
                 rows = rows.extend(newcomers)
         if not len(rows):
@@ -187,8 +187,8 @@ class Scheduler:
                 self._preempt(running.last)  # beams wait for siblings that find no slot
                 return self.schedule(tokens_per_call)
             return None
-        running.computed[rows.slot] = rows.reach
-        running.total[rows.slot] += rows.num_new
+        running.advance(rows)
+        self.turns.begin(rows)
         return StepPlan(rows, copies, *running.take_news(), self._prefixes.keep_states(running, rows))
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
@@ -196,7 +196,7 @@ class Scheduler:
         pages run out, rows sample only one token each; if that is not enough, the last sequences are preempted."""
         running = self.running
         while True:
-            rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting))
+            rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting), self.turns)
             growing, missing = running.growth(rows)
             shared = shared_pages(rows, running, self.blocks) if running.maybe_shared else []
             needed = int(missing.sum())

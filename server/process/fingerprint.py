@@ -12,7 +12,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.server.ipc.messages import Ready
 
 _SETTINGS = (
-    "load_format", "kv_cache_dtype", "tensor_parallel_size", "decode_context_parallel_size", "enable_expert_parallel",
+    "load_format", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
+    "enable_expert_parallel",
     "quantization", "dequantize", "attention_backend", "matmul_backend", "activation_quantization", "seed",
     "deterministic",
 )  # fmt: skip

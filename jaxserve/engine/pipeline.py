@@ -1,0 +1,205 @@
+"""Builds the stages of a pipeline: which devices have which layers, their runners, and one number of pages for all."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.checkpoints import orbax
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import make_mesh, num_devices
+from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.sizing import Sized, Sizing
+from jaxserve.execution import memory
+from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.execution.pipeline_runner import PipelineRunner
+from jaxserve.execution.stage_runner import StageRunner
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.load import make_decoder, make_params, trust_matmul
+from jaxserve.models.stages import Stage, split_layers
+from jaxserve.models.weights import abstract_params
+
+log = logging.getLogger(__name__)
+
+NOT_COMBINED = {  # settings that must have these values beside several stages
+    "num_hosts": 1,
+    "coordinator": None,
+    "speculative_config": None,
+    "enable_lora": False,
+    "kv_offload_gib": 0,
+    "decode_context_parallel_size": 1,
+}
+
+
+@dataclass(frozen=True)
+class LoadedPipeline:
+    """A model whose stages are on their devices, with caches of a single page."""
+
+    plan: ModelPlan
+    params: Any  # of all stages together
+    runner: PipelineRunner
+    pages: list[CacheLayout]  # of each stage's cache, with a single page
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static: bool | None
+    ) -> LoadedPipeline:
+        """Reads the weights of each stage onto its devices. Raises ConfigError or CheckpointError."""
+        found = jax.devices() if devices is None else devices
+        check_devices(config, found)
+        plan = ModelPlan.of(config, found)
+        check_model(config, plan)
+        stages = choose_stages(config, plan)
+        runners, pages, params, each = [], [], {}, config.tensor_parallel_size
+        for number, stage in enumerate(stages):
+            own = found[number * each : (number + 1) * each]
+            runner, loaded = _load_stage(config, plan, stage, own, progress=progress, static=static)
+            params |= loaded
+            pages.append(runner.layout)
+            runners.append(runner)
+            layers = f"layers {stage.begin} to {stage.end - 1}"
+            log.info("stage %d of %d: %s; %s", number + 1, len(stages), layers, memory.describe_weights(loaded))
+        return cls(plan, params, PipelineRunner(runners, plan.one_page), pages)
+
+    def sizing(self, config: EngineConfig, shapes: Sequence[StepShape]) -> PipelineSizing:
+        """Chooses the pages. Each stage's budget includes what is on its way from the stage before."""
+        dtype, model = self.plan.dtype, self.plan.model
+        most = max(shape.tokens for shape in shapes)
+        moving = (len(self.pages) + 1) * most * model.hidden_size * np.dtype(dtype).itemsize
+        parts = []
+        for runner, one_page in zip(self.runner.stages, self.pages, strict=True):
+            device, count = runner.mesh.devices.flat[0], num_devices(runner.mesh) * len(self.pages)
+            budget = memory.budget(config, device, count, runner.weight_bytes, runner.slot_bytes + moving)
+            parts.append(Sizing(config, [Sized(runner, one_page)], budget, shapes, self.plan.longest))
+        return PipelineSizing(parts, self.runner.stages)
+
+
+class PipelineSizing:
+    """Chooses one number of pages for all stages: the most that every stage allows. See `Sizing`."""
+
+    def __init__(self, parts: list[Sizing], stages: list[StageRunner]):
+        self._parts, self._stages = parts, stages
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that fits the pages."""
+        return min(part.longest for part in self._parts)
+
+    def begin(self) -> None:
+        for part in self._parts:
+            part.begin()
+        self._level()
+
+    def finish(self, shapes: Sequence[StepShape]) -> bool:
+        """As `Sizing.finish`, for all stages."""
+        changed = [part.finish(shapes) for part in self._parts]
+        if self._level():
+            for one in self._stages:
+                one.compile(one.names(shapes))
+            return True
+        return any(changed)
+
+    def _level(self) -> bool:
+        """Gives all stages the number of pages of the stage with the fewest. Returns whether this changed any."""
+        pages, changed = min(one.layout.num_pages for one in self._stages), False
+        for one in self._stages:
+            blocks = -(-self.longest // one.layout.page_size)
+            if (one.layout.num_pages, one.max_len) != (pages, blocks * one.layout.page_size):
+                one.set_pages(pages, blocks)
+                changed = True
+        return changed
+
+
+def _load_stage(
+    config: EngineConfig,
+    plan: ModelPlan,
+    stage: Stage,
+    devices: list[jax.Device],
+    *,
+    progress: bool,
+    static: bool | None,
+) -> tuple[StageRunner, dict[str, Any]]:
+    """The runner of a stage on its devices, with a cache of a single page, and its parameters."""
+    mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel)
+    sizes: Any = {"page_size": plan.one_page.page_size, "kv_dtype": plan.one_page.dtype}
+    backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+    decoder = make_decoder(plan.model, mesh, plan.dtype, **sizes, **backends).clone(stage=stage)
+    params = make_params(decoder, plan.folder, mesh, config, progress=progress)
+    decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+    rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
+    runner = StageRunner(decoder, params, mesh, config.max_num_seqs, rows, max_tokens_per_call=1, static=static)
+    one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
+    runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
+    return runner, params
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that pipelines are not made for yet."""
+    if config.pipeline_parallel_size == 1:
+        return
+    for name, only in NOT_COMBINED.items():
+        if (value := getattr(config, name)) != only:
+            raise ConfigError(
+                f"pipeline_parallel_size {config.pipeline_parallel_size} cannot be combined with {name} {value!r}: "
+                f"leave {name} at {only!r}, or pipeline_parallel_size at 1"
+            )
+
+
+def check_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
+    """Raises ConfigError if there are too few devices for all stages."""
+    needed = config.pipeline_parallel_size * config.tensor_parallel_size
+    if len(devices) < needed:
+        platform = devices[0].platform
+        flags = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        hint = f"; to try it on CPU, set {flags}" if platform == "cpu" else ""
+        raise ConfigError(
+            f"pipeline_parallel_size {config.pipeline_parallel_size} x tensor_parallel_size "
+            f"{config.tensor_parallel_size} needs {needed} devices, but JAX sees {len(devices)} {platform} "
+            f"device(s){hint}"
+        )
+
+
+def check_model(config: EngineConfig, plan: ModelPlan) -> None:
+    """Raises ConfigError if the model cannot be divided into this many stages."""
+    size = config.pipeline_parallel_size
+    if plan.model.num_layers < size:
+        raise ConfigError(
+            f"pipeline_parallel_size {size} needs as many layers; the model has {plan.model.num_layers}: lower "
+            "--pipeline-parallel-size"
+        )
+    if plan.pooler is not None or plan.model.recurrent is not None:
+        kind = "embed or score" if plan.pooler is not None else "have recurrent layers"
+        raise ConfigError(f"pipeline_parallel_size must be 1 for models that {kind}, got {size}")
+    if orbax.is_saved(plan.folder):
+        raise ConfigError(f"{plan.folder} is an Orbax checkpoint; pipeline_parallel_size reads safetensors or GGUF")
+
+
+def choose_stages(config: EngineConfig, plan: ModelPlan) -> list[Stage]:
+    """Divides the layers by the bytes of their weights."""
+    if config.load_format == "dummy":
+        shapes = abstract_params(plan.decoder, plan.mesh)
+        weights = {path: math.prod(x.shape) * x.dtype.itemsize for path, x in shapes.items()}
+    else:
+        source = Checkpoint.open(plan.folder, config.quantization, config.ignore_config_keys)
+        weights = source.bytes_of(plan.decoder)
+    return stages_of(weights, plan.model.num_layers, config.pipeline_parallel_size)
+
+
+def stages_of(weights: dict[str, int], num_layers: int, count: int) -> list[Stage]:
+    """`count` stages for weights of these bytes by path. The embeddings belong to the first, the head to the last."""
+    layers = [0] * num_layers
+    around = dict.fromkeys(("embed", "head"), 0)
+    for path, size in weights.items():
+        part = path.partition("/")[0]
+        if part.startswith("layers_"):
+            layers[int(part.removeprefix("layers_"))] += size
+        elif part in around:
+            around[part] += size
+    return split_layers(layers, around["embed"], around["head"] or around["embed"], count)

@@ -1,0 +1,208 @@
+"""A model whose layers are divided among groups of devices: a runner for each stage behind the interface of one.
+
+The host sends each step to all stages at once. The devices pass on what a stage has computed, and start when it has
+arrived, so that a stage works on one step while the next stage works on the one before. What the last stage samples
+goes back to the other stages in the same way. A stage runs its calls in order; so it must not be told to wait for
+tokens before it has been given the work that it can do meanwhile. Tokens are therefore kept here until a step comes
+that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.devices.mesh import replicated
+from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.execution.programs import StepProgram, compile_threads
+from jaxserve.execution.sampling import Sampled
+from jaxserve.execution.signatures import ProgramName
+from jaxserve.execution.slots import RowParams, SlotState
+from jaxserve.execution.stage_runner import StageRunner
+from jaxserve.execution.step_shape import StepShape
+
+StageProgram = tuple[int, ProgramName]  # the number of a stage, and the name of one of its programs
+_SLOT = list(RowParams._fields).index(
+    "slot"
+)  # place of the slot in a row of `set_slots`; all fields before it are one word
+
+
+@dataclass
+class Returning:
+    """Tokens on their way from the last stage to the others."""
+
+    kind: str  # the program that takes them, see `StageRunner.take`
+    slot: np.ndarray  # int32: whose tokens they are; the slot of nobody for those that nobody needs
+    tokens: list[jax.Array]  # on the devices of each stage but the last
+
+
+class PipelineRunner:
+    """The stages of a model, with the methods of a `ModelRunner` that an engine uses.
+
+    Args:
+      stages: in the order in which they compute.
+      one_page: the layout of the whole model's cache with a single page.
+    """
+
+    stacks = None
+    watcher = None
+
+    def __init__(self, stages: list[StageRunner], one_page: CacheLayout):
+        self.stages, self._whole = stages, one_page
+        self._last, self._others = stages[-1], stages[:-1]
+        self._places = [replicated(one.mesh) for one in stages]
+        self._returning: list[Returning] = []
+
+    # What the stages have in common, or the last one has
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def model(self) -> Any:
+        return self._last.model
+
+    @property
+    def mesh(self) -> Any:
+        return self._last.mesh
+
+    @property
+    def programs(self) -> Any:
+        return self._last.programs
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The cache of all layers. Each stage has its part of every page."""
+        return replace(self._whole, num_pages=self._last.layout.num_pages)
+
+    @property
+    def slots(self) -> SlotState:
+        return self._last.slots
+
+    @property
+    def penalty_rows(self) -> int:
+        return self._last.penalty_rows
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        return [x for one in self.stages for x in one.weights]
+
+    @property
+    def num_executables(self) -> int:
+        return sum(one.num_executables for one in self.stages)
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(one.compile_seconds for one in self.stages)
+
+    @property
+    def compiling(self) -> bool:
+        return any(one.compiling for one in self.stages)
+
+    @property
+    def frozen(self) -> bool:
+        return self._last.frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        for one in self.stages:
+            one.frozen = frozen
+
+    # Memory and programs
+
+    def allocate(self) -> None:
+        """Allocates the caches and the slots of all stages. Existing ones are freed first."""
+        self._returning.clear()
+        for one in self.stages:
+            one.allocate()
+
+    def restore(self) -> None:
+        """Allocates what a failed step has destroyed, see `ModelRunner.restore`."""
+        self._returning.clear()
+        for one in self.stages:
+            one.restore()
+
+    def is_whole(self) -> bool:
+        """Whether all caches and slots exist. Waits for the devices."""
+        return all(one.is_whole() for one in self.stages)
+
+    def names(self, shapes: Sequence[StepShape]) -> list[StageProgram]:
+        """The names of all programs that serving can need."""
+        return [(i, name) for i, one in enumerate(self.stages) for name in one.names(shapes)]
+
+    def compile(self, names: Sequence[StageProgram]) -> None:
+        """Compiles these programs, several at a time, unless they are compiled already."""
+        on_cpu = self._last.mesh.devices.flat[0].platform == "cpu"
+        with ThreadPoolExecutor(compile_threads(len(names), on_cpu=on_cpu)) as pool:
+            list(pool.map(lambda name: self.stages[name[0]]._get(name[1]), names))
+
+    # Dispatch
+
+    def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
+        """Runs one step through all stages; see `ModelRunner.step`. Returns the last stage's results."""
+        fields = {name: packed[at : at + size] for name, (at, size) in program.shape.fields.items()}
+        num_rows = int(np.count_nonzero(np.diff(fields["q_start"])))
+        self._return_tokens(fields["slot"][:num_rows])
+        x: jax.Array | None = None
+        for one, place in zip(self._others, self._places[1:], strict=True):
+            x = jax.device_put(one.advance(program.shape, packed, x), place)
+        assert x is not None
+        drawn, hidden = self._last.finish(program, packed, x)
+        nobody = self._last.num_slots
+        self._keep("take_tokens", np.where(fields["num_new"] > 0, fields["slot"], nobody), drawn.tokens)
+        return drawn, hidden
+
+    def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
+        """As `ModelRunner.sample_deferred`, in the last stage."""
+        results, at = self._last.sample_deferred(draws, masks), 0
+        for count, one in results:
+            slot = np.full(one.tokens.shape[0], self._last.num_slots)
+            slot[:count] = draws[at : at + count, 0]
+            self._keep("take_deferred", slot, one.tokens)
+            at += count
+        return results
+
+    def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
+        return self._last.score_prompt(rows, targets, places)
+
+    def set_slots(self, rows: list[np.ndarray]) -> None:
+        taken = [int(row[_SLOT]) for row in rows]
+        for some in self._returning:  # what a slot's last sequence sampled must not reach the new one
+            some.slot[np.isin(some.slot, taken)] = self._last.num_slots
+        for one in self.stages:
+            one.set_slots(rows)
+
+    def count_tokens(self, counted: np.ndarray) -> None:
+        self._last.count_tokens(counted)
+
+    def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
+        for one in self.stages:
+            one.update_tables(copies, entries)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        for one in self.stages:
+            one.copy_pages(pairs)
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        assert not pairs, "pipelines serve no recurrent layers"
+
+    def _keep(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
+        """Sends tokens of the last stage on their way, for the slots [n] that need them."""
+        if (slot < self._last.num_slots).any():
+            sent = [jax.device_put(tokens, place) for place in self._places[:-1]]
+            self._returning.append(Returning(kind, slot.astype(np.int32), sent))
+
+    def _return_tokens(self, slot: np.ndarray) -> None:
+        """Gives the stages the tokens that sampled these slots' last tokens, and all tokens before those."""
+        needed = [i for i, some in enumerate(self._returning) if np.isin(some.slot, slot).any()]
+        count = needed[-1] + 1 if needed else 0
+        for some in self._returning[:count]:
+            for one, tokens in zip(self._others, some.tokens, strict=True):
+                one.take(some.kind, some.slot, tokens)
+        del self._returning[:count]

@@ -1,0 +1,59 @@
+"""What the devices of a pipeline stage run: a stage's part of a step, and taking in the tokens of the last stage.
+
+Each stage has slots of its own, and all stages get the same buffers. A sequence's length advances in every stage when
+its tokens are computed there. What it sampled is known to the last stage only: `take_tokens` brings it to the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.devices.mesh import replicated
+from jaxserve.execution.forward import run_layers
+from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.slots import LAST_TOKEN, LENGTH, SlotState, decode_slots
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.execution.steps import read_buffer
+from jaxserve.models.decoder import Decoder, added
+
+
+class StageResult(NamedTuple):
+    x: jax.Array  # [tokens, hidden], the input of the next stage
+    cache: KVCache
+    slots: SlotState
+
+
+def run_stage(
+    params,
+    cache: KVCache,
+    slots: SlotState,
+    packed: jax.Array,
+    x: jax.Array | None = None,
+    *,
+    model: Decoder,
+    shape: StepShape,
+    layout: CacheLayout,
+    mesh: Mesh,
+) -> StageResult:
+    """The part of a step of a stage that is not the last. `cache` and `slots` are donated. See `steps.run_step`."""
+    _, slots, batch, _ = read_buffer(packed, slots, shape, x)
+    model = model.counting(batch.q_start[-1])
+    ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
+    writes = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
+    slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(ran.placed.kv_len))
+    # One array instead of two goes to the next stage, and all of its devices need it whole.
+    sent = jax.lax.with_sharding_constraint(added(ran.x, ran.y), replicated(mesh))
+    return StageResult(sent, ran.cache, slots)
+
+
+def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotState:
+    """Notes what the last stage has sampled: tokens [1, n] or [n] for the slots `slot`, int32 [n]. -1 is no token. A
+    stop token of a slot becomes -1, as in the last stage. Entries without a meaning name the slot of nobody."""
+    tokens = tokens.reshape(-1)
+    stopped = jnp.any(tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
+    target = jnp.where(tokens >= 0, slot, slots.progress.shape[0] - 1)
+    return slots._replace(progress=slots.progress.at[target, LAST_TOKEN].set(jnp.where(stopped, -1, tokens)))

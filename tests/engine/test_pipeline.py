@@ -1,0 +1,226 @@
+"""Layers divided among stages of devices: the tokens of one device."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+import tiny_models
+from engines import drain, generate, make_engine, request
+from flax.traverse_util import flatten_dict
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.models.stages import split_layers
+from jaxserve.types import InvalidRequestError
+
+PLAIN = "llama3_gqa"
+PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10, [5]]
+PP2 = {"pipeline_parallel_size": 2}
+SLOW = pytest.mark.slow
+
+
+def requests():
+    """Requests that use what sampling can do."""
+    shared = PROMPTS[3]
+    return [
+        *(request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)),
+        request("seeded", shared, max_tokens=9, temperature=0.9, seed=3, top_p=0.9),
+        request("several", shared, max_tokens=6, temperature=1.0, seed=4, n=3),
+        request("penalties", PROMPTS[0], max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5),
+        request("scores", PROMPTS[1], max_tokens=5, logprobs=3, prompt_logprobs=2),
+        request("stops", PROMPTS[0], max_tokens=30, temperature=1.5, seed=5, stop_token_ids=list(range(0, 256, 17))),
+        request("allowed", PROMPTS[2], max_tokens=7, allowed_token_ids=[11, 12, 13, 14]),
+    ]
+
+
+def answers(engine):
+    for one in requests():
+        engine.add_request(one)
+    found = drain(engine)
+    again = generate(engine, request("again", PROMPTS[3], max_tokens=4))[0]  # from the prefix cache
+    tokens = {name: (one.token_ids, one.finish_reason) for name, one in found.items()}
+    scores = [score.logprob for score in found["scores", 0].logprobs]
+    return tokens | {("again", 0): again.token_ids}, scores, again.num_cached
+
+
+def check_equal(folder, options, others):
+    alone = answers(make_engine(folder, **others))
+    engine = make_engine(folder, **others, **options)
+    made = answers(engine)
+    assert made[0] == alone[0]
+    np.testing.assert_allclose(made[1], alone[1], atol=1e-5)
+    assert made[2] > 0
+    return engine
+
+
+@pytest.fixture(scope="session")
+def deep_folders(tmp_path_factory):
+    """A function that builds a case of `tiny_models` with so many layers once and returns its folder."""
+    built = {}
+
+    def folder(case, layers):
+        name = case if layers == tiny_models.CASES[case].config["num_hidden_layers"] else f"{case}_of_{layers}"
+        if name not in built:
+            own = tiny_models.CASES[case]
+            tiny_models.CASES[name] = replace(own, config=own.config | {"num_hidden_layers": layers})
+            built[name] = tiny_models.build(name, tmp_path_factory.mktemp(name))
+            tiny_models.build_tokenizer(built[name], own.config["vocab_size"])
+            del tiny_models.CASES[name]
+        return built[name]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "layers", "stages", "tensor"),
+    [
+        (PLAIN, 2, 2, 1),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                (PLAIN, 5, 4, 1),
+                (PLAIN, 4, 2, 2),
+                (PLAIN, 4, 2, 4),
+                ("llama32_tied", 4, 2, 1),
+                ("llama32_tied", 5, 4, 1),
+                ("qwen3_moe_plain", 4, 2, 1),
+                ("qwen3_moe_plain", 4, 4, 1),
+                ("qwen3_moe_plain", 4, 2, 2),
+                ("deepseek_v3_groups", 3, 2, 1),
+                ("deepseek_v3_groups", 3, 2, 2),
+                ("gemma2_caps", 3, 2, 1),
+                ("gpt_oss_sinks", 4, 4, 1),
+            )
+        ),
+    ],
+)
+def test_the_same_answers(case, layers, stages, tensor, deep_folders):
+    check_equal(deep_folders(case, layers), {"pipeline_parallel_size": stages, "tensor_parallel_size": tensor}, {})
+
+
+TIGHT = {"kv_pages": 12, "max_model_len": 96, "prefill_chunk": 16}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        TIGHT,
+        pytest.param(TIGHT | {"async_scheduling": False}, marks=SLOW),
+        pytest.param({"static_steps": True}, marks=SLOW),
+        pytest.param({"quantization": "int8"}, marks=SLOW),
+        pytest.param({"kv_cache_dtype": "int8"}, marks=SLOW),
+    ],
+    ids=["preempted chunks", "synchronous", "static", "int8", "int8 cache"],
+)
+def test_with_other_settings(others, deep_folders):
+    engine = check_equal(deep_folders(PLAIN, 2), PP2, others)
+    assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in others
+
+
+@SLOW
+def test_whole_experts(deep_folders):
+    """Expert parallelism within each stage."""
+    split = PP2 | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    check_equal(deep_folders("qwen3_moe_plain", 4), split, {})
+
+
+def test_what_stages_hold(deep_folders):
+    """Only the weights and the layers of the cache that are theirs; and nothing compiles after the start."""
+    folder = deep_folders("llama32_tied", 5)
+    engine = make_engine(folder, pipeline_parallel_size=2, forbid_compile=True)
+    engine.compile()
+    held = [set(flatten_dict(one.params, sep="/")) for one in engine.runner.stages]
+    layers = [{int(path.split("/")[0][7:]) for path in some if path.startswith("layers_")} for some in held]
+    assert sorted(layers[0]) + sorted(layers[1]) == list(range(5))
+    assert all(layers)
+    assert held[0] & held[1] == {"embed/table"}  # the head is tied to it
+    assert "norm/scale" in held[1] - held[0]
+    for one, own in zip(engine.runner.stages, layers, strict=True):
+        devices = {one.mesh.devices.flat[0]}
+        for x in jax.tree.leaves((one.weights, one.cache, one.slots)):
+            assert x.devices() == devices
+        assert one.layout.groups.depth == len(own)
+        assert one.layout.num_pages == engine.blocks.num_pages
+    compiled = engine.programs.compilations
+    answers(engine)
+    assert engine.programs.compilations == compiled
+
+
+def test_steps_in_flight(deep_folders):
+    """With as many sequences as stages, each step has other sequences than the step before, and the host sends a step
+    before it has the tokens of the last step of the same sequence."""
+    engine = make_engine(deep_folders(PLAIN, 2), **PP2)
+    for i in range(4):
+        engine.add_request(request(str(i), PROMPTS[i][:8], max_tokens=20))
+    groups, depths = [], []
+    while engine.has_work:
+        engine.step()
+        depths.append(len(engine.in_flight))
+        if engine.in_flight:
+            groups.append({seq.request_id for batch in engine.in_flight[-1].batches for seq in batch.rows.seqs})
+    steady = groups[6:20]
+    assert all(one.isdisjoint(other) and len(one) == 2 for one, other in pairwise(steady))
+    assert max(depths) == 2  # and one more while the host waits
+
+
+def test_after_a_failed_step(deep_folders):
+    """Tokens on their way back from a step that failed are forgotten."""
+    folder = deep_folders(PLAIN, 2)
+    asked = [request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)]
+    expected = [one.token_ids for one in generate(make_engine(folder), *asked)]
+    engine, calls = make_engine(folder, **PP2), 0
+    finish = engine.runner.stages[-1].finish
+
+    def failing(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise RuntimeError("a device failed")
+        return finish(*args)
+
+    engine.runner.stages[-1].finish = failing
+    made = generate(engine, *(request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)))
+    assert engine.counters.failed_steps == 1
+    assert [one.token_ids for one in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (PLAIN, {"enable_lora": True}, "cannot be combined with enable_lora True: leave enable_lora at False"),
+        (PLAIN, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
+        (PLAIN, {"speculative_config": {"method": "ngram"}}, "cannot be combined with speculative_config"),
+        (PLAIN, {"num_hosts": 2, "coordinator": "a:1"}, "cannot be combined with num_hosts 2"),
+        (PLAIN, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "with decode_context_parallel_size"),
+        (PLAIN, {"pipeline_parallel_size": 3}, "needs as many layers; the model has 2"),
+        (PLAIN, {"tensor_parallel_size": 8}, "needs 16 devices, but JAX sees 8 cpu"),
+        ("qwen3_next_groups", {}, "must be 1 for models that have recurrent layers"),
+    ],
+)
+def test_refusals(case, options, message, model_folders):
+    with pytest.raises(ConfigError, match=message):
+        Engine.load(EngineConfig(model=str(model_folders(case)), **PP2 | options), progress=False)
+
+
+def test_sleep_is_refused(deep_folders):
+    with pytest.raises(InvalidRequestError, match="not possible with pipeline_parallel_size"):
+        make_engine(deep_folders(PLAIN, 2), **PP2).weights.sleep()
+
+
+@pytest.mark.parametrize(
+    ("layers", "first", "last", "stages", "begins"),
+    [
+        ([1] * 8, 0, 0, 4, [0, 2, 4, 6]),
+        ([2] * 8, 3, 3, 4, [0, 1, 4, 7]),  # 5, 6, 6 and 5
+        ([1, 1, 1, 9, 1], 0, 0, 2, [0, 3]),
+        ([5], 1, 1, 1, [0]),
+    ],
+)
+def test_layers_are_divided_by_cost(layers, first, last, stages, begins):
+    found = split_layers(layers, first, last, stages)
+    assert [stage.begin for stage in found] == begins
+    assert [*(stage.end for stage in found)] == [*begins[1:], len(layers)]
+    assert found[0].is_first
+    assert found[-1].is_last
