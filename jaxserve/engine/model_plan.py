@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +49,13 @@ class ModelPlan:
     pooler: Pooler | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
-        """The plan for an engine's settings. Raises ConfigError or CheckpointError for a model that cannot be served
-        with them."""
+    def of(
+        cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = True
+    ) -> ModelPlan:
+        """The plan for an engine's settings. `checks`: kernels of accelerators compute a few examples first, see
+        `pallas_kernels.checked_ops`; those of a bundle's programs were chosen when it was made.
+
+        Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
         model = read_model(folder, config.ignore_config_keys)
         if config.enable_expert_parallel and not model.num_experts:
@@ -74,7 +79,7 @@ class ModelPlan:
         page_size = config.page_size or default_page_size(platform) * shares
         if page_size % shares:
             raise ConfigError(f"page_size {page_size} must be a multiple of decode_context_parallel_size {shares}")
-        backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+        backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend, "checks": checks}
         decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
         decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder
         states = config.max_num_seqs, config.num_snapshots

@@ -21,6 +21,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import place_of
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.prepared import Prepared
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.models.load import make_params, read_model, trust_matmul
@@ -138,6 +139,8 @@ class Weights:
     def _read(self, folder: Path) -> list[list[jax.Array]]:
         """The weights of each runner, without its pool of adapters, as they were read at the start."""
         config, plan = self._engine.config, replace(self._plan, folder=folder)
+        if folder == self._plan.folder and (prepared := Prepared.of(config)) is not None:
+            return [prepared.arrays(plan.mesh)]
         params = make_params(plan.decoder, folder, plan.mesh, config, progress=False)
         _, params = trust_matmul(plan.decoder, params, plan.mesh, config.matmul_backend)
         if (head := load_head(config, plan)) is not None:

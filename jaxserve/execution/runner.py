@@ -29,7 +29,7 @@ from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import ProgramName, Signatures, Upkeep, draft_programs
+from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramName, Signature, Signatures, Upkeep, draft_programs
 from jaxserve.execution.slots import (
     NO_ADAPTER,
     SlotState,
@@ -87,6 +87,7 @@ class ModelRunner(UpkeepCalls):
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals}
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
+        self.forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self._first_stack = len(self._arrays)
         self.stacks: AdapterStacks | None = None
@@ -168,9 +169,8 @@ class ModelRunner(UpkeepCalls):
         self._tell(commands.Allocate)
         vars(self).pop("cache", None)  # the old and the new one may not fit together
         vars(self).pop("slots", None)
-        lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
-        self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
-        self.cache = self.layout.create(self.mesh)
+        self.slots = self._get(CREATE_SLOTS)()
+        self.cache = self._get(CREATE_CACHE)()
 
     def release(self) -> None:
         """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
@@ -333,6 +333,20 @@ class ModelRunner(UpkeepCalls):
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 
+    def signature(self, name: ProgramName) -> Signature:
+        """How a program is called, with the present sizes of cache and slots."""
+        return self._signatures.of(name)
+
+    @property
+    def executables(self) -> dict[ProgramName, Compiled]:
+        """The compiled programs, which `adopt` may have brought."""
+        return dict(self._executables)
+
+    def adopt(self, programs: dict[ProgramName, Compiled]) -> None:
+        """Takes programs that were compiled elsewhere, for the present sizes of cache and slots."""
+        with self._lock:
+            self._executables |= programs
+
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
@@ -385,6 +399,8 @@ class ModelRunner(UpkeepCalls):
         model = self.model, self.mesh, self.layout, params, self._unbundle
         kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
         kinds["pooling"] = self.pooling
+        lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
+        kinds["make_slots"] = partial(self._make_slots, **lazily)
         return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
 
 
