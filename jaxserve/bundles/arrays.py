@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.checkpoints.int4 import halves
 from jaxserve.devices.executables import Leaf, leaf_of, sharding_of
 
 ALIGNED = 64  # bytes: JAX takes an array at such an address without a copy
@@ -46,11 +47,11 @@ class Writer:
         for shard in array.addressable_shards:
             index = _index(shard.index, array.shape)
             if index not in shards:
-                shards[index] = self._shard(index, np.asarray(shard.data))
+                shards[index] = self._shard(index, _packed(np.ascontiguousarray(shard.data)))
         return Stored(leaf_of(array, array.sharding), list(shards.values()))
 
     def _shard(self, index: tuple[tuple[int, int], ...], data: np.ndarray) -> Shard:
-        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        raw = data.reshape(-1).view(np.uint8)
         if self._file is None or (self._file.tell() and self._file.tell() + raw.nbytes > PART):
             self.close()
             self._name = f"weights/{self._count:05}.bin"
@@ -92,14 +93,28 @@ class Reader:
 
     def _mapped(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
         shape = tuple(stop - start for start, stop in shard.index)
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if not size:
+        count = int(np.prod(shape, dtype=np.int64))
+        if not count:
             return np.zeros(shape, dtype)
+        halved = _is_halved(dtype, shape)
+        size = count // 2 if halved else count * dtype.itemsize
         if shard.file not in self._files:
             with (self._folder / shard.file).open("rb") as file:
                 self._files[shard.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         bytes_ = np.frombuffer(self._files[shard.file], np.uint8, size, shard.offset)
-        return bytes_.view(dtype).reshape(shape)
+        return (halves(bytes_) if halved else bytes_).view(dtype).reshape(shape)
+
+
+def _is_halved(dtype: np.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether numbers of 4 bits are stored two in a byte; NumPy has a byte for each."""
+    return jax.dtypes.itemsize_bits(dtype) == 4 and bool(shape) and shape[-1] % 2 == 0
+
+
+def _packed(data: np.ndarray) -> np.ndarray:
+    if not _is_halved(data.dtype, data.shape):
+        return data
+    codes = data.view(np.uint8) & 15
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -54,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     target: the devices that it is for, such as "cpu" or "h200x1".
     environment: see `environment.describe`. settings: fields of EngineConfig, without `model`.
     pages: KV pages, a part of the programs' shapes. longest: tokens of the longest request.
+    flags: the flags of `jaxserve serve` that the bundle starts with.
     source: what the weights were made from: the SHA-256 of each of its files.
     """
 
@@ -66,6 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     files: dict[str, File]
     source: dict[str, str]
+    flags: dict[str, Any] = {}
     revision: str | None = None
 
 

@@ -124,7 +124,7 @@ def load_parts(
             one.listener = partial(hosts.tell, number)
     device = mesh.devices.flat[0]
     cost = StepCost.of(loaded.params, model, device, num_devices(mesh), plan.dtype)
-    shapes = _shapes(config, plan, cost)
+    shapes = buckets(config, plan, cost)
     models = [Sized(runner, plan.one_page)] + ([draft] if draft is not None else [])
     held = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)
     budget = memory.budget(config, device, num_devices(mesh), *held, plan.one_page.state_bytes(mesh))
@@ -172,7 +172,7 @@ def make_scheduler(
     )
 
 
-def _shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
+def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
     """The buckets of steps. No bucket is larger than the largest possible step."""
     tokens = memory.max_batched_tokens(config)
     if cost is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class ServerSettings:
       otlp_endpoint: URL for OpenTelemetry traces; None: no traces.
       chat_template: source of a template that replaces the model's own.
       trust_request_chat_template: accept chat templates in requests.
+      record: what the answers of this server depend on (`jaxserve.deployment.record`).
     """
 
     model_names: tuple[str, ...]
@@ -76,6 +78,7 @@ class ServerSettings:
     otlp_endpoint: str | None = None
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    record: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def model_name(self) -> str:
