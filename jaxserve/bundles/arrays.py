@@ -1,9 +1,9 @@
-"""Sharded arrays in files: each distinct shard once, aligned, so that a CPU's arrays are the mapped files themselves."""
+"""Sharded arrays in files: each distinct shard once, and aligned, so that a CPU's arrays are the mapped files."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

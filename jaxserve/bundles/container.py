@@ -105,7 +105,9 @@ class Bundle:
 
     def names(self, *folders: str) -> list[str]:
         """The files of the bundle in these folders, or with these names."""
-        return [name for name in self.manifest.files if name in folders or name.startswith(tuple(f"{f}/" for f in folders))]
+        return [
+            name for name in self.manifest.files if name in folders or name.startswith(tuple(f"{f}/" for f in folders))
+        ]
 
     def read(self, name: str) -> bytes:
         """A file's bytes, after their digest was checked. Raises BundleError."""

@@ -44,7 +44,9 @@ def names_of(runner: ModelRunner, shapes: Sequence[StepShape]) -> dict[str, Prog
     return by_text
 
 
-def write(folder: Path, runner: ModelRunner, compiled: Mapping[str, Compiled], names: Mapping[str, ProgramName]) -> None:
+def write(
+    folder: Path, runner: ModelRunner, compiled: Mapping[str, Compiled], names: Mapping[str, ProgramName]
+) -> None:
     """Writes the programs and their description."""
     (folder / "programs").mkdir()
     described = {}
@@ -71,7 +73,7 @@ def load(bundle: Bundle, runner: ModelRunner, names: Mapping[str, ProgramName]) 
         if _arguments(runner, name) != known.arguments:
             raise BundleError(f"the bundle's program {text} has other arguments than this engine's")
         data = bundle.read(known.file)
-        signature = runner.signature(name)
+        signature = runner.signatures.of(name)
         try:
             results = trees.build(known.results, known.leaves, CLASSES)
             rest = signature.arguments, signature.donated, results
@@ -86,7 +88,7 @@ def load(bundle: Bundle, runner: ModelRunner, names: Mapping[str, ProgramName]) 
 
 
 def _arguments(runner: ModelRunner, name: ProgramName) -> list[Leaf]:
-    return [_leaf(x) for x in jax.tree.leaves(runner.signature(name).arguments)]
+    return [_leaf(x) for x in jax.tree.leaves(runner.signatures.of(name).arguments)]
 
 
 def _leaf(x: Any) -> Leaf:

@@ -67,9 +67,7 @@ def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     shapes = buckets(config, plan, cost)
     reserve = memory.RESERVE_BYTES + (memory.OFFLOAD_BYTES if config.kv_offload_gib else 0)
     held, states = (runner.weight_bytes, runner.slot_bytes), plan.one_page.state_bytes(plan.mesh)
-    budget = memory.Budget(
-        target_memory(devices[0]), config.memory_utilization, *held, reserve, None, True, states
-    )
+    budget = memory.Budget(target_memory(devices[0]), config.memory_utilization, *held, reserve, None, True, states)
     sizing = Sizing(config, [Sized(runner, plan.one_page)], budget, shapes, plan.longest)
     sizing.begin()
     runner.compile(runner.names(shapes))
@@ -119,9 +117,7 @@ def _shuffled(params: Any, forms: Any, mesh: Mesh) -> Any:
         if not isinstance(form, QuantArray) or not isinstance(w, QuantArray) or not form.shuffled:
             return w
         spec = w.codes.sharding.spec
-        local = jax.shard_map(
-            fragments.shuffled_codes, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+        local = jax.shard_map(fragments.shuffled_codes, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return replace(w, codes=jax.jit(local)(w.codes), shuffled=True)
 
     return jax.tree.map(one, params, forms, is_leaf=lambda x: isinstance(x, QuantArray))

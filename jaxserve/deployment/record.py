@@ -106,7 +106,9 @@ def _format(config: EngineConfig, folder: Path) -> str:
 
 def _tokenizer_digest(folder: Path) -> str:
     """One SHA-256 of the tokenizer's files; of a GGUF file, which holds the tokenizer too, of the whole."""
-    paths = [folder] if folder.is_file() else sorted({p for name in TOKENIZER for p in folder.glob(name) if p.is_file()})
+    paths = (
+        [folder] if folder.is_file() else sorted({p for name in TOKENIZER for p in folder.glob(name) if p.is_file()})
+    )
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.name} {hashed(path)[1]}\n".encode())

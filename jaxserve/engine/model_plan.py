@@ -49,9 +49,7 @@ class ModelPlan:
     pooler: Pooler | None = None
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = True
-    ) -> ModelPlan:
+    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = True) -> ModelPlan:
         """The plan for an engine's settings. `checks`: kernels of accelerators compute a few examples first, see
         `pallas_kernels.checked_ops`; those of a bundle's programs were chosen when it was made.
 

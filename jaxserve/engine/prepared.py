@@ -105,7 +105,7 @@ class Prepared:
             self.reasons.append(str(error))
             self.refuse()
             return
-        runner.adopt(found)
+        runner.executables |= found
         if not budget.holds(runner.needs(shapes), runner.layout.num_pages * page_bytes):
             self.reasons.append(f"its {runner.layout.num_pages} KV pages do not fit the memory that is free")
             self.refuse()

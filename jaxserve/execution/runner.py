@@ -29,12 +29,15 @@ from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramName, Signature, Signatures, Upkeep, draft_programs
-from jaxserve.execution.slots import (
-    NO_ADAPTER,
-    SlotState,
-    create_slots,
+from jaxserve.execution.signatures import (
+    CREATE_CACHE,
+    CREATE_SLOTS,
+    ProgramName,
+    Signatures,
+    Upkeep,
+    draft_programs,
 )
+from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import UpkeepCalls
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
@@ -105,7 +108,9 @@ class ModelRunner(UpkeepCalls):
         self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
-        self._executables: dict[ProgramName, Compiled] = {}
+        self.executables: dict[
+            ProgramName, Compiled
+        ] = {}  # may come from elsewhere, for these sizes of cache and slots
         self._slot_shapes = ""
         self._lock = threading.Lock()
 
@@ -152,11 +157,11 @@ class ModelRunner(UpkeepCalls):
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
             name
-            for name in self._executables
+            for name in self.executables
             if slots != self._slot_shapes or isinstance(name, StepProgram) or name.takes_cache
         ]
         for name in stale:
-            del self._executables[name]
+            del self.executables[name]
         self._slot_shapes = slots
 
     def set_pages(self, pages: int, max_blocks: int) -> None:
@@ -288,12 +293,12 @@ class ModelRunner(UpkeepCalls):
 
     @property
     def num_executables(self) -> int:
-        return len(self._executables)
+        return len(self.executables)
 
     def needs(self, shapes: Sequence[StepShape]) -> Needs:
         """The memory that all programs of serving with these buckets need, estimated from those that are compiled."""
         names = self.names(shapes)
-        return needs_of(names, {n: self._executables[n].memory_analysis() for n in names if n in self._executables})
+        return needs_of(names, {n: self.executables[n].memory_analysis() for n in names if n in self.executables})
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,
@@ -333,24 +338,10 @@ class ModelRunner(UpkeepCalls):
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 
-    def signature(self, name: ProgramName) -> Signature:
-        """How a program is called, with the present sizes of cache and slots."""
-        return self._signatures.of(name)
-
-    @property
-    def executables(self) -> dict[ProgramName, Compiled]:
-        """The compiled programs, which `adopt` may have brought."""
-        return dict(self._executables)
-
-    def adopt(self, programs: dict[ProgramName, Compiled]) -> None:
-        """Takes programs that were compiled elsewhere, for the present sizes of cache and slots."""
-        with self._lock:
-            self._executables |= programs
-
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
-        found = self._executables.get(name)
+        found = self.executables.get(name)
         if found is not None:
             return found
         if self.frozen:
@@ -366,7 +357,7 @@ class ModelRunner(UpkeepCalls):
             self.compiling = False
         seconds = time.perf_counter() - start
         with self._lock:
-            self._executables[name] = compiled
+            self.executables[name] = compiled
             self.compile_seconds += seconds
         log.debug("compiled %s in %.2f s", name, seconds)
         return compiled
@@ -375,7 +366,7 @@ class ModelRunner(UpkeepCalls):
         """Traces and lowers a program, for which shapes suffice. A bucket stands for its largest program."""
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
-        function, donated, arguments, results = self._signatures.of(name)
+        function, donated, arguments, results = self.signatures.of(name)
         with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # the mesh tells Pallas the chip
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
             return jitted.lower(*arguments)
@@ -387,7 +378,7 @@ class ModelRunner(UpkeepCalls):
         return "highest" if self.model.dtype == jnp.float32 else "default"
 
     @property
-    def _signatures(self) -> Signatures:
+    def signatures(self) -> Signatures:
         """The signatures of programs for the present sizes of cache and slots."""
         everywhere = replicated(self.mesh)
 

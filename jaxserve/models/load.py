@@ -129,8 +129,9 @@ def make_decoder(
     matmul: str = "auto",
     checks: bool = True,
 ) -> Decoder:
-    """The decoder for a mesh, with the kernels that its devices run, after `checks` of their results. Raises ConfigError for a backend that cannot serve
-    this model on these devices."""
+    """The decoder for a mesh, with the kernels that its devices run, after `checks` of their results.
+
+    Raises ConfigError for a backend that cannot serve this model on these devices."""
     shares, dtype = ways(mesh, "cached_tokens"), np.dtype(dtype)
     kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"), ways(mesh, "expert"), shares)
     device = Device.of(mesh.devices.flat[0])

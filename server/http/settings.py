@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.limits import MAX_COMPLETIONS
 
