@@ -149,7 +149,7 @@ class Bundle:
             try:
                 found = path.lstat()
             except OSError as error:
-                return str(error)
+                return f"{path} cannot be read: {error.strerror}"
             if stat.S_ISLNK(found.st_mode):
                 return f"{path} is a link"
             if found.st_uid not in (os.geteuid(), 0):
