@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,8 +24,8 @@ TARGET_HELP = "devices other than those of this machine, such as h200x8, a100x1 
 TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the process's exit code."""
+def main(argv: list[str] | None = None, *, engine: subprocess.Popen[bytes] | None = None) -> int:
+    """Runs one command; returns the process's exit code. `engine` is a process for `serve`, see `jaxserve.start`."""
     given = sys.argv[1:] if argv is None else argv
     args = make_parser().parse_args(given)
     logging.basicConfig(
@@ -33,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("jaxserve").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     try:
         reads_more = hasattr(args, "serve_parser")  # from files, and from a bundle
-        return args.run(read_serve(args.serve_parser, given[1:]) if reads_more else args)
+        args = read_serve(args.serve_parser, given[1:]) if reads_more else args
+        args.engine = engine
+        return args.run(args)
     except (ValueError, OSError, RuntimeError) as error:
         # ConfigError, CheckpointError, InvalidRequestError, and JAX's errors for missing or exhausted devices.
         if args.verbose:
@@ -148,7 +151,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.run import serve
 
     options, config = server_options(args), engine_config(args)
-    options["record"] = deployment.locked(args)
+    options |= {"record": deployment.locked(args), "engine": args.engine}
     return _follow(config) if config.host_id else serve(config, **options)
 
 

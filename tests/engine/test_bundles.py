@@ -113,6 +113,11 @@ def test_a_gguf_file(tmp_path):
     assert served_without_compiler(replace(config, model=str(tmp_path / "bundle"))) == tokens_of(config)
 
 
+def check(folder: Path) -> None:
+    bundle = Bundle.open(folder)
+    bundle.check(bundle.manifest.files)
+
+
 def flips(bundle: Path, count: int, seed: int):
     """(file, position, bit) of random flips, with every file among them if there are enough."""
     files = sorted(path for path in bundle.rglob("*") if path.is_file())
@@ -128,13 +133,11 @@ def test_a_flipped_bit_anywhere_is_noticed(copy, count):
         data = bytearray(path.read_bytes())
         data[at] ^= bit
         path.write_bytes(data)
-        with pytest.raises(BundleError, match="damaged|cannot be read"):
-            bundle = Bundle.open(copy)
-            bundle.check(bundle.manifest.files)
+        with pytest.raises(BundleError, match="is damaged"):
+            check(copy)
         data[at] ^= bit
         path.write_bytes(data)
-    bundle = Bundle.open(copy)
-    bundle.check(bundle.manifest.files)
+    check(copy)
 
 
 @pytest.mark.parametrize("name", ["weights/00000.bin", "weights.json", "model/config.json", "bundle.json"])
@@ -225,5 +228,5 @@ def test_trees_come_back_and_other_classes_are_refused():
     with pytest.raises(ValueError, match="a class that trees do not have: 'PanelArray'"):
         trees.build(described, leaves, {"QuantArray": QuantArray})
     for wrong in ({"class": "system", "fields": {}}, {"set": []}, 99, "text", {"list": [], "dict": {}}):
-        with pytest.raises(ValueError, match="tree|leaf"):
+        with pytest.raises(ValueError, match=r"tree|leaf"):
             trees.build(wrong, leaves, classes)
