@@ -45,7 +45,8 @@ def test_flags_from_a_file_and_the_command_line_goes_first(tmp_path, name, text)
     assert (args.served_model_name, args.speculative_config) == (["a", "b"], {"method": "ngram"})
     args = serve("other", "--config", str(path), "--max-num-seqs", "5", "--served-model-name", "c")
     assert (args.model, args.max_num_seqs, args.served_model_name) == ("other", 5, ["c"])
-    assert args.flags["max-num-seqs"] == 5 and args.flags["no-prefix-caching"] is True
+    assert args.flags["max-num-seqs"] == 5
+    assert args.flags["no-prefix-caching"] is True
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,10 @@ def test_a_record_is_written_verified_and_never_has_keys(demo, tmp_path):
     found = locked_demo(demo, lock, *given)
     assert "secret" not in lock.read_text()
     assert found["flags"] == {"max-num-seqs": 3}
-    assert found["settings"]["max_num_seqs"] == 3 and found["settings"]["kv_cache_dtype"] == "auto"
-    assert found["model"]["format"] == "safetensors" and len(found["model"]["files"]["model.safetensors"]) == 64
+    assert found["settings"]["max_num_seqs"] == 3
+    assert found["settings"]["kv_cache_dtype"] == "auto"
+    assert found["model"]["format"] == "safetensors"
+    assert len(found["model"]["files"]["model.safetensors"]) == 64
     args = serve("--config", str(lock))
     assert (args.model, args.max_num_seqs) == (str(demo), 3)
     assert deployment.locked(args) == found
@@ -112,7 +115,8 @@ def test_diff_shows_what_differs(demo, tmp_path, capsys):
     locked_demo(demo, one)
     locked_demo(demo, other)
     capsys.readouterr()
-    assert main(["diff", str(one), str(other)]) == 0 and capsys.readouterr().out == ""
+    assert main(["diff", str(one), str(other)]) == 0
+    assert capsys.readouterr().out == ""
     locked_demo(demo, other, "--max-num-seqs", "3")
     capsys.readouterr()
     assert main(["diff", str(one), str(other)]) == 1

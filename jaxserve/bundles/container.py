@@ -160,7 +160,7 @@ class Bundle:
 
 
 def is_bundle(model: str | Path) -> bool:
-    return (Path(os.path.expanduser(model)) / BUNDLE).is_file()
+    return os.path.isfile(os.path.join(os.path.expanduser(model), BUNDLE))
 
 
 def hashed(path: Path) -> tuple[int, str]:

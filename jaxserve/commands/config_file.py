@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -131,4 +132,4 @@ def _text(value: Any) -> str:
 
 
 def is_bundle(model: str | None) -> bool:
-    return model is not None and (Path(model).expanduser() / BUNDLE).is_file()
+    return model is not None and os.path.isfile(os.path.join(os.path.expanduser(model), BUNDLE))
