@@ -31,19 +31,17 @@ OF_WEIGHTS = (
 )  # fmt: skip
 # Entries of an environment that weights depend on: a device's kernels choose the order of numbers.
 PLACES = ("platform", "device", "panels")
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "libtpu")
+PLUGINS = {"gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
 CODE = ("config.py", "limits.py", "types.py", "devices", "execution", "models", "scheduling", "pallas_kernels")
 
 
 def describe(device: Any, panels: bool) -> dict[str, Any]:
-    """What this process compiles with, for a device that may be one of a target.
-
-    "driver" is the oldest driver that runs the programs, for NVIDIA GPUs: that of the CUDA version which compiled them.
-    """
+    """What this process compiles with, for a device that may be one of a target."""
     cpu = device.platform == "cpu"
-    known = {name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy", *(() if cpu else PLUGINS))}
+    kind = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    known = {name: _version(name) for name in ("jax", "jaxlib", *PLUGINS.get(kind, ()))}
     return {
-        "platform": "gpu" if device.platform in ("gpu", "cuda") else device.platform,
+        "platform": kind,
         "device": device.device_kind,
         "panels": panels,
         "versions": {name: version for name, version in known.items() if version},

@@ -78,6 +78,7 @@ def make_bundle(
     options = dict(flags or {})
     if target != HERE:
         options["max-num-batched-tokens"] = config.max_num_batched_tokens
+        options["tensor-parallel-size"] = config.tensor_parallel_size
     return Making(config, target, folder, runner, names, compiled, longest, arrays, options).write(out, key)
 
 
