@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.checkpoints.int4 import halves
 from jaxserve.devices.executables import Leaf, leaf_of, sharding_of
@@ -48,7 +48,9 @@ class Writer:
             index = _index(shard.index, array.shape)
             if index not in shards:
                 shards[index] = self._shard(index, _packed(np.ascontiguousarray(shard.data)))
-        return Stored(leaf_of(array, array.sharding), list(shards.values()))
+        place = array.sharding
+        assert isinstance(place, NamedSharding)
+        return Stored(leaf_of(array, place), list(shards.values()))
 
     def _shard(self, index: tuple[tuple[int, int], ...], data: np.ndarray) -> Shard:
         raw = data.reshape(-1).view(np.uint8)

@@ -37,7 +37,7 @@ def _encoded(node: Any) -> Any:
     if kind is dict:
         return {"dict": {name: _encoded(one) for name, one in node.items()}}
     plain = PLAIN.get(kind, ())
-    names = node._fields if isinstance(node, tuple) else list(kind.__dataclass_fields__)
+    names = getattr(node, "_fields", ()) if isinstance(node, tuple) else list(kind.__dataclass_fields__)
     fields = {
         name: msgspec.to_builtins(getattr(node, name)) if name in plain else _encoded(getattr(node, name))
         for name in names
