@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,6 +78,7 @@ _END_TEXTS = frozenset(
 )
 _CONTROL = 3  # the token type of special tokens
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+HEADER_ONLY = "jaxserve.header_only"  # metadata key of files without the tensors' data, see `write_header`
 _SMALLEST_ENTRY = 13  # least bytes of a metadata entry: a key's length, a type, a value
 _SMALLEST_TENSOR = 32  # least bytes of a tensor info: a name's length, a count, one dimension, a type, an offset
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -140,7 +142,7 @@ def read_gguf(path: Path) -> GGUFFile:
     """Reads a file's header and, if it is the first of several parts, those of the others. Raises CheckpointError."""
     first = _read_file(path)
     count = first.metadata.get("split.count", 0)
-    if type(count) is not int or count <= 1:
+    if type(count) is not int or count <= 1 or HEADER_ONLY in first.metadata:
         return first
     name = _PART.fullmatch(path.name)
     if name is None or int(name[2]) != 1 or int(name[3]) != count:
@@ -152,6 +154,37 @@ def read_gguf(path: Path) -> GGUFFile:
             raise CheckpointError(f"{part.path}: tensor {min(twice)!r} is in {tensors[min(twice)].path.name} too")
         tensors |= part.tensors
     return GGUFFile(path, first.metadata, tensors)
+
+
+def write_header(source: Path, target: Path) -> None:
+    """Writes a file with the metadata and the list of tensors of a model, but without their data. Config and tokenizer
+    can be read from it."""
+    model, raw = read_gguf(source), _raw_metadata(source)
+    alignment = model.metadata.get("general.alignment", 32)
+    key, numbers = HEADER_ONLY.encode(), {kind.name: number for number, kind in TYPES.items()}
+    count = struct.unpack_from("<Q", raw, 16)[0]
+    parts = [raw[:8], struct.pack("<QQ", len(model.tensors), count + 1), raw[24:]]
+    parts += [struct.pack("<Q", len(key)), key, struct.pack("<I?", _BOOL, True)]
+    at = 0
+    for name, tensor in model.tensors.items():
+        shape = tensor.shape[::-1]
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        parts += [struct.pack("<Q", len(name.encode())), name.encode(), sizes]
+        parts.append(struct.pack("<IQ", numbers[tensor.type.name], at))
+        at += -(-tensor.nbytes // alignment) * alignment
+    target.write_bytes(b"".join(parts))
+
+
+def _raw_metadata(path: Path) -> bytes:
+    """The bytes of a checked file from its beginning to the end of the metadata."""
+    with open(path, "rb") as file:
+        header = _Header(path, file, os.fstat(file.fileno()).st_size)
+        header.bytes(16, "the magic, the version and the number of tensors")
+        for _ in range(header.count(_SMALLEST_ENTRY, "the metadata")):
+            header.value(header.string("a metadata key", MAX_NAME_BYTES))
+        end = file.tell()
+        file.seek(0)
+        return file.read(end)
 
 
 def _read_file(path: Path) -> GGUFFile:
@@ -190,6 +223,8 @@ class _Header:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self.refuse(f"general.alignment must be a power of two up to {MAX_ALIGNMENT}, got {alignment!r:.80}")
+        if HEADER_ONLY in metadata:
+            self.size = 2**62  # there is no data in which tensors must lie
         infos = [self.tensor(alignment) for _ in range(tensors)]
         base = -(-self.file.tell() // alignment) * alignment
         return GGUFFile(self.path, metadata, dict(self.placed(infos, base)))

@@ -12,6 +12,8 @@ from pathlib import Path
 from jaxserve.checkpoints.errors import CheckpointError
 
 DEMO = "demo"
+# In a bundle: the manifest, the folder of config and tokenizer, and in this folder both as a GGUF file without weights.
+BUNDLE, BUNDLE_MODEL, BUNDLE_GGUF = "bundle.json", "model", "model.gguf"
 BUNDLED = (DEMO, "demo-eagle3", "demo-draft")  # folders beside this file: a model, and drafts for it
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # Files of configuration and tokenizer; never code. Subfolders hold copies of the weights in other formats.
@@ -40,7 +42,7 @@ def resolve_model(model: str, *, weights: bool = True, revision: str | None = No
     if model in BUNDLED and not path.is_dir():
         return Path(__file__).parent / model
     if model and os.path.isdir(path):
-        return path.resolve()
+        return (bundled_model(path) if (path / BUNDLE).is_file() else path).resolve()
     if model and os.path.exists(path):
         if path.suffix == ".gguf":
             return path.resolve()
@@ -50,6 +52,12 @@ def resolve_model(model: str, *, weights: bool = True, revision: str | None = No
     raise CheckpointError(
         f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"
     )
+
+
+def bundled_model(bundle: Path) -> Path:
+    """A bundle's folder of config and tokenizer, or its GGUF file with both."""
+    file = bundle / BUNDLE_MODEL / BUNDLE_GGUF
+    return file if file.exists() else file.parent
 
 
 def resolve_tokenizer(tokenizer: str | None, model: Path) -> Path:

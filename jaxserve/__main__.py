@@ -1,5 +1,5 @@
 import sys
 
-from jaxserve.commands.cli import main
+from jaxserve.start import main
 
 sys.exit(main())

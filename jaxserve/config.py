@@ -121,6 +121,8 @@ class EngineConfig:
         float16 round all weights, and bfloat16 also rounds the inputs of products (with AVX512-BF16, products with
         many rows then take two thirds of the time).
       load_format: "auto" reads the checkpoint's weights; "dummy" makes random weights from the config.
+      bundle_key_file: file with the key that the MAC of a bundle is checked with; None: a bundle is trusted if nobody
+        but this user and root can write to it.
       max_model_len: longest prompt plus output in tokens; None is the model's own limit.
       max_num_seqs: most sequences in one step.
       max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
@@ -209,6 +211,7 @@ class EngineConfig:
     ignore_config_keys: tuple[str, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    bundle_key_file: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None

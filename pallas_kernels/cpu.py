@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import ops
-from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, load
+from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, QUANT_MATMUL, load
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows
@@ -35,7 +35,6 @@ from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, Qua
 log = logging.getLogger(__name__)
 
 _building = threading.Lock()
-QUANT_MATMUL = "cpu_quant_matmul"
 FUNCTIONS = {
     KERNELS: {
         "jaxserve_matmul": "Matmul",

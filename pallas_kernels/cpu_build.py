@@ -23,7 +23,8 @@ from pathlib import Path
 from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
 
 KERNELS, ATTENTION, PANELS, LATENT = "cpu_kernels", "cpu_attention", "cpu_panel_matmul", "cpu_latent"
-LORA = "cpu_lora"
+LORA, QUANT_MATMUL = "cpu_lora", "cpu_quant_matmul"
+NAMES = KERNELS, ATTENTION, PANELS, LATENT, LORA, QUANT_MATMUL
 FOLDER = Path(__file__).parent
 # Compile for this machine's vector instructions. Arm's compilers choose them by the processor.
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -98,7 +99,7 @@ def _source(name: str) -> Path:
 
 
 def _library(name: str, folder: Path) -> Path:
-    return folder / f"{name}-{_key(name)}.so"
+    return folder / f"{name}-{key(name)}.so"
 
 
 def _compiler() -> str | None:
@@ -125,13 +126,38 @@ def _headers() -> Path:
     return Path(spec.origin).parent / "include"
 
 
-def _key(name: str) -> str:
+def key(name: str) -> str:
+    """16 hexadecimal digits, hashed from everything that a library is built from and for."""
+    sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
+    text = "\n".join([*sources, _compiler_name(), *_flags(), importlib.metadata.version("jaxlib"), *processor()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def processor() -> list[str]:
+    """Lines that tell this machine's processor and its features."""
     info = Path("/proc/cpuinfo")  # exists only on Linux
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
-    cpu = [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
-    sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
-    key = "\n".join([*sources, _compiler_name(), *_flags(), importlib.metadata.version("jaxlib"), *cpu])
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
+    return [line for line in lines if line.startswith(("flags", "Features", "model name"))] or lines
+
+
+def built(name: str) -> bytes | None:
+    """The library from the cache, for another cache; None if it is not there."""
+    cache = _cache_folder()
+    library = None if cache is None else _library(name, cache)
+    return library.read_bytes() if library is not None and is_ours(library) else None
+
+
+def install(name: str, data: bytes) -> None:
+    """Puts a library that was built elsewhere with the same `key` into the cache, unless it is there. `data` is code:
+    its source must be trusted. Without a private cache nothing happens."""
+    cache = _cache_folder()
+    if cache is None or is_ours(library := _library(name, cache)):
+        return
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        made = Path(temporary) / "kernels.so"
+        made.write_bytes(data)
+        made.chmod(0o700)
+        made.replace(library)
 
 
 def _cache_folder() -> Path | None:

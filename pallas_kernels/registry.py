@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the command line reads BACKENDS without loading JAX
     from jaxserve.pallas_kernels.types import Activations
 
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
+# Where a backend can run at all; plain XLA runs everywhere.
+PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu", "cpu": "cpu"}
 FOLDERS = {"attention": "paged_attention", "latent": "latent_attention", "matmul": "quant_matmul"}
 
 
@@ -121,14 +123,15 @@ def load(operation: str, backend: str) -> ModuleType:
 
 def explain(operation: str, device: Device, problem: Any) -> dict[str, str | None]:
     """Maps each backend to the reason why it cannot run, or to None where it can. `auto` takes the first with None."""
-    reasons: dict[str, str | None] = {}
-    for backend in BACKENDS:
-        try:
-            reasons[backend] = load(operation, backend).why_not(device, problem)
-        except ModuleNotFoundError as error:
-            ours = (error.name or "").startswith(f"{__package__}.")
-            reasons[backend] = "it does not have this operation" if ours else f"{error.name} is not installed"
-    return reasons
+    return {backend: _why_not(operation, backend, device, problem) for backend in BACKENDS}
+
+
+def _why_not(operation: str, backend: str, device: Device, problem: Any) -> str | None:
+    try:
+        return load(operation, backend).why_not(device, problem)
+    except ModuleNotFoundError as error:
+        ours = (error.name or "").startswith(f"{__package__}.")
+        return "it does not have this operation" if ours else f"{error.name} is not installed"
 
 
 def choose(operation: str, device: Device, problem: Any, requested: str = "auto") -> str:
@@ -137,9 +140,9 @@ def choose(operation: str, device: Device, problem: Any, requested: str = "auto"
         raise BackendError(
             f"there is no {operation} backend {requested!r}; it must be auto or one of {', '.join(BACKENDS)}"
         )
-    reasons = explain(operation, device, problem)
-    if requested == "auto":
-        return next(backend for backend, reason in reasons.items() if reason is None)
-    if (reason := reasons[requested]) is not None:
+    if requested == "auto":  # modules of other platforms are not even imported: some take a second
+        fitting = (one for one in BACKENDS if PLATFORMS.get(one, device.platform) == device.platform)
+        return next(one for one in fitting if _why_not(operation, one, device, problem) is None)
+    if (reason := _why_not(operation, requested, device, problem)) is not None:
         raise BackendError(f"the {operation} backend {requested} cannot run on {device.kind}: {reason}")
     return requested

@@ -26,8 +26,9 @@ def add_command(commands: Any, name: str, run: Callable, summary: str) -> argpar
     return command
 
 
-def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", help="a folder in Hugging Face format, a hub id such as org/name, or 'demo'")
+def add_model(command: argparse.ArgumentParser, **options: Any) -> None:
+    what = "a folder in Hugging Face format, a bundle, a hub id such as org/name, or 'demo'"
+    command.add_argument("model", help=what, **options)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -129,6 +130,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "classifiers, else qwen3")  # fmt: skip
     flag("--load-format", field="load_format",
          help="auto: read the checkpoint; dummy: random weights, for which config.json is enough")  # fmt: skip
+    flag("--bundle-key-file", field="bundle_key_file", metavar="FILE",
+         help="file with the key that signs a bundle, or with which its signature is checked; None: the code of a "
+         "bundle is run if nobody but this user and root can write to it")  # fmt: skip
     flag("--speculative-config", field="speculative_config", type=_json_object, metavar="JSON",
          help='speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what '
          "followed the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "

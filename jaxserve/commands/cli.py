@@ -10,26 +10,32 @@ import argparse
 import json
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxserve.commands import bench, conversion, planning
+from jaxserve.commands import bench, conversion, deployment, planning
 from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
+from jaxserve.commands.serve_flags import add_record_flags, read_serve
 from jaxserve.config import EngineConfig
 
 TARGET_HELP = "devices other than those of this machine, such as h200x8, a100x1 or v5e-4"
 TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the process's exit code."""
-    args = make_parser().parse_args(argv)
+def main(argv: list[str] | None = None, *, engine: subprocess.Popen[bytes] | None = None) -> int:
+    """Runs one command; returns the process's exit code. `engine` is a process for `serve`, see `jaxserve.start`."""
+    given = sys.argv[1:] if argv is None else argv
+    args = make_parser().parse_args(given)
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("jaxserve").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     try:
+        reads_more = hasattr(args, "serve_parser")  # from files, and from a bundle
+        args = read_serve(args.serve_parser, given[1:]) if reads_more else args
+        args.engine = engine
         return args.run(args)
     except (ValueError, OSError, RuntimeError) as error:
         # ConfigError, CheckpointError, InvalidRequestError, and JAX's errors for missing or exhausted devices.
@@ -49,10 +55,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    def add_serve_flags(command: argparse.ArgumentParser) -> None:
+        add_model(command, nargs="?")
+        add_record_flags(command)
+        add_server_flags(command)
+        add_engine_flags(command)
+        command.set_defaults(serve_parser=command)
+
     serve = add_command(commands, "serve", run_serve, "serve a model over an OpenAI-compatible HTTP endpoint")
-    add_model(serve)
-    add_server_flags(serve)
-    add_engine_flags(serve)
+    add_serve_flags(serve)
+    deployment.add_commands(commands, add_serve_flags)
 
     generate = add_command(commands, "generate", run_generate, "continue a prompt, printing text as it is generated")
     add_model(generate)
@@ -151,6 +163,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.run import serve
 
     options, config = server_options(args), engine_config(args)
+    options |= {"record": deployment.locked(args), "engine": args.engine}
     return _follow(config) if config.host_id else serve(config, **options)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.pallas_kernels.cache_folder import open_cache
 
@@ -56,3 +59,20 @@ def enable_compile_cache() -> Path | None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if cache.is_private else math.inf)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return cache.path
+
+
+@contextlib.contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Compiles anew meanwhile. XLA:CPU (jax 0.10 and 0.11) cannot serialize a program again that it has read from the
+    cache: the bytes lack functions, which shows when the program runs."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+
+    def enable(value: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", value)
+        compilation_cache.reset_cache()  # JAX decides once per process whether it uses the cache
+
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.pipeline import LoadedPipeline, check_settings
+from jaxserve.engine.prepared import Prepared
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
@@ -60,12 +61,13 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """The models of an engine on the devices, with caches of a single page."""
+    """The models of an engine on the devices, with caches of a single page. With a bundle, `params` are only shapes."""
 
     plan: ModelPlan
     params: Any
     runner: ModelRunner
     draft: Sized | None
+    prepared: Prepared | None = None
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -79,10 +81,15 @@ def load_models(
     start = time.perf_counter()
     check_settings(config)
     enable_compile_cache()
-    plan = ModelPlan.of(config, devices)
-    mesh, model = plan.mesh, plan.model
-    params = make_params(plan.decoder, plan.folder, mesh, config, progress=progress)
-    decoder, params = trust_matmul(plan.decoder, params, mesh, config.matmul_backend)
+    prepared = Prepared.of(config)
+    plan = ModelPlan.of(config, devices, checks=prepared is None)
+    mesh, model, decoder = plan.mesh, plan.model, plan.decoder
+    if prepared is None:
+        params = make_params(decoder, plan.folder, mesh, config, progress=progress)
+        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+    else:
+        prepared.check_places(mesh)
+        params = prepared.forms(mesh)
     if config.deterministic:
         check_weights(params)
     heap.trim()
@@ -96,10 +103,12 @@ def load_models(
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
     runner = ModelRunner(decoder, params, mesh, *rows, **options)
+    if prepared is not None:
+        runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
-    return LoadedModels(plan, params, runner, draft)
+    return LoadedModels(plan, params, runner, draft, prepared)
 
 
 def load_parts(
@@ -123,12 +132,19 @@ def load_parts(
             one.listener = partial(hosts.tell, number)
     device = mesh.devices.flat[0]
     cost = StepCost.of(loaded.params, model, device, num_devices(mesh), plan.dtype)
-    shapes = engine_shapes(config, plan, cost)
+    shapes = buckets(config, plan, cost)
     models = [Sized(runner, plan.one_page)] + ([draft] if draft is not None else [])
     held = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)
     budget = memory.budget(config, device, num_devices(mesh), *held, plan.one_page.state_bytes(mesh))
-    sizing = Sizing(config, models, budget, shapes, plan.longest)
+    prepared = loaded.prepared
+    given = _with_pages(config, prepared)
+    sizing = Sizing(given, models, budget, shapes, plan.longest)
     sizing.begin()
+    if prepared is not None:
+        prepared.load_programs(runner, shapes, budget, plan.one_page.device_page_bytes(mesh))
+        if given != _with_pages(config, prepared):  # chosen for programs that are not used
+            sizing = Sizing(config, models, budget, shapes, plan.longest)
+            sizing.begin()
     return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts)
 
 
@@ -144,10 +160,15 @@ def _load_pipeline(
     plan = loaded.plan
     # A token takes the time of all stages, as if the devices of one stage had all layers.
     cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], num_devices(plan.mesh), plan.dtype)
-    shapes = _shapes(config, plan, cost)
+    shapes = buckets(config, plan, cost)
     sizing = loaded.sizing(config, shapes)
     sizing.begin()
     return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing))
+
+
+def _with_pages(config: EngineConfig, prepared: Prepared | None) -> EngineConfig:
+    """The settings with the number of pages that a bundle's programs were compiled for, if they may be used."""
+    return config if prepared is None or prepared.pages is None else replace(config, kv_pages=prepared.pages)
 
 
 def make_scheduler(
@@ -178,7 +199,7 @@ def make_scheduler(
     )
 
 
-def engine_shapes(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
+def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
     """The buckets of steps. No bucket is larger than the largest possible step."""
     tokens = memory.max_batched_tokens(config)
     if cost is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,11 @@ class ModelPlan:
     pooler: Pooler | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None) -> ModelPlan:
-        """The plan for an engine's settings. Raises ConfigError or CheckpointError for a model that cannot be served
-        with them."""
+    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = True) -> ModelPlan:
+        """The plan for an engine's settings. `checks`: kernels of accelerators compute a few examples first, see
+        `pallas_kernels.checked_ops`; those of a bundle's programs were chosen when it was made.
+
+        Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
         model = read_model(folder, config.ignore_config_keys)
         if config.enable_expert_parallel and not model.num_experts:
@@ -76,7 +79,8 @@ class ModelPlan:
         if page_size % shares:
             raise ConfigError(f"page_size {page_size} must be a multiple of decode_context_parallel_size {shares}")
         facts = mesh, np.dtype(dtype), longest
-        decoder, one_page = decoder_and_page(config, model, *facts, page_size, pooler is not None)
+        pools = pooler is not None
+        decoder, one_page = decoder_and_page(config, model, *facts, page_size, pools=pools, checks=checks)
         return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
 
     def with_layers(self, config: EngineConfig, layers: Sequence[int]) -> ModelPlan:
@@ -104,12 +108,15 @@ def decoder_and_page(
     dtype: np.dtype,
     longest: int,
     page_size: int,
+    *,
     pools: bool = False,
+    checks: bool = True,
 ) -> tuple[Decoder, CacheLayout]:
-    """The decoder of a model on a mesh, and its cache's layout with a single page. `pools`: it embeds or scores."""
+    """The decoder of a model on a mesh, and its cache's layout with a single page. pools: the model embeds or scores.
+    checks: kernels are checked on the devices first."""
     platform, shares = mesh.devices.flat[0].platform, config.decode_context_parallel_size
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
-    backends = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+    backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend, "checks": checks}
     decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
     if config.deterministic:
         decoder = ordered(decoder, config, mesh, pools=pools)

@@ -24,6 +24,7 @@ from jaxserve.devices.layouts import place_of
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.page_fingerprint import weights_digest
+from jaxserve.engine.prepared import Prepared
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.models.checkpoint import Checkpoint
@@ -185,6 +186,8 @@ class Weights:
         """The weights of each runner, without its pool of adapters, as they were read at the start. Weights that arrays
         do not give, those of drafts, are read from the files of the start."""
         config, plan, files = self._engine.config, self._plan, None
+        if source == self._plan.folder and (prepared := Prepared.of(config)) is not None:
+            return [prepared.arrays(plan.mesh)]
         if isinstance(source, Path):
             plan = replace(plan, folder=source)
         else:

@@ -179,14 +179,14 @@ class CacheLayout:
         return [placed(*one) for one in self._arrays(mesh)]
 
     def create(self, mesh: Mesh) -> KVCache:
-        """Allocates the cache. On one CPU its contents are undefined, and the system provides memory when a page is
-        first written, so that a large cache costs no time at start."""
+        """Allocates the cache, see `empty`."""
+        return jax.jit(partial(self.empty, mesh), out_shardings=self.shardings(mesh))()
+
+    def empty(self, mesh: Mesh) -> KVCache:
+        """A new cache, to be computed on the devices. On one CPU its contents are undefined, and the system provides
+        memory when a page is first written, so that a large cache costs no time at start."""
         fill = cpu.untouched if on_one_cpu(mesh) else jnp.zeros
-
-        def empty(array: Any) -> Any:
-            return jax.tree.map(lambda x: fill(x.shape, x.dtype), array)
-
-        return [jax.jit(partial(empty, array), out_shardings=place)() for array, place in self._arrays(mesh)]
+        return [jax.tree.map(lambda x: fill(x.shape, x.dtype), array) for array, _ in self._arrays(mesh)]
 
 
 def _bytes(kind: CacheKind, page_size: int) -> int:

@@ -29,12 +29,15 @@ from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import ProgramName, Signatures, Upkeep, draft_programs
-from jaxserve.execution.slots import (
-    NO_ADAPTER,
-    SlotState,
-    create_slots,
+from jaxserve.execution.signatures import (
+    CREATE_CACHE,
+    CREATE_SLOTS,
+    ProgramName,
+    Signatures,
+    Upkeep,
+    draft_programs,
 )
+from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import UpkeepCalls
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
@@ -90,6 +93,7 @@ class ModelRunner(UpkeepCalls):
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals}
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
+        self.forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self._first_stack = len(self._arrays)
         self.stacks: AdapterStacks | None = None
@@ -107,7 +111,9 @@ class ModelRunner(UpkeepCalls):
         self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
-        self._executables: dict[ProgramName, Compiled] = {}
+        self.executables: dict[
+            ProgramName, Compiled
+        ] = {}  # may come from elsewhere, for these sizes of cache and slots
         self._slot_shapes = ""
         self._lock = threading.Lock()
 
@@ -154,11 +160,11 @@ class ModelRunner(UpkeepCalls):
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
             name
-            for name in self._executables
+            for name in self.executables
             if slots != self._slot_shapes or isinstance(name, StepProgram) or name.takes_cache
         ]
         for name in stale:
-            del self._executables[name]
+            del self.executables[name]
         self._slot_shapes = slots
 
     def set_pages(self, pages: int, max_blocks: int) -> None:
@@ -171,9 +177,8 @@ class ModelRunner(UpkeepCalls):
         self._tell(commands.Allocate)
         vars(self).pop("cache", None)  # the old and the new one may not fit together
         vars(self).pop("slots", None)
-        lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
-        self.slots = jax.jit(partial(self._make_slots, **lazily), out_shardings=replicated(self.mesh))()
-        self.cache = self.layout.create(self.mesh)
+        self.slots = self._get(CREATE_SLOTS)()
+        self.cache = self._get(CREATE_CACHE)()
 
     def release(self) -> None:
         """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
@@ -291,12 +296,12 @@ class ModelRunner(UpkeepCalls):
 
     @property
     def num_executables(self) -> int:
-        return len(self._executables)
+        return len(self.executables)
 
     def needs(self, shapes: Sequence[StepShape]) -> Needs:
         """The memory that all programs of serving with these buckets need, estimated from those that are compiled."""
         names = self.names(shapes)
-        return needs_of(names, {n: self._executables[n].memory_analysis() for n in names if n in self._executables})
+        return needs_of(names, {n: self.executables[n].memory_analysis() for n in names if n in self.executables})
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,
@@ -343,7 +348,7 @@ class ModelRunner(UpkeepCalls):
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
-        found = self._executables.get(name)
+        found = self.executables.get(name)
         if found is not None:
             return found
         if self.frozen:
@@ -359,7 +364,7 @@ class ModelRunner(UpkeepCalls):
             self.compiling = False
         seconds = time.perf_counter() - start
         with self._lock:
-            self._executables[name] = compiled
+            self.executables[name] = compiled
             self.compile_seconds += seconds
         log.debug("compiled %s in %.2f s", name, seconds)
         return compiled
@@ -368,7 +373,7 @@ class ModelRunner(UpkeepCalls):
         """Traces and lowers a program, for which shapes suffice. A bucket stands for its largest program."""
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
-        function, donated, arguments, results = self._signatures.of(name)
+        function, donated, arguments, results = self.signatures.of(name)
         with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # the mesh tells Pallas the chip
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
             return jitted.lower(*arguments)
@@ -380,7 +385,7 @@ class ModelRunner(UpkeepCalls):
         return "highest" if self.model.dtype == jnp.float32 else "default"
 
     @property
-    def _signatures(self) -> Signatures:
+    def signatures(self) -> Signatures:
         """The signatures of programs for the present sizes of cache and slots."""
         everywhere = replicated(self.mesh)
 
@@ -392,6 +397,8 @@ class ModelRunner(UpkeepCalls):
         model = self.model, self.mesh, self.layout, params, self._unbundle
         kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
         kinds["pooling"] = self.pooling
+        lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
+        kinds["make_slots"] = partial(self._make_slots, **lazily)
         return self.signatures_kind(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
 
 

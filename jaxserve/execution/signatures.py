@@ -52,10 +52,11 @@ class Upkeep(NamedTuple):
     @property
     def takes_cache(self) -> bool:
         """Whether its arguments depend on the number of pages."""
-        return self.kind in ("copy_pages", "copy_states", "read_pages", "write_pages", "propose")
+        return self.kind in ("create_cache", "copy_pages", "copy_states", "read_pages", "write_pages", "propose")
 
 
 ProgramName = StepProgram | Upkeep
+CREATE_SLOTS, CREATE_CACHE = Upkeep("create_slots"), Upkeep("create_cache")
 
 
 def draft_programs(shapes: Sequence[StepShape], most: int, static: bool) -> list[Upkeep]:
@@ -83,6 +84,7 @@ class Signatures:
     Attributes:
       params: abstract arrays that hold the parameters. `unbundle` makes the model's parameter tree from them.
       slots: abstract slots, replicated on all devices.
+      make_slots: creates the slots on a device.
       static: programs are specialised to what the host knows, see `programs`.
       pooling: for models that embed or score, what steps return of their hidden states, see `steps.pool_rows`.
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
@@ -102,6 +104,7 @@ class Signatures:
     proposals: int = 0
     drafter: Drafter | None = None
     stacks: AdapterStacks | None = None
+    make_slots: Callable[[], SlotState] | None = None
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -120,6 +123,8 @@ class Signatures:
             "write_pages": self.write_pages,
             "write_adapter": self.write_adapter,
             "write_ranks": self.write_ranks,
+            "create_slots": self.create_slots,
+            "create_cache": self.create_cache,
         }
         return upkeep[name.kind](name.size)
 
@@ -205,6 +210,13 @@ class Signatures:
     def write_ranks(self, _: int) -> Signature:
         assert self.stacks is not None
         return Signature(*self.stacks.writing_ranks())
+
+    def create_slots(self, _: int) -> Signature:
+        assert self.make_slots is not None
+        return Signature(self.make_slots, (), (), self._everywhere)
+
+    def create_cache(self, _: int) -> Signature:
+        return Signature(partial(self.layout.empty, self.mesh), (), (), self._cache_sharding)
 
     @property
     def _pages(self) -> dict[str, Any]:

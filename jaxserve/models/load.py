@@ -127,9 +127,11 @@ def make_decoder(
     kv_dtype: Any = None,
     attention: str = "auto",
     matmul: str = "auto",
+    checks: bool = True,
 ) -> Decoder:
-    """The decoder for a mesh, with the kernels that its devices run. Raises ConfigError for a backend that cannot serve
-    this model on these devices."""
+    """The decoder for a mesh, with the kernels that its devices run, after `checks` of their results.
+
+    Raises ConfigError for a backend that cannot serve this model on these devices."""
     shares, dtype = ways(mesh, "cached_tokens"), np.dtype(dtype)
     kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"), ways(mesh, "expert"), shares)
     device = Device.of(mesh.devices.flat[0])
@@ -141,7 +143,7 @@ def make_decoder(
         attention = "xla"
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
-        if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
+        if checks and device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             ops = checked_draw(_checked(ops, model, problem, attention), model.vocab_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None

@@ -18,7 +18,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.launches import Exchange, exchanges, launches
 from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_devices, target_memory
-from jaxserve.engine.loading import engine_shapes
+from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
@@ -93,7 +93,7 @@ class Deployment:
         runner = _runner(config, plan, params)
         cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, device, num_devices(plan.mesh), plan.dtype)
         budget = _budget(config, plan, runner)
-        return cls(target, config, plan, params, runner, cost, engine_shapes(config, plan, cost), budget)
+        return cls(target, config, plan, params, runner, cost, buckets(config, plan, cost), budget)
 
     @property
     def devices(self) -> int:

@@ -114,7 +114,8 @@ async def health(http: Request) -> Response:
 
 
 async def server_info(http: Request) -> Response:
-    """GET /server_info: the model and the settings, without secrets."""
+    """GET /server_info: the model and the settings, without secrets. With an admin key, only its holder sees the record
+    of the deployment, which names files of this machine."""
     state = state_of(http)
     _, info = state.require_loaded()
     settings = state.settings
@@ -125,6 +126,7 @@ async def server_info(http: Request) -> Response:
             "system_fingerprint": state.fingerprint_of(info.weights),
             "weight_version": info.weights.version,
             "is_sleeping": state.sleeps,
+            "record": settings.record if _is_operator(http) else None,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,
@@ -137,6 +139,12 @@ async def server_info(http: Request) -> Response:
             "request_timeout": settings.request_timeout,
         }
     )
+
+
+def _is_operator(http: Request) -> bool:
+    """Whether a request has the admin key, if there is one."""
+    key = state_of(http).settings.admin_key
+    return key is None or find_key([ApiKey(key)], http.headers) is not None
 
 
 def _module_name(module: ModuleType | None) -> str | None:

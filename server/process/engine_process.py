@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -23,11 +24,12 @@ import msgspec
 
 from jaxserve import entry
 from jaxserve.adapters.registry import ServedAdapter
-from jaxserve.config import EngineConfig, LoRAModule
+from jaxserve.config import POOL_FRACTION, EngineConfig, LoRAModule
 from jaxserve.server.ipc.messages import ServedWeights
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
 from jaxserve.server.process.socket_folder import SocketFolder
+from jaxserve.start import ENGINE, PRELOAD, child_environment
 
 FLUSH_SECONDS = 5  # time to write the last answers, and then for the engine to exit, once no request runs
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -43,18 +45,12 @@ class Launch(msgspec.Struct, kw_only=True):
     weights: ServedWeights = ServedWeights()
 
 
-def child_environment() -> dict[str, str]:
-    """This process's environment without API keys. PYTHONSAFEPATH keeps the current folder out of the import path of
-    the child's own child processes."""
-    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
-    return own | {"PYTHONSAFEPATH": "1"}
-
-
 class EngineProcess:
-    """The engine's process and the folder of its socket. Leaving the context ends the one and removes the other."""
+    """The engine's process and the folder of its socket. Leaving the context ends the one and removes the other.
+    `early`: a process that `jaxserve.start` has started, which waits to be told what to load."""
 
-    def __init__(self, config: EngineConfig, engine_class: str):
-        self._config, self._engine_class = config, engine_class
+    def __init__(self, config: EngineConfig, engine_class: str, early: subprocess.Popen[bytes] | None = None):
+        self._config, self._engine_class, self._early = config, engine_class, early
         self._folder, self._weights = SocketFolder(), ServedWeights()
         self.start()
 
@@ -71,11 +67,8 @@ class EngineProcess:
         """Starts the process; an earlier one must have ended. Linux ends it when the calling thread ends."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.socket_path)
-        self._process = subprocess.Popen(
-            entry.command("jaxserve.server.process.engine_process"),
-            stdin=subprocess.PIPE,
-            env=child_environment(),
-        )
+        early, self._early = self._early, None
+        self._process = early or subprocess.Popen(entry.command(ENGINE), stdin=subprocess.PIPE, env=child_environment())
         config = asdict(self._config)
         start = Launch(
             config=config, socket_path=self.socket_path, engine_class=self._engine_class, weights=self._weights
@@ -124,7 +117,13 @@ def main() -> int:
     end_with_parent()
     log_to_stderr(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(logging.INFO)
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    if PRELOAD in sys.argv:
+        importlib.import_module(DEFAULT_ENGINE.partition(":")[0])
+    line = sys.stdin.buffer.readline()
+    if not line:  # the parent has ended, or does not serve
+        return 0
+    launch = msgspec.json.decode(line, type=Launch)
+    os.environ.setdefault(POOL_FRACTION, str(launch.config["memory_utilization"]))  # JAX starts its devices later
     watch_parent()
     config = EngineConfig(**launch.config)  # type: ignore[arg-type]
     return run_engine(config, launch.socket_path, launch.engine_class, launch.weights)

@@ -9,26 +9,26 @@ import hashlib
 from pathlib import Path
 
 from jaxserve.config import EngineConfig
+from jaxserve.deployment.record import bundle_digest, settings_of, versions
 from jaxserve.server.ipc.messages import Ready
 
-_SETTINGS = (
-    "load_format", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
-    "enable_expert_parallel",
-    "quantization", "dequantize", "attention_backend", "matmul_backend", "activation_quantization", "seed",
-    "deterministic",
-)  # fmt: skip
+# Settings that say where something is. Adapters have names of their own, and `max_waiting` is the server's.
+_PLACES = {"tokenizer", "revision", "bundle_key_file", "kv_offload_dir", "lora_modules", "max_waiting"}
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file: they tell weights apart, far faster than reading whole files
 
 
 def fingerprint(info: Ready, config: EngineConfig, version: str, chat_template: str | None) -> str:
-    """ "fp_" and ten hexadecimal digits, hashed from samples of the model's files and settings that change its numbers.
+    """ "fp_" and ten hexadecimal digits, hashed from what a deployment's record has (`deployment.record`):
+    all settings of the engine, the versions of the packages that compute, the chat template, a bundle's digest, and, in
+    the place of digests of the model's files, samples of them. Restarts keep it, and so do other ports and folders.
 
     Slow: call it off the event loop. Raises OSError for files that cannot be read.
     """
     digest = hashlib.sha256()
-    settings = [getattr(config, name) for name in _SETTINGS]
-    for text in (version, info.dtype, info.max_model_len, chat_template, *settings):
+    settings = {name: value for name, value in settings_of(config).items() if name not in _PLACES}
+    known = settings, versions(), bundle_digest(config.model)
+    for text in (version, info.dtype, info.max_model_len, chat_template, *known):
         _add(digest, repr(text).encode())
     folder = Path(info.model_folder)
     files = [folder] if folder.is_file() else sorted({path for pattern in _FILES for path in folder.glob(pattern)})

@@ -26,9 +26,10 @@ from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.http.counts import BEATS
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.observe.metrics import TOTALS, EngineTotals
-from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess, child_environment
+from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess
 from jaxserve.server.process.front_process import CANNOT_GO_ON, FrontLaunch
 from jaxserve.server.process.supervisor import Supervisor
+from jaxserve.start import child_environment
 from jaxserve.types import EngineDeadError
 
 log = logging.getLogger("jaxserve.server")

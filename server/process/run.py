@@ -7,9 +7,11 @@ import dataclasses
 import logging
 import os
 import socket
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.bundles.container import is_bundle
 from jaxserve.config import EngineConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.server.http.keys import ApiKey, read_keys
@@ -45,6 +47,7 @@ def serve(
     engine_class: str = DEFAULT_ENGINE,
     api_server_count: int = 1,
     chat_template: str | None = None,
+    engine: subprocess.Popen[bytes] | None = None,
     **settings: Any,
 ) -> int:
     """Serves until a signal ends it; returns the process's exit code. Must run in the main thread.
@@ -61,8 +64,9 @@ def serve(
 
     `port` 0 takes a free port. `fd` is an inherited listening socket; after this server stops, connections to it wait
     for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
-    file or a template's text. `settings` are fields of ServerSettings. Raises ValueError or OSError for a certificate,
-    a key file or a chat template that cannot be used, and ValueError for a number of fronts that is out of range.
+    file or a template's text. `engine` is a process that `jaxserve.start` has started. `settings` are fields of
+    ServerSettings. Raises ValueError or OSError for a certificate, a key file or a chat template that cannot be
+    used, and ValueError for a number of fronts that is out of range.
     """
     log_to_stderr(logging.INFO)
     if config.max_waiting is None:
@@ -98,8 +102,9 @@ def serve(
         where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
         say(f"jaxserve: cannot listen on {where}: {error.strerror or error}")
         return 1
-    cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
-    with listener, EngineProcess(config, engine_class) as process:
+    if not is_bundle(config.model):
+        cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
+    with listener, EngineProcess(config, engine_class, engine) as process:
         if api_server_count == 1:
             server = Front(uvicorn_config, state, OwnEngine(process), config, shares_listener=fd is not None)
             server.run(sockets=[listener])

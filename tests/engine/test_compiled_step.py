@@ -42,7 +42,7 @@ def engine(make):
 
 def compile_as_the_runner_does(runner, name):
     name = runner.programs.largest(name) if isinstance(name, StepShape) else name
-    function, donated, arguments, results = runner._signatures.of(name)
+    function, donated, arguments, results = runner.signatures.of(name)
     with jax.default_matmul_precision(runner._precision):
         return jax.jit(function, donate_argnums=donated, out_shardings=results).lower(*arguments).compile()
 

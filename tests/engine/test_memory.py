@@ -73,7 +73,7 @@ def start(monkeypatch, model_folders):
         compile_one = runner.ModelRunner._compile
 
         def compile_and_report(self, name):
-            self._executables[name] = program = gpu.program(name, compile_one(self, name))
+            self.executables[name] = program = gpu.program(name, compile_one(self, name))
             return program
 
         monkeypatch.setattr(memory, "budget", gpu.budget)

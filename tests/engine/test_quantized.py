@@ -52,7 +52,7 @@ def in_floats(engine) -> None:
     for path, like in abstract_params(runner.model, runner.mesh).items():
         plain[path] = jax.device_put(floats_of(params[path]), like.sharding)
     runner._arrays, runner._unbundle = bundle(unflatten_dict(plain, sep="/"))
-    runner._executables.clear()
+    runner.executables.clear()
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])

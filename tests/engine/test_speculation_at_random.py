@@ -253,8 +253,8 @@ def test_a_wrong_verifier_is_seen(engines, model, monkeypatch):
     """One that keeps what stands behind a proposal which was not drawn."""
     speculate("most likely", engines, model[0], monkeypatch)
     monkeypatch.setattr(Draws, "kept", lambda draws, tokens, stopped, num_new: np.arange(7) < num_new[:, None])
-    engines[1].runner._executables.clear()
+    engines[1].runner.executables.clear()
     try:
         assert p_value(engines[1], *model) < 1e-6
     finally:
-        engines[1].runner._executables.clear()
+        engines[1].runner.executables.clear()

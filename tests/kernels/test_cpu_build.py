@@ -61,7 +61,7 @@ def test_kernels_command_names_what_is_missing(without_compiler):
 def test_flags_of_the_user_name_another_library(monkeypatch):
     """They come behind ours, so that the last -march counts."""
     monkeypatch.delenv("JAXSERVE_CXXFLAGS", raising=False)
-    before = cpu_build._key(cpu_build.ATTENTION)
+    before = cpu_build.key(cpu_build.ATTENTION)
     monkeypatch.setenv("JAXSERVE_CXXFLAGS", "-march=x86-64-v3 -DA='b c'")
     assert cpu_build._flags()[-2:] == ["-march=x86-64-v3", "-DA=b c"]
-    assert cpu_build._key(cpu_build.ATTENTION) != before
+    assert cpu_build.key(cpu_build.ATTENTION) != before

@@ -1,0 +1,96 @@
+"""The compiled programs of a runner in a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from jax.stages import Compiled
+
+from jaxserve.bundles import trees
+from jaxserve.bundles.container import PROGRAMS, Bundle, BundleError
+from jaxserve.devices import executables
+from jaxserve.devices.executables import Leaf, leaf_of
+from jaxserve.execution.programs import compile_threads
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.sampling import Sampled
+from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramName
+from jaxserve.execution.slots import SlotState
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.execution.steps import StepResult
+from jaxserve.pallas_kernels.types import DeltaState, KVPages, LatentPages
+
+CLASSES = {kind.__name__: kind for kind in (Sampled, StepResult, SlotState, KVPages, LatentPages, DeltaState)}
+
+
+class Program(msgspec.Struct, frozen=True):
+    """A compiled program: its file, its flat arguments, and its results as a tree of `leaves`."""
+
+    file: str
+    arguments: list[Leaf]
+    results: Any
+    leaves: list[Leaf]
+
+
+def names_of(runner: ModelRunner, shapes: Sequence[StepShape]) -> dict[str, ProgramName]:
+    """All programs of serving, also those that create cache and slots, by their names in a bundle."""
+    names: list[ProgramName] = [CREATE_SLOTS, CREATE_CACHE, *runner.names(shapes)]
+    by_text = {str(name): name for name in names}
+    assert len(by_text) == len(set(names)), "two programs have one name"
+    return by_text
+
+
+def write(
+    folder: Path, runner: ModelRunner, compiled: Mapping[str, Compiled], names: Mapping[str, ProgramName]
+) -> None:
+    """Writes the programs and their description."""
+    (folder / "programs").mkdir()
+    described = {}
+    for number, (text, program) in enumerate(compiled.items()):
+        file = f"programs/{number:03}.bin"
+        (folder / file).write_bytes(executables.serialize(program))
+        results = trees.describe(program.out_tree)
+        leaves = executables.results_of(program, runner.mesh)
+        described[text] = Program(file, _arguments(runner, names[text]), results, leaves)
+    (folder / PROGRAMS).write_bytes(msgspec.json.encode(described))
+
+
+def load(bundle: Bundle, runner: ModelRunner, names: Mapping[str, ProgramName]) -> dict[ProgramName, Compiled]:
+    """The programs of these names. The bundle's code must be trusted (`Bundle.distrust`).
+
+    Raises BundleError for a missing or damaged program, or one with other arguments than the runner's.
+    """
+    described = bundle.json(PROGRAMS, dict[str, Program])
+    if missing := sorted(names.keys() - described.keys()):
+        raise BundleError(f"the bundle lacks the program {missing[0]}")
+
+    def one(text: str) -> Compiled:
+        known, name = described[text], names[text]
+        if _arguments(runner, name) != known.arguments:
+            raise BundleError(f"the bundle's program {text} has other arguments than this engine's")
+        data = bundle.read(known.file)
+        signature = runner.signatures.of(name)
+        try:
+            results = trees.build(known.results, known.leaves, CLASSES)
+            rest = signature.arguments, signature.donated, results
+            return executables.load(data, f"jit({text})", runner.mesh, *rest)
+        except Exception as error:  # XLA raises many types for bytes that it cannot read
+            raise BundleError(f"the bundle's program {text} cannot be loaded: {error}") from error
+
+    on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
+    with ThreadPoolExecutor(compile_threads(len(names), on_cpu=on_cpu)) as pool:
+        made = list(pool.map(one, names))
+    return dict(zip(names.values(), made, strict=True))
+
+
+def _arguments(runner: ModelRunner, name: ProgramName) -> list[Leaf]:
+    return [_leaf(x) for x in jax.tree.leaves(runner.signatures.of(name).arguments)]
+
+
+def _leaf(x: Any) -> Leaf:
+    sharding = getattr(x.sharding, "sharding", x.sharding)  # a Format has a layout and a sharding
+    return leaf_of(x, sharding)

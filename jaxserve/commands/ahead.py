@@ -1,0 +1,129 @@
+"""A model compiled for devices that are not here, with its weights prepared for them on this host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from jaxserve.commands.model_report import abstract_weights
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import make_mesh, num_devices
+from jaxserve.devices.targets import target_devices, target_memory
+from jaxserve.engine.loading import buckets
+from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.sizing import Sized, Sizing
+from jaxserve.execution import memory
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.load import load_params
+from jaxserve.models.quantized import Rounding, keeps_blocks
+from jaxserve.models.weights import dummy_params
+from jaxserve.pallas_kernels.quant_matmul import fragments
+from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.types import QuantArray
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What `compile_ahead` made. `runner` has shapes for weights, and all programs; `arrays` are its weights on this
+    host. `config` has the settings that depend on the target."""
+
+    config: EngineConfig
+    folder: Path
+    runner: ModelRunner
+    arrays: list[jax.Array]
+    shapes: list[StepShape]
+    longest: int
+
+
+def compile_ahead(config: EngineConfig, target: str) -> Ahead:
+    """Compiles everything that serving needs for a target such as h200x1, by the target's data sheet, and prepares the
+    weights. Raises ConfigError for a target whose weights can be prepared only on its devices."""
+    devices = target_devices(target)
+    if devices[0].platform == "tpu":
+        raise ConfigError("bundles for TPUs cannot be made elsewhere: the order of their weights is made by the device")
+    if config.tensor_parallel_size == 1:
+        config = replace(config, tensor_parallel_size=len(devices))
+    if config.max_num_batched_tokens is None:
+        large = target_memory(devices[0]) >= 60e9
+        config = replace(config, max_num_batched_tokens=8192 if large else 2048)
+    plan = ModelPlan.of(config, devices, checks=False)
+    if plan.pooler is not None:
+        raise ConfigError("bundles are for models that generate; this one embeds or scores")
+    forms = unflatten_dict(abstract_weights(plan.decoder, plan.folder, plan.mesh, config), sep="/")
+    rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
+    options: Any = {"max_tokens_per_call": config.decode_steps, "proposals": config.num_proposals}
+    runner = ModelRunner(plan.decoder, forms, plan.mesh, *rows, **options)
+    runner.copies_pages = config.kv_offload_gib > 0
+    runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
+    cost = StepCost.of(forms, plan.model, devices[0], num_devices(plan.mesh), plan.dtype)
+    shapes = buckets(config, plan, cost)
+    reserve = memory.RESERVE_BYTES + (memory.OFFLOAD_BYTES if config.kv_offload_gib else 0)
+    held, states = (runner.weight_bytes, runner.slot_bytes), plan.one_page.state_bytes(plan.mesh)
+    budget = memory.Budget(target_memory(devices[0]), config.memory_utilization, *held, reserve, None, True, states)
+    sizing = Sizing(config, [Sized(runner, plan.one_page)], budget, shapes, plan.longest)
+    sizing.begin()
+    runner.compile(runner.names(shapes))
+    sizing.finish(shapes)
+    runner.compile([CREATE_SLOTS, CREATE_CACHE])
+    return Ahead(config, plan.folder, runner, runner.bundled(_weights(config, plan, forms)), shapes, sizing.longest)
+
+
+def _weights(config: EngineConfig, plan: ModelPlan, forms: Any) -> Any:
+    """The weights on CPU devices, in the forms and with the shards that the target's devices need.
+
+    Raises ConfigError if there are too few CPU devices, or if forms differ from those that the target would make.
+    """
+    count = num_devices(plan.mesh)
+    hosts = jax.devices("cpu")
+    if len(hosts) < count:
+        raise ConfigError(f"a bundle for {count} devices needs as many here; set JAX_NUM_CPU_DEVICES={count}")
+    shares = config.decode_context_parallel_size
+    mesh = make_mesh(config.tensor_parallel_size, hosts[:count], config.enable_expert_parallel, shares)
+    rounding = Rounding(config.rounding, Device.of(plan.mesh.devices.flat[0]), plan.decoder.dtype)
+    if config.load_format == "dummy":
+        scheme = None if config.quantization == "auto" or config.dequantize else config.quantization
+        flat = flatten_dict(dummy_params(plan.decoder, mesh, config.seed, scheme), sep="/")
+        params = unflatten_dict({name: rounding(name, w) for name, w in flat.items()}, sep="/")
+    else:
+        params = load_params(
+            plan.decoder,
+            plan.folder,
+            mesh,
+            quantization=config.quantization,
+            dequantize=config.dequantize,
+            ignored_keys=config.ignore_config_keys,
+            blocks=keeps_blocks(plan.mesh),
+            apart=True,
+            rounding=rounding,
+        )
+    made = _shuffled(params, forms, mesh)
+    if _forms(made) != _forms(forms):
+        raise ConfigError("weights of this format can be prepared only on the target's devices; make the bundle there")
+    return made
+
+
+def _shuffled(params: Any, forms: Any, mesh: Mesh) -> Any:
+    """The weights with codes in the order of `fragments` where the forms have it; each device's part has its own."""
+
+    def one(w: Any, form: Any) -> Any:
+        if not isinstance(form, QuantArray) or not isinstance(w, QuantArray) or not form.shuffled:
+            return w
+        spec = w.codes.sharding.spec
+        local = jax.shard_map(fragments.shuffled_codes, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return replace(w, codes=jax.jit(local)(w.codes), shuffled=True)
+
+    return jax.tree.map(one, params, forms, is_leaf=lambda x: isinstance(x, QuantArray))
+
+
+def _forms(params: Any) -> list[Any]:
+    """What the programs see of the weights: the tree, shapes, dtypes and how devices split them."""
+    leaves, structure = jax.tree.flatten(params)
+    return [str(structure), *((x.shape, x.dtype, tuple(x.sharding.spec)) for x in leaves)]

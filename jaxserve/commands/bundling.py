@@ -1,0 +1,160 @@
+"""Makes bundles: compiles a model's programs, and writes them with its weights in the form that an engine loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.stages import Compiled
+
+from jaxserve.bundles import environment, programs, weights
+from jaxserve.bundles.container import FORMAT, MODEL, BundleError, File, Manifest, hashed, is_bundle, seal
+from jaxserve.bundles.identity import model_files
+from jaxserve.checkpoints.export import copy_rest, write_json
+from jaxserve.checkpoints.gguf import write_header
+from jaxserve.checkpoints.hub import BUNDLE_GGUF, commit_of
+from jaxserve.commands.ahead import compile_ahead
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.compile_cache import without_compile_cache
+from jaxserve.devices.mesh import on_one_cpu
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.signatures import ProgramName
+from jaxserve.models.load import read_hf_config, read_model
+from jaxserve.pallas_kernels import cpu_build, cpu_panels
+
+HERE = "here"  # the target that means the devices of this machine
+
+
+def refuse_settings(config: EngineConfig, out: Path) -> None:
+    """Raises ConfigError for what bundles do not hold."""
+    speculative = config.speculative_config
+    for wrong, what in (
+        (out.exists() and (not out.is_dir() or any(out.iterdir())), f"{out} is not empty; give a new folder"),
+        (is_bundle(config.model), f"{config.model} is a bundle already; give the model that it was made of"),
+        (config.num_hosts > 1, "a bundle is for a replica on one host; leave out --num-hosts"),
+        (config.enable_lora, "bundles have no places for LoRA adapters; leave out --enable-lora"),
+        (config.tokenizer is not None, "a bundle holds the model's own tokenizer; leave out --tokenizer"),
+        (speculative is not None and speculative.method not in ("ngram", "suffix"),
+         "bundles hold no draft models and heads; --speculative-config must have the method ngram or suffix"),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(what)
+
+
+def make_bundle(
+    config: EngineConfig,
+    out: Path,
+    *,
+    target: str = HERE,
+    flags: Mapping[str, Any] | None = None,
+    key: bytes | None = None,
+) -> str:
+    """Writes a bundle to a new folder, with everything that serving needs, compiled for the devices of this machine or
+    of a target (`devices.targets`). `flags` are those of `serve`, with which the bundle starts. Returns its digest.
+
+    Raises ConfigError, CheckpointError or OSError; then there is no folder.
+    """
+    refuse_settings(config, out)
+    with without_compile_cache():
+        if target == HERE:
+            engine = Engine.load(config)
+            if engine.pooler is not None:
+                raise ConfigError("bundles are for models that generate; this one embeds or scores")
+            engine.compile()
+            folder, runner, arrays = engine.model_folder, engine.runner, engine.runner.weights
+            shapes, longest = engine.shapes, engine.max_model_len
+        else:
+            made = compile_ahead(config, target)
+            config, folder, runner, arrays = made.config, made.folder, made.runner, made.arrays
+            shapes, longest = made.shapes, made.longest
+    names, known = programs.names_of(runner, shapes), runner.executables
+    compiled = {text: known[name] for text, name in names.items()}
+    options = dict(flags or {})
+    if target != HERE:
+        options["max-num-batched-tokens"] = config.max_num_batched_tokens
+        options["tensor-parallel-size"] = config.tensor_parallel_size
+    return Making(config, target, folder, runner, names, compiled, longest, arrays, options).write(out, key)
+
+
+@dataclass
+class Making:
+    """A bundle that is being written: what its manifest says, and the weights and programs."""
+
+    config: EngineConfig
+    target: str
+    model: Path
+    runner: ModelRunner
+    names: Mapping[str, ProgramName]
+    compiled: Mapping[str, Compiled]
+    longest: int
+    arrays: list[Any]
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, out: Path, key: bytes | None) -> str:
+        """Writes everything to a folder beside `out`, which then gets this name."""
+        out = out.expanduser().absolute()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        before = os.umask(0o077)
+        try:
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
+                folder = Path(temporary) / "bundle"
+                folder.mkdir()
+                digest = self._fill(folder, key)
+                if out.is_dir():
+                    out.rmdir()
+                folder.rename(out)
+        finally:
+            os.umask(before)
+        return digest
+
+    def _fill(self, folder: Path, key: bytes | None) -> str:
+        copy_model(self.model, folder / MODEL, self.config)
+        weights.write(folder, self.runner.forms, self.arrays)
+        programs.write(folder, self.runner, self.compiled, self.names)
+        device = self.runner.mesh.devices.flat[0]
+        panels = on_one_cpu(self.runner.mesh) and cpu_panels.available()
+        if device.platform == "cpu":
+            (folder / "libraries").mkdir()
+            for name in cpu_build.NAMES:
+                if (data := cpu_build.built(name)) is not None:
+                    (folder / "libraries" / f"{name}.so").write_bytes(data)
+        found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        manifest = Manifest(
+            format=FORMAT,
+            model=self.config.model,
+            revision=commit_of(self.model),
+            target=self.target,
+            environment=environment.describe(device, panels),
+            settings=environment.settings_of(self.config),
+            flags=self.flags,
+            pages=self.runner.layout.num_pages,
+            longest=self.longest,
+            files={name: File(*hashed(path)) for name, path in found.items()},
+            source=model_files(self.model) if self.config.load_format != "dummy" else {},
+        )
+        return seal(folder, manifest, key)
+
+
+def copy_model(source: Path, folder: Path, config: EngineConfig) -> None:
+    """Copies config, tokenizer, chat template and generation config, but no weights. Raises BundleError if the copy
+    does not describe the same model."""
+    folder.mkdir()
+    copied = folder
+    if source.suffix == ".gguf":
+        copied = folder / BUNDLE_GGUF
+        write_header(source, copied)
+    else:
+        copy_rest(source, folder)
+        if (source / "config.json").exists():
+            shutil.copyfile(source / "config.json", folder / "config.json")
+        else:
+            write_json(folder / "config.json", read_hf_config(source).values)
+    ignored = config.ignore_config_keys
+    if read_model(copied, ignored) != read_model(source, ignored):
+        raise BundleError(f"{source}: the settings of this model cannot be copied without its weights")

@@ -1,0 +1,63 @@
+"""What `jaxserve serve` was told: by its command line, by a file, by a record of a deployment, and by a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.commands.config_file import ServeParser, is_bundle, read_config
+from jaxserve.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def add_record_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("deployment")
+    group.add_argument("--config", type=Path, metavar="FILE",
+                       help="YAML, JSON or TOML file with flags by name and `model`, or a record that --write-lock or "
+                       "`jaxserve lock` wrote, which is then verified; the command line goes first")  # fmt: skip
+    group.add_argument("--write-lock", type=Path, metavar="FILE",
+                       help="write a record of this deployment: hashes of model, tokenizer and template, all flags, "
+                       "versions; never keys")  # fmt: skip
+
+
+def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of `serve` from all sources; `parser` is that of the command, and `argv` its part of the command line.
+
+    The namespace has two more names: `flags`, those that are not defaults, and `lock`, the record to be verified, or
+    None. Raises ConfigError.
+    """
+    from jaxserve.deployment.record import is_record
+
+    reader = ServeParser(parser)
+    args = parser.parse_args(list(argv))
+    above, before, lock = reader.given(argv), [], None
+    model: Any = args.model
+    if args.config is not None:
+        values = read_config(args.config)
+        if is_record(values):
+            lock = values
+            values = {"model": lock["model"]["name"], **lock["flags"]}
+            if lock["model"].get("revision") and "revision" not in above:
+                values["revision"] = lock["model"]["revision"]
+        named = values.pop("model", None)
+        if lock is not None and args.model not in (None, named):
+            raise ConfigError(f"{args.config} is a record of the model {named}, but {args.model} was given beside it")
+        model = args.model or named
+        before = reader.arguments(values, args.config, above)
+    if not isinstance(model, str) or not model:
+        raise ConfigError("jaxserve serve needs a model: as its argument, or as `model` in the file of --config")
+    if is_bundle(model):
+        from jaxserve.bundles.container import Bundle, read_key
+
+        bundle = Bundle.open(Path(model).expanduser(), read_key(args.bundle_key_file))
+        of_file = reader.given([*before, model]) if before else set()
+        flags = {"served-model-name": [bundle.manifest.model], **bundle.manifest.flags}
+        before = reader.arguments(flags, Path(model), above | of_file) + before
+    rest = [*argv, model] if args.model is None else list(argv)
+    args = parser.parse_args([*before, *rest])
+    args.flags, args.lock = reader.chosen(args), lock
+    return args
