@@ -257,6 +257,7 @@ def test_modules_in_every_form():
         ({"max_loras": 0}, "max_loras must be between 1 and 256"),
         ({"max_loras": 8, "max_cpu_loras": 7}, "max_cpu_loras must be between 8"),
         ({"max_lora_rank": True}, "max_lora_rank"),
+        ({"lora_dtype": "float8"}, "lora_dtype"),
     ],
 )
 def test_settings_that_are_refused(settings, what):
