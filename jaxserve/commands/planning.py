@@ -33,37 +33,31 @@ def add_plan(commands: Any) -> None:
                       help="of a device for an hour, by target, such as h200=3.5 v6e=2.7")  # fmt: skip
     plan.add_argument("--constants", type=Path, metavar="JSON",
                       help="measured rates by kind of device; None: those in the user's cache folder")  # fmt: skip
-    plan.add_argument("--measure", action="store_true",
-                      help="measure this machine's CPU, keep its rates, show measured beside predicted")  # fmt: skip
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON; -: print it instead of text")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     add_engine_flags(plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from jaxserve.plan import measuring, page, report
+    from jaxserve.plan import constants as measured
+    from jaxserve.plan import page, report
     from jaxserve.plan.traffic import Goal
 
     goal = None if args.goal is None else Goal.of(args.goal)
     shape, prices = _shape(args.request), _prices(args.prices)
-    path = args.constants or measuring.default_path()
-    if args.measure and (args.compare or not args.target.startswith("cpu")):
-        raise ConfigError("--measure is for this machine's CPU: --target cpu, without --compare")
+    path = args.constants or measured.default_path()
     base = _without_weights(args)
-    measured = measuring.measure(base, path) if args.measure else None
-    constants = measuring.read(path, args.constants is not None)
+    constants = measured.read(path, args.constants is not None)
     plans = []
     for wanted in args.compare or [args.target]:
         target, changes = _wanted(wanted)
         config = _on_all_devices(replace(base, **changes), target)
         price = prices.get(target.split("x")[0].split("-")[0], args.price)
-        known = measuring.of_form(constants, config)
+        known = measured.of_form(constants, config)
         options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "constants": known}
         made = _planned(report, config, target, shape=shape, price=price, goal=goal, **options)
         plans.append(made | {"label": ",".join(f"{key}={value}" for key, value in changes.items())})
     result: Any = plans if args.compare else plans[0]
-    if measured is not None:
-        result["measured"] = measured
     if args.json:
         text = json.dumps(result, indent=1)
         print(text) if args.json == "-" else Path(args.json).write_text(text + "\n")
@@ -71,7 +65,6 @@ def run_plan(args: argparse.Namespace) -> int:
         args.html.write_text(page.page_of(plans))
     if args.json != "-":
         print("\n".join(report.table_of(plans) if args.compare else report.text_of(plans[0])))
-        print("\n".join(measuring.lines(measured, plans[0])) if measured is not None else "", end="\n" * bool(measured))
         if goal is not None and args.compare:
             print(_cheapest(plans))
     return 0
