@@ -99,7 +99,7 @@ class Prepared:
             return
         start = time.perf_counter()
         try:
-            self._register_kernels(on_one_cpu(runner.mesh))
+            self._register_kernels(runner.mesh.devices.flat[0].platform == "cpu")
             found = programs.load(self.bundle, runner, programs.names_of(runner, shapes))
         except BundleError as error:
             self.reasons.append(str(error))
