@@ -26,8 +26,6 @@ from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels
 from jaxserve.pallas_kernels.paged_attention import cpu as cpu_attention
 from jaxserve.pallas_kernels.types import MixedArray, PanelArray
 
-ORDERED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
-
 
 def ordered(decoder: Decoder, config: EngineConfig, mesh: Mesh, *, pools: bool) -> Decoder:
     """The decoder, with operations that keep the promise. `pools`: the model embeds or scores. Raises ConfigError, with
@@ -57,6 +55,8 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
         yield "models that embed or score add their tokens' states in plain XLA"
     if config.enable_lora:
         yield "products of adapters are not tested for it (enable_lora)"
+    if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "suffix"):
+        yield f"speculation by {config.speculative_config.method} is not tested for it (ngram and suffix are allowed)"
     if any(layer.norm.kind != "rms" or not layer.norm.scale or layer.norm.bias for layer in decoder.config.layers):
         yield "only RMS norms with a scale are C++ kernels; other norms add in plain XLA"
 
