@@ -163,7 +163,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.run import serve
 
     options, config = server_options(args), engine_config(args)
-    options |= {"record": deployment.locked(args), "engine": args.engine}
+    options |= {"deployment": deployment.locked(args), "engine": args.engine}
     return _follow(config) if config.host_id else serve(config, **options)
 
 

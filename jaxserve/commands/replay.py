@@ -96,7 +96,8 @@ def config_of(record: Record, model: str | None, settings: dict[str, Any]) -> En
     made = record.settings | settings | ({"model": model} if model is not None else {})
     if unknown := sorted(set(made) - (set(EngineConfig.__dataclass_fields__) - PRIVATE)):
         raise ValueError(f"a record has settings that are not understood: {', '.join(unknown)}")
-    return EngineConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in made.items()})
+    values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in made.items()}
+    return EngineConfig(**values)
 
 
 def run(config: EngineConfig, requests: Sequence[Request]) -> list[Answer]:

@@ -42,7 +42,7 @@ def launches(text: str) -> list[Launch]:
             if match[2] in CALLS:
                 branches = [of(called) for called in _called(line) if called in computations]
                 found += (
-                    max(branches, key=lambda some: len(some))
+                    max(branches, key=lambda some: len(list(some)), default=[])
                     if match[2] == "conditional"
                     else [x for some in branches for x in some]
                 )

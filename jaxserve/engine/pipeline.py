@@ -57,7 +57,8 @@ class LoadedPipeline:
         plan = ModelPlan.of(config, found)
         check_model(config, plan)
         stages = choose_stages(config, plan)
-        runners, pages, params, each = [], [], {}, config.tensor_parallel_size
+        runners, pages, each = [], [], config.tensor_parallel_size
+        params: dict[str, Any] = {}
         for number, stage in enumerate(stages):
             own = found[number * each : (number + 1) * each]
             runner, loaded = _load_stage(config, plan, stage, own, progress=progress, static=static)

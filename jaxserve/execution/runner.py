@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -340,10 +340,6 @@ class ModelRunner(UpkeepCalls):
         self._tell(commands.Compile, list(names))
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
-
-    def take(self, compiled: Mapping[ProgramName, Compiled]) -> None:
-        """Takes programs that were compiled elsewhere with `lower`."""
-        self._executables.update(compiled)
 
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):

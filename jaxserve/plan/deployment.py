@@ -139,8 +139,9 @@ class Deployment:
         guess, longest = self.pages(self.estimated_needs())
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-longest // plan.one_page.page_size))
         names = runner.programs.telling(self.shapes)
-        compiled = {name: runner.lower(name).compile() for name in names}
-        runner.take(compiled)
+        compiled: dict[StepProgram, Any] = {name: runner.lower(name).compile() for name in names}
+        for name, one in compiled.items():
+            runner.executables[name] = one
         on_gpu = self.device.platform not in ("cpu", "tpu")
         return Compiled(runner.needs(self.shapes), [_figures(*one, on_gpu) for one in compiled.items()], len(layers))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Goal(NamedTuple):
         if missing := [name for name in ("rps", "in", "out") if not found.get(name)]:
             raise ConfigError(f"--for must say {', '.join(missing)}, larger than 0")
         sizes = int(found["in"]), int(found["out"])
-        limits = {name: found[name] for name in ("ttft", "tpot") if name in found}
+        limits: Any = {name: found[name] for name in ("ttft", "tpot") if name in found}
         return cls(found["rps"], *sizes, **limits)
 
 
@@ -73,7 +73,9 @@ def simulate(deployment: Deployment, roofline: Roofline, pages: int, longest: in
     scheduler, rng = _scheduler(deployment, pages, longest), np.random.default_rng(seed)
     count = min(max(REQUESTS, int(goal.rps * SECONDS)), MOST_REQUESTS)
     arrivals = np.cumsum(rng.exponential(1 / goal.rps, count))
-    first, last, now, added, steps, most = {}, {}, 0.0, 0, 0, 0
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    now, added, steps, most = 0.0, 0, 0, 0
     params = SamplingParams(temperature=0.0, max_tokens=goal.tokens_out, ignore_eos=True)
     while len(last) < count:
         if not scheduler.has_work:

@@ -126,7 +126,7 @@ async def server_info(http: Request) -> Response:
             "system_fingerprint": state.fingerprint_of(info.weights),
             "weight_version": info.weights.version,
             "is_sleeping": state.sleeps,
-            "record": settings.record if _is_operator(http) else None,
+            "record": settings.deployment if _is_operator(http) else None,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,

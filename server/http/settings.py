@@ -48,7 +48,7 @@ class ServerSettings:
       otlp_endpoint: URL for OpenTelemetry traces; None: no traces.
       chat_template: source of a template that replaces the model's own.
       trust_request_chat_template: accept chat templates in requests.
-      record: what the answers of this server depend on (`jaxserve.deployment.record`).
+      deployment: what the answers of this server depend on (`jaxserve.deployment.record`).
     """
 
     model_names: tuple[str, ...]
@@ -83,7 +83,7 @@ class ServerSettings:
     otlp_endpoint: str | None = None
     chat_template: str | None = None
     trust_request_chat_template: bool = False
-    record: dict[str, Any] | None = field(default=None, repr=False)
+    deployment: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def model_name(self) -> str:
