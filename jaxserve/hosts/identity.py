@@ -45,12 +45,12 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     return found
 
 
-def difference(first: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first difference in words; None if there is none."""
+def difference(first: Mapping[str, str], other: Mapping[str, str], who: str = "the first host") -> str | None:
+    """The first difference in words, `who` has the `first` one; None if there is none."""
     for name in dict.fromkeys([*first, *other]):
         mine, theirs = (given.get(name, "none") for given in (first, other))
         if mine != theirs:
-            return f"its {name} is {theirs}, and that of the first host is {mine}"
+            return f"its {name} is {theirs}, and that of {who} is {mine}"
     return None
 
 
