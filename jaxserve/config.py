@@ -116,8 +116,8 @@ class EngineConfig:
       kv_offload_dir: folder for the same pages in files, which the next engine with the same model and settings finds;
         only this user may enter it. None: there are no files. Needs kv_offload_gib.
       kv_offload_dir_gib: most GiB of these files.
-      role: "prefill": computes prompts for other servers, which it sends their KV pages. "decode": asks such servers for
-        the pages of long prompts. "both": neither. Both roles need kv_offload_gib and a secret as hosts do.
+      role: "prefill": computes prompts for other servers, and sends them the KV pages. "decode": asks such servers for
+        the pages of long prompts. "both": neither. The first two need kv_offload_gib, and a secret as hosts do.
       prefill_listen: "host:port" at which a server with the role prefill waits for those with the role decode.
       prefill_servers: where they wait, each "host:port". Only for the role decode.
       prefill_min_tokens: prompts with fewer tokens that are not cached here are computed here.
@@ -324,7 +324,7 @@ class EngineConfig:
         if type(self.prefill_timeout) not in (int, float) or not 0.1 <= self.prefill_timeout <= 3600:
             raise ConfigError(f"prefill_timeout must be in [0.1, 3600] seconds, got {self.prefill_timeout!r}")
         if self.role in ("prefill", "decode") and not self.kv_offload_gib:
-            raise ConfigError(f"role {self.role} needs kv_offload_gib (--kv-offload-gib): pages pass through host memory")
+            raise ConfigError(f"role {self.role} needs kv_offload_gib: pages pass through host memory")
         if self.role != "both" and (self.deterministic or self.pipeline_parallel_size > 1):
             raise ConfigError(f"role {self.role} needs an engine without deterministic and pipeline_parallel_size")
 

@@ -53,9 +53,10 @@ class PageExports:
 
     def __init__(
         self, engine: AddsRequests, blocks: BlockManager, runner: ModelRunner, memory: Sequence[np.ndarray],
-        woken: threading.Event, wake: Callable[[], None],
+        woken: threading.Event, wake: Callable[[], None], unchanged: Callable[[], bool],
     ):  # fmt: skip
-        """`memory`: see `PageCopies`. `wake`: called by `begin`, so that the engine's loop looks here."""
+        """`memory`: see `PageCopies`. `wake`: called by `begin`, so that the engine's loop looks here. `unchanged`:
+        whether the weights are those of the start."""
         assert blocks.tiers is not None
         self._engine, self._blocks, self._runner, self._memory = engine, blocks, runner, memory
         self._tiers: PageTiers = blocks.tiers
@@ -64,7 +65,7 @@ class PageExports:
         self._inbox: queue.SimpleQueue[Export] = queue.SimpleQueue()
         self._running: list[_Running] = []
         self._numbers = count()
-        self.enabled = True  # False: the weights are not those of the start
+        self._unchanged = unchanged
         self.sent = self.requests = self.lost = 0
 
     def begin(self, export: Export) -> None:
@@ -113,7 +114,7 @@ class PageExports:
             adapter_digest=ask.adapter_digest,
         )
         try:
-            if not self.enabled:
+            if not self._unchanged():
                 raise InvalidRequestError("the prefill server's weights were replaced")
             if not wanted or min(wanted) < 0 or max(wanted) >= full * groups or sorted(set(wanted)) != wanted:
                 raise InvalidRequestError("it asks for pages that the prompt does not have")
@@ -136,7 +137,7 @@ class PageExports:
         room, read = min(room, UNSENT_BYTES // self._page_bytes - one.export.unsent), 0
         room = max(room, 0 if one.export.unsent else 1)
         while room > read and one.at < len(one.wanted):
-            places, keys, pages = [], [], []
+            places, keys, pages = list[int](), list[bytes](), list[int]()
             while len(pages) < min(self._most, room - read) and one.at < len(one.wanted):
                 block, group = divmod(one.wanted[one.at], self._blocks.num_groups)
                 page = self._blocks.page_of(one.hashes[block], one.hashes[block + 1], group)
@@ -152,26 +153,28 @@ class PageExports:
                     array.copy_to_host_async()
                 one.export.put(Contents(places, b"".join(keys), arrays))
                 read += len(pages)
-            elif not self._from_host(one, finished):
+            elif (sent := self._from_host(one, finished)) is None:
                 break
+            else:
+                read += sent
         self.sent += read
         return read
 
-    def _from_host(self, one: _Running, finished: bool) -> bool:
-        """Queues the next page from the host's memory, or gives it up. Returns whether to go on."""
+    def _from_host(self, one: _Running, finished: bool) -> int | None:
+        """Queues the next page from the host's memory, or gives it up. Returns the number of pages that it queued; None
+        if the page may still come."""
         block, group = divmod(one.wanted[one.at], self._blocks.num_groups)
         key = page_key(one.hashes[block + 1], group)
         place = self._tiers.place_of(key)
         if place is not None:
             one.export.put(Contents([one.at], key, [x[place][None].copy() for x in self._memory]))
-            self.sent += 1
         elif finished:
             one.lost += 1
             self.lost += 1
         else:
-            return False
+            return None
         one.at += 1
-        return True
+        return int(place is not None)
 
     def stats(self) -> dict[str, Any]:
         """The fields of EngineStats that concern pages for other servers."""

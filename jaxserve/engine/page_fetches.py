@@ -13,8 +13,9 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,6 @@ class _Fetch:
     server: PrefillServer | None = None
     transfer: Transfer | None = None
     let_in: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
 
 
 class PageFetches:
@@ -51,10 +51,10 @@ class PageFetches:
 
     def __init__(
         self, servers: Items[PrefillServer], memory: Items[np.ndarray], page_bytes: int, least: int, seconds: float,
-        blocks: BlockManager, woken: threading.Event,
+        blocks: BlockManager, woken: threading.Event, unchanged: Callable[[], bool],
     ):  # fmt: skip
         """`memory`: see `PageCopies`. `least`: fewer tokens are computed here. `seconds`: most that a request waits.
-        `woken`: set when a transfer has made progress."""
+        `woken`: set when a transfer has made progress. `unchanged`: whether the weights are those that servers have."""
         assert blocks.tiers is not None
         self._servers, self._memory, self._page_bytes = servers, memory, page_bytes
         self._least, self._seconds, self._blocks, self._woken = least, seconds, blocks, woken
@@ -64,7 +64,7 @@ class PageFetches:
         self._queue: deque[_Fetch] = deque()  # no server was asked yet, as too much is on its way
         self._asked: list[_Fetch] = []  # their transfers are not over
         self._here: list[_Fetch] = []  # their pages are here, and their requests have not begun
-        self.enabled = True  # False: the weights are not those that the servers have
+        self._unchanged = unchanged
         self.requests = self.failed = self.fallbacks = self.received = 0
         self.seconds = 0.0
 
@@ -76,7 +76,7 @@ class PageFetches:
         """See `jaxserve.scheduling.waiting.Fetches`."""
         if len(seq.prompt) < self._least or seq.scores_prompt or seq.params.use_beam_search:
             return False
-        if not (self.enabled and self._tiers.may_load):
+        if not (self._tiers.may_load and self._unchanged()):
             return False
         wanted, keys, tokens = self._missing(seq)
         if tokens < self._least:
@@ -145,7 +145,7 @@ class PageFetches:
         assert transfer is not None
         assert server is not None
         self._asked.remove(fetch)
-        for place in transfer.places[transfer.received :]:
+        for place in transfer.left():
             self._tiers.arrived(place, intact=False)
         server.num_transfers -= 1
         self.received += transfer.received
@@ -171,9 +171,7 @@ class PageFetches:
             elif not loads:
                 lost.append(self._queue.popleft())
                 self.fallbacks += 1
-            elif taken + len(fetch.keys) > self._most:
-                break
-            elif (places := self._places(fetch.keys)) is None:
+            elif taken + len(fetch.keys) > self._most or (places := self._places(fetch.keys)) is None:
                 break
             else:
                 self._submit(self._queue.popleft(), places, loads)

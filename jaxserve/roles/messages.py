@@ -43,8 +43,8 @@ class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Pages(msgspec.Struct, tag=True, frozen=True):
-    """Contents of pages. `places`: their indices in `Ask.wanted`, ascending. `keys`: the key of each (`page_tiers`), one
-    after the other. `data`: the arrays of the first page, one after the other, then those of the second, and so on."""
+    """Contents of pages. `places`: their indices in `Ask.wanted`. `keys`: the key of each (see `page_tiers`), one after
+    the other. `data`: the arrays of the first page, one after the other, then those of the second, and so on."""
 
     places: list[int]
     keys: bytes

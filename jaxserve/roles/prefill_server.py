@@ -1,11 +1,12 @@
 """A prefill server as a decode server sees it: threads ask it for pages, and one thread watches whether it is alive.
 
-The engine's thread calls `submit`, `Transfer.take_arrived` and `Transfer.cancel`, which never wait. Contents go straight
-to their places in the host's memory, which belong to the transfer until it is over.
+The engine's thread calls `submit`, `Transfer.take_arrived` and `Transfer.cancel`, which never wait. Contents go to
+their places in the host's memory, which belong to the transfer until it is over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -52,13 +53,19 @@ class Transfer:
         self.ask, self.keys, self.places, self.deadline = ask, keys, places, time.monotonic() + seconds
         self._store, self._page_bytes = store, page_bytes
         self.began, self.received, self.over = time.monotonic(), 0, False
+        self._left = dict.fromkeys(range(len(places)))  # indices of pages that have not come, ascending
         self.error: str | None = None
         self._arrived: deque[int] = deque()
-        self._cancelled, self._connection, self._lock = False, None, threading.Lock()
+        self._cancelled, self._lock = False, threading.Lock()
+        self._connection: socket.socket | None = None
 
     def take_arrived(self) -> list[int]:
         """Places whose contents have arrived since the last call."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def left(self) -> list[int]:
+        """Once it is over: the places of pages that have not come."""
+        return [self.places[i] for i in self._left]
 
     def cancel(self) -> None:
         """Ends the transfer soon. Its places belong to it until it is over."""
@@ -93,16 +100,16 @@ class Transfer:
                 self._connection = None
 
     def _take(self, pages: messages.Pages) -> None:
-        each, last = self._page_bytes, -1
+        each = self._page_bytes
         if len(pages.data) != each * len(pages.places) or len(pages.keys) != KEY_BYTES * len(pages.places):
             raise HostError("it sends pages of another size")
         for i, place in enumerate(pages.places):
-            if not last < place < len(self.places) or place < self.received:
+            if place not in self._left:
                 raise HostError("it sends pages that were not asked for, or twice")
             if pages.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] != self.keys[place]:
                 raise HostError("it sends pages of another prompt")
-            last = place
             self._store(self.places[place], pages.data[each * i : each * (i + 1)])
+            del self._left[place]
             self._arrived.append(self.places[place])
             self.received += 1
 
@@ -220,7 +227,5 @@ def _reason(error: Exception) -> str:
 
 def _shut(connection: socket.socket) -> None:
     """Wakes a thread that waits for the connection."""
-    try:
+    with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # it has ended already

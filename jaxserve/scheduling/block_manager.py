@@ -285,16 +285,16 @@ class BlockManager:
                     last_missing[group] = count - 1
             if self.states is not None and key not in self.states:
                 continue
-            if all(first > last for first, last in zip(self._first_blocks(count), last_missing, strict=True)):
+            if all(first > last for first, last in zip(self.first_blocks(count), last_missing, strict=True)):
                 best = count
-        firsts = self._first_blocks(best)
+        firsts = self.first_blocks(best)
         return [
             page if index >= first else NULL_PAGE
             for index, block in enumerate(blocks[:best])
             for page, first in zip(block, firsts, strict=True)
         ]
 
-    def _first_blocks(self, count: int) -> list[int]:
+    def first_blocks(self, count: int) -> list[int]:
         """For each group, the first block that the token after `count` full blocks still sees."""
         return [int(first_needed(count * self.page_size, window, self.page_size)) for window in self.windows]
 
@@ -386,8 +386,8 @@ class BlockManager:
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
-        for part in filter(None, (self.states, self.tiers)):
-            part.check_integrity()
+        for check in [part.check_integrity for part in (self.states, self.tiers) if part is not None]:
+            check()
         hashed = {page: key for page, key in self._hash_of.items() if not isinstance(key, Tail)}
         cached = [(page, key) for key, block in self._pages_of.items() for page in block if page != NULL_PAGE]
         assert len(cached) == len(hashed), "a page is cached twice"
