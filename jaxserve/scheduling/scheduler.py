@@ -42,8 +42,6 @@ from jaxserve.types import SequenceUpdate, StepOutput
 class Scheduler:
     """Turns sequences into plans of steps, and takes in the results. It knows no device."""
 
-    fetches: Fetches | None = None
-
     def __init__(
         self,
         blocks: BlockManager,
@@ -67,6 +65,7 @@ class Scheduler:
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
+        self.fetches: Fetches | None = None
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = 0  # requests whose client reads the tokens as they come
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0

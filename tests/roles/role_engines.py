@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from engines import Completion, make_engine
@@ -112,7 +112,8 @@ class Proxy:
             pass
         finally:
             for one in (source, sink):
-                one.close()
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._listener.close()

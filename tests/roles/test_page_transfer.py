@@ -1,6 +1,7 @@
 """Engines with the roles prefill and decode over real connections: answers are those of one engine alone, also when
 transfers fail."""
 
+import threading
 import time
 
 import numpy as np
@@ -131,17 +132,21 @@ def test_connections_that_break(pair):
 def test_a_server_that_falls_silent(pair):
     """As one that is stopped in the middle of a transfer: its pings are not answered."""
 
+    stopped = threading.Event()
+
     def stand_still(data, before):
-        while before > 4000 and pair.proxy.change is stand_still:
+        if before > 4000:
+            stopped.set()
+        while stopped.is_set() and pair.proxy.change is stand_still:
             time.sleep(0.05)
         return data
 
     pair.proxy.change = stand_still
     start = time.monotonic()
     counts = pair.ask()
-    assert counts["fetch_fallbacks"] == 5
-    assert time.monotonic() - start < 5.0 + SILENT_SECONDS
-    pair.proxy.change = as_it_is
+    assert stopped.is_set()
+    assert counts["fetch_fallbacks"] >= 3
+    assert time.monotonic() - start < SILENT_SECONDS + 2.0
 
 
 def test_requests_that_are_aborted_while_they_are_held(pair):
@@ -278,5 +283,5 @@ def test_nothing_loads_without_a_secret_or_a_port(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="must share a secret of at least 16 bytes"):
         make_engine(tmp_path / "no model", **roles)
     monkeypatch.setenv("JAXSERVE_HOST_SECRET", SECRET)
-    with pytest.raises(ConfigError, match="prefill_listen: cannot listen on 192.0.2.1:9"):
+    with pytest.raises(ConfigError, match=r"prefill_listen: cannot listen on 192\.0\.2\.1:9"):
         make_engine(tmp_path / "no model", **{**roles, "prefill_listen": "192.0.2.1:9"})
