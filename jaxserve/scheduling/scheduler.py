@@ -67,8 +67,7 @@ class Scheduler:
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
         self._by_request: dict[str, list[Sequence]] = {}
-        self.num_streaming = 0  # requests whose client reads the tokens as they come
-        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
 
     # Coming and going
 
@@ -107,7 +106,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self._by_request[seq.request_id] = [seq]
-        self.num_streaming += seq.request.streams
+        self.num_streaming += seq.request.streams  # a client reads the tokens as they come
         self._wait(seq, held=self.fetches is not None and self.fetches.begin(seq))
 
     def abort(self, request_id: str, index: int | None = None) -> None:

@@ -103,7 +103,7 @@ class EngineServer:
                 self._send_stats(engine)
 
     def wake(self) -> None:
-        """Has the loop look whether the engine has work. Any thread may call it."""
+        """Has the loop look whether the engine has work, and send statistics. Any thread may call it."""
         self._inbox.put(None)
 
     def fail(self, message: str, patience: float = 5.0) -> bool:
@@ -191,7 +191,9 @@ class EngineServer:
                 self._turn_began = None if block else time.monotonic()
                 item = self._inbox.get(block=block, timeout=timeout)
                 self._turn_began = time.monotonic()
-                if item is not None:
+                if item is None:
+                    self._stats_due = self._stats_due or time.monotonic()
+                else:
                     self._handle(engine, *item)
                 block = False
         except queue.Empty:
