@@ -192,6 +192,7 @@ class PrefillServer:
                 link, connection = self._connect()
                 self.up, wait, said = True, RETRY_SECONDS[0], ""
                 log.info("the prefill server %s is up", self.address)
+                self._wake()
                 try:
                     self._ping(link)
                 finally:

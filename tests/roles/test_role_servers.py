@@ -88,7 +88,7 @@ def engine_of(server):
 
 
 def forget(server):
-    answer = httpx.post(f"{server.url}/reset_prefix_cache", headers={"Authorization": "Bearer admin"})
+    answer = httpx.post(f"{server.url}/reset_prefix_cache", headers={"Authorization": "Bearer admin"}, json={})
     assert answer.status_code == 200, answer.text
 
 
