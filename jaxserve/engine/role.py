@@ -20,6 +20,7 @@ from jaxserve.engine.page_fingerprint import UNRELATED, weights_digest
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.environment import read_secret
+from jaxserve.hosts.identity import checkpoint_files
 from jaxserve.roles.page_listener import PageListener, listen
 from jaxserve.roles.prefill_server import PrefillServer
 from jaxserve.scheduling.block_manager import BlockManager
@@ -101,13 +102,17 @@ def page_identity(config: EngineConfig, plan: ModelPlan, runner: ModelRunner) ->
     settings: dict[str, Any] = asdict(config)
     layout = runner.layout
     contents = [f"{x.dtype}{list(x.shape[1:])}" for x in layout.contents(runner.mesh, 1)]
-    found = {
+    found: dict[str, str] = {
         "version of jaxserve": __version__,
         "version of jax": importlib.metadata.version("jax"),
         "platform": runner.mesh.devices.flat[0].platform,
-        "checkpoint": weights_digest(plan.folder) if config.load_format != "dummy" else f"random, seed {config.seed}",
         "page": f"{layout.page_size} tokens, {' '.join(contents)}",
         "groups of layers": repr(layout.groups),
         "dtype of computation": str(plan.dtype),
     }
+    if config.load_format == "dummy":
+        found["checkpoint"] = f"random, seed {config.seed}"
+    else:
+        found |= checkpoint_files(str(plan.folder), None, "checkpoint", weights=True)
+        found["checkpoint"] = weights_digest(plan.folder)
     return found | {name: repr(value) for name, value in settings.items() if name not in _MAY_DIFFER}

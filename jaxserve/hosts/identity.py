@@ -39,9 +39,9 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     if draft is not None:
         settings["speculative_config"].pop("model")
     found |= {name: repr(value) for name, value in settings.items() if name not in OWN}
-    found |= _files(config.model, config.revision, "checkpoint", weights=config.load_format != "dummy")
+    found |= checkpoint_files(config.model, config.revision, "checkpoint", weights=config.load_format != "dummy")
     if draft is not None and draft.model is not None:
-        found |= _files(draft.model, None, "draft's checkpoint", weights=True)
+        found |= checkpoint_files(draft.model, None, "draft's checkpoint", weights=True)
     return found
 
 
@@ -54,7 +54,8 @@ def difference(first: Mapping[str, str], other: Mapping[str, str], who: str = "t
     return None
 
 
-def _files(model: str, revision: str | None, what: str, *, weights: bool) -> dict[str, str]:
+def checkpoint_files(model: str, revision: str | None, what: str, *, weights: bool) -> dict[str, str]:
+    """The files of a checkpoint, called `what`: for each its size and a digest, see above. Raises CheckpointError."""
     folder = resolve_model(model, weights=weights, revision=revision)
     paths = [folder] if folder.is_file() else [path for path in sorted(folder.iterdir()) if path.is_file()]
     wanted = [path for path in paths if path.name in CONFIGS or (weights and path.suffix in WEIGHTS)]

@@ -87,6 +87,13 @@ def engine_of(server):
     return int(child)
 
 
+def strike(server, pid, number):
+    """Sends a signal to the engine of a prefill server once it has sent some pages."""
+    before = server.metric("prefill_export_pages_total")
+    wait_until(lambda: server.metric("prefill_export_pages_total") > before, 20)
+    os.kill(pid, number)
+
+
 def forget(server):
     answer = httpx.post(f"{server.url}/reset_prefix_cache", headers={"Authorization": "Bearer admin"}, json={})
     assert answer.status_code == 200, answer.text
@@ -127,11 +134,14 @@ def test_a_prefill_server_that_is_killed_stopped_and_replaced(expected, tmp_path
             for number, recovers in ((signal.SIGKILL, 60), (signal.SIGSTOP, 30)):
                 forget(server)
                 pid, pages = engine_of(first), server.metric("prefill_fetch_pages_total")
-                threading.Timer(0.4, os.kill, (pid, number)).start()
+                fallbacks = server.metric("prefill_fallbacks_total")
+                threading.Thread(target=strike, args=(first, pid, number)).start()
                 began = time.monotonic()
                 assert ask_all(server, bodies()) == expected
                 seconds = time.monotonic() - began
                 print(number, f"{seconds:.1f} s", server.metric("prefill_fetch_pages_total") - pages, "pages came")
+                assert server.metric("prefill_fallbacks_total") > fallbacks
+                assert seconds < 60
                 wait_until(lambda: up(server) == 0, 10)
                 if number == signal.SIGSTOP:
                     os.kill(pid, signal.SIGCONT)
@@ -165,7 +175,7 @@ def test_servers_that_do_not_fit(expected, tmp_path, monkeypatch):
         with prefill(tmp_path, ports[2], "secret") as third:
             monkeypatch.setenv("JAXSERVE_HOST_SECRET", SECRET)
             with decode(tmp_path, *ports) as server:
-                reasons = "it has another secret", "its page is 16 tokens", "its checkpoint is"
+                reasons = "it has another secret", "its page is 16 tokens", "its checkpoint (model.safetensors) is"
                 wait_until(lambda: all(reason in server.log.read_text() for reason in reasons), 20)
                 assert up(server) == 0
                 assert ask_all(server, bodies()) == expected
