@@ -148,7 +148,8 @@ def run_layers(
     cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
     rows = None if layout.states is None else _delta_rows(slots, batch, placed)
     for i in model.own_layers:
-        layer, where = model.config.layers[i], cast(tuple, ())
+        where: tuple
+        layer = model.config.layers[i]
         if i in wanted:
             read_by_draft[i] = added(x, y)
         if layout.states is not None and isinstance(layer.attention, GatedDeltaSpec):

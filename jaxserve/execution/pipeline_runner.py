@@ -27,9 +27,7 @@ from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 
 StageProgram = tuple[int, ProgramName]  # the number of a stage, and the name of one of its programs
-_SLOT = list(RowParams._fields).index(
-    "slot"
-)  # place of the slot in a row of `set_slots`; all fields before it are one word
+_SLOT = RowParams._fields.index("slot")  # its place in a row of `set_slots`; each field before it is one word
 
 
 @dataclass
@@ -48,9 +46,6 @@ class PipelineRunner:
       stages: in the order in which they compute.
       one_page: the layout of the whole model's cache with a single page.
     """
-
-    stacks = None
-    watcher = None
 
     def __init__(self, stages: list[StageRunner], one_page: CacheLayout):
         self.stages, self._whole = stages, one_page

@@ -29,14 +29,7 @@ from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import (
-    CREATE_CACHE,
-    CREATE_SLOTS,
-    ProgramName,
-    Signatures,
-    Upkeep,
-    draft_programs,
-)
+from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramName, Signatures, Upkeep, draft_programs
 from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import UpkeepCalls
