@@ -63,9 +63,11 @@ class EngineConfig:
         the memory that is available at start, of which the cache takes at most half unless kv_pages is given.
       tensor_parallel_size: devices that share each layer; with several hosts all of their devices.
       pipeline_parallel_size: groups of so many devices, each of which has some of the layers.
+      data_parallel_size: groups of so many devices with their own sequences and copies of all weights but experts.
+        max_num_seqs, max_num_batched_tokens, max_penalty_seqs and kv_pages are those of each group.
       decode_context_parallel_size: devices that keep different tokens of the same key-value heads, where a head is on
         several devices; it divides tensor_parallel_size.
-      enable_expert_parallel: each of these devices has some of a mixture's experts whole, instead of a part of each.
+      enable_expert_parallel: each device has some of a mixture's experts whole, instead of a part of each.
       coordinator: "host:port" of the first of several hosts that serve the model together, or "auto": hosts as Slurm, a
         LeaderWorkerSet or a TPU pod tells them in the environment. None: there is one host.
       num_hosts, host_id: how many hosts there are, and which of them this is; 0 is the first.
@@ -149,6 +151,7 @@ class EngineConfig:
     memory_utilization: float = 0.90
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     enable_expert_parallel: bool = False
     coordinator: str | None = None
@@ -234,9 +237,7 @@ class EngineConfig:
             ("max_waiting_tokens", 1, 2**62),
             ("kv_pages", 2, 2**31 - 1),
             ("state_snapshots", 0, 2**16),
-            ("tensor_parallel_size", 1, 2**16),
-            ("pipeline_parallel_size", 1, 2**10),
-            ("decode_context_parallel_size", 1, 2**16),
+            *((f"{kind}_parallel_size", 1, 2**16) for kind in ("tensor", "pipeline", "data", "decode_context")),
             ("num_hosts", 1, 2**12),
             ("host_id", 0, 2**12 - 1),
             ("command_port", 1, 2**16 - 1),

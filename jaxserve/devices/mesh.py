@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,14 +12,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.config import ConfigError
 
-AXES = ("data", "stage", "expert", "tensor", "sequence")
+AXES = ("data", "expert_data", "stage", "expert", "tensor", "sequence")
 
 MeshAxes = str | tuple[str, ...] | None  # the axes of a mesh that split an axis of an array; None: it is not split
-EVERYONE = ("expert", "tensor", "sequence")
+GROUPS = ("data", "expert_data")  # groups of devices with sequences of their own lie along one of these
+EVERYONE = ("expert", "tensor", "sequence")  # the devices of a group
 
-# Logical axis of a weight or an activation -> axes of the mesh. All devices share heads, dense MLPs and the vocabulary.
-# Each has some of the experts, if the axis "expert" is larger than 1, and a part of the width of these. Devices along
-# "sequence" have the same key-value head, and different tokens of it in the cache (`pallas_kernels.token_shares`).
+# Logical axis of a weight or an activation -> axes of the mesh. The devices of a group share heads, dense MLPs and the
+# vocabulary; other groups have copies. All devices of all groups share the experts: each has some of them, if the axes
+# "expert_data" and "expert" are larger than 1, and a part of the width of these. Devices along "sequence" have the same
+# key-value head, and different tokens of it in the cache (`pallas_kernels.token_shares`).
 RULES: dict[str | None, MeshAxes] = {
     None: None,
     "embed": None,
@@ -28,8 +30,8 @@ RULES: dict[str | None, MeshAxes] = {
     "cached_heads": ("expert", "tensor"),
     "cached_tokens": "sequence",
     "mlp": EVERYONE,
-    "expert": "expert",
-    "expert_mlp": ("tensor", "sequence"),
+    "expert": ("expert_data", "expert"),
+    "expert_mlp": ("data", "tensor", "sequence"),
 }
 
 
@@ -38,32 +40,36 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     expert_parallel: bool = False,
     context_parallel_size: int = 1,
+    data_parallel_size: int = 1,
 ) -> Mesh:
-    """A mesh with AXES of `tensor_parallel_size` devices. Groups of `context_parallel_size` devices lie along
-    "sequence", and these groups along "expert" if `expert_parallel`, else along "tensor".
+    """A mesh with AXES of `data_parallel_size` groups of `tensor_parallel_size` devices. With `expert_parallel` groups
+    lie along "expert_data" and the devices of a group along "expert", else along "data" and "tensor". Among these,
+    sets of `context_parallel_size` devices lie along "sequence".
 
-    Raises ConfigError for too few devices, or a context_parallel_size that does not divide their number.
+    Raises ConfigError for too few devices, or a context_parallel_size that does not divide the devices of a group.
     """
     if tensor_parallel_size % context_parallel_size:
         raise ConfigError(
             f"decode_context_parallel_size {context_parallel_size} must divide tensor_parallel_size "
             f"{tensor_parallel_size}"
         )
-    devices = jax.devices() if devices is None else devices
-    if len(devices) < tensor_parallel_size:
-        hint = (
-            f"; to try it on CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size}"
-            if devices[0].platform == "cpu"
-            else ""
-        )
+    devices, needed = jax.devices() if devices is None else devices, data_parallel_size * tensor_parallel_size
+    if len(devices) < needed:
+        groups = "" if data_parallel_size == 1 else f"data_parallel_size {data_parallel_size} x "
+        platform = devices[0].platform
+        hint = f"; to try it on CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} needs as many devices, "
-            f"but JAX sees {len(devices)} {devices[0].platform} device(s){hint}"
+            f"{groups}tensor_parallel_size {tensor_parallel_size} needs {needed} devices, "
+            f"but JAX sees {len(devices)} {platform} device(s){hint if platform == 'cpu' else ''}"
         )
-    groups = tensor_parallel_size // context_parallel_size
-    experts_and_tensor = (groups, 1) if expert_parallel else (1, groups)
-    shape = (1, 1, *experts_and_tensor, context_parallel_size)
-    return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(shape), AXES)
+    groups, sharing = data_parallel_size, tensor_parallel_size // context_parallel_size
+    shape = (1, groups, 1, sharing, 1) if expert_parallel else (groups, 1, 1, 1, sharing)
+    return Mesh(np.asarray(devices[:needed]).reshape(*shape, context_parallel_size), AXES)
+
+
+def num_groups(mesh: Mesh) -> int:
+    """How many groups of devices have sequences of their own, and copies of attention's weights."""
+    return num_parts(mesh, GROUPS)
 
 
 def num_devices(mesh: Mesh) -> int:
@@ -101,6 +107,53 @@ def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def by_group(mesh: Mesh, rest: PartitionSpec = PartitionSpec()) -> NamedSharding:
+    """The sharding of an array whose first axis has the arrays of all groups, one after the other. Its other axes are
+    split like those of `rest`. With a single group it is `rest` itself."""
+    return NamedSharding(mesh, rest if num_groups(mesh) == 1 else PartitionSpec(GROUPS, *rest[1:]))
+
+
+def for_each_group(function: Callable, mesh: Mesh, arguments: tuple) -> Callable:
+    """The function that all groups run at the same time, each with its part of these arguments, which are abstract
+    arrays with shardings, and whose results are put together `by_group`. Groups exchange nothing unless the function
+    does so (`experts_sharded`)."""
+
+    def of_group(x: jax.ShapeDtypeStruct) -> PartitionSpec:
+        assert isinstance(x.sharding, NamedSharding)
+        return _along(GROUPS, x.sharding.spec)
+
+    specs: Any = {"in_specs": jax.tree.map(of_group, arguments), "out_specs": PartitionSpec(GROUPS)}
+    return jax.shard_map(function, mesh=mesh, axis_names=set(GROUPS), check_vma=False, **specs)
+
+
+def within_group(axes: PartitionSpec) -> PartitionSpec:
+    """How the devices of a group share the group's part of an array."""
+    return _along(EVERYONE, axes)
+
+
+def _along(wanted: tuple[str, ...], axes: PartitionSpec) -> PartitionSpec:
+    """The same split along only these axes of the mesh."""
+    split = [axis if isinstance(axis, tuple) else (axis,) for axis in axes]
+    return PartitionSpec(*(tuple(one for one in axis if one in wanted) or None for axis in split))
+
+
+def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` for each device's parts of the arguments. In what `for_each_group` runs, these are parts of what the
+    group has."""
+    if num_groups(mesh) == 1:
+        where: Any = {"mesh": mesh}
+    else:
+        where = {
+            "axis_names": set(AXES).difference(GROUPS)
+        }  # in the mesh of the program, where groups are split already
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
+
+
+def constrained(x: Any, mesh: Mesh, axes: PartitionSpec) -> Any:
+    """x, split in this way over the devices of a group."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, axes) if num_groups(mesh) == 1 else axes)
 
 
 def to_devices(host: Any, sharding: Sharding) -> jax.Array:

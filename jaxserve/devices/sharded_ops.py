@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import EVERYONE, RULES, MeshAxes, num_parts, spec
+from jaxserve.devices.mesh import (
+    EVERYONE,
+    GROUPS,
+    RULES,
+    MeshAxes,
+    num_groups,
+    num_parts,
+    on_each_device,
+    spec,
+    within_group,
+)
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
@@ -82,13 +92,8 @@ def quant_matmul_sharded(
 
     counts = () if count is None else (count,)
     of_x = rows_spec(w, inputs, x.dtype) if isinstance(x, QuantRows) else PartitionSpec(None, inputs)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(of_x, specs, *(PartitionSpec(),) * len(counts)),
-        out_specs=PartitionSpec(*(None,) * parts, None, out),
-        check_vma=False,
-    )(x, w, *counts)
+    in_specs = (of_x, specs, *(PartitionSpec(),) * len(counts))
+    return on_each_device(local, mesh, in_specs, PartitionSpec(*(None,) * parts, None, out))(x, w, *counts)
 
 
 def rows_spec(w: QuantArray | BlockArray, inputs: MeshAxes, dtype: Any) -> QuantRows:
@@ -115,7 +120,7 @@ def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | Non
         return jax.lax.psum(matmul(x, w).astype(x.dtype), inputs)
 
     in_specs = (PartitionSpec(None, inputs), split)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)(x, w)
+    return on_each_device(local, mesh, in_specs, PartitionSpec())(x, w)
 
 
 def experts_sharded(
@@ -124,17 +129,26 @@ def experts_sharded(
     places: jax.Array | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
-    each of these. The devices' partial results are added in the dtype of x."""
-    everywhere = PartitionSpec()
+    each of these. The devices' partial results are added in the dtype of x. Groups of devices with different tokens
+    give all their tokens to all devices, and get the results of their own."""
+    everywhere, groups, absent = PartitionSpec(), num_groups(mesh), w.gate_up.shape[0] * num_parts(mesh, GROUPS)
 
     def local(x, chosen, weights, w, count, stacks, places) -> jax.Array:
+        if groups > 1:
+            assert stacks is None, "groups of devices have no adapters"
+            if count is not None:  # the padding of each group is in the middle of all tokens
+                chosen, count = jnp.where(jnp.arange(len(chosen))[:, None] < count, chosen, absent), None
+            x, chosen, weights = (jax.lax.all_gather(one, GROUPS, tiled=True) for one in (x, chosen, weights))
         if num_parts(mesh, RULES["expert"]) > 1:
             own = w.gate_up.shape[0]
             chosen = chosen - jax.lax.axis_index(RULES["expert"]) * own
             chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
         adapted = {} if stacks is None else {"stacks": stacks, "places": places}
         y = mixture(x, chosen, weights, w, count=count, **adapted, **options)
-        return jax.lax.psum(y.astype(x.dtype), EVERYONE)
+        y = y.astype(x.dtype)
+        if groups > 1:
+            y = jax.lax.psum_scatter(y, GROUPS, tiled=True)
+        return jax.lax.psum(y, EVERYONE)
 
     def specs(weight: Any, *logical: str) -> Any:
         of_plain = spec(*logical)
@@ -144,9 +158,9 @@ def experts_sharded(
     gate_up, down = ("expert", "expert_mlp", "embed"), ("expert", "embed", "expert_mlp")
     split = ExpertWeights(specs(w.gate_up, *gate_up), specs(w.down, *down), bias)
     in_specs = (everywhere, everywhere, everywhere, split, everywhere, stack_specs(stacks), everywhere)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False)(
-        x, chosen, weights, w, count, stacks, places
-    )
+    if groups > 1:
+        in_specs = jax.tree.map(within_group, in_specs)
+    return on_each_device(local, mesh, in_specs, everywhere)(x, chosen, weights, w, count, stacks, places)
 
 
 def stack_specs(stacks: ExpertStacks | None) -> Any:
@@ -217,8 +231,7 @@ class FusedSharded:
         return None if w is None else quant_specs(w, spec(*axes), self.mesh)
 
     def _run(self, local: Callable[..., Any], in_specs: tuple, out_specs: Any, *args: Any) -> Any:
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return mapped(*args)
+        return on_each_device(local, self.mesh, in_specs, out_specs)(*args)
 
 
 def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:
@@ -233,6 +246,4 @@ def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockA
     axis = RULES["vocab"]
     axes = spec("vocab", "embed")
     specs = quant_specs(table, axes, mesh) if isinstance(table, QuantArray | BlockArray) else axes
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
-    )(table, ids)
+    return on_each_device(local, mesh, (specs, PartitionSpec()), PartitionSpec())(table, ids)

@@ -57,6 +57,7 @@ GPUS = {
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 2048, 228, 60, 4.8e12, 1.98, 150_754_820_096),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 2048, 228, 126, 8.0e12, 1.96, 178 << 30),
 }
+GPUS_OF_HOST = 8  # targets of more GPUs, in multiples of this, are several hosts
 TPUS = {"v5e": {1: "2x2", 4: "2x2", 8: "2x4"}, "v6e": {1: "2x2", 4: "2x2", 8: "2x4"}}  # devices -> topology
 
 
@@ -106,7 +107,8 @@ def target_devices(name: str) -> list[Any]:
     kind, count = (match[1], int(match[2])) if match else (name, 1)
     try:
         if kind in GPUS:
-            shape = f"1x1x{count}"
+            hosts, rest = divmod(count, GPUS_OF_HOST)
+            shape = f"1x{hosts}x{GPUS_OF_HOST}" if hosts and not rest else f"1x1x{count}"
             return list(
                 topologies.get_topology_desc(
                     platform="cuda", topology_name="", target_config=GPUS[kind].config(), topology=shape

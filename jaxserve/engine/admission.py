@@ -56,9 +56,14 @@ class Admission:
             self._check_task(request)
             self._check_prompt(prompt)
             if params.use_beam_search:
+                self._check_groups()
                 room = self._max_model_len - len(prompt)
                 self._beams.check(request, len(prompt) + min(room, params.max_tokens or room), len(stop_ids))
         return stop_ids
+
+    def _check_groups(self) -> None:
+        if self._config.data_parallel_size > 1:
+            raise InvalidRequestError("beam search is not served with --data-parallel-size above 1", "use_beam_search")
 
     def _check_task(self, request: Request) -> None:
         if request.pools and not self._pools:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.group_batches import split_groups
 from jaxserve.execution.programs import StepProgram, StepPrograms
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.slots import encode_counts, encode_slot
-from jaxserve.execution.step_buffer import StepBatch
+from jaxserve.execution.step_buffer import StepBatch, split
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step_plan import Rows
 
 
 def fill_slots(
@@ -30,6 +34,13 @@ def fill_slots(
     if penalized:
         counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
         runner.count_tokens(np.concatenate(counted, axis=1))
+
+
+def batches_of(
+    rows: Rows, running: RunningTable, shapes: list[StepShape], cost: StepCost | None
+) -> Iterator[StepBatch]:
+    """Cuts the rows of a plan into batches, each for one call of a step."""
+    return split(rows, shapes, cost) if running.device_groups == 1 else split_groups(rows, running, shapes, cost)
 
 
 def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) -> StepProgram:

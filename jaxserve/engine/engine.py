@@ -35,7 +35,7 @@ from jaxserve.engine.adapter_places import Adapters, find_adapter
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.details import complete
-from jaxserve.engine.dispatching import fill_slots, program_of
+from jaxserve.engine.dispatching import batches_of, fill_slots, program_of
 from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
 from jaxserve.engine.loading import EngineParts, load_parts, make_scheduler
 from jaxserve.engine.page_copies import PageCopies
@@ -47,7 +47,6 @@ from jaxserve.engine.timeline import Timeline
 from jaxserve.engine.weights import Weights
 from jaxserve.execution import memory
 from jaxserve.execution.slots import NO_ADAPTER
-from jaxserve.execution.step_buffer import pack, split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.pace import Pace
@@ -289,7 +288,7 @@ class Engine:
     def _tokens_per_call(self) -> int:
         """How many tokens a row may sample in the next call."""
         scheduler, lineup = self.scheduler, self.scheduler.running.lineup
-        lengths = self.runner.programs.lengths(self.shapes, len(lineup.seqs), lineup.sampler)
+        lengths = self.runner.programs.lengths(self.shapes, scheduler.running.most_in_a_group, lineup.sampler)
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
         holds_up = holds_up or bool(scheduler.loads.active)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
@@ -305,12 +304,13 @@ class Engine:
             self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
-        for batch in split(plan.rows, self.shapes, self._cost):
+        for batch in batches_of(plan.rows, running, self.shapes, self._cost):
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
             sampled, hidden = self.runner.step(
-                program_of(batch, running, self.runner.programs), pack(batch, running, updates[:, :room])
+                program_of(batch, running, self.runner.programs), batch.pack(running, updates[:, :room])
             )
+            sampled = batch.of_rows(sampled)
             copies, updates = [], updates[:, :0]  # all copies and updates go with the first batch
             sampled.tokens.copy_to_host_async()
             if sampled.expert_load is not None:
@@ -320,7 +320,7 @@ class Engine:
                 hidden.copy_to_host_async()
                 sent.pooled = PooledRows(batch.rows, hidden)
             elif hidden is not None and batch.rows.scores:
-                sent.prompt_scores = PromptScores.start(batch.rows, self.runner, self._place_of)
+                sent.prompt_scores = PromptScores.start(batch, self.runner, self._place_of)
             step.batches.append(sent)
         self.runner.copy_states(plan.kept)
         self.counters.steps += 1

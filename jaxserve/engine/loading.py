@@ -15,7 +15,8 @@ import numpy as np
 from jaxserve import heap
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
-from jaxserve.devices.mesh import num_devices, on_one_cpu
+from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
+from jaxserve.engine import data_parallel
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
@@ -25,6 +26,7 @@ from jaxserve.engine.role import begin_role
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
+from jaxserve.execution.group_runner import GroupRunner
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
@@ -84,6 +86,7 @@ def load_models(
     """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
     start = time.perf_counter()
     check_settings(config)
+    data_parallel.check_settings(config)
     enable_compile_cache()
     prepared = Prepared.of(config)
     plan = ModelPlan.of(config, devices, checks=prepared is None)
@@ -106,7 +109,8 @@ def load_models(
     if (head := load_head(config, plan)) is not None:
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
-    runner = ModelRunner(decoder, params, mesh, *rows, **options)
+    kind = ModelRunner if num_groups(mesh) == 1 else GroupRunner
+    runner = kind(decoder, params, mesh, *rows, **options)
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
@@ -120,6 +124,7 @@ def load_parts(
 ) -> EngineParts:
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
     check_settings(config)
+    data_parallel.check_settings(config)
     if config.pipeline_parallel_size > 1:
         return _load_pipeline(config, devices, progress=progress, static_steps=static_steps)
     hosts, listener = None, begin_role(config)
@@ -135,7 +140,7 @@ def load_parts(
         for number, one in enumerate(loaded.runners):
             one.listener = partial(hosts.tell, number)
     device = mesh.devices.flat[0]
-    cost = StepCost.of(loaded.params, model, device, num_devices(mesh), plan.dtype)
+    cost = StepCost.of(loaded.params, model, device, num_devices(mesh) // num_groups(mesh), plan.dtype)
     shapes = buckets(config, plan, cost)
     models = [Sized(runner, plan.one_page)] + ([draft] if draft is not None else [])
     held = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)
@@ -186,20 +191,25 @@ def make_scheduler(
         caches = layout.states.snapshots > 0
     # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
     caches = caches and (parts.plan.pooler is None or parts.plan.pooler.method == "last")
-    windows = layout.groups.windows
+    pages: Any = {"prefix_caching": caches, "windows": layout.groups.windows}
+    sizes: Any = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": memory.max_batched_tokens(config),
+        "prefill_chunk": prefill_chunk(config, parts.cost),
+        "prefill_bursts": parts.cost is None,
+        "max_model_len": longest,
+        "penalty_rows": runner.penalty_rows,
+    }
+    if config.data_parallel_size > 1:
+        return data_parallel.group_scheduler(
+            config.data_parallel_size, layout.num_pages, layout.page_size, pages, sizes
+        )
     return Scheduler(
-        BlockManager(
-            layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows, states=states, tiers=tiers
-        ),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=memory.max_batched_tokens(config),
-        prefill_chunk=prefill_chunk(config, parts.cost),
-        prefill_bursts=parts.cost is None,
-        max_model_len=longest,
-        penalty_rows=runner.penalty_rows,
+        BlockManager(layout.num_pages, layout.page_size, states=states, tiers=tiers, **pages),
         recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
         stages=runner.num_stages,
+        **sizes,
     )
 
 

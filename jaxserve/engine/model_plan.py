@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.engine.data_parallel import check_model
 from jaxserve.engine.determinism import ordered
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
@@ -61,8 +62,10 @@ class ModelPlan:
         if config.enable_expert_parallel and not model.num_experts:
             raise ConfigError("enable_expert_parallel must be False for a model without experts")
         shares = config.decode_context_parallel_size
-        mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, shares)
+        sizes = shares, config.data_parallel_size
+        mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, *sizes)
         pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
+        check_model(config, model, pools=pooler is not None)
         if pooler is not None:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
         if config.speculative_config is not None and (pooler is not None or model.recurrent is not None):

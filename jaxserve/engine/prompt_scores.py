@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_buffer import StepBatch
 from jaxserve.scheduling.logprobs import read_rows
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.step_plan import Rows
 
 
 @dataclass
@@ -27,21 +27,21 @@ class PromptScores:
     packed: jax.Array
 
     @classmethod
-    def start(cls, rows: Rows, runner: ModelRunner, place_of: Callable[[Sequence], int]) -> PromptScores | None:
+    def start(cls, batch: StepBatch, runner: ModelRunner, place_of: Callable[[Sequence], int]) -> PromptScores | None:
         """Dispatches one call that scores all prompt chunks, of the batch that was dispatched last, whose requests want
         log-probabilities. Returns None if nothing is left to score.
 
         The hidden state at a position scores the token after it. Tokens that are computed again after a preemption are
         not scored twice. place_of: the place of a sequence's adapter, or -1.
         """
-        parts, places = [], []
+        parts, places, rows, first_tokens = [], [], batch.rows, batch.first_tokens
         for i in np.flatnonzero(rows.scores_prompt).tolist():
             seq, start, end = rows.seqs[i], int(rows.start[i]), int(rows.end[i])
             first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
             if first >= end:
                 continue
             parts.append((seq, seq.prompt[first + 1 : end + 1].tolist()))
-            places.append(np.arange(first, end, dtype=np.int32) + (int(rows.count[:i].sum()) - start))
+            places.append(np.arange(first, end, dtype=np.int32) + (int(first_tokens[i]) - start))
             seq.num_scored = end
         if not parts:
             return None

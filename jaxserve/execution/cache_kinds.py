@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import RULES, is_split, spec, ways
+from jaxserve.devices.mesh import RULES, is_split, on_each_device, spec, ways
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
@@ -176,10 +176,5 @@ def _on_each_device(
 
     if not is_split(mesh):
         return local(heads, pages, *where)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(of_heads, of_pages, *(EVERYWHERE,) * len(where)),
-        out_specs=(spec(None, "kv_heads"), of_pages),
-        check_vma=False,
-    )(heads, pages, *where)
+    in_specs = (of_heads, of_pages, *(EVERYWHERE,) * len(where))
+    return on_each_device(local, mesh, in_specs, (spec(None, "kv_heads"), of_pages))(heads, pages, *where)

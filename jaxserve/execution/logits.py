@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import RULES, is_split, sharding, spec, ways
+from jaxserve.devices.mesh import RULES, constrained, is_split, on_each_device, spec, ways
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 
 
 def replicate(x: Any, mesh: Mesh) -> jax.Array:
-    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, PartitionSpec()))
+    return constrained(x, mesh, PartitionSpec())
 
 
 def from_logits(
@@ -39,7 +39,7 @@ def from_logits(
     all rows. Each device computes its part of the rows; the result is on all devices.
     """
     logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
-    logits = lax.with_sharding_constraint(logits, sharding(mesh, None, "vocab"))
+    logits = constrained(logits, mesh, spec(None, "vocab"))
     vocab = model.config.vocab_size
     if not is_split(mesh):
         return function(logits[:, :vocab], *rows, shared)
@@ -60,4 +60,4 @@ def from_logits(
 
     everywhere = PartitionSpec()
     specs = spec(None, "vocab"), everywhere, everywhere
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)(logits, rows, shared)
+    return on_each_device(local, mesh, specs, everywhere)(logits, rows, shared)

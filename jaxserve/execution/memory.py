@@ -145,12 +145,13 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """The most tokens of one step: as configured, or as suits the device, and at least one for each sequence."""
+    """The most tokens of one step of a group of devices: as configured, or as suits a device, which computes experts
+    for the tokens of all groups; and at least one for each sequence."""
     most = config.max_num_batched_tokens
     if most is None:
         device = jax.devices()[0]
         large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
-        most = 8192 if large else 2048
+        most = (8192 if large else 2048) // config.data_parallel_size
     return max(most, config.max_num_seqs)
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from jaxserve.execution.cost import FEW, StepCost
+from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.step_plan import Rows
@@ -20,6 +21,18 @@ class StepBatch:
 
     shape: StepShape
     rows: Rows
+
+    @property
+    def first_tokens(self) -> np.ndarray:
+        """The index of each row's first token in the batch."""
+        return np.cumsum(self.rows.count) - self.rows.count
+
+    def pack(self, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
+        return pack(self, running, table_updates)
+
+    def of_rows(self, sampled: Sampled) -> Sampled:
+        """The samples of the batch's rows, which are the first of the bucket's."""
+        return sampled
 
 
 PADDING = 1.5  # a bucket costs at most this factor more than its smallest batch would without padding
@@ -109,7 +122,7 @@ def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> 
     checks = rows.checks & rows.scores  # the program that keeps hidden states for scores checks no proposals
     for kind in (~decodes & ~checks, checks):
         if kind.any():
-            yield from _split_mixed(rows.take(np.flatnonzero(kind)), mixed_shapes, cost)
+            yield from split_mixed(rows.take(np.flatnonzero(kind)), mixed_shapes, cost)
 
 
 def _go_together(
@@ -126,12 +139,12 @@ def _go_together(
         sizes = _tokens(mixed_shapes[-1:] if rows.scores_prompt.any() else mixed_shapes)  # see `_mixed`
         apart = (*_cheapest(alone, _tokens(decode_shapes), None), *_cheapest(tokens - alone, sizes, cost))
         return sum(map(cost, _cheapest(tokens, sizes, cost))) < sum(map(cost, apart))
-    one = _fitting(mixed_shapes, tokens, len(rows))
-    decode, other = _fitting(decode_shapes, alone, alone), _fitting(mixed_shapes, tokens - alone, len(rows) - alone)
+    one = fitting(mixed_shapes, tokens, len(rows))
+    decode, other = fitting(decode_shapes, alone, alone), fitting(mixed_shapes, tokens - alone, len(rows) - alone)
     return bool(one and (not decode or not other or one.tokens <= decode.tokens + other.tokens))
 
 
-def _fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
+def fitting(shapes: list[StepShape], tokens: int, rows: int) -> StepShape | None:
     """The first bucket with room for `tokens` tokens and `rows` rows; None if there is none."""
     return next((shape for shape in shapes if shape.tokens >= tokens and shape.rows >= rows), None)
 
@@ -184,7 +197,7 @@ class Pieces:
         return pieces
 
 
-def _split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[StepBatch]:
+def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[StepBatch]:
     """Fills one batch after the other with as many tokens and rows as its bucket holds."""
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
@@ -213,7 +226,7 @@ def _mixed(rows: Rows, shapes: list[StepShape]) -> StepBatch:
 
 
 def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
-    shape = _fitting(shapes, tokens, len(rows))
+    shape = fitting(shapes, tokens, len(rows))
     assert shape is not None
     return StepBatch(shape, rows)
 

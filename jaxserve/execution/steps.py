@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.devices.mesh import num_groups
 from jaxserve.execution.drafting import remember
 from jaxserve.execution.forward import ModelInput, forward
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
@@ -79,7 +80,7 @@ def run_step(
     advance: Callable = partial(_advance, params, **options)
     if shape.decode_only and tokens_per_call != 1:
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
-        return _decode_loop(advance, cache, slots, batch, num_new, most)
+        return _decode_loop(advance, cache, slots, batch, num_new, most, ends_early=num_groups(mesh) == 1)
     if proposals:
         return _verify(params, cache, slots, batch, num_new, proposals=proposals, **options)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
@@ -126,9 +127,11 @@ def pool_rows(hidden: jax.Array, q_start: jax.Array, pooling: str) -> jax.Array:
 
 
 def _decode_loop(
-    advance: Callable, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array, passes: jax.Array | int
-) -> StepResult:
-    """Samples up to `num_new` [rows] tokens per row, one per pass of the model. A row ends early at its stop token."""
+    advance: Callable, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array, passes: jax.Array | int,
+    *, ends_early: bool,
+) -> StepResult:  # fmt: skip
+    """Samples up to `num_new` [rows] tokens per row, one per pass of the model. A row ends early at its stop token. So
+    does the loop when no row continues (`ends_early`), unless other groups of devices, which take part, may go on."""
 
     def one_pass(i, state):
         cache, slots, drawn, going = state
@@ -153,7 +156,7 @@ def _decode_loop(
     if isinstance(passes, int):
         cache, slots, drawn, _ = lax.fori_loop(0, passes, one_pass, state)
     else:  # until no row continues; the first pass always runs, because deferred rows need it
-        more = lambda x: (x[0] < passes) & ((x[0] == 0) | jnp.any(x[1][3]))  # noqa: E731
+        more = lambda x: (x[0] < passes) & ((x[0] == 0) | (not ends_early) | jnp.any(x[1][3]))  # noqa: E731
         _, (cache, slots, drawn, _) = lax.while_loop(more, lambda x: (x[0] + 1, one_pass(*x)), (0, state))
     return StepResult(drawn, None, cache, slots)
 

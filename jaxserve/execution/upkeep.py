@@ -61,14 +61,14 @@ class UpkeepCalls:
         """Writes the sampling parameters of slots. Each row is the result of `encode_slot`."""
         if rows:
             self._tell(commands.SetSlots, rows)
-        for some, size in _calls(len(rows), self.slot_sizes):
+        for some, size in calls(len(rows), self.slot_sizes):
             padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
             self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
     def count_tokens(self, counted: np.ndarray) -> None:
         """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
         self._tell(commands.CountTokens, counted)
-        for some, size in _calls(counted.shape[1], self.count_sizes):
+        for some, size in calls(counted.shape[1], self.count_sizes):
             packed = np.full((3, size), self.model.config.vocab_size, np.int32)
             packed[0] = NO_PENALTY_ROW
             packed[:, : counted[:, some].shape[1]] = counted[:, some]
@@ -100,7 +100,7 @@ class UpkeepCalls:
         pages that a call read, and the arrays with their contents first, see `CacheLayout.contents`."""
         self._tell(commands.ReadPages, pages)
         results = []
-        for some, size in _calls(len(pages), self.layout.copy_sizes):
+        for some, size in calls(len(pages), self.layout.copy_sizes):
             packed = np.full(size, NULL_PAGE, np.int32)
             packed[: len(pages[some])] = pages[some]
             results.append((len(pages[some]), self._get(Upkeep("read_pages", size))(self.cache, packed)))
@@ -157,7 +157,7 @@ class UpkeepCalls:
         self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
 
-def _calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
+def calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
     """Cuts `count` items into as few calls as possible. `sizes` are ascending. Yields the items of each call, and the
     smallest size that holds them."""
     for at in range(0, count, sizes[-1]):

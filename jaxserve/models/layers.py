@@ -25,11 +25,11 @@ def weight(
     """Declares a parameter with its logical axes (`jaxserve.devices.mesh.RULES`) and returns its value.
 
     The parameters may hold a quantized weight in the place of a matrix, or a Row in the place of a vector. Both are
-    declared as plain arrays and returned as they are.
+    declared as plain arrays and returned as they are. So are experts, of which a group of devices has a part.
     """
     if module.has_variable("params", name):
         given: Any = module.get_variable("params", name)
-        if isinstance(given, QuantArray | BlockArray | PanelArray | MixedArray | Row):
+        if isinstance(given, QuantArray | BlockArray | PanelArray | MixedArray | Row) or "expert_mlp" in axes:
             return cast(jax.Array, given)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
 

@@ -25,7 +25,7 @@ from jaxserve.checkpoints.mixed import by_type
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import is_split, padded_vocab, ways
+from jaxserve.devices.mesh import is_split, num_groups, padded_vocab, ways
 from jaxserve.devices.sharded_ops import (
     FusedSharded,
     embed_sharded,
@@ -109,7 +109,8 @@ def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
 def compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> Any:
     """The dtype of activations, of weights that are neither quantized nor in panels (see `panels`), and by default of
     the cache: the operator's choice, or what suits the platform. One CPU with panels always computes in float32."""
-    if platform == "cpu" and config.tensor_parallel_size == 1 and cpu_panels.available():
+    on_one = config.tensor_parallel_size * config.data_parallel_size == 1
+    if platform == "cpu" and on_one and cpu_panels.available():
         return jnp.dtype("float32")
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
@@ -133,7 +134,8 @@ def make_decoder(
 
     Raises ConfigError for a backend that cannot serve this model on these devices."""
     shares, dtype = ways(mesh, "cached_tokens"), np.dtype(dtype)
-    kv_heads = sharded_kv_heads(model, ways(mesh, "kv_heads"), ways(mesh, "expert"), shares)
+    sizes = ways(mesh, "kv_heads"), ways(mesh, "expert"), shares, num_groups(mesh)
+    kv_heads = sharded_kv_heads(model, *sizes)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
     problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares)

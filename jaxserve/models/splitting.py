@@ -9,22 +9,28 @@ from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 
 
 def sharded_kv_heads(
-    config: ModelConfig, tensor_parallel_size: int, expert_parallel_size: int = 1, context_parallel_size: int = 1
+    config: ModelConfig,
+    tensor_parallel_size: int,
+    expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    data_parallel_size: int = 1,
 ) -> int:
-    """The number of KV heads over all `tensor_parallel_size` devices. Each head is repeated when there are more devices
-    than heads. Groups of devices, `expert_parallel_size` in number, have different experts; the devices of a group
-    share the width of each. Groups of `context_parallel_size` devices have different tokens of the same KV head.
+    """The number of KV heads over the `tensor_parallel_size` devices of a group. Each head is repeated when there are
+    more devices than heads. Sets of devices, `expert_parallel_size` in number over all `data_parallel_size` groups,
+    have different experts; the devices of a set share the width of each. Sets of `context_parallel_size` devices have
+    different tokens of the same KV head.
 
     Raises ConfigError when heads, experts or the width of an MLP cannot be split evenly, or when not enough devices
     have the same KV head.
     """
-    problems = list(_problems(config, tensor_parallel_size, expert_parallel_size))
-    if problems:
+    count, splits = data_parallel_size, expert_parallel_size > 1
+    if found := list(_problems(config, tensor_parallel_size, expert_parallel_size, tensor_parallel_size * count)):
         sizes = range(1, config.num_heads + 1)
-        allowed = [n for n in sizes if not any(_problems(config, n, n if expert_parallel_size > 1 else 1))]
+        allowed = [n for n in sizes if not any(_problems(config, n, n * count if splits else 1, n * count))]
+        groups = "" if data_parallel_size == 1 else f"data_parallel_size {data_parallel_size} x "
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide {' and '.join(problems)}; this model allows "
-            f"{allowed}"
+            f"{groups}tensor_parallel_size {tensor_parallel_size} does not divide {' and '.join(found)}; this model "
+            f"allows {allowed}"
         )
     is_latent = any(isinstance(attention, LatentAttentionSpec) for attention in config.attentions)
     copies = tensor_parallel_size if is_latent else max(1, tensor_parallel_size // config.num_kv_heads)
@@ -36,8 +42,8 @@ def sharded_kv_heads(
     return max(config.num_kv_heads, tensor_parallel_size)
 
 
-def _problems(config: ModelConfig, size: int, experts: int) -> Iterator[str]:
-    """What `size` devices, in `experts` groups with different experts, cannot share evenly."""
+def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> Iterator[str]:
+    """What `size` devices cannot share evenly, or `everyone`, in `experts` sets with different experts."""
     heads, kv_heads, net = config.num_heads, config.num_kv_heads, config.recurrent
     if size <= kv_heads:
         if kv_heads % size:
@@ -54,5 +60,5 @@ def _problems(config: ModelConfig, size: int, experts: int) -> Iterator[str]:
     for count, width in sorted({(mlp.experts.count, mlp.size) for mlp in mlps if mlp.experts}):
         if count % experts:
             yield f"{count} experts"
-        if width % (size // experts):
+        if width % (everyone // experts):
             yield f"an expert's width of {width}"

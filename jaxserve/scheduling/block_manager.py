@@ -75,7 +75,8 @@ class Tail:
 
 
 class BlockManager:
-    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page.
+    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page. With `first`, all these numbers are higher by it,
+    but the null page is still called 0.
 
     Attributes:
       windows: how far back each group of layers sees.
@@ -93,8 +94,9 @@ class BlockManager:
         windows: Windows = (None,),
         states: StateSnapshots | None = None,
         tiers: PageTiers | None = None,
+        first: int = 0,
     ):
-        self.num_pages = num_pages
+        self.num_pages, self._own = num_pages, range(first + 1, first + num_pages)
         self.page_size = page_size
         self.windows = windows
         self.num_groups = len(windows)
@@ -372,17 +374,17 @@ class BlockManager:
 
     def _unowned(self) -> tuple[list[int], list[int]]:
         """(reference counts when no page has an owner, a stack of all pages as free ones with the lowest on top)."""
-        return [0] * self.num_pages, list(range(self.num_pages - 1, NULL_PAGE, -1))
+        return [0] * self._own.stop, list(reversed(self._own))
 
     def check_integrity(self, owners: Iterable[Sequence[int]] = ()) -> None:
         """Asserts the invariants; `owners` are the page lists of all sequences."""
         owned = Counter(page for pages in owners for page in pages if page != NULL_PAGE)
-        in_use = {page for page in range(self.num_pages) if self._refs[page]}
+        in_use = {page for page, owners in enumerate(self._refs) if owners}
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & (evictable | in_use)
         assert not evictable & in_use
-        assert free | evictable | in_use == set(range(1, self.num_pages)), "a page is lost, or the null page is owned"
+        assert free | evictable | in_use == set(self._own), "a page is lost, or the null page is owned"
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"

@@ -71,7 +71,7 @@ class PoolSnapshot(msgspec.Struct):
 
 def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats) -> PoolSnapshot:
     """The pool as it stands. Costs a few vector operations over at most MAX_SCANNED pages and MAX_CELLS cells."""
-    running, capacity = scheduler.running, blocks.capacity
+    running, capacity = scheduler.running, blocks.num_pages - 1
     seqs, slot = running.lineup.seqs, running.lineup.slot
     stride = -(-int(running.num_held[slot].sum()) // MAX_SCANNED) or 1
     held, owner = _held_pages(seqs, stride)
@@ -84,7 +84,7 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
     return PoolSnapshot(
         seconds=time.monotonic(),
         page_size=blocks.page_size,
-        pages=capacity,
+        pages=blocks.capacity,
         pages_used=blocks.num_used,
         pages_shared=int((num_owners > 1).sum()) * stride,
         pages_cached=blocks.num_cached,
@@ -117,7 +117,7 @@ def _cells(
     blocks: BlockManager, held: np.ndarray, owner: np.ndarray, num_owners: np.ndarray, starts: np.ndarray
 ) -> list[int]:
     """The code of each cell, whose first pages are `starts`."""
-    codes = np.full(blocks.capacity, FREE, np.int32)
+    codes = np.full(blocks.num_pages - 1, FREE, np.int32)
     codes[held] = LISTED + owner
     codes[num_owners > 1] = SHARED
     cached = [CACHED * blocks.is_cached(page) for page in (starts + 1).tolist()]

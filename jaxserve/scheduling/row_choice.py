@@ -13,7 +13,7 @@ from jaxserve.scheduling.step_plan import Rows
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many tokens a step may compute."""
+    """How many tokens a step may compute in each group of devices."""
 
     most: int  # at least the number of slots, so that every decode fits in every step
     chunk: int | None = None  # limit for a step that computes prompts while others decode; None: `most`
@@ -56,11 +56,29 @@ def choose_rows(
         one = 1 + running.proposed[lineup.slot[decoding]]
     elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
-    room = budget.for_prompts(int(one.sum()), len(running) - len(one) - turns.held_back + num_waiting)
     most = np.minimum(left, running.ahead(lineup.slot))
-    chunks, count, last = _prompt_chunks(np.flatnonzero(prompts), left, most, spare, room)
+    group, parts = running.group_of(lineup.slot), []
+    for number in range(running.device_groups):
+        here, decoded = group == number, one[group[decoding] == number]
+        others = np.count_nonzero(here) - len(decoded) - turns.held_back + -(-num_waiting // running.device_groups)
+        room = budget.for_prompts(int(decoded.sum()), int(others))
+        parts.append(_prompt_chunks(np.flatnonzero(prompts & here), left, most, spare, room))
+    chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
+
+
+def prompt_budgets(
+    running: RunningTable, rows: Rows, budget: TokenBudget, turns: MicroBatches, num_waiting: int
+) -> list[int]:
+    """How many tokens of newcomers each group of devices may compute beside these rows."""
+    group, budgets, groups = running.group_of(rows.slot), [], running.device_groups
+    for number in range(groups):
+        count = rows.count[group == number]
+        decodes = int(np.count_nonzero(count == 1))
+        others = running.num_running(number) - decodes - turns.held_back + -(-num_waiting // groups)
+        budgets.append(budget.for_prompts(decodes, others) - (int(count.sum()) - decodes))
+    return budgets
 
 
 def _prompt_chunks(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,15 @@ class RunningTable:
         max_len: int,
         penalty_rows: int | None = None,
         windows: Windows = (None,),
+        device_groups: int = 1,
     ):
+        """`device_groups`: the slots and the penalty rows belong to so many groups of devices, in equal parts."""
+
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
-        self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows
+        self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows, device_groups
+        self.device_groups, self._slots_each = device_groups, max_num_seqs // device_groups
         self.page_size, self.num_groups = page_size, len(windows)  # see `BlockManager`
         self.chunk, num_groups = chunk_of(windows), len(windows)
         self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
@@ -98,8 +102,10 @@ class RunningTable:
         self.table_entries: list[np.ndarray] = []
         self.maybe_shared: set[Sequence] = set()  # sequences whose next page to write may have several owners
         self.needs_detail: set[Sequence] = set()  # sequences whose next update says more than its tokens
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._free_penalty_rows = list(range(max_num_seqs if penalty_rows is None else penalty_rows, 0, -1))
+        # Of each group of devices:
+        self._free = _divided(list(range(max_num_seqs)), device_groups)
+        last = max_num_seqs if penalty_rows is None else penalty_rows
+        self._free_penalty_rows = _divided(list(range(1, last + 1)), device_groups)
         self._ordered: list[Sequence] = []
         self._lineup: Lineup | None = None
 
@@ -125,7 +131,25 @@ class RunningTable:
 
     def num_places_for(self, seq: Sequence) -> int:
         """How many sequences like this one can be placed: free slots, and free penalty rows if it needs one."""
-        return min(len(self._free), len(self._free_penalty_rows)) if seq.params.has_penalties else len(self._free)
+        free = len(self._free[seq.group])
+        return min(free, len(self._free_penalty_rows[seq.group])) if seq.params.has_penalties else free
+
+    def group_of(self, slot: Any) -> Any:
+        """The group of devices that each slot belongs to."""
+        return slot // self._slots_each
+
+    def last_of(self, group: int) -> Sequence:
+        """The last running sequence of a group of devices."""
+        return next(seq for seq in reversed(self._ordered) if seq.group == group)
+
+    @property
+    def most_in_a_group(self) -> int:
+        """The most sequences that run on one group of devices."""
+        return max(map(self.num_running, range(self.device_groups)))
+
+    def num_running(self, group: int) -> int:
+        """How many sequences run on a group of devices."""
+        return self._slots_each - len(self._free[group])
 
     @property
     def lineup(self) -> Lineup:
@@ -168,8 +192,8 @@ class RunningTable:
     def place(self, seq: Sequence, computed: int, like: int = NO_SLOT) -> None:
         """Gives a slot to a sequence whose pages hold the keys and values of `computed` tokens. If `like` is given,
         its pages are the first of those in that slot."""
-        slot = seq.slot = self._free.pop()
-        seq.penalty_row = self._free_penalty_rows.pop() if seq.params.has_penalties else NO_PENALTY_ROW
+        slot = seq.slot = self._free[seq.group].pop()
+        seq.penalty_row = self._free_penalty_rows[seq.group].pop() if seq.params.has_penalties else NO_PENALTY_ROW
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
         self._lineup = None
@@ -258,6 +282,11 @@ class RunningTable:
         _, first = np.unique(joined[0].astype(np.int64) << 32 | joined[1], return_index=True)
         return *news, joined[:, first]
 
+    def advance_grammars(self, rows: Rows, tokens: np.ndarray) -> list[int]:
+        """Advances grammars by the tokens of their rows; returns the indices of rows whose grammar is complete."""
+        index = np.flatnonzero(self.masked[rows.slot] & self.holds(rows)).tolist()
+        return [i for i in index if rows.seqs[i].advance(tokens[i][tokens[i] >= 0].tolist())]
+
     def propose(self, slot: int, tokens: np.ndarray) -> None:
         """Proposes tokens to follow the known ones of a slot. No step may be in flight for it. The next step checks
         them, and no other step may be planned before that one is committed."""
@@ -332,9 +361,9 @@ class RunningTable:
         del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]
         self._lineup = None
         self.slot_generation[slot] += 1
-        self._free.append(slot)
+        self._free[seq.group].append(slot)
         if seq.penalty_row != NO_PENALTY_ROW:
-            self._free_penalty_rows.append(seq.penalty_row)
+            self._free_penalty_rows[seq.group].append(seq.penalty_row)
             seq.penalty_row = NO_PENALTY_ROW
         self.maybe_shared.discard(seq)
         self.needs_detail.discard(seq)
@@ -345,10 +374,12 @@ class RunningTable:
     def check_integrity(self) -> None:
         """Asserts the invariants of slots, order and numbers."""
         assert self.lineup.seqs == self._ordered
-        rows = [seq.penalty_row for seq in self._ordered if seq.params.has_penalties] + self._free_penalty_rows
+        owned = [seq.penalty_row for seq in self._ordered if seq.params.has_penalties]
+        rows = [*owned, *chain(*self._free_penalty_rows)]
         assert sorted(rows) == list(range(1, len(rows) + 1))
-        slots = self.lineup.slot.tolist() + self._free
+        slots = [*self.lineup.slot.tolist(), *chain(*self._free)]
         assert sorted(slots) == list(range(self.num_slots))
+        assert all(self.group_of(seq.slot) == seq.group for seq in self._ordered)
         assert self.maybe_shared | self.needs_detail <= set(self._ordered)
         assert self._ordered == sorted(self._ordered, key=lambda seq: seq.order)
         for seq in self._ordered:
@@ -359,3 +390,9 @@ class RunningTable:
             assert self.computed[slot] <= self.num_blocks[slot] * self.page_size
             assert self.num_blocks[slot] * self.num_groups == len(seq.pages)
             assert self.num_released[slot].tolist() == seq.num_released(self.num_groups)
+
+
+def _divided(numbers: list[int], parts: int) -> list[list[int]]:
+    """Stacks of equally many consecutive numbers, each with its lowest on top."""
+    each = len(numbers) // parts
+    return [numbers[part * each : (part + 1) * each][::-1] for part in range(parts)]

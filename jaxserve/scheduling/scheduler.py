@@ -31,7 +31,7 @@ from jaxserve.scheduling.copy_on_write import common_prefix, shared_pages, unsha
 from jaxserve.scheduling.micro_batches import MicroBatches
 from jaxserve.scheduling.page_loads import PageLoads
 from jaxserve.scheduling.prefixes import Prefixes
-from jaxserve.scheduling.row_choice import TokenBudget, choose_rows
+from jaxserve.scheduling.row_choice import TokenBudget, choose_rows, prompt_budgets
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, StepPlan
@@ -176,11 +176,8 @@ class Scheduler:
         if tokens_per_call > 1 and (self._next_admissible() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
-        if self.waiting and self.num_preemptions == preemptions:
-            decodes = int(np.count_nonzero(rows.count == 1))
-            budget = self.budget.for_prompts(decodes, len(running) - decodes - self.turns.held_back + len(self.waiting))
-            if len(newcomers := self._admit_newcomers(budget - (int(rows.count.sum()) - decodes))):
-                rows = rows.extend(newcomers)
+        if self.waiting and self.num_preemptions == preemptions and len(newcomers := self._admit_newcomers(rows)):
+            rows = rows.extend(newcomers)
         if not len(rows):
             slot = running.lineup.slot
             if self.waiting and running.lineup.any_beams and (running.known[slot] == running.total[slot]).all():
@@ -215,21 +212,25 @@ class Scheduler:
 
     # Admission
 
-    def _admit_newcomers(self, budget: int) -> Rows:
-        """Places waiting sequences in order, while budget (in tokens), slots and pages last."""
+    def _admit_newcomers(self, rows: Rows) -> Rows:
+        """Places waiting sequences in order, while budget (in tokens, beside `rows`), slots and pages last."""
         seqs: list[Sequence] = []
         counts: list[int] = []
         num_new: list[bool] = []
-        while budget > 0 and (seq := self._next_admissible()):
-            left = self._admit(seq, budget)
+        budgets = prompt_budgets(self.running, rows, self.budget, self.turns, len(self.waiting))
+        while seq := self._next_admissible(budgets):
+            left = self._admit(seq, budget := budgets[seq.group])
             seqs.append(seq)
             counts.append(min(left, budget, int(self.running.ahead(seq.slot))))
             num_new.append(counts[-1] == left and seq.max_tokens > 0)
-            budget -= counts[-1]
+            budgets[seq.group] -= counts[-1]
         return self.running.rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))
 
-    def _next_admissible(self) -> Sequence | None:
-        """The first waiting sequence, if it finds a slot and pages. Sets those aside whose pages are to be loaded."""
+    def _next_admissible(self, budgets: list[int] | None = None) -> Sequence | None:
+        """The first waiting sequence, if it finds a slot, pages and, with `budgets` of the groups of devices, tokens.
+        Sets those aside whose pages are to be loaded."""
+        if budgets is not None and max(budgets) <= 0:
+            return None
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:  # else the last token is not known yet
             room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
             has_place = self.running.num_places_for(seq) > len(self.loads.active)
@@ -243,20 +244,24 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Places the first waiting sequence, which was just found to fit, with pages for up to `budget` of the tokens
         that it has to compute. Returns the number of these tokens."""
+        blocks = self._pages_of(seq.group)
         self.waiting.pop()
         seq.pages, seq.lookup = (seq.lookup.pages if seq.lookup else []), None
-        self.blocks.share(seq.pages)
-        computed = len(seq.pages) // self.blocks.num_groups * self.blocks.page_size
+        blocks.share(seq.pages)
+        computed = len(seq.pages) // blocks.num_groups * blocks.page_size
         if seq.num_cached is None and seq.index == 0:
             seq.num_cached, seq.queue_seconds = computed, time.perf_counter() - seq.arrived
             self.prefix_queries += seq.prompt_len
             self.prefix_hits += computed
         left = len(seq.tokens) - computed
-        seq.pages += self.blocks.allocate(self.blocks.pages_for(computed + min(left, budget)) - len(seq.pages))
+        seq.pages += blocks.allocate(blocks.pages_for(computed + min(left, budget)) - len(seq.pages))
         self.running.place(seq, computed)
         if self.recurrent:
             self._prefixes.begin_state(self.running, seq, computed)
         return left
+
+    def _pages_of(self, group: int) -> BlockManager:  # of devices
+        return self.blocks
 
     # Commit
 
@@ -268,7 +273,7 @@ class Scheduler:
         tokens], -1 where a row sampled none, because it was not to or had reached its end.
         """
         running, lineup = self.running, self.running.lineup
-        complete = self._advance_grammars(rows, tokens) if lineup.any_masked else []
+        complete = running.advance_grammars(rows, tokens) if lineup.any_masked else []
         if not complete and running.say_only_tokens(rows, tokens):  # the usual case
             running.append(rows.slot, tokens, tokens.shape[1])
             return StepOutput(lineup.request_ids, lineup.indices, tokens.tolist(), []), []
@@ -293,11 +298,6 @@ class Scheduler:
             if detail is not None:
                 details.append(detail)
         return output, details
-
-    def _advance_grammars(self, rows: Rows, tokens: np.ndarray) -> list[int]:
-        """Advances grammars by the tokens of their rows; returns the indices of rows whose grammar is complete."""
-        index = np.flatnonzero(self.running.masked[rows.slot] & self.running.holds(rows)).tolist()
-        return [i for i in index if rows.seqs[i].advance(tokens[i][tokens[i] >= 0].tolist())]
 
     def _commit_running(self, seq: Sequence, ids: list[int], row: int, ended: bool) -> DetailedUpdate | None:
         """Takes in a row with more to say than its tokens, whose sequence holds its slot. `ids` are appended."""

@@ -80,6 +80,7 @@ class Sequence:
         self.matcher: Matcher | None = None  # its state in its grammar, if it has one
         self.token_mask: TokenMask | None = None  # mask of the request's own lists; made at the first step
         self.slot = NO_SLOT
+        self.group = 0  # the group of devices whose slots and pages it has, or had last
         self.penalty_row = NO_PENALTY_ROW  # the devices' row of token counts, while it runs and has penalties
         self.pages: list[int] = []
         self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
@@ -178,7 +179,7 @@ class Sequence:
         same = self.max_tokens, self.stop_ids, self.order[1], self.prompt, self.adapter
         child = Sequence(self.request, index, seed, *same)
         child.matcher = self.matcher and self.matcher.fork()
-        child.token_mask = self.token_mask
+        child.token_mask, child.group = self.token_mask, self.group
         child._page_hashes = self._page_hashes[: self.prompt_len // page_size]
         return child
 

@@ -20,11 +20,13 @@ from test_expert_steps import copied_stacks, local
 from test_steps import as_llama_quantize, cache_copies, copied_parameters, dequantized_copies, in_blocks
 
 from jaxserve.config import EngineConfig
+from jaxserve.devices.mesh import num_groups
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
+from jaxserve.execution.group_runner import GroupRunner
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs, size
 from jaxserve.execution.runner import ModelRunner, needs_of
@@ -154,6 +156,17 @@ CASES = {
         4600,
         settings={"decode_context_parallel_size": 8},
     ),
+    "deepseek-v3 groups": Case(
+        "h200x16",
+        "fp8 blocks",
+        DEEPSEEK_V3,
+        TWO | {"first_k_dense_replace": 1},
+        671.0,
+        576 * 2,
+        3072,
+        600,
+        settings={"data_parallel_size": 16, "enable_expert_parallel": True, "max_num_seqs": 128},
+    ),
     "qwen3-30b Q4_K_M": Case("h200x1", "Q4_K_M", QWEN3_30B, TWO, 30.5, 2 * 4 * 128 * 2, 1400, 1000),
     "mixtral": Case("h200x1", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 2800, 280),
     "gemma3-27b": Case("h200x1", "bf16", GEMMA3_27B, {"num_hidden_layers": 6}, 27.0, 2 * 16 * 128 * 2, 1400, 340),
@@ -196,15 +209,17 @@ class Size:
 
     def __init__(self, folder, case: Case):
         self.case, self.devices = case, devices_of(case.target)
+        groups = case.settings.get("data_parallel_size", 1)
         self.settings = EngineConfig(
-            model=str(folder), load_format="dummy", tensor_parallel_size=len(self.devices), max_model_len=case.longest,
-            max_num_batched_tokens=8192 if case.on_gpu else 2048, **case.settings,
+            model=str(folder), load_format="dummy", tensor_parallel_size=len(self.devices) // groups,
+            max_model_len=case.longest, max_num_batched_tokens=(8192 if case.on_gpu else 2048) // groups,
+            **case.settings,
         )  # fmt: skip
         self.folder = folder
         self.plan, self.params = self._read(case.config)
         self.weights = sum(memory.bytes_by_dtype(self.params).values())
         tree = unflatten_dict(self.params, sep="/")
-        self.cost = StepCost.of(tree, self.plan.model, self.devices[0], len(self.devices), self.plan.dtype)
+        self.cost = StepCost.of(tree, self.plan.model, self.devices[0], len(self.devices) // groups, self.plan.dtype)
         chunk = prefill_chunk(self.settings, self.cost)
         sizes = self.settings.max_num_seqs, memory.max_batched_tokens(self.settings), self.layout.page_size
         self.shapes = step_shapes(*sizes, num_groups=self.layout.groups.num_groups, cost=self.cost, chunk=chunk)
@@ -230,7 +245,8 @@ class Size:
         """Of a model with other layers, and a cache of so many pages."""
         plan, params = self._read(config)
         rows = self.settings.max_num_seqs, memory.penalty_rows(self.settings, plan.model)
-        runner = ModelRunner(plan.decoder, unflatten_dict(params, sep="/"), plan.mesh, *rows)
+        kind = ModelRunner if num_groups(plan.mesh) == 1 else GroupRunner
+        runner = kind(plan.decoder, unflatten_dict(params, sep="/"), plan.mesh, *rows)
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-plan.longest // plan.one_page.page_size))
         return runner, params
 

@@ -1,0 +1,58 @@
+"""Data parallelism: which settings and models it is made for, and the scheduler of its groups."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.models.spec import ModelConfig
+from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
+from jaxserve.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+NOT_COMBINED = {  # settings that must have these values beside several groups
+    "pipeline_parallel_size": 1,
+    "num_hosts": 1,
+    "coordinator": None,
+    "enable_lora": False,
+    "kv_offload_gib": 0,
+    "deterministic": False,
+    "bundle_key_file": None,
+}
+SPECULATION = ("ngram", "suffix")  # methods without a model of their own
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that data parallelism is not made for yet."""
+    size = config.data_parallel_size
+    if size == 1:
+        return
+    for name, only in NOT_COMBINED.items():
+        if (value := getattr(config, name)) != only:
+            raise ConfigError(
+                f"data_parallel_size {size} cannot be combined with {name} {value!r}: leave {name} at {only!r}, or "
+                "data_parallel_size at 1"
+            )
+    if (given := config.speculative_config) is not None and given.method not in SPECULATION:
+        raise ConfigError(
+            f"data_parallel_size {size} cannot be combined with speculation by {given.method!r}: choose one of "
+            f"{', '.join(SPECULATION)}, or leave data_parallel_size at 1"
+        )
+
+
+def check_model(config: EngineConfig, model: ModelConfig, *, pools: bool) -> None:
+    """Raises ConfigError for models that data parallelism is not made for yet. pools: the model embeds or scores."""
+    if config.data_parallel_size > 1 and (pools or model.recurrent is not None):
+        kind = "embed or score" if pools else "have recurrent layers"
+        raise ConfigError(f"data_parallel_size must be 1 for models that {kind}, got {config.data_parallel_size}")
+
+
+def group_scheduler(
+    groups: int, num_pages: int, page_size: int, pages: dict[str, Any], sizes: dict[str, Any]
+) -> Scheduler:
+    """The scheduler of several groups, each with `num_pages` pages. pages: options of `BlockManager`. sizes: options of
+    `Scheduler` for each group."""
+    log.info("%d groups of devices; each has %d sequences and %d pages", groups, sizes["max_num_seqs"], num_pages)
+    return GroupScheduler(GroupBlocks(groups, num_pages, page_size, **pages), **sizes)
