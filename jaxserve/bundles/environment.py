@@ -27,8 +27,8 @@ FREE = {
 # Settings that the prepared weights depend on, and with them everything else.
 OF_WEIGHTS = (
     "dtype", "load_format", "quantization", "dequantize", "activation_quantization", "matmul_backend", "task",
-    "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "ignore_config_keys",
-    "speculative_config", "enable_lora",
+    "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel",
+    "ignore_config_keys", "speculative_config", "enable_lora",
 )  # fmt: skip
 # Entries of an environment that weights depend on: a device's kernels choose the order of numbers.
 PLACES = ("platform", "device", "panels")

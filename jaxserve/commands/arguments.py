@@ -105,9 +105,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--pipeline-parallel-size", "-pp", field="pipeline_parallel_size", type=int, metavar="STAGES",
          help="groups of --tensor-parallel-size devices that each have some of the layers")  # fmt: skip
     flag("--data-parallel-size", "-dp", field="data_parallel_size", type=int, metavar="GROUPS",
-         help="groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of attention's "
-         "weights; all devices share the experts. --max-num-seqs, --max-num-batched-tokens and --kv-pages are of each "
-         "group")  # fmt: skip
+         help="groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of "
+              "attention's weights; all devices share the experts. --max-num-seqs, --max-num-batched-tokens and "
+              "--kv-pages are of each group")  # fmt: skip
     flag("--decode-context-parallel-size", "-dcp", field="decode_context_parallel_size", type=int, metavar="DEVICES",
          help="devices that keep different tokens of the same key-value heads, so that the cache holds that many times "
          "as many; for models with fewer such heads than devices")  # fmt: skip

@@ -75,8 +75,7 @@ class Tail:
 
 
 class BlockManager:
-    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page. With `first`, all these numbers are higher by it,
-    but the null page is still called 0.
+    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page. `first` is added to these numbers, but not to 0.
 
     Attributes:
       windows: how far back each group of layers sees.
