@@ -4,8 +4,10 @@ transfers fail."""
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
+from adapter_folders import save_adapter
 from engines import make_engine, request
 from role_engines import SECRET, Proxy, answers, as_it_is, decode_engine, prefill_engine
 from serving import free_port, wait_until
@@ -238,6 +240,33 @@ def test_sizes_of_meshes(model_folders):
     other = make_engine(folder, **{**FEW, "page_size": 16})
     mine = page_identity(other.config, other._parts.plan, other.runner)
     assert "its page is 16 tokens" in str(difference(theirs, mine))
+
+
+@pytest.mark.slow
+def test_adapters(model_folders, tmp_path):
+    """Pages of an adapter are its own; an adapter that the prefill server does not have is computed here."""
+    folder = model_folders("llama3_gqa")
+    paths = [str(save_adapter(tmp_path / f"a{i}", i, rank=2, model=folder)) for i in range(2)]
+    lora = {**FEW, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    both = [("a0", paths[0]), ("a1", paths[1])]
+
+    def made(engine):
+        served = {one.name: one.digest for one in engine.adapters.registry.served}
+        names = ("", "a0", "a1") * 2
+        return [
+            msgspec.structs.replace(one, prompt_token_ids=[7] * 90, adapter=name, adapter_digest=served.get(name, ""))
+            for one, name in zip(requests(), names, strict=True)
+        ]
+
+    alone = make_engine(folder, **lora, lora_modules=both)
+    expected = answers(alone, made(alone))
+    with prefill_engine(folder, **lora, lora_modules=both[:1]) as (_, address):
+        decode = decode_engine(folder, address, **lora, lora_modules=both)
+        assert answers(decode, made(decode)) == expected
+    assert len({tuple(expected[name, 0]) for name in "024"}) == 3
+    stats = decode.stats()
+    assert (stats.fetch_requests, stats.fetch_failed) == (6, 2)
+    assert stats.fetch_pages == 4 * 11
 
 
 @pytest.mark.slow
