@@ -6,104 +6,21 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from jaxserve.config_parts import ADAPTER_NAME as ADAPTER_NAME
+from jaxserve.config_parts import MAX_PROPOSALS as MAX_PROPOSALS
+from jaxserve.config_parts import ConfigError as ConfigError
+from jaxserve.config_parts import LoRAModule as LoRAModule
+from jaxserve.config_parts import SpeculativeConfig as SpeculativeConfig
 from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
 
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the share of GPU memory that JAX reserves
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
-MAX_PROPOSALS = 31  # most tokens that speculative decoding proposes for a sequence in a step
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
+ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
 AUTO_COORDINATOR = "auto"  # as the coordinator: the hosts are those of the environment
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")  # metrics list such names, separated by commas
-
-
-class ConfigError(ValueError):
-    """An invalid setting; the message names what was given, what is allowed and what to change."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """Settings of speculative decoding, with vLLM's names. Raises ConfigError.
-
-    Attributes:
-      method: "ngram" proposes what followed the last tokens where they stood earlier in the prompt or the output,
-        "suffix" also what followed them in recent outputs for the same tenant. "draft_model" samples from a smaller
-        model with the same vocabulary. "eagle3" samples from an EAGLE-3 draft, "mtp" from the model's own head for
-        multi-token prediction.
-      model: folder or hub id of the draft model or EAGLE-3 draft.
-      num_speculative_tokens: most tokens that are proposed for a sequence in a step, 1 to 31. Fewer are proposed where
-        they do not pay.
-      prompt_lookup_min, prompt_lookup_max: how many of the last tokens must have stood earlier. More are preferred.
-    """
-
-    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] = "ngram"
-    model: str | None = None
-    num_speculative_tokens: int = 8
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 16
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
-        """From a JSON object, as in vLLM's flag --speculative-config."""
-        allowed = cls.__dataclass_fields__
-        if unknown := [name for name in given if name not in allowed]:
-            raise ConfigError(f"speculative_config must have only {', '.join(allowed)}, got {', '.join(unknown)}")
-        return cls(**given)
-
-    def __post_init__(self) -> None:
-        methods = typing.get_args(typing.get_type_hints(SpeculativeConfig)["method"])
-        if self.method not in methods:
-            raise ConfigError(f"speculative_config's method must be {' or '.join(methods)}, got {self.method!r}")
-        if (self.method in ("draft_model", "eagle3")) != (self.model is not None):
-            raise ConfigError(f"speculative_config's model names a draft model, got {self.model!r} for {self.method}")
-        if not isinstance(self.model, str | None) or self.model == "":
-            raise ConfigError(f"speculative_config's model must be a folder or a hub id, got {self.model!r}")
-        for name, low, high in (
-            ("num_speculative_tokens", 1, MAX_PROPOSALS),
-            ("prompt_lookup_min", 1, 64),
-            ("prompt_lookup_max", self.prompt_lookup_min, 64),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise ConfigError(f"speculative_config's {name} must be between {low} and {high}, got {value!r}")
-
-
-class LoRAModule(NamedTuple):
-    """An adapter that is loaded at start, with vLLM's names.
-
-    Attributes:
-      name: the name under which requests ask for it.
-      path: folder in PEFT's layout, or GGUF file.
-      base_model_name: the parent that `/v1/models` shows; None: the served model's name.
-      required: whether an adapter that cannot be loaded is an error. If not, it is left out.
-    """
-
-    name: str
-    path: str
-    base_model_name: str | None = None
-    required: bool = True
-
-    @classmethod
-    def of(cls, given: Any) -> LoRAModule:
-        """From `name=path`, or from a JSON object as in vLLM's flag --lora-modules. Raises ConfigError."""
-        if isinstance(given, str):
-            name, _, path = given.partition("=")
-            given = {"name": name, "path": path}
-        if isinstance(given, Mapping):
-            if unknown := [name for name in given if name not in ("name", "path", "base_model_name")]:
-                raise ConfigError(f"an adapter must have only name, path and base_model_name, got {unknown[0]!r}")
-            given = given.get("name"), given.get("path"), given.get("base_model_name")
-        module = cls(*given)
-        if not isinstance(module.name, str) or not ADAPTER_NAME.fullmatch(module.name):
-            what = "letters, digits and . _ : / @ + -, at most 256"
-            raise ConfigError(f"an adapter's name must consist of {what}, got {str(module.name)[:300]!r}")
-        if not isinstance(module.path, str) or not module.path:
-            raise ConfigError(f"the adapter {module.name!r} needs a path, as in {module.name}=PATH")
-        if not isinstance(module.base_model_name, str | None):
-            raise ConfigError(f"base_model_name of {module.name!r} must be a string, got {module.base_model_name!r}")
-        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +118,12 @@ class EngineConfig:
       kv_offload_dir: folder for the same pages in files, which the next engine with the same model and settings finds;
         only this user may enter it. None: there are no files. Needs kv_offload_gib.
       kv_offload_dir_gib: most GiB of these files.
+      role: "prefill": computes prompts for other servers, and sends them the KV pages. "decode": asks such servers for
+        the pages of long prompts. "both": neither. The first two need kv_offload_gib, and a secret as hosts do.
+      prefill_listen: "host:port" at which a server with the role prefill waits for those with the role decode.
+      prefill_servers: where they wait, each "host:port". Only for the role decode.
+      prefill_min_tokens: prompts with fewer tokens that are not cached here are computed here.
+      prefill_timeout: most seconds that a request waits for pages before its prompt is computed here.
       deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one kind of
         processor. Settings and models for which this is not known are refused.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
@@ -262,6 +185,11 @@ class EngineConfig:
     kv_offload_gib: float = 0.0
     kv_offload_dir: str | None = None
     kv_offload_dir_gib: float = 32.0
+    role: Literal["both", "prefill", "decode"] = "both"
+    prefill_listen: str | None = None
+    prefill_servers: tuple[str, ...] = ()
+    prefill_min_tokens: int = 256
+    prefill_timeout: float = 10.0
     deterministic: bool = False
     profile_dir: str | None = None
     seed: int = 0
@@ -317,6 +245,7 @@ class EngineConfig:
             ("max_loras", 1, 256),
             ("max_lora_rank", 1, 512),
             ("max_cpu_loras", self.max_loras, 2**16),
+            ("prefill_min_tokens", 1, 2**24),
         ):
             value = getattr(self, name)
             if value is None and type(self).__dataclass_fields__[name].default is None:
@@ -341,6 +270,7 @@ class EngineConfig:
         self._check_adapters()
         self._check_hosts()
         self._check_offload()
+        self._check_role()
         if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:
@@ -362,7 +292,7 @@ class EngineConfig:
         if (self.num_hosts > 1) != (self.coordinator is not None):
             what = "its coordinator, and a coordinator needs several hosts"
             raise ConfigError(f"num_hosts {self.num_hosts} needs {what}, got coordinator {self.coordinator!r}")
-        if self.coordinator is not None and not re.fullmatch(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}", self.coordinator):
+        if self.coordinator is not None and not ADDRESS.fullmatch(self.coordinator):
             raise ConfigError(f"coordinator must be host:port or auto, got {self.coordinator!r}")
         if self.host_id >= self.num_hosts:
             raise ConfigError(f"host_id must be between 0 and num_hosts - 1 = {self.num_hosts - 1}, got {self.host_id}")
@@ -380,6 +310,24 @@ class EngineConfig:
             raise ConfigError("kv_offload_gib needs the prefix cache, which finds the pages")
         if self.kv_offload_gib and self.num_hosts > 1:
             raise ConfigError("kv_offload_gib is for replicas on one host")
+
+    def _check_role(self) -> None:
+        servers: Any = self.prefill_servers
+        if isinstance(servers, str) or not all(isinstance(one, str) and ADDRESS.fullmatch(one) for one in servers):
+            raise ConfigError(f"prefill_servers must be a list of host:port, got {servers!r}")
+        object.__setattr__(self, "prefill_servers", tuple(dict.fromkeys(servers)))
+        if (self.role == "decode") != bool(servers):
+            raise ConfigError(f"role decode goes with prefill_servers, got {self.role} with {servers!r}")
+        if (self.role == "prefill") != (self.prefill_listen is not None):
+            raise ConfigError(f"role prefill goes with prefill_listen, got {self.role} with {self.prefill_listen!r}")
+        if self.prefill_listen is not None and not ADDRESS.fullmatch(str(self.prefill_listen)):
+            raise ConfigError(f"prefill_listen must be host:port, got {self.prefill_listen!r}")
+        if type(self.prefill_timeout) not in (int, float) or not 0.1 <= self.prefill_timeout <= 3600:
+            raise ConfigError(f"prefill_timeout must be in [0.1, 3600] seconds, got {self.prefill_timeout!r}")
+        if self.role in ("prefill", "decode") and not self.kv_offload_gib:
+            raise ConfigError(f"role {self.role} needs kv_offload_gib: pages pass through host memory")
+        if self.role != "both" and (self.deterministic or self.pipeline_parallel_size > 1):
+            raise ConfigError(f"role {self.role} needs an engine without deterministic and pipeline_parallel_size")
 
     def _check_adapters(self) -> None:
         given: Any = self.lora_modules

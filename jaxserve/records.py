@@ -24,6 +24,7 @@ VERSION = 1
 # Settings that are left out of records: they name the operator's hosts and folders, or do not concern an answer.
 PRIVATE = frozenset(
     {"coordinator", "num_hosts", "host_id", "command_port", "host_secret_file", "host_timeout", "profile_dir",
+     "role", "prefill_listen", "prefill_servers", "prefill_min_tokens", "prefill_timeout",
      "kv_offload_dir", "kv_offload_gib", "kv_offload_dir_gib", "max_waiting", "max_waiting_tokens", "forbid_compile"}
 )  # fmt: skip
 

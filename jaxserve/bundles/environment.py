@@ -21,18 +21,29 @@ FREE = {
     "model", "revision", "tokenizer", "max_waiting", "max_waiting_tokens", "scheduling_policy", "latency_goal_ms",
     "memory_utilization", "kv_pages", "coordinator", "num_hosts", "host_id", "command_port", "host_secret_file",
     "host_timeout", "async_scheduling", "forbid_compile", "profile_dir", "seed", "kv_offload_dir", "kv_offload_dir_gib",
-    "score_prompt", "bundle_key_file",
+    "score_prompt", "bundle_key_file", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
+    "prefill_timeout",
 }  # fmt: skip
 # Settings that the prepared weights depend on, and with them everything else.
 OF_WEIGHTS = (
     "dtype", "load_format", "quantization", "dequantize", "activation_quantization", "matmul_backend", "task",
-    "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "ignore_config_keys",
-    "speculative_config", "enable_lora",
+    "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel",
+    "ignore_config_keys", "speculative_config", "enable_lora",
 )  # fmt: skip
 # Entries of an environment that weights depend on: a device's kernels choose the order of numbers.
 PLACES = ("platform", "device", "panels")
 PLUGINS = {"gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
-CODE = ("config.py", "limits.py", "types.py", "devices", "execution", "models", "scheduling", "pallas_kernels")
+CODE = (
+    "config.py",
+    "config_parts.py",
+    "limits.py",
+    "types.py",
+    "devices",
+    "execution",
+    "models",
+    "scheduling",
+    "pallas_kernels",
+)
 
 
 def describe(device: Any, panels: bool) -> dict[str, Any]:

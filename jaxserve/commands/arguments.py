@@ -105,9 +105,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--pipeline-parallel-size", "-pp", field="pipeline_parallel_size", type=int, metavar="STAGES",
          help="groups of --tensor-parallel-size devices that each have some of the layers")  # fmt: skip
     flag("--data-parallel-size", "-dp", field="data_parallel_size", type=int, metavar="GROUPS",
-         help="groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of attention's "
-         "weights; all devices share the experts. --max-num-seqs, --max-num-batched-tokens and --kv-pages are of each "
-         "group")  # fmt: skip
+         help="groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of "
+              "attention's weights; all devices share the experts. --max-num-seqs, --max-num-batched-tokens and "
+              "--kv-pages are of each group")  # fmt: skip
     flag("--decode-context-parallel-size", "-dcp", field="decode_context_parallel_size", type=int, metavar="DEVICES",
          help="devices that keep different tokens of the same key-value heads, so that the cache holds that many times "
          "as many; for models with fewer such heads than devices")  # fmt: skip
@@ -182,6 +182,18 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "JAXSERVE_HOST_SECRET")  # fmt: skip
     flag("--host-timeout", field="host_timeout", group=hosts, type=float, metavar="SECONDS",
          help="a host that is silent or behind for so long ends the replica")  # fmt: skip
+    roles = command.add_argument_group("prefill and decode apart", "Servers of one model that share the work.")
+    flag("--role", field="role", group=roles,
+         help="prefill: compute prompts for servers with the role decode, and send them the KV pages; decode: ask such "
+         "servers for the pages of long prompts; both: neither")  # fmt: skip
+    flag("--prefill-listen", field="prefill_listen", group=roles, metavar="HOST:PORT",
+         help="where a server with the role prefill waits for servers with the role decode")  # fmt: skip
+    flag("--prefill-servers", field="prefill_servers", group=roles, metavar="HOST:PORT,...", type=_names,
+         help="where the servers with the role prefill wait, separated by commas")  # fmt: skip
+    flag("--prefill-min-tokens", field="prefill_min_tokens", group=roles, type=int, metavar="TOKENS",
+         help="prompts with fewer tokens that are not cached here are computed here")  # fmt: skip
+    flag("--prefill-timeout", field="prefill_timeout", group=roles, type=float, metavar="SECONDS",
+         help="most time that a request waits for pages before its prompt is computed here")  # fmt: skip
     group.add_argument("--enable-expert-parallel", "-ep", action="store_true",
                        help="each device has some of a mixture's experts whole, instead of a part of each; all devices "
                        "share attention and dense MLPs as before")  # fmt: skip

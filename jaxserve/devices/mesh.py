@@ -62,8 +62,8 @@ def make_mesh(
             f"{groups}tensor_parallel_size {tensor_parallel_size} needs {needed} devices, "
             f"but JAX sees {len(devices)} {platform} device(s){hint if platform == 'cpu' else ''}"
         )
-    groups, sharing = data_parallel_size, tensor_parallel_size // context_parallel_size
-    shape = (1, groups, 1, sharing, 1) if expert_parallel else (groups, 1, 1, 1, sharing)
+    count, sharing = data_parallel_size, tensor_parallel_size // context_parallel_size
+    shape = (1, count, 1, sharing, 1) if expert_parallel else (count, 1, 1, 1, sharing)
     return Mesh(np.asarray(devices[:needed]).reshape(*shape, context_parallel_size), AXES)
 
 
@@ -109,7 +109,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def by_group(mesh: Mesh, rest: PartitionSpec = PartitionSpec()) -> NamedSharding:
+def by_group(mesh: Mesh, rest: PartitionSpec) -> NamedSharding:
     """The sharding of an array whose first axis has the arrays of all groups, one after the other. Its other axes are
     split like those of `rest`. With a single group it is `rest` itself."""
     return NamedSharding(mesh, rest if num_groups(mesh) == 1 else PartitionSpec(GROUPS, *rest[1:]))
@@ -145,9 +145,7 @@ def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any
     if num_groups(mesh) == 1:
         where: Any = {"mesh": mesh}
     else:
-        where = {
-            "axis_names": set(AXES).difference(GROUPS)
-        }  # in the mesh of the program, where groups are split already
+        where = {"axis_names": set(AXES).difference(GROUPS)}  # in the program's mesh, where groups are split already
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
 
 

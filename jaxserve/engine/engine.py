@@ -80,8 +80,7 @@ class Engine:
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
-        self._arrivals, self._seeds = 0, Seeds(config)
-        self.adapters = Adapters.of(config, runner)
+        self._arrivals, self._seeds, self.adapters = 0, Seeds(config), Adapters.of(config, runner)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -140,7 +139,7 @@ class Engine:
         if self.speculator is not None:
             self.speculator.measure(self.runner, self.shapes)
         if self.copies is not None:
-            self.copies.measure(self.shapes)
+            self.copies.begin(self, self._parts)
         if self.hosts is not None:
             self.hosts.wait_idle()
         self.runner.frozen = self.config.forbid_compile
@@ -212,7 +211,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.in_flight) or len(self.constraints) > 0
+        copying = self.copies is not None and self.copies.has_work
+        return self.scheduler.has_work or bool(self.in_flight) or len(self.constraints) > 0 or copying
 
     @property
     def _is_busy(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.pipeline import LoadedPipeline, check_settings
 from jaxserve.engine.prepared import Prepared
+from jaxserve.engine.role import begin_role
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
@@ -50,6 +52,7 @@ class EngineParts:
       cost: estimates the time of a step; None on CPU.
       draft: the draft model of speculative decoding.
       hosts: the other hosts of the replica; None: there are none.
+      listener: where a prefill server waits for decode servers; see `role.begin_role`.
     """
 
     plan: ModelPlan
@@ -59,6 +62,7 @@ class EngineParts:
     sizing: Sizing
     draft: Sized | None = None
     hosts: FirstHost | None = None
+    listener: socket.socket | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def load_parts(
     data_parallel.check_settings(config)
     if config.pipeline_parallel_size > 1:
         return _load_pipeline(config, devices, progress=progress, static_steps=static_steps)
-    hosts = None
+    hosts, listener = None, begin_role(config)
     if config.num_hosts > 1:
         hosts = FirstHost(config)
         hosts.gather()
@@ -150,7 +154,7 @@ def load_parts(
         if given != _with_pages(config, prepared):  # chosen for programs that are not used
             sizing = Sizing(config, models, budget, shapes, plan.longest)
             sizing.begin()
-    return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts)
+    return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts, listener)
 
 
 def _load_pipeline(

@@ -27,6 +27,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.loading import EngineParts
 from jaxserve.engine.page_files import PageFiles
 from jaxserve.engine.page_fingerprint import page_fingerprint
+from jaxserve.engine.role import HasRole, Role
 from jaxserve.execution.memory import OFFLOAD_BYTES, available_host_bytes
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
@@ -86,7 +87,7 @@ class PageCopies:
         self.tiers, self.files, self._runner = tiers, files, runner
         self._sizes, self._page_bytes = runner.layout.copy_sizes, runner.layout.page_bytes
         # For each of a page's arrays, that of all places. The system provides memory when a place is first written.
-        self._memory = [
+        self.memory = [
             np.empty((tiers.num_places, *x.shape[1:]), x.dtype) for x in runner.layout.contents(runner.mesh, 1)
         ]
         names = "kv-saver", "kv-loader", "kv-writer"
@@ -99,6 +100,7 @@ class PageCopies:
         self.patience = PATIENCE
         self._idle: tuple[int, list[int]] = (-1, [])  # the cache's generation, and its pages that were not looked at
         self.saved = self.loaded = self.failed = 0  # pages
+        self.role: Role | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, parts: EngineParts) -> PageCopies | None:
@@ -126,6 +128,8 @@ class PageCopies:
         BUSY_SECONDS and a call while sequences run (`busy`). Unless `may_load`, no more sequences are set aside."""
         self.tiers.may_load = may_load
         self._take_saves()
+        if self.role is not None:
+            self.role.pages.before_step(scheduler, busy=busy)
         end = time.perf_counter() + BUSY_SECONDS
         while self._begin_reads(scheduler.loads):
             future = self._reads[0].future
@@ -135,6 +139,11 @@ class PageCopies:
             self._finish(self._reads.popleft(), scheduler)
             if busy and time.perf_counter() > end:
                 return
+
+    @property
+    def has_work(self) -> bool:
+        """Whether pages are on their way from or to other servers."""
+        return self.role is not None and self.role.pages.active
 
     @property
     def loading(self) -> bool:
@@ -163,13 +172,13 @@ class PageCopies:
         size, failed = next(size for size in self._sizes if size >= len(read.part)), set()
         # New arrays each time, since JAX may read them long after the call that takes them. What is not filled is 0,
         # since attention may multiply what is behind the end of a sequence by 0.
-        contents = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self._memory]
+        contents = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self.memory]
         if read.load.stopped:
             return contents, {page for page, _, _ in read.part}
         for i, (page, key, place) in enumerate(read.part):
             found = None
             if place is not None:
-                found = [x[place] for x in self._memory]
+                found = [x[place] for x in self.memory]
             elif self.files is not None:
                 found = self.files.read(key)
             if found is None:
@@ -218,7 +227,7 @@ class PageCopies:
         """Waits for the contents of pages, and puts them into their places."""
         pages = [np.asarray(array) for array in arrays]
         for i, place in enumerate(places):
-            for memory, contents in zip(self._memory, pages, strict=True):
+            for memory, contents in zip(self.memory, pages, strict=True):
                 memory[place] = contents[i]
         if self.files is not None and (self._writing + len(keys)) * self._page_bytes <= WRITTEN_BYTES:
             with self._lock:
@@ -297,9 +306,15 @@ class PageCopies:
                 "offload_disk_read_bytes": files.read_pages * each,
                 "offload_disk_damaged": files.damaged,
             }
-        return stats
+        return stats if self.role is None else stats | self.role.pages.stats()
 
     # Measured at start
+
+    def begin(self, engine: HasRole, parts: EngineParts) -> None:
+        """Measures, and connects with servers of the other role, if the engine has one."""
+        self.measure(engine.shapes)
+        if engine.config.role != "both":
+            self.role = Role(engine, parts.plan, self.memory, parts.listener)
 
     def measure(self, shapes: Sequence[StepShape]) -> None:
         """Measures what decides whether loading pays. All pages must be free."""
@@ -319,9 +334,9 @@ class PageCopies:
         places, best = range(size), np.inf
         for _ in range(4):
             start = time.perf_counter()
-            contents = [np.empty((size, *x.shape[1:]), x.dtype) for x in self._memory]
+            contents = [np.empty((size, *x.shape[1:]), x.dtype) for x in self.memory]
             for i in places:
-                for array, memory in zip(contents, self._memory, strict=True):
+                for array, memory in zip(contents, self.memory, strict=True):
                     array[i] = memory[i % len(memory)]
             self._runner.write_pages([], contents)
             jax.block_until_ready(self._runner.cache)

@@ -10,12 +10,13 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.runner import ModelRunner
 
 # Settings that change which pages there are, and when, but not their contents. Every other setting counts.
-_UNRELATED = {
+UNRELATED = {
     "model", "tokenizer", "revision", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_penalty_seqs",
     "max_waiting", "max_waiting_tokens", "scheduling_policy", "kv_pages", "memory_utilization", "enable_lora",
     "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules", "async_scheduling", "decode_steps",
     "latency_goal_ms", "forbid_compile", "prefix_caching", "state_snapshots", "profile_dir", "kv_offload_gib",
-    "kv_offload_dir", "kv_offload_dir_gib",
+    "kv_offload_dir", "kv_offload_dir_gib", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
+    "prefill_timeout",
 }  # fmt: skip
 _FILES = ("*.json", "*.safetensors", "*.gguf", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file, which is far faster than reading whole files
@@ -30,7 +31,7 @@ def page_fingerprint(config: EngineConfig, folder: Path, runner: ModelRunner) ->
     from jaxserve import __version__  # which imports the engine
 
     digest = hashlib.blake2b(digest_size=16)
-    settings = {name: value for name, value in asdict(config).items() if name not in _UNRELATED}
+    settings = {name: value for name, value in asdict(config).items() if name not in UNRELATED}
     contents = [(x.shape, str(x.dtype)) for x in runner.layout.contents(runner.mesh, 1)]
     platform = runner.mesh.devices.flat[0].device_kind
     for text in (__version__, settings, contents, runner.layout.groups, runner.layout.kind, platform):

@@ -1,8 +1,8 @@
 """Data parallelism: one runner for several groups of devices, each with its own slots, pages and copy of attention.
 
 A program runs on all groups at the same time, in lockstep. Every argument and result has the groups' arrays one after
-the other along its first axis, so that a group's part is what a `ModelRunner` of one group has. Only mixtures of experts
-exchange tokens between groups (`devices.sharded_ops.experts_sharded`).
+the other along its first axis, so that a group's part is what a `ModelRunner` of one group has. Only mixtures of
+experts exchange tokens between groups (`devices.sharded_ops.experts_sharded`).
 
 The host's numbers go through all groups: with n slots in each, group g has the slots from g * n on, and n times the
 number of groups is the slot of nobody. Pages and rows of penalties are numbered in the same way. The methods here take

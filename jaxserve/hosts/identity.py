@@ -39,22 +39,23 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     if draft is not None:
         settings["speculative_config"].pop("model")
     found |= {name: repr(value) for name, value in settings.items() if name not in OWN}
-    found |= _files(config.model, config.revision, "checkpoint", weights=config.load_format != "dummy")
+    found |= checkpoint_files(config.model, config.revision, "checkpoint", weights=config.load_format != "dummy")
     if draft is not None and draft.model is not None:
-        found |= _files(draft.model, None, "draft's checkpoint", weights=True)
+        found |= checkpoint_files(draft.model, None, "draft's checkpoint", weights=True)
     return found
 
 
-def difference(first: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first difference in words; None if there is none."""
+def difference(first: Mapping[str, str], other: Mapping[str, str], who: str = "the first host") -> str | None:
+    """The first difference in words, `who` has the `first` one; None if there is none."""
     for name in dict.fromkeys([*first, *other]):
         mine, theirs = (given.get(name, "none") for given in (first, other))
         if mine != theirs:
-            return f"its {name} is {theirs}, and that of the first host is {mine}"
+            return f"its {name} is {theirs}, and that of {who} is {mine}"
     return None
 
 
-def _files(model: str, revision: str | None, what: str, *, weights: bool) -> dict[str, str]:
+def checkpoint_files(model: str, revision: str | None, what: str, *, weights: bool) -> dict[str, str]:
+    """The files of a checkpoint, called `what`: for each its size and a digest, see above. Raises CheckpointError."""
     folder = resolve_model(model, weights=weights, revision=revision)
     paths = [folder] if folder.is_file() else [path for path in sorted(folder.iterdir()) if path.is_file()]
     wanted = [path for path in paths if path.name in CONFIGS or (weights and path.suffix in WEIGHTS)]

@@ -75,8 +75,7 @@ class Tail:
 
 
 class BlockManager:
-    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page. With `first`, all these numbers are higher by it,
-    but the null page is still called 0.
+    """Allocates the pages 1 .. num_pages - 1; page 0 is the null page. `first` is added to these numbers, but not to 0.
 
     Attributes:
       windows: how far back each group of layers sees.
@@ -191,6 +190,12 @@ class BlockManager:
         assert isinstance(key, bytes)
         return page_key(key, self._pages_of[key].index(page))
 
+    def page_of(self, parent: bytes, block_hash: bytes, group: int) -> int | None:
+        """The cached page of a group for the block with this hash, which follows `parent`."""
+        if block_hash not in self._pages_of and parent in self._tails:
+            self._hash_tails(parent)
+        return self._pages_of.get(block_hash, [NULL_PAGE] * self.num_groups)[group] or None
+
     def _forget(self, page: int, key: bytes) -> None:
         """Removes a page from the prefix cache's block with the hash `key`."""
         block = self._pages_of[key]
@@ -281,16 +286,16 @@ class BlockManager:
                     last_missing[group] = count - 1
             if self.states is not None and key not in self.states:
                 continue
-            if all(first > last for first, last in zip(self._first_blocks(count), last_missing, strict=True)):
+            if all(first > last for first, last in zip(self.first_blocks(count), last_missing, strict=True)):
                 best = count
-        firsts = self._first_blocks(best)
+        firsts = self.first_blocks(best)
         return [
             page if index >= first else NULL_PAGE
             for index, block in enumerate(blocks[:best])
             for page, first in zip(block, firsts, strict=True)
         ]
 
-    def _first_blocks(self, count: int) -> list[int]:
+    def first_blocks(self, count: int) -> list[int]:
         """For each group, the first block that the token after `count` full blocks still sees."""
         return [int(first_needed(count * self.page_size, window, self.page_size)) for window in self.windows]
 
@@ -376,17 +381,14 @@ class BlockManager:
         in_use = {page for page, owners in enumerate(self._refs) if owners}
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not free & evictable
-        assert not free & in_use
+        assert not free & (evictable | in_use)
         assert not evictable & in_use
         assert free | evictable | in_use == set(self._own), "a page is lost, or the null page is owned"
         assert {page: self._refs[page] for page in in_use} == dict(owned), "reference counts differ from the owners"
         assert evictable <= set(self._hash_of), "an evictable page has no hash"
         assert not free & set(self._hash_of), "a free page is still in the prefix cache"
-        if self.states is not None:
-            self.states.check_integrity()
-        if self.tiers is not None:
-            self.tiers.check_integrity()
+        for check in [part.check_integrity for part in (self.states, self.tiers) if part is not None]:
+            check()
         hashed = {page: key for page, key in self._hash_of.items() if not isinstance(key, Tail)}
         cached = [(page, key) for key, block in self._pages_of.items() for page in block if page != NULL_PAGE]
         assert len(cached) == len(hashed), "a page is cached twice"

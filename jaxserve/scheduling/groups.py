@@ -155,7 +155,7 @@ class GroupScheduler(Scheduler):
         least = min(map(self.running.num_running, range(len(self.blocks.parts))))
         for group, part in enumerate(self.blocks.parts):
             seq.group, seq.lookup, running = group, None, self.running.num_running(group)
-            if budgets is not None and budgets[group] <= 0 or not self.running.num_places_for(seq):
+            if (budgets is not None and budgets[group] <= 0) or not self.running.num_places_for(seq):
                 continue
             room = part.num_available - (part.capacity // 100 if running else 0)
             if not self._own_prefixes[group].fits(seq, room, self.budget.most):

@@ -106,6 +106,10 @@ class PageTiers:
         self.dropped += len(leaving) - len(taken)
         return taken
 
+    def expect(self, key: bytes) -> int | None:
+        """A place for a content that is about to come from elsewhere; None if no place can be used."""
+        return self._reserve(key)
+
     def _reserve(self, key: bytes) -> int | None:
         """A place for a content that is about to come."""
         if self._free:

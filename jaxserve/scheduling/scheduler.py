@@ -35,7 +35,7 @@ from jaxserve.scheduling.row_choice import TokenBudget, choose_rows, prompt_budg
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, StepPlan
-from jaxserve.scheduling.waiting import Waiting
+from jaxserve.scheduling.waiting import Fetches, Waiting
 from jaxserve.types import SequenceUpdate, StepOutput
 
 
@@ -65,9 +65,9 @@ class Scheduler:
         self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages)
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
+        self.fetches: Fetches | None = None
         self._by_request: dict[str, list[Sequence]] = {}
-        self.num_streaming = 0  # requests whose client reads the tokens as they come
-        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
 
     # Coming and going
 
@@ -106,8 +106,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self._by_request[seq.request_id] = [seq]
-        self.num_streaming += seq.request.streams
-        self._wait(seq)
+        self.num_streaming += seq.request.streams  # a client reads the tokens as they come
+        self._wait(seq, held=self.fetches is not None and self.fetches.begin(seq))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drops one completion of a request, or all of them. Ignores one that is unknown or finished."""
@@ -121,9 +121,9 @@ class Scheduler:
             elif index in seq.unforked:
                 seq.unforked.remove(index)
 
-    def _wait(self, seq: Sequence, *, resumed: bool = False) -> None:
+    def _wait(self, seq: Sequence, *, resumed: bool = False, held: bool = False) -> None:
         seq.status = Status.WAITING
-        self.waiting.push(seq, resumed=resumed)
+        self.waiting.push(seq, resumed=resumed, held=held)
 
     def _displace(self, seq: Sequence) -> None:
         """Takes pages and slot from a running sequence. The prefix cache may keep its pages, output included."""

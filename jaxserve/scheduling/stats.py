@@ -83,6 +83,18 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_disk_written_bytes: int = 0
     offload_disk_read_bytes: int = 0
     offload_disk_damaged: int = 0  # files that were not what was written
+    # Of prefill and decode apart:
+    fetch_requests: int = 0  # prompts whose pages were asked of prefill servers
+    fetch_failed: int = 0  # of these, prompts of which pages have not come
+    fetch_fallbacks: int = 0  # prompts that were to be asked for, and were computed here, wholly or in part
+    fetch_pages: int = 0  # pages received
+    fetch_bytes: int = 0
+    fetch_seconds: float = 0.0  # of transfers, the computation of their prompts included
+    prefill_servers_up: int = 0
+    export_requests: int = 0  # prompts whose pages decode servers asked for
+    export_pages: int = 0  # pages sent
+    export_bytes: int = 0
+    export_lost: int = 0  # pages that were evicted before they could be sent
     executables: int = 0  # compiled step functions
     compilations: int = 0  # all programs that this process compiled
     compile_cache_hits: int = 0  # programs read from the persistent cache instead
@@ -126,6 +138,7 @@ _GAUGES = {"num_running", "num_waiting", "pages_total", "pages_used", "executabl
     "offload_host_bytes",
     "offload_host_capacity",
     "offload_disk_bytes",
+    "prefill_servers_up",
 }
 _NO_NUMBERS = {"step_tokens", "step_seconds", "spec_accepted_at", "adapters_running", "adapters_waiting"}
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES | _NO_NUMBERS)

@@ -6,7 +6,8 @@ newcomers of other tenants (API keys). Newcomers of different tenants share by d
 debt. Within one tenant, sequences are served by arrival.
 
 Sequences whose adapter has no place on the devices are parked meanwhile (`adapter_pool.py`), and those whose pages are
-being loaded are set aside (`page_loads.py`). They count as waiting, and are served once they are released.
+being loaded are set aside (`page_loads.py`). Those whose prompt another server computes are held. They count as
+waiting, and are served once they are released.
 
 A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
 ends. A tenant that has the queue to itself keeps no debt.
@@ -18,6 +19,7 @@ import bisect
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
@@ -28,6 +30,13 @@ EXPECTED_OUTPUT = 256  # tokens charged for an output until its length is known
 Order = tuple[int, int, int]
 
 
+class Fetches(Protocol):
+    """Prompts that other servers compute, see `jaxserve.engine.page_fetches`."""
+
+    def begin(self, seq: Sequence) -> bool:
+        """Whether another server is asked for a newcomer's pages, which is held until then."""
+
+
 class Waiting:
     """The waiting sequences of one scheduler, each with its own `order`."""
 
@@ -36,6 +45,7 @@ class Waiting:
         self._levels: dict[int, _Level] = {}  # priority -> level; no level is empty
         self._priorities: list[int] = []  # the levels' priorities, ascending
         self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
+        self._held: dict[Sequence, None] = {}
         self._count = 0
         self.num_tokens = 0  # tokens of the waiting prompts
         self.num_completions = 0  # completions of the waiting requests, with siblings that fork later
@@ -52,18 +62,29 @@ class Waiting:
         if self.adapters is not None:
             yield from self.adapters.parked
         yield from self._aside
+        yield from self._held
         for level in self._levels.values():
             for queue in level.queues():
                 yield from queue
 
-    def push(self, seq: Sequence, *, resumed: bool = False) -> None:
-        """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind newcomers."""
+    def push(self, seq: Sequence, *, resumed: bool = False, held: bool = False) -> None:
+        """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind newcomers. If
+        it is `held`, because another server computes its prompt, it is not served until `let_in`."""
         self._count += 1
         self.num_tokens += seq.prompt_len
         self.num_completions += _completions(seq)
         seq.was_set_aside = False
-        if self.adapters is None or self.adapters.admit(seq, resumed=resumed):
+        if held:
+            self._held[seq] = None
+        elif self.adapters is None or self.adapters.admit(seq, resumed=resumed):
             self._enqueue(seq, resumed)
+
+    def let_in(self, seq: Sequence) -> None:
+        """Queues a sequence that is held. Has no effect on any other."""
+        if seq in self._held:
+            del self._held[seq]
+            if self.adapters is None or self.adapters.admit(seq):
+                self._enqueue(seq, resumed=False)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
         """Queues sequences that were parked or set aside and may begin now."""
@@ -99,6 +120,8 @@ class Waiting:
         """Removes a waiting sequence. Raises KeyError for any other."""
         if seq in self._aside:
             del self._aside[seq]
+        elif seq in self._held:
+            del self._held[seq]
         elif self.adapters is None or not self.adapters.unpark(seq):
             self._dequeue(seq)
         self._count -= 1

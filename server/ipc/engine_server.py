@@ -68,7 +68,7 @@ class EngineServer:
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | AdapterRead | None]]
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | AdapterRead | None] | None]
         self._inbox = queue.SimpleQueue()
         self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
@@ -101,6 +101,10 @@ class EngineServer:
                 self._stats_due = self._stats_due or time.monotonic()
             if self._stats_due is not None and time.monotonic() >= self._stats_due:
                 self._send_stats(engine)
+
+    def wake(self) -> None:
+        """Has the loop look whether the engine has work, and send statistics. Any thread may call it."""
+        self._inbox.put(None)
 
     def fail(self, message: str, patience: float = 5.0) -> bool:
         """Tells every front that the engine is dead. Waits up to `patience` seconds for a front; False if none came."""
@@ -185,9 +189,12 @@ class EngineServer:
         try:
             while True:
                 self._turn_began = None if block else time.monotonic()
-                front, message = self._inbox.get(block=block, timeout=timeout)
+                item = self._inbox.get(block=block, timeout=timeout)
                 self._turn_began = time.monotonic()
-                self._handle(engine, front, message)
+                if item is None:
+                    self._stats_due = self._stats_due or time.monotonic()
+                else:
+                    self._handle(engine, *item)
                 block = False
         except queue.Empty:
             return

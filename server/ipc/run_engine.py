@@ -67,6 +67,9 @@ def run_engine(
     hosts = getattr(engine, "hosts", None)
     if hosts is not None:
         hosts.on_end = server.end_process
+    copies = getattr(engine, "copies", None)
+    if copies is not None and copies.role is not None:
+        copies.role.notify = server.wake
     try:
         server.run(engine, ready)
     except Exception as error:

@@ -1,17 +1,9 @@
 """Groups of devices with sequences of their own, which share only the experts: the tokens of one device."""
 
-import re
-
-import jax
 import numpy as np
 import pytest
-from engines import drain, generate, make_engine, request, run_all
+from engines import make_engine, request, run_all
 from flax.traverse_util import flatten_dict
-
-from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.engine.engine import Engine
-from jaxserve.engine.model_plan import ModelPlan
-from jaxserve.types import Grammar, InvalidRequestError
 
 EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "llama3_gqa"
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
@@ -92,8 +84,8 @@ def test_the_same_tokens(case, sizes, model_folders):
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_pages": 12, "max_model_len": 128, "prefill_chunk": 16},
-        pytest.param({"static_steps": True, "kv_pages": 12, "max_model_len": 128}, marks=slow),
+        {"kv_pages": 9, "max_model_len": 128, "prefill_chunk": 16},
+        pytest.param({"static_steps": True, "kv_pages": 9, "max_model_len": 128}, marks=slow),
         pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=slow),
         pytest.param({"async_scheduling": False, "decode_steps": 1}, marks=slow),
         pytest.param({"prefix_caching": False, "tokens": 16}, marks=slow),

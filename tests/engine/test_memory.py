@@ -129,7 +129,7 @@ def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
 
 def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr("jaxserve.engine.sizing.Sizing._guess", lambda self: Needs(gpu.temporaries, 2 * MIB, 44 * MIB))
+    monkeypatch.setattr("jaxserve.engine.sizing.Sizing.guess", lambda self: Needs(gpu.temporaries, 2 * MIB, 44 * MIB))
     engine = start(gpu)
     engine.compile()
     assert sorted(gpu.compiled) == sorted(set(gpu.compiled))
@@ -140,7 +140,7 @@ def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
 def test_a_bad_guess_is_corrected(start, monkeypatch, guess):
     """And what does not depend on the number of pages is compiled once."""
     gpu = Gpu()
-    monkeypatch.setattr("jaxserve.engine.sizing.Sizing._guess", lambda self: Needs(guess))
+    monkeypatch.setattr("jaxserve.engine.sizing.Sizing.guess", lambda self: Needs(guess))
     engine = start(gpu)
     engine.compile()
     assert 0.95 < used(engine, gpu) <= 1

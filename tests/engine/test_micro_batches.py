@@ -46,7 +46,7 @@ class Stages:
 
 def simulate(stages: int, sequences: int, prompt: int = 40, output: int = 150, *, arrive: int = 10**6) -> Stages:
     """Runs requests to their end; `arrive` of them come at a time. Checks the invariants of each plan."""
-    blocks = BlockManager(40 * sequences + 1, 16)
+    blocks = BlockManager(-(-(prompt + output + 1) // 16) * sequences + 1, 16)
     options = {"max_model_len": prompt + output + 1, "prefill_chunk": 256, "prefill_bursts": False}
     budget = max(1024, sequences)
     scheduler = Scheduler(blocks, max_num_seqs=sequences, max_num_batched_tokens=budget, stages=stages, **options)

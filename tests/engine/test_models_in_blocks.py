@@ -120,7 +120,7 @@ def likelihoods_of_floats(path) -> np.ndarray:
 @pytest.mark.parametrize("kind", [kind_of, *MIXED], ids=lambda kind: kind.__name__)
 def test_the_plan_tells_what_loading_makes(kind, tmp_path, monkeypatch):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind)
-    for module in ("jaxserve.commands.model_report", "jaxserve.models.load"):
+    for module in ("jaxserve.models.abstract_weights", "jaxserve.models.load"):
         monkeypatch.setattr(f"{module}.keeps_blocks", lambda mesh: True)
     mesh, config = make_mesh(2), EngineConfig(model=str(path), tensor_parallel_size=2)
     decoder: Decoder = make_decoder(read_model(path), mesh, "float32")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import jax
 import numpy as np
@@ -64,10 +65,10 @@ def deep_folders(tmp_path_factory):
         name = case if layers == tiny_models.CASES[case].config["num_hidden_layers"] else f"{case}_of_{layers}"
         if name not in built:
             own = tiny_models.CASES[case]
-            tiny_models.CASES[name] = replace(own, config=own.config | {"num_hidden_layers": layers})
-            built[name] = tiny_models.build(name, tmp_path_factory.mktemp(name))
+            deep = replace(own, config=own.config | {"num_hidden_layers": layers})
+            with mock.patch.dict(tiny_models.CASES, {name: deep}):
+                built[name] = tiny_models.build(name, tmp_path_factory.mktemp(name))
             tiny_models.build_tokenizer(built[name], own.config["vocab_size"])
-            del tiny_models.CASES[name]
         return built[name]
 
     return folder

@@ -1,0 +1,78 @@
+"""What servers with the roles decode and prefill tell each other, in frames of msgpack (see `jaxserve.hosts.channel`).
+
+The decode server connects, and says `Hello`. Then it sends `Ask` or `Ping`, one at a time. An `Ask` is answered by any
+number of `Pages` and a `Done`. A decode server that gives up closes the connection.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """`identity`: what the contents of pages depend on beside tokens, see `jaxserve.engine.page_fingerprint`."""
+
+    identity: dict[str, str]
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """The other server's pages are like those here."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    reason: str
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for pages of a prompt.
+
+    Attributes:
+      tokens: int32, the prompt's full blocks and one token more.
+      wanted: int32, the pages in their order, each as block * groups of layers + group.
+      page_hashes: of the full blocks, as in `jaxserve.types.Request`, where the other fields are explained, too.
+    """
+
+    tokens: bytes
+    wanted: bytes
+    page_hashes: bytes
+    cache_salt: str | None = None
+    tenant: str = ""
+    priority: int = 0
+    adapter: str = ""
+    adapter_digest: str = ""
+
+
+class Pages(msgspec.Struct, tag=True, frozen=True):
+    """Contents of pages. `places`: their indices in `Ask.wanted`. `keys`: the key of each (see `page_tiers`), one after
+    the other. `data`: the arrays of the first page, one after the other, then those of the second, and so on."""
+
+    places: list[int]
+    keys: bytes
+    data: memoryview
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """No more pages follow. `reason`: why some are missing; None: all were sent."""
+
+    reason: str | None = None
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Asks whether the server is alive."""
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """`load`: requests that run or wait there."""
+
+    load: int
+
+
+Message = Hello | Welcome | Refused | Ask | Pages | Done | Ping | Pong
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def decode(body: bytes) -> Message:
+    """Raises msgspec.DecodeError for what is no message."""
+    return _decode(body)
