@@ -46,6 +46,8 @@ class Ahead:
 def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     """Compiles everything that serving needs for a target such as h200x1, by the target's data sheet, and prepares the
     weights. Raises ConfigError for a target whose weights can be prepared only on its devices."""
+    if config.data_parallel_size > 1:
+        raise ConfigError("bundles are not made for several groups of devices; leave out --data-parallel-size")
     devices = target_devices(target)
     if devices[0].platform == "tpu":
         raise ConfigError("bundles for TPUs cannot be made elsewhere: the order of their weights is made by the device")

@@ -308,7 +308,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from jaxserve.devices.targets import target_devices
 
     devices = target_devices(args.target) if args.target else None
-    if devices and args.tensor_parallel_size == 1:
+    if devices and args.tensor_parallel_size == args.data_parallel_size == 1:
         args.tensor_parallel_size = len(devices)
     print("\n".join(describe_model(engine_config(args), devices)))
     return 0

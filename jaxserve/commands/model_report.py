@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.devices.mesh import num_devices
+from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
@@ -51,7 +51,8 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
     tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), plan.longest)
     requests = max(pages - 1, 0) // most  # page 0 is the null page, which holds no tokens
-    yield f"tokens that fit the KV cache: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
+    each = "" if (groups := num_groups(mesh)) == 1 else f" of each of {groups} groups"
+    yield f"tokens that fit the KV cache{each}: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
 
 
