@@ -5,6 +5,10 @@ import pytest
 from engines import make_engine, request, run_all
 from flax.traverse_util import flatten_dict
 
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.engine.engine import Engine
+
 EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "llama3_gqa"
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
 slow = pytest.mark.slow
@@ -26,6 +30,8 @@ def requests():
     yield request("nothing", shared, max_tokens=0, prompt_logprobs=0)
     for i in range(5):
         yield request(f"again {i}", shared + [100 + i], max_tokens=5 + i)
+    for i in range(10):  # they begin with few pages, and need more than a small cache has
+        yield request(f"grows {i}", [20 + i, 21, 22], max_tokens=70, ignore_eos=True)
 
 
 def completions(engine):
@@ -94,11 +100,33 @@ def test_the_same_tokens(case, sizes, model_folders):
     ids=["preempted chunks", "static", "speculation", "synchronous", "no prefixes", "quantized"],
 )
 def test_with_other_features(options, model_folders):
-    folder = model_folders(EXPERTS)
+    folder = model_folders(DENSE if "kv_pages" in options else EXPERTS)  # layers that see all tokens keep all pages
     if "quantization" in options:
         alone, _ = completions(make_engine(folder, tensor_parallel_size=2, **options))
         split, _ = completions(make_engine(folder, **sizes_of(2), **options))
         assert split == alone
         return
-    engine = assert_same(folder, sizes_of(2, 1, True), **options)
+    engine = assert_same(folder, sizes_of(2, 1, "kv_pages" not in options), **options)
     assert bool(engine.stats().preemptions) == ("kv_pages" in options)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"pipeline_parallel_size": 2},
+        {"enable_lora": True},
+        {"kv_offload_gib": 1.0},
+        {"speculative_config": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 2}},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_combined_is_refused_before_anything_is_read(setting):
+    config = EngineConfig(model="a folder that does not exist", data_parallel_size=2, **setting)
+    with pytest.raises(ConfigError, match="data_parallel_size 2 cannot be combined with"):
+        Engine.load(config)
+
+
+def test_too_few_devices():
+    with pytest.raises(ConfigError, match="data_parallel_size 4 x tensor_parallel_size 4 needs 16 devices"):
+        make_mesh(4, data_parallel_size=4)

@@ -557,7 +557,7 @@ def test_settings_out_of_range(message, settings):
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ConfigError, match=r"needs as many devices, but JAX sees 8 cpu.*device_count=9"):
+    with pytest.raises(ConfigError, match=r"needs 9 devices, but JAX sees 8 cpu.*device_count=9"):
         make_mesh(9)
     with pytest.raises(ConfigError, match="JAX sees 1 cpu"):
         make_mesh(2, jax.devices()[:1])
