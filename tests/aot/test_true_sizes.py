@@ -165,7 +165,7 @@ CASES = {
         576 * 2,
         3072,
         600,
-        settings={"data_parallel_size": 16, "enable_expert_parallel": True, "max_num_seqs": 128},
+        settings={"data_parallel_size": 16, "enable_expert_parallel": True, "max_num_seqs": 112},
     ),
     "qwen3-30b Q4_K_M": Case("h200x1", "Q4_K_M", QWEN3_30B, TWO, 30.5, 2 * 4 * 128 * 2, 1400, 1000),
     "mixtral": Case("h200x1", "bf16", MIXTRAL_8X7B, TWO, 46.7, 2 * 8 * 128 * 2, 2800, 280),

@@ -131,8 +131,7 @@ class Device:
             self.slot_place[seq.slot] = self.place_of(seq)
             self.last_token[seq.slot] = 0
             self.length[seq.slot] = int(running.start[seq.slot])
-            root = root_state(seq.request.cache_salt, seq.adapter)
-            self.slot_params[seq.slot] = root, child_seed(seq.seed, 0), seq.stop_ids
+            self.slot_params[seq.slot] = self.params_of(seq)
         self._copy(plan.copies)
         self._copy_states(plan.restored, "restored")
         for source, target in plan.table_copies:
@@ -153,6 +152,10 @@ class Device:
         self._check_split(plan, [row for batch in batches for row in each(batch.rows)])
         return results
 
+    @staticmethod
+    def params_of(seq: Sequence) -> tuple[int, int, frozenset[int]]:
+        return root_state(seq.request.cache_salt, seq.adapter), child_seed(seq.seed, 0), seq.stop_ids
+
     def sample_deferred(self, ran: Ran, running: RunningTable) -> None:
         """Draws for the rows that left it for later; all steps before have been taken in."""
         rows = ran.rows
@@ -168,6 +171,9 @@ class Device:
             self.events["late draws"] += 1
         ran.deferred = {}
 
+    def buffer_of(self, batch: StepBatch, running: RunningTable, updates: np.ndarray) -> np.ndarray:
+        return pack(batch, running, updates)
+
     def _update_tables(self, updates) -> None:
         for slot, index, page in np.asarray(updates).T.tolist():
             self.tables[slot][index] = page
@@ -178,7 +184,7 @@ class Device:
         ones = [row.count == 1 for row in rows]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"
         assert not batch.shape.decode_only or not any(row.scores_prompt for row in rows), "nothing to score is kept"
-        packed = pack(batch, running, updates)
+        packed = self.buffer_of(batch, running, updates)
         fields = {name: packed[at : at + size].tolist() for name, (at, size) in batch.shape.fields.items()}
         self._update_tables([fields["update_slot"], fields["update_index"], fields["update_page"]])
         assert fields["num_decodes"] == [sum(ones)]
