@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several groups
     "pipeline_parallel_size": 1,
+    "role": "both",
     "num_hosts": 1,
     "coordinator": None,
     "enable_lora": False,

@@ -1,13 +1,17 @@
 """Groups of devices with sequences of their own, which share only the experts: the tokens of one device."""
 
+import re
+from collections import Counter
+
 import numpy as np
 import pytest
-from engines import make_engine, request, run_all
+from engines import drain, generate, make_engine, request, run_all
 from flax.traverse_util import flatten_dict
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import make_mesh
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.programs import StepProgram
+from jaxserve.types import Grammar, InvalidRequestError
 
 EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "llama3_gqa"
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
@@ -30,8 +34,8 @@ def requests():
     yield request("nothing", shared, max_tokens=0, prompt_logprobs=0)
     for i in range(5):
         yield request(f"again {i}", shared + [100 + i], max_tokens=5 + i)
-    for i in range(10):  # they begin with few pages, and need more than a small cache has
-        yield request(f"grows {i}", [20 + i, 21, 22], max_tokens=70, ignore_eos=True)
+    for i in range(6):
+        yield request(f"grows {i}", [20 + i, 3, 4], max_tokens=60)
 
 
 def completions(engine):
@@ -40,10 +44,10 @@ def completions(engine):
     return {key: (one.token_ids, one.finish_reason) for key, one in found.items()}, found
 
 
-def assert_same(folder, sizes, **options):
+def assert_same(folder, options):
     """The same requests give the same tokens in groups as on one device, and log-probabilities that are close."""
     alone, scores = completions(make_engine(folder))
-    engine = make_engine(folder, **sizes, **options)
+    engine = make_engine(folder, **options)
     split, others = completions(engine)
     assert split == alone
     for key, one in scores.items():
@@ -62,71 +66,149 @@ def sizes_of(groups, devices=1, whole=False):
     return {"data_parallel_size": groups, "tensor_parallel_size": devices, "enable_expert_parallel": whole}
 
 
+FEW_PAGES = {"kv_pages": 14, "page_size": 8, "max_model_len": 104, "prefill_chunk": 16}
+
+
 @pytest.mark.parametrize(
-    ("case", "sizes"),
+    ("case", "options"),
     [
-        (EXPERTS, sizes_of(2, 2, True)),
-        (LATENT, sizes_of(2, 1, False)),
+        (LATENT, sizes_of(2, 1, True) | FEW_PAGES),
+        pytest.param(LATENT, sizes_of(2, 1, True) | FEW_PAGES | {"static_steps": True}, marks=slow),
+        pytest.param(LATENT, sizes_of(2, 4) | {"decode_context_parallel_size": 2}, marks=slow),
         pytest.param(DENSE, sizes_of(4), marks=slow),
-        pytest.param(DENSE, sizes_of(2, 2), marks=slow),
+        pytest.param(DENSE, sizes_of(2, 2) | FEW_PAGES, marks=slow),
         *(
             pytest.param(case, sizes_of(*shape, whole), marks=slow)
             for case in (EXPERTS, LATENT)
             for whole in (False, True)
             for shape in ((2, 1), (4, 1), (2, 2), (4, 2))
         ),
+        *(
+            pytest.param(EXPERTS, sizes_of(2, 1, True) | options, marks=slow)
+            for options in (
+                {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+                {"async_scheduling": False, "decode_steps": 1},
+                {"prefix_caching": False, "tokens": 16},
+            )
+        ),
     ],
+    ids=lambda given: given if isinstance(given, str) else ",".join(map(str, given.values())),
 )
-def test_the_same_tokens(case, sizes, model_folders):
-    engine = assert_same(model_folders(case), sizes)
-    stats, groups = engine.stats(), sizes["data_parallel_size"]
+def test_the_same_tokens(case, options, model_folders):
+    engine = assert_same(model_folders(case), options)
+    stats, groups = engine.stats(), options["data_parallel_size"]
     assert stats.pages_total == groups * (engine.runner.layout.num_pages - 1)
-    assert stats.prefix_hits > 0
+    assert bool(stats.prefix_hits) == options.get("prefix_caching", True)
+    assert bool(stats.preemptions) == ("kv_pages" in options)
     stacks = [w for path, w in flatten_dict(engine.runner.params, sep="/").items() if path.endswith("/experts_down")]
     for stack in stacks:  # no device has more than its share
         assert {part.data.size for part in stack.addressable_shards} == {stack.size // engine.runner.mesh.size}
+    check_exchanges(engine)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_pages": 9, "max_model_len": 128, "prefill_chunk": 16},
-        pytest.param({"static_steps": True, "kv_pages": 9, "max_model_len": 128}, marks=slow),
-        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=slow),
-        pytest.param({"async_scheduling": False, "decode_steps": 1}, marks=slow),
-        pytest.param({"prefix_caching": False, "tokens": 16}, marks=slow),
-        pytest.param({"quantization": "int8"}, marks=slow),
-    ],
-    ids=["preempted chunks", "static", "speculation", "synchronous", "no prefixes", "quantized"],
-)
-def test_with_other_features(options, model_folders):
-    folder = model_folders(DENSE if "kv_pages" in options else EXPERTS)  # layers that see all tokens keep all pages
-    if "quantization" in options:
-        alone, _ = completions(make_engine(folder, tensor_parallel_size=2, **options))
-        split, _ = completions(make_engine(folder, **sizes_of(2), **options))
-        assert split == alone
+def check_exchanges(engine):
+    """Nothing goes from group to group but around experts: three arrays to all groups, and one back."""
+    each, mixtures = engine.config.tensor_parallel_size, sum(layer.mlp.experts is not None for layer in layers(engine))
+    for name, compiled in engine.runner.executables.items():
+        crossing = [line for line in compiled.as_text().splitlines() if any(crosses(line, each))]
+        is_step = isinstance(name, StepProgram)
+        assert all("experts_sharded" in line or "/mlp/" in line for line in crossing), crossing
+        kinds = Counter(re.search(r" (all-gather|reduce-scatter)(-start)?\(", line)[1] for line in crossing)
+        assert kinds["reduce-scatter"] == mixtures * is_step
+        assert mixtures * is_step <= kinds["all-gather"] <= 3 * mixtures * is_step
+
+
+def layers(engine):
+    return engine.runner.model.config.layers
+
+
+def crosses(line, each):
+    """For each set of devices that exchange arrays in an instruction, whether they are of several groups."""
+    if (given := re.search(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", line)) is None:
         return
-    engine = assert_same(folder, sizes_of(2, 1, "kv_pages" not in options), **options)
-    assert bool(engine.stats().preemptions) == ("kv_pages" in options)
+    if given[1].startswith("{"):
+        sets = [list(map(int, some.split(","))) for some in re.findall(r"\{([\d,]+)\}", given[1])]
+    else:
+        shape, dims, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", given[1]).groups()
+        shape, dims, order = (None if x is None else list(map(int, x.split(","))) for x in (shape, dims, order))
+        sets = np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    for some in sets:
+        yield len({number // each for number in some}) > 1
+
+
+@slow
+def test_quantized(model_folders):
+    """As on two devices that share each expert, where groups of weights are cut in the same way."""
+    alone, _ = completions(make_engine(model_folders(EXPERTS), tensor_parallel_size=2, quantization="int8"))
+    split, _ = completions(make_engine(model_folders(EXPERTS), **sizes_of(2), quantization="int8"))
+    assert split == alone
+
+
+def test_grammars_and_no_compilation(model_folders):
+    """Masks of rows in both groups are computed while the devices run; nothing compiles after the start."""
+    folder = model_folders(EXPERTS)
+    asked = [request(str(i), [5 + i, 9, 11], max_tokens=6 + i) for i in range(3)]
+    asked += [
+        request(
+            f"bound {i}", [7, 8, 9 + i], temperature=1.5, max_tokens=12, seed=i, grammar=Grammar("regex", "[a-f]{4,9}")
+        )
+        for i in range(3)
+    ]
+    alone = [one.token_ids for one in generate(make_engine(folder), *asked)]
+    engine = make_engine(folder, **sizes_of(2, 2, True), forbid_compile=True)
+    engine.compile()
+    assert [one.token_ids for one in generate(engine, *asked)] == alone
+    check_exchanges(engine)
+
+
+def test_a_failed_step_ends_one_request(model_folders, monkeypatch):
+    """The others continue, in whichever group they are."""
+    engine = make_engine(model_folders(DENSE), **sizes_of(2))
+    expected = [
+        one.token_ids for one in generate(engine, *(request(str(i), p, max_tokens=8) for i, p in enumerate(PROMPTS)))
+    ]
+    step = engine.runner.step
+
+    def fail(program, packed):
+        at, size = program.shape.fields["tokens"]
+        if 111 in packed[:, at : at + size]:
+            raise RuntimeError("a step of the poisoned request")
+        return step(program, packed)
+
+    monkeypatch.setattr(engine.runner, "step", fail)
+    asked = [request(str(i), p, max_tokens=8) for i, p in enumerate(PROMPTS)]
+    for one in [*asked[:3], request("poisoned", [111, 5, 6], max_tokens=8), *asked[3:]]:
+        engine.add_request(one)
+    results = drain(engine)
+    assert results["poisoned", 0].finish_reason == "error"
+    assert [results[str(i), 0].token_ids for i in range(len(PROMPTS))] == expected
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("case", "options", "message"),
     [
-        {"pipeline_parallel_size": 2},
-        {"enable_lora": True},
-        {"kv_offload_gib": 1.0},
-        {"speculative_config": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 2}},
-        {"deterministic": True},
+        (
+            EXPERTS,
+            {"pipeline_parallel_size": 2},
+            "data_parallel_size 2 cannot be combined with pipeline_parallel_size 2",
+        ),
+        (EXPERTS, {"enable_lora": True}, "cannot be combined with enable_lora"),
+        (EXPERTS, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
+        (EXPERTS, {"deterministic": True}, "cannot be combined with deterministic"),
+        (EXPERTS, {"num_hosts": 2, "coordinator": "localhost:1"}, "cannot be combined with num_hosts"),
+        (EXPERTS, {"speculative_config": {"method": "draft_model", "model": "x"}}, "speculation by 'draft_model'"),
+        (EXPERTS, {"tensor_parallel_size": 8}, "data_parallel_size 2 x tensor_parallel_size 8 needs 16 devices"),
+        (EXPERTS, {"tensor_parallel_size": 3}, "data_parallel_size 2 x tensor_parallel_size 3 does not divide"),
+        ("qwen3_next_groups", {}, "data_parallel_size must be 1 for models that have recurrent layers"),
+        (EXPERTS, {"data_parallel_size": 0}, "data_parallel_size must be between"),
     ],
-    ids=str,
 )
-def test_what_cannot_be_combined_is_refused_before_anything_is_read(setting):
-    config = EngineConfig(model="a folder that does not exist", data_parallel_size=2, **setting)
-    with pytest.raises(ConfigError, match="data_parallel_size 2 cannot be combined with"):
-        Engine.load(config)
+def test_refusals(case, options, message, model_folders):
+    with pytest.raises(ConfigError, match=message):
+        Engine.load(EngineConfig(**{"model": str(model_folders(case)), "data_parallel_size": 2, **options}))
 
 
-def test_too_few_devices():
-    with pytest.raises(ConfigError, match="data_parallel_size 4 x tensor_parallel_size 4 needs 16 devices"):
-        make_mesh(4, data_parallel_size=4)
+def test_beams_are_refused(model_folders):
+    engine = make_engine(model_folders(DENSE), **sizes_of(2))
+    with pytest.raises(InvalidRequestError, match="beam search is not served with --data-parallel-size"):
+        engine.add_request(request("beams", [5, 6], n=2, use_beam_search=True, max_tokens=4))
