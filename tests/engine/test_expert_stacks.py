@@ -31,7 +31,7 @@ rng = np.random.default_rng(8)
 
 
 def mesh_of(experts: int, tensor: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[: experts * tensor]).reshape(1, 1, experts, tensor, 1), AXES)
+    return Mesh(np.array(jax.devices()[: experts * tensor]).reshape(1, 1, 1, experts, tensor, 1), AXES)
 
 
 def target_of(mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:

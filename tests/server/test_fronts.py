@@ -34,8 +34,8 @@ def children(server: ServerUnderTest) -> dict[str, list[int]]:
     """The processes that a server started, by "front" and "engine", in the order of their start."""
     pid, found = server.process.pid, {"front": [], "engine": []}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_text()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # it may have ended meanwhile
+            command = Path(f"/proc/{child}/cmdline").read_text()
             if match := re.search(r"(front|engine)_process", command):
                 found[match[1]].append(int(child))
     return found
