@@ -338,7 +338,12 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
         allowed = {"all-reduce": 2 * layers + 8}
         if groups > 1:  # around experts: tokens to all groups, and sums back
             mixtures = sum(layer.mlp.experts is not None for layer in runner.model.config.layers)
-            allowed |= {"all-gather": 2 * mixtures, "reduce-scatter": mixtures, "all-to-all": 0, "collective-permute": 0}
+            allowed |= {
+                "all-gather": 2 * mixtures,
+                "reduce-scatter": mixtures,
+                "all-to-all": 0,
+                "collective-permute": 0,
+            }
             assert all(most <= groups * shape.tokens * hidden * 2 for _, most in sent.values())
             if groups == devices:
                 allowed["all-reduce"] = 0
