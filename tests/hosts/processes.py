@@ -128,7 +128,8 @@ class Replica:
     def error_when(self, happens: Any) -> tuple[str, float]:
         """The error of a request during which something happens, and the seconds until it came."""
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(self.ask, bodies(100)[0] | {"prompt": [7] * 20})
+            # So many completions that they are not all there before it happens, two at a time.
+            answer = pool.submit(self.ask, bodies(100)[0] | {"prompt": [7] * 20, "n": 64})
             time.sleep(0.3)
             happens()
             began = time.monotonic()

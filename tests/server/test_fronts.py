@@ -66,8 +66,8 @@ def front_of(server, request_id: str) -> int:
     found: list[int] = []
 
     def logged() -> bool:
-        for line in server.log.read_text().splitlines():
-            if f'"{request_id}"' in line:
+        for line in server.log.read_text().splitlines(keepends=True):
+            if f'"{request_id}"' in line and line.endswith("\n"):  # else it is still being written
                 found.append(json.loads(line)["front"])
         return bool(found)
 
