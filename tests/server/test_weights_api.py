@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -185,8 +185,15 @@ def test_requests_that_run_and_requests_that_come(server):
         return server.metric("num_requests_running") > 0
 
     with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(complete, server, PROMPTS[0], **long)
-        wait_until(is_running)
+
+        def submit_long() -> Future:
+            """A long request that runs when this returns."""
+            wait_until(lambda: not is_running())  # so that the gauge is of the request that comes now
+            answer = pool.submit(complete, server, PROMPTS[0], **long)
+            wait_until(is_running)
+            return answer
+
+        first = submit_long()
         late = update(server, "b", timeout=0)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "busy")
         change = pool.submit(update, server, "b", weight_version="b")
@@ -200,9 +207,7 @@ def test_requests_that_run_and_requests_that_come(server):
         for prompt, one in zip(PROMPTS, held, strict=True):
             text, name, version = facts(one.result())
             assert (text, name, version) == old[prompt] or (version != "a" and text != old[prompt][0])
-        wait_until(lambda: not is_running())  # the gauge is of the request that comes now
-        doomed = pool.submit(complete, server, PROMPTS[0], **long)
-        wait_until(is_running)
+        doomed = submit_long()
         assert post(server, "/sleep?mode=abort").status_code == 200
         assert doomed.result().status_code == 503
         assert "try again" in doomed.result().json()["error"]["message"]
