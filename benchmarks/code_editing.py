@@ -156,7 +156,7 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     print(
         "decode of one row, and checks of 8, 16, 32 tokens, in ms:",
         1e3 * times.decode(1),
-        1e3 * times.check(np.array([8, 16, 32])),
+        1e3 * times.check(1, np.array([8, 16, 32])),
     )
 
 

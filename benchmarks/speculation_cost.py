@@ -125,7 +125,7 @@ def compare(size: str, chance: float, proposals: int) -> dict[str, float]:
     tokens = sum(chance**i for i in range(proposals + 1))
     seconds = {
         "token": float(times.decode(1)),
-        "check": float(times.check(1 + proposals)),
+        "check": float(times.check(1, 1 + proposals)),
         "draft": float(method.seconds(1, np.array([proposals]))[0]),
         "host": host,
     }

@@ -272,7 +272,7 @@ class Engine:
     def _propose(self, speculator: Speculator, output: StepOutput) -> None:
         """Proposes tokens for the next step if that may pay. All steps before must be committed for that, and so must a
         step that checks proposals."""
-        if self.scheduler.running.proposes or speculator.wants(self.scheduler.running):
+        if self.scheduler.running.proposes or speculator.wants(self.scheduler.running, self.pace.host_seconds):
             while self.in_flight:
                 output.extend(self._commit_oldest())
             with self.timeline.phase("schedule"):

@@ -35,6 +35,7 @@ class ModelInput(NamedTuple):
     writes: jax.Array  # bool [rows]: the row's keys and values are kept
     keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
     deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
+    draft_reads: jax.Array  # bool: a draft head reads the tokens
     x: jax.Array | None = None  # [tokens, hidden] from the pipeline stage before; None: this stage embeds the tokens
 
 
@@ -93,12 +94,13 @@ def forward(
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     features = None
     if drafter is not None and slots.features is not None:
-        drafter = drafter.counting(q_start[-1])
+        drafter = drafter.counting(jnp.where(batch.draft_reads, q_start[-1], 0))
         read_by_draft[len(model.config.layers)] = added(x, y)
         states = [read_by_draft[i] for i in drafter.spec.layers] or [hidden]
         features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
+        features = jnp.where(batch.draft_reads, features, 0)
         place = placed.position - 1
-        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
+        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0) & batch.draft_reads)
         table, given = tables[layout.draft_group], before(features, slots.features[batch.slot, 0], q_start, placed.row)
         kv_slots = _kv_slots(entries, table, layout.page_size)
         where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))

@@ -89,6 +89,7 @@ class RunningTable:
         # How many tokens are proposed to follow the known ones; they stand behind these in `tokens`. While a step
         # checks them, `computed` and `total` are upper bounds.
         self.proposed, self.proposes = numbers(), False  # proposes: whether any are proposed
+        self.draft_reads = True  # a draft head, if there is one, reads the tokens of the next step
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used

@@ -1,13 +1,15 @@
 """Proposals by a draft head, which reads the target's hidden states: "eagle3" and "mtp" (`models.drafter`).
 
 The target's own steps keep the head's entries up to date (`execution.drafting`). So there is nothing to catch up with,
-and all tokens for a step are proposed in one call.
+and all tokens for a step are proposed in one call. A sequence that was in a step too full for proposals, which the head
+did not read, gets none until it ends.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as List
+from weakref import WeakSet
 
 import numpy as np
 
@@ -33,6 +35,7 @@ class DraftHead(Method):
     def __init__(self, runner: ModelRunner, shapes: List[StepShape], most: int):
         self._runner, self._shapes, self._most = runner, list(shapes), most
         self._curves: list[Curve] = []  # seconds of a call by rows, for one token each and for `most`
+        self._unread: WeakSet[Sequence] = WeakSet()  # sequences of which the head did not read all tokens
 
     def measure(self) -> None:
         self._curves = [
@@ -48,9 +51,13 @@ class DraftHead(Method):
 
     def propose(self, seq: Sequence, tokens: np.ndarray, count: int) -> Proposal | None:
         """Places for `count` tokens, which `prepare` computes when the step has pages for them."""
+        if seq in self._unread:
+            return None
         return Proposal(np.zeros(count, np.int32))
 
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
+        if not running.draft_reads:
+            self._unread.update(plan.rows.seqs)
         if not running.proposes:
             return
         self._runner.update_tables(plan.table_copies, plan.table_updates)

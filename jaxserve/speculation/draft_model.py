@@ -31,6 +31,7 @@ from jaxserve.speculation.step_times import Curve, decode_seconds
 from jaxserve.types import SamplingParams
 
 NO_GENERATION = -1
+MOST_PLANS = 64  # whose changes of pages are kept until something is proposed
 NO_UPDATES = np.empty((3, 0), np.int32)
 
 
@@ -73,11 +74,12 @@ class DraftModel(Method):
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
         if plan.copies or plan.table_copies or plan.table_updates.size:
             self._plans.append(plan)
-        if running.proposes:
+        if running.proposes or len(self._plans) == MOST_PLANS:
             for one in self._plans:
                 self._runner.copy_pages(one.copies)
                 self._runner.update_tables(one.table_copies, one.table_updates)
             self._plans = []
+        if running.proposes:
             self._fill(plan.rows.take(np.flatnonzero(plan.rows.checks)), running)
 
     def _fill(self, rows: Rows, running: RunningTable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +26,8 @@ from jaxserve.speculation.step_times import StepTimes
 GAIN = 1.03  # least factor of tokens per second for which proposals are worth their trouble
 FEW_ROWS = 4  # without measured steps: running sequences up to which proposals are taken to pay,
 LEAST_CHANCE = 0.3  # and least chance of a proposal to be kept
+HOPES = np.linspace(0.05, 1, 20)  # chances for which is known how many sequences may get proposals
+HOPE = 0.05  # by which the next proposals of a draft may be kept more often
 LOOK_AGAIN = 8  # tokens without a look for proposals after none were found that pay
 REST, LONGEST_REST = 16, 256  # tokens without proposals after two checks that kept none
 FORCED_CHANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
@@ -74,8 +76,8 @@ class Speculator:
     """Proposes tokens for sequences that decode.
 
     The next proposals need the tokens of the step before. So an engine with proposals waits for each step, and it asks
-    first whether any are wanted (`wants`): not where many rows fill the devices, and not where all sequences rest
-    because their proposals did not pay.
+    first whether any are wanted (`wants`): not where many rows fill the devices, not where all sequences rest because
+    their proposals did not pay, and not where those for the tokens known so far would not.
 
     Attributes:
       times: seconds of steps; None: they are not measured, and few rows get all that is likely to be kept.
@@ -97,21 +99,32 @@ class Speculator:
 
     def set_times(self, times: StepTimes | None) -> None:
         self.times = times
-        self._most_rows = FEW_ROWS if times is None else self._rows_that_gain(times)
+        self._gaining = [] if times is None else [self._rows_that_gain(times, chance) for chance in HOPES]
 
-    def _rows_that_gain(self, times: StepTimes) -> int:
-        """The most running sequences for which proposals pay if all of them are kept."""
-        gaining = 0
+    def _rows_that_gain(self, times: StepTimes, chance: float) -> int:
+        """The most running sequences for which proposals pay if each is kept with this chance."""
+        gaining, depth = 0, np.arange(1, self._most + 1)
         for rows in times.decode.sizes.tolist():
-            tokens = rows + np.arange(1, self._most * rows + 1)
-            if (tokens / times.check(tokens)).max() >= GAIN * rows / times.decode(rows):
+            tokens = rows + np.cumsum(np.repeat(chance**depth, rows))
+            seconds = times.check(rows, rows + np.arange(1, self._most * rows + 1))
+            seconds = seconds + self._method.seconds(rows, np.repeat(depth, rows))
+            if (tokens / seconds).max() >= GAIN * rows / times.decode(rows):
                 gaining = rows
         return gaining
 
-    def wants(self, running: RunningTable) -> bool:
-        """Whether some running sequence is to get proposals, if its tokens are known."""
-        seqs = running.lineup.seqs
-        return len(seqs) <= self._most_rows and any(self._is_open(seq, running) for seq in seqs)
+    @property
+    def _most_rows(self) -> int:
+        """The most running sequences for which proposals may pay: those of a draft if they are kept a little more often
+        than lately, those of a lookup if all are kept."""
+        if self.times is None:
+            return FEW_ROWS
+        hope = self._acceptance[0].chance + HOPE if self._method.proposes_later else 1.0
+        return self._gaining[min(int(np.searchsorted(HOPES, hope)), len(HOPES) - 1)]
+
+    def wants(self, running: RunningTable, host_seconds: float) -> bool:
+        """Whether proposals would pay for some running sequence, as far as its known tokens tell. Steps in flight may
+        add tokens, for which it is too early to wait if not. `host_seconds` as for `propose`."""
+        return len(running) <= self._most_rows and any(count for *_, count in self._look(running, host_seconds))
 
     def _is_open(self, seq: Sequence, running: RunningTable) -> bool:
         params = seq.params
@@ -123,24 +136,29 @@ class Speculator:
     def propose(self, running: RunningTable, host_seconds: float) -> None:
         """Proposes tokens before a step is planned; no step may be in flight. `host_seconds`: time between two steps in
         which the devices wait, if each is committed before the next one."""
+        for seq, proposal, count in self._look(running, host_seconds):
+            if count:
+                self._records[seq].kind = proposal.kind
+                running.propose(seq.slot, proposal.tokens[:count])
+
+    def _look(self, running: RunningTable, host_seconds: float) -> Iterator[tuple[Sequence, Proposal, int]]:
+        """Proposals for sequences that may have some, and how many tokens of each pay. If none do, the sequence is left
+        alone for some tokens."""
         open_ = [seq for seq in running.lineup.seqs if self._is_open(seq, running)]
-        found = [(seq, one) for seq in open_ if (one := self._look(seq, running)) is not None]
+        found = [(seq, one) for seq in open_ if (one := self._proposal(seq, running)) is not None]
         waits = host_seconds if running.lineup.any_masked else 0.0  # masks need the tokens before, as proposals do
         counts = self._counts([self._chances(*one) for one in found], len(running), host_seconds, waits)
         for (seq, proposal), count in zip(found, counts, strict=True):
-            record = self._records[seq]
-            record.kind = proposal.kind
-            if count:
-                running.propose(seq.slot, proposal.tokens[:count])
-            else:
-                record.next_look = int(running.known[seq.slot]) + LOOK_AGAIN
+            if not count:
+                self._records[seq].next_look = int(running.known[seq.slot]) + LOOK_AGAIN
+            yield seq, proposal, count
 
-    def _look(self, seq: Sequence, running: RunningTable) -> Proposal | None:
-        """A proposal for a sequence whose last token is the only one to compute."""
+    def _proposal(self, seq: Sequence, running: RunningTable) -> Proposal | None:
+        """A proposal to follow the known tokens of a sequence that decodes."""
         slot = seq.slot
         known = int(running.known[slot])
         room = min(self._most, int(running.limit[slot]) - known - 1, int(running.ahead(slot)) - 1)
-        if room <= 0 or running.computed[slot] + 1 != known:
+        if room <= 0 or running.computed[slot] + 1 < known:
             return None
         if seq not in self._records:
             self._records[seq] = Record(self._acceptance)
@@ -181,7 +199,7 @@ class Speculator:
         if self.times is None:
             return int(np.count_nonzero(chances >= LEAST_CHANCE))
         tokens = rows + np.cumsum(chances)
-        speed = tokens / (self.times.check(rows + np.arange(1, len(chances) + 1)) + seconds[: len(chances)])
+        speed = tokens / (self.times.check(rows, rows + np.arange(1, len(chances) + 1)) + seconds[: len(chances)])
         worthwhile = len(speed) > 0 and speed.max() >= GAIN * rows / (self.times.decode(rows) + waits)
         return 1 + int(speed.argmax()) if worthwhile else 0
 
@@ -195,7 +213,9 @@ class Speculator:
                 self._acceptance[record.kind].learn(proposed, kept)
 
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
-        """A plan is about to be dispatched."""
+        """A plan is about to be dispatched. A draft head does not read it if so many sequences run that proposals would
+        not pay."""
+        running.draft_reads = self.times is None or len(running) <= self._most_rows
         self._method.prepare(plan, running)
 
     def restore(self) -> None:

@@ -43,21 +43,39 @@ class Curve:
 @dataclass(frozen=True)
 class StepTimes:
     """decode: seconds in which each row samples a token, by the number of rows, in calls of as many tokens as settings
-    allow. check: seconds of a step that checks proposals, by its tokens, proposals included."""
+    allow. full: seconds of a step that checks proposals, by its tokens, proposals included, in rows of `each` tokens.
+    row: seconds by which such a step is longer for each row more with the same tokens, because attention reads more."""
 
     decode: Curve
-    check: Curve
+    full: Curve
+    each: int = 1
+    row: float = 0.0
+
+    def check(self, rows: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of steps that check proposals, for these numbers of tokens [any], proposals included, in `rows` rows.
+        They are no shorter than a step without proposals, which may have been measured while the machine was busier."""
+        seconds = self.full(tokens) + self.row * np.maximum(rows - -(-tokens // self.each), 0)
+        return np.maximum(seconds, self.decode(rows))
 
     @classmethod
     def measure(cls, runner: ModelRunner, shapes: Sequence[StepShape], proposals: int) -> StepTimes:
         """Runs steps with short sequences in the slots, which must be free. Their pages are the null page."""
         mixed = [shape for shape in shapes if not shape.decode_only]
-        each, counts = 1 + proposals, {}
-        for tokens in _up_to(min(mixed[-1].tokens, mixed[-1].rows * each)):
-            cut = [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
-            shape = next(shape for shape in mixed if shape.tokens >= tokens and shape.rows >= len(cut))
-            counts[tokens] = _seconds(runner, runner.programs.choose_checking(shape, Sampler.GREEDY), cut)
-        return cls(decode_seconds(runner, shapes), Curve.of(counts))
+        each = 1 + proposals
+
+        def seconds(cut: list[int]) -> float:
+            shape = next(shape for shape in mixed if shape.tokens >= sum(cut) and shape.rows >= len(cut))
+            return _seconds(runner, runner.programs.choose_checking(shape, Sampler.GREEDY), cut)
+
+        def cut(tokens: int) -> list[int]:
+            return [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
+
+        sizes = _up_to(min(mixed[-1].tokens, mixed[-1].rows * each))
+        full = Curve.of({tokens: seconds(cut(tokens)) for tokens in sizes})
+        most = min(mixed[-1].rows, mixed[-1].tokens, runner.num_slots)
+        more = most - len(cut(most))
+        row = max(seconds([1] * most) - seconds(cut(most)), 0.0) / more if more else 0.0
+        return cls(decode_seconds(runner, shapes), full, each, row)
 
 
 def decode_seconds(runner: ModelRunner, shapes: Sequence[StepShape], most: int = MAX_TOKENS_PER_CALL) -> Curve:
@@ -102,7 +120,7 @@ def _seconds(
     field["q_start"][rows + 1 :] = sum(counts)
     field["slot"][:rows] = np.arange(rows)
     field["num_new"][:rows] = [num_new if count == 1 or not checks else count for count in counts]
-    field["tokens_per_call"][0], field["num_decodes"][0] = num_new, counts.count(1)
+    field["tokens_per_call"][0], field["num_decodes"][0], field["draft_reads"][0] = num_new, counts.count(1), 1
     params, best = SamplingParams(temperature=0.0), np.inf
     length = max(min(CONTEXT, runner.max_len - max(*counts, num_new)), 0)
     for _ in range(1 + REPEATS):
