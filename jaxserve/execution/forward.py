@@ -100,7 +100,9 @@ def forward(
         features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
         features = jnp.where(batch.draft_reads, features, 0)
         place = placed.position - 1
-        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0) & batch.draft_reads)
+        entries = placed._replace(
+            position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0) & batch.draft_reads
+        )
         table, given = tables[layout.draft_group], before(features, slots.features[batch.slot, 0], q_start, placed.row)
         kv_slots = _kv_slots(entries, table, layout.page_size)
         where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))

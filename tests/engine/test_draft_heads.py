@@ -22,6 +22,7 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.families import read_model_config
 from jaxserve.models.weights import abstract_params
 from jaxserve.speculation import speculator
+from jaxserve.speculation.step_times import Curve, StepTimes
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Grammar
 
@@ -133,6 +134,33 @@ def test_the_same_tokens_of_the_demo(options, eager):
 
     assert outcome(run_all(quick, *asked())) == outcome(run_all(plain, *asked()))
     assert quick.counters.spec_accepted >= 0.3 * quick.counters.spec_proposed
+
+
+def test_a_full_batch_is_not_read():
+    """While more sequences run than may pay, their tokens are not read. They get no proposals later; others do."""
+    settings = {"rows": 8, "tokens": 64, "max_model_len": 160}
+    plain = make_engine("demo", **settings)
+    speculation = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3}
+    quick = make_engine("demo", **settings, speculative_config=speculation)
+    quick.speculator._method._shapes = quick.shapes
+    quick.speculator.set_times(StepTimes(Curve.of({3: 1.0, 8: 1.0}), Curve.of({4: 1.0, 64: 90.0})))
+    prompt = load_tokenizer(resolve_model("demo")).encode("def read(self, size):\n    return self._file.read(size)\n\n")
+
+    def checks(*asked):
+        """How many proposals are checked while these requests are answered as without proposals."""
+        before = quick.counters.spec_drafts
+        assert outcome(run_all(quick, *asked)) == outcome(run_all(plain, *asked))
+        return quick.counters.spec_drafts - before
+
+    def asked(name, count, *lengths):
+        options = {"ignore_eos": True, "temperature": 0.0}
+        return [
+            request(f"{name} {i}", prompt[i:], max_tokens=lengths[i % len(lengths)], **options) for i in range(count)
+        ]
+
+    assert checks(*asked("few", 2, 40)) > 10
+    assert checks(*asked("many", 6, 8, 40)) == 0  # three of them run on when the others have ended
+    assert checks(*asked("later", 2, 40)) > 10
 
 
 # Published layouts: names and shapes of their files, on which nothing is computed.

@@ -8,6 +8,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.speculation import speculator
+from jaxserve.speculation.draft_model import MOST_PLANS
 from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.speculator import Acceptance, Speculator
@@ -174,6 +175,25 @@ def test_no_proposals_where_each_token_costs_its_share():
     assert speculates._num_worthwhile(np.array([0.9, 0.8, 0.3]), 1, np.full(20, 0.0)) == 2
 
 
+def test_a_row_more_costs_its_attention():
+    """Steps of as many tokens in more rows take longer, and none is shorter than one without proposals."""
+    one = StepTimes(Curve.of({4: 1.0, 8: 4.0}), Curve.of({8: 2.0, 16: 3.0}), each=4, row=0.5)
+    np.testing.assert_allclose(one.check(2, np.array([5, 8, 9, 16])), [2.0, 2.0, 3.0, 3.0])
+    np.testing.assert_allclose(one.check(4, np.array([5, 8, 9, 16])), [3.0, 3.0, 3.5, 3.0])
+    np.testing.assert_allclose(one.check(6, np.array([8])), [4.0])
+
+
+def test_steps_overlap_while_nothing_is_proposed(model_folders):
+    """The next step is sent before the one before is read, as without speculation, also where each token is looked at."""
+    engine = make_engine(model_folders("llama3_gqa"), rows=4, tokens=32, max_model_len=96, speculative_config=NGRAM)
+    engine.speculator = Speculator(Oracle([], 0.0), 4, budget=32)
+    engine.add_request(request("a", [5, 6, 7], max_tokens=60, ignore_eos=True))
+    engine.step()
+    for _ in range(5):
+        engine.step()
+        assert len(engine.in_flight) == 1
+
+
 def test_acceptance_follows_what_is_kept():
     acceptance = Acceptance(0.5)
     for _ in range(20):
@@ -277,6 +297,24 @@ def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch
     counters = quick.counters
     assert counters.spec_proposed > 100
     assert counters.spec_accepted >= least * counters.spec_proposed
+
+
+def test_a_draft_model_after_a_long_rest(model_folders):
+    """Pages that change while nothing is proposed are known when something is; few plans are kept until then."""
+    settings = {"rows": 4, "tokens": 32, "max_model_len": 96, "page_size": 8, "decode_steps": False}
+    speculation = {"method": "draft_model", "model": str(model_folders("llama3_gqa")), "num_speculative_tokens": 4}
+    engine = make_engine(model_folders("llama3_gqa"), speculative_config=speculation, **settings)
+    method = engine.speculator._method
+    method._shapes = engine.shapes  # few programs
+    engine.speculator.set_times(StepTimes(Curve.of({4: 1.0}), Curve.of({32: 9.0})))
+    for i in range(8):
+        run_all(engine, *(request(f"{i} {j}", [5 + i, 6, 7 + j] * 5, max_tokens=70, ignore_eos=True) for j in range(4)))
+        assert len(method._plans) < MOST_PLANS
+    assert engine.counters.steps > 500
+    assert engine.counters.spec_drafts == 0
+    engine.speculator.set_times(None)
+    run_all(engine, *(request(f"last {j}", [9, 6, 7 + j] * 5, max_tokens=70, ignore_eos=True) for j in range(4)))
+    assert engine.counters.spec_accepted >= 0.95 * engine.counters.spec_proposed > 100
 
 
 def test_statistics_continue_after_a_restart():
