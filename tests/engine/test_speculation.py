@@ -184,7 +184,7 @@ def test_a_row_more_costs_its_attention():
 
 
 def test_steps_overlap_while_nothing_is_proposed(model_folders):
-    """The next step is sent before the one before is read, as without speculation, also where each token is looked at."""
+    """The next step is sent before the one before is read, as without speculation."""
     engine = make_engine(model_folders("llama3_gqa"), rows=4, tokens=32, max_model_len=96, speculative_config=NGRAM)
     engine.speculator = Speculator(Oracle([], 0.0), 4, budget=32)
     engine.add_request(request("a", [5, 6, 7], max_tokens=60, ignore_eos=True))
