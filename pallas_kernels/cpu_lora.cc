@@ -34,24 +34,24 @@ static void add_to_embeddings(const Call& call) {
 DEFINE_HANDLER(AddToEmbeddings, add_to_embeddings, kF32, kS32, kS32, kAny, kAny, kS32, kS32)
 
 // y = x w^T, and what adapters add to it. x [tokens, in]; a weight in panels; the number of tokens that matter;
-// a, b, place and ranks. Memory delivers the adapters' matrices while the weight is multiplied, which leaves it idle.
+// a, b, place and ranks. Memory delivers the matrices A while the weight is multiplied, which leaves it idle.
 static void adapted_matmul(const Call& call) {
   const Array& x = call.argument(0);
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
   if (tokens <= 0) return;
   const Panels w(call, 1, call.attribute<int64_t>("out"), call.attribute<int64_t>("inputs"));
   Adapters adapters(call, 4, data<float>(x), tokens, data<float>(call.result()));
-  const int64_t pieces = adapters.shrinks.size();
-  multiply(call, w, tokens, call.attribute<int64_t>("arithmetic"), pieces > 0,
+  const int64_t pieces = adapters.pieces.size();
+  multiply(call, w, tokens, call.attribute<int64_t>("arithmetic"),
            [&](Product product, int64_t item, int64_t items, int64_t first, int64_t end) {
+             const int64_t begin = item * pieces / items, until = (item + 1) * pieces / items;
              Later later;
-             for (int64_t i = item * pieces / items; i < (item + 1) * pieces / items; i++)
-               adapters.reads(adapters.shrinks[i], [&](const uint8_t* from, int64_t size) { later.add(from, size); });
+             for (int64_t i = begin; i < until; i++) later.add(adapters.rows_of_a(i), adapters.bytes_of_a(i));
              later.divide(product.steps(end - first));
              product.later = &later;
              product.run_all(first, end);
-             adapters.shrink(item * pieces / items, (item + 1) * pieces / items, product.rounded.pairs.get(),
-                             product.rounded.inputs / 2);
+             for (int64_t i = begin; i < until; i++)
+               adapters.shrink(i, product.rounded.pairs.get(), product.rounded.inputs / 2);
            });
   adapters.expand_all(call);
 }

@@ -85,14 +85,18 @@ struct Paired : Half {  // x is rounded to pairs of bfloat16, too
 
 constexpr int kSums = kRegisters / 2;  // vectors of sums in a tile
 constexpr int kMostTokens = 4, kMostRows = 8;  // of a tile
-constexpr int64_t kOutputs = 512;      // of a piece of work, if few adapters are to be divided among threads
+constexpr int64_t kStreams = 8;        // rows of B that a token that is alone reads at a time
+constexpr int64_t kOutputs = 512;      // of a piece of the work with B
 constexpr int64_t kWork = 1 << 15;     // multiplications for which another thread pays
-constexpr int64_t kAdapterBytes = 8 << 20;  // of matrices B that are prefetched: they must stay in the last cache
 
-// A piece of the work for the tokens order[first] .. order[first + count - 1], which have the same adapter: rows
-// [from, to) of a part of A, or outputs [from, to) of B. rows_of_b: the rows of B of an adapter's first piece, else 0.
+// The tokens order[first] .. order[first + count - 1], whose adapter is at this place.
+struct Group {
+  int64_t first, count, place;
+};
+// A piece of the work with A: the rows [from, to) of a part, for the tokens of a group.
 struct Piece {
-  int64_t first, count, place, part, from, to, rows_of_b;
+  Group group;
+  int64_t part, from, to;
 };
 
 // low = x . a for M tokens and N rows of a, of which `rows` exist; numbers of a token's are `step` apart.
@@ -187,9 +191,10 @@ struct Adapters {
   int64_t width[3] = {};
   std::vector<int32_t> order;        // tokens by adapter
   std::vector<float> low;            // [tokens, parts * rank], or where parts alternate [tokens, rank, 2]
-  std::vector<Piece> shrinks, expands;
+  std::vector<Group> groups;
+  bool alone;                        // so many tokens are alone in their groups that each thread has some of these
+  std::vector<Piece> pieces;         // of all A
   int64_t shrinking = 0, expanding = 0;  // multiplications
-  int64_t bytes_of_b = 0;            // in all pieces
 
   // Arguments of the call from `first` on: a, b, the place of each token's adapter or -1, ranks [places, parts or more].
   // Its attributes `first`, `second` and `third` are the widths of the parts.
@@ -202,118 +207,119 @@ struct Adapters {
     width[2] = call.attribute<int64_t>("third");
     parts = 1 + (width[1] > 0) + (width[2] > 0);
     alternate = parts == 2 && width[0] == 1 && width[1] == 1;
-    sort(data<int32_t>(call.argument(first + 2)), tokens, a_of.dims[0], call.num_threads());
+    sort(data<int32_t>(call.argument(first + 2)), tokens, a_of.dims[0]);
+    const auto count = std::count_if(groups.begin(), groups.end(), [](const Group& group) { return group.count == 1; });
+    alone = (parts == 1 || alternate) && count >= 2 * call.num_threads();
   }
 
-  // Orders tokens, which have adapters at these places, and divides their work into pieces.
-  void sort(const int32_t* place, int64_t tokens, int64_t places, int64_t threads) {
+  // Orders tokens, which have adapters at these places, and divides their work with A into pieces.
+  void sort(const int32_t* place, int64_t tokens, int64_t places) {
     for (int64_t t = 0; t < tokens; t++)
       if (place[t] >= 0 && place[t] < places) order.push_back(t);
-    if (order.empty()) return;
     std::stable_sort(order.begin(), order.end(), [=](int32_t s, int32_t t) { return place[s] < place[t]; });
     low.resize(order.size() * parts * rank);
-    std::vector<int64_t> begins;
-    for (size_t i = 0; i < order.size(); i++)
-      if (!i || place[order[i]] != place[order[i - 1]]) begins.push_back(i);
-    const bool few = static_cast<int64_t>(begins.size()) < 4 * threads;
-    begins.push_back(order.size());
-    for (size_t i = 0; i + 1 < begins.size(); i++)
-      divide(begins[i], begins[i + 1] - begins[i], place[order[begins[i]]], few ? kOutputs : out);
+    for (size_t i = 0, end; i < order.size(); i = end) {
+      const int64_t own = place[order[i]];
+      for (end = i + 1; end < order.size() && place[order[end]] == own;) end++;
+      groups.push_back({static_cast<int64_t>(i), static_cast<int64_t>(end - i), own});
+      divide(groups.back());
+    }
   }
 
-  // Adds the pieces of an adapter, with at most `most` outputs each.
-  void divide(int64_t first, int64_t count, int64_t place, int64_t most) {
-    const int32_t* own = ranks + place * stride;
-    const int64_t rows = kSums / (count >= 4 ? 4 : count >= 2 ? 2 : 1), highest = *std::max_element(own, own + parts);
-    int64_t of_b = highest, begin = 0;
+  void divide(const Group& group) {
+    const int32_t* own = ranks + group.place * stride;
+    const int64_t rows = kSums / (group.count >= 4 ? 4 : group.count >= 2 ? 2 : 1);
     for (int64_t p = 0; p < parts; p++)
-      for (int64_t r = 0; r < own[p]; r += rows, of_b = 0) {
-        shrinks.push_back({first, count, place, p, r, std::min<int64_t>(r + rows, own[p]), of_b});
-        shrinking += count * rows * in, bytes_of_b += of_b * row_of_b();
+      for (int64_t r = 0; r < own[p]; r += rows) {
+        pieces.push_back({group, p, r, std::min<int64_t>(r + rows, own[p])});
+        shrinking += group.count * rows * in;
       }
-    const auto add = [&](int64_t part, int64_t rank, int64_t from, int64_t to) {
-      for (int64_t n = from; rank && n < to; n += most)
-        expands.push_back({first, count, place, part, n, std::min(n + most, to)});
-      expanding += count * rank * (to - from);
-    };
-    if (parts == 1 || alternate) return add(0, highest, 0, out);
-    while (begin < out)
-      for (int64_t p = 0; p < parts; begin += width[p++]) add(p, own[p], begin, begin + width[p]);
+    expanding += group.count * *std::max_element(own, own + parts) * out;
   }
 
-  int64_t row_of_a() const { return in * (half ? 2 : 4); }  // bytes
-  int64_t row_of_b() const { return out * (half ? 2 : 4); }
-
-  // Calls f(address, bytes) with the memory that a piece of A needs, and with that which later pieces of B need.
-  template <class F>
-  void reads(const Piece& piece, F f) const {
-    const int64_t row = (piece.place * parts + piece.part) * rank + piece.from;
-    f(static_cast<const uint8_t*>(a) + row * row_of_a(), (piece.to - piece.from) * row_of_a());
-    if (piece.rows_of_b && bytes_of_b <= kAdapterBytes)
-      f(static_cast<const uint8_t*>(b) + piece.place * rank * row_of_b(), piece.rows_of_b * row_of_b());
+  // The rows of a piece of A, and their bytes.
+  const uint8_t* rows_of_a(int64_t i) const {
+    const Piece& piece = pieces[i];
+    const int64_t row = (piece.group.place * parts + piece.part) * rank + piece.from;
+    return static_cast<const uint8_t*>(a) + row * in * (half ? 2 : 4);
   }
+  int64_t bytes_of_a(int64_t i) const { return (pieces[i].to - pieces[i].from) * in * (half ? 2 : 4); }
 
-  template <class T>
-  const typename T::Number* rows_of_a(const Piece& piece) const {
-    return static_cast<const typename T::Number*>(a) + ((piece.place * parts + piece.part) * rank + piece.from) * in;
-  }
-
-  template <class T>
-  const typename T::Number* rows_of_b(const Piece& piece) const {
-    return static_cast<const typename T::Number*>(b) + piece.place * rank * out;
+  // Multiplies x with a piece of A. pairs: x rounded to pairs of bfloat16, `row` pairs for each token; null: it is not
+  // rounded.
+  void shrink(int64_t i, const int32_t* pairs = nullptr, int64_t row = 0) {
+    if (!half) shrink<Full>(i, x, in);
+    if (half && !pairs) shrink<Half>(i, x, in);
+#ifdef HAS_PAIRS
+    if (half && pairs) shrink<Paired>(i, pairs, row);
+#endif
   }
 
   // inputs: x as the format has it, with rows of this size.
   template <class T>
-  void shrink(const Piece& piece, const typename T::Input* inputs, int64_t size) {
+  void shrink(int64_t i, const typename T::Input* inputs, int64_t size) {
+    const Piece& piece = pieces[i];
     const int64_t row = parts * rank, step = alternate ? parts : 1;
-    float* to = low.data() + piece.first * row + (alternate ? piece.part + 2 * piece.from : piece.part * rank + piece.from);
-    by_tile(piece.count, [&](auto tall, int64_t i) {
+    const auto* own = reinterpret_cast<const typename T::Number*>(rows_of_a(i));
+    float* to = low.data() + piece.group.first * row;
+    to += alternate ? piece.part + 2 * piece.from : piece.part * rank + piece.from;
+    by_tile(piece.group.count, [&](auto tall, int64_t t) {
       const typename T::Input* rows[tall];
-      for (int m = 0; m < tall; m++) rows[m] = inputs + order[piece.first + i + m] * size;
-      shrink_rows<T, tall>(rows, in, rows_of_a<T>(piece), piece.to - piece.from, to + i * row, row, step);
+      for (int m = 0; m < tall; m++) rows[m] = inputs + order[piece.group.first + t + m] * size;
+      shrink_rows<T, tall>(rows, in, own, piece.to - piece.from, to + t * row, row, step);
     });
-  }
-
-  template <class T>
-  void expand(const Piece& piece) {
-    const int32_t* own = ranks + piece.place * stride;
-    const int64_t row = parts * rank, count = alternate ? std::max(own[0], own[1]) : own[piece.part];
-    const float* from = low.data() + piece.first * row + (alternate ? 0 : piece.part * rank);
-    by_tile(piece.count, [&](auto tall, int64_t i) {
-      float* rows[tall];
-      for (int m = 0; m < tall; m++) rows[m] = y + order[piece.first + i + m] * out;
-      const auto tile = alternate ? expand_tile<T, tall, true> : expand_tile<T, tall, false>;
-      tile(rows, out, from + i * row, row, rows_of_b<T>(piece), count, piece.from, piece.to);
-    });
-  }
-
-  // Multiplies with the pieces [first, end) of A. pairs: x rounded to pairs of bfloat16, `row` pairs for each token; null:
-  // it is not rounded.
-  void shrink(int64_t first, int64_t end, const int32_t* pairs = nullptr, int64_t row = 0) {
-    for (; first < end; first++) {
-      if (!half) shrink<Full>(shrinks[first], x, in);
-      if (half && !pairs) shrink<Half>(shrinks[first], x, in);
-#ifdef HAS_PAIRS
-      if (half && pairs) shrink<Paired>(shrinks[first], pairs, row);
-#endif
-    }
   }
 
   void shrink_all(const Call& call) {
-    in_turns(call, shrinks.size(), shrinking, [this](int64_t first, int64_t end) { shrink(first, end); });
+    in_turns(call, pieces.size(), shrinking, [this](int64_t i) { shrink(i); });
   }
 
+  // Adds the products with B. Threads take some outputs of all tokens. But if many tokens share their adapter with no
+  // other, threads take these tokens, a few rows at a time, so that memory delivers the matrices in order.
   void expand_all(const Call& call) {
-    in_turns(call, expands.size(), expanding, [this](int64_t first, int64_t end) {
-      for (; first < end; first++) half ? expand<Half>(expands[first]) : expand<Full>(expands[first]);
+    in_turns(call, (out + kOutputs - 1) / kOutputs, expanding, [this](int64_t i) {
+      for (const Group& group : groups)
+        if (!alone || group.count > 1) expand(group, 0, rank, i * kOutputs, std::min(out, (i + 1) * kOutputs));
+    });
+    in_turns(call, alone ? groups.size() : 0, expanding, [this](int64_t i) {
+      for (int64_t r = 0; r < rank && groups[i].count == 1; r += kStreams) expand(groups[i], r, r + kStreams, 0, out);
     });
   }
 
+  // With the rows [first, end) of B, as far as they exist.
+  void expand(const Group& group, int64_t first, int64_t end, int64_t from, int64_t to) {
+    const int32_t* own = ranks + group.place * stride;
+    const auto add = [&](int64_t part, int64_t rows, int64_t begin, int64_t until) {
+      const int64_t count = std::min(end, rows) - first;
+      if (count <= 0 || begin >= until) return;
+      half ? expand<Half>(group, part, first, count, begin, until) : expand<Full>(group, part, first, count, begin, until);
+    };
+    if (parts == 1 || alternate) return add(0, *std::max_element(own, own + parts), from, to);
+    for (int64_t begin = from - from % (width[0] + width[1] + width[2]); begin < to;)
+      for (int64_t p = 0; p < parts; begin += width[p++])
+        add(p, own[p], std::max(from, begin), std::min(to, begin + width[p]));
+  }
+
+  // With `count` rows of B.
+  template <class T>
+  void expand(const Group& group, int64_t part, int64_t first, int64_t count, int64_t from, int64_t to) {
+    const float* factors = low.data() + group.first * parts * rank + (alternate ? 2 * first : part * rank + first);
+    const auto* rows = static_cast<const typename T::Number*>(b) + (group.place * rank + first) * out;
+    by_tile(group.count, [&](auto tall, int64_t t) {
+      float* of[tall];
+      for (int m = 0; m < tall; m++) of[m] = y + order[group.first + t + m] * out;
+      const auto tile = alternate ? expand_tile<T, tall, true> : expand_tile<T, tall, false>;
+      tile(of, out, factors + t * parts * rank, parts * rank, rows, count, from, to);
+    });
+  }
+
+  // Calls f(i) for i < count on the threads for which so many multiplications pay.
   template <class F>
   static void in_turns(const Call& call, int64_t count, int64_t work, F f) {
-    if (!count) return;
+    if (!count || !work) return;
     const int64_t turns = std::clamp<int64_t>(work / kWork, 1, std::min<int64_t>(16, count));
-    parallel_for(call, turns, [=](int64_t turn) { f(turn * count / turns, (turn + 1) * count / turns); });
+    parallel_for(call, turns, [=](int64_t turn) {
+      for (int64_t i = turn * count / turns; i < (turn + 1) * count / turns; i++) f(i);
+    });
   }
 };

@@ -9,7 +9,7 @@ static void panel_matmul(const Call& call) {
   const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
   if (tokens <= 0) return;
   const Panels w(call, 1, call.attribute<int64_t>("out"), call.attribute<int64_t>("inputs"));
-  multiply(call, w, tokens, call.attribute<int64_t>("arithmetic"), false,
+  multiply(call, w, tokens, call.attribute<int64_t>("arithmetic"),
            [](const Product& product, int64_t, int64_t, int64_t first, int64_t end) { product.run_all(first, end); });
 }
 DEFINE_HANDLER(PanelMatmul, panel_matmul, kF32, XLA_FFI_DataType_U8, kS32, kS32)

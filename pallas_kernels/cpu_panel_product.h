@@ -258,14 +258,14 @@ static int64_t panels_at_once(const Call& call, int64_t panels) {
 }
 
 // Divides a product with x [tokens, w.in] into items, and calls run(product, item, items, first, end) on all threads for
-// the panels [first, end) of each. Items are as small as possible if `small`.
+// the panels [first, end) of each.
 template <class F>
-static void multiply(const Call& call, const Panels& w, int64_t tokens, int64_t arithmetic, bool small, F run) {
+static void multiply(const Call& call, const Panels& w, int64_t tokens, int64_t arithmetic, F run) {
   const float* x = data<float>(call.argument(0));
   Rounded rounded;
   round_rows(call, Forms(w, arithmetic), w.in, tokens, rounded, [x, &w](int64_t row) { return x + row * w.in; });
   const Product product{x, tokens, w, rounded, 0, arithmetic, data<float>(call.result())};
-  const int64_t panels = w.count(), piece = small ? kColumns / kParts : panels_at_once(call, panels);
+  const int64_t panels = w.count(), piece = panels_at_once(call, panels);
   const int64_t items = (panels + piece - 1) / piece;
   parallel_for(call, items, [&product, &run, panels, piece, items](int64_t i) {
     run(product, i, items, i * piece, std::min(panels, (i + 1) * piece));

@@ -1,12 +1,12 @@
 """LoRA adapters on CPU, in C++ (`cpu_lora.h`, `cpu_lora.cc`).
 
-Grid: of A, up to 16 rows and the tokens of one adapter; of B, the outputs and the tokens of one adapter, in pieces of
-  512 outputs if there are few adapters. Threads take equal numbers of these.
+Grid: of A, up to 16 rows and the tokens of one adapter; of B, 512 outputs of all tokens, or the tokens one by one if many
+  of them have an adapter of their own. Threads take equal numbers of these.
 Traffic: the matrices of the adapters in the batch, once, up to their ranks; x once per piece, from the CPU's cache.
 Pipeline: with a weight in panels, one call does the whole product (`matmul`). While a thread multiplies a piece of a
-  weight of floats, it prefetches the rows of A that it multiplies next, and their adapters' B. With several rows the
-  weight keeps the arithmetic units busy and memory idle, so that the matrices cost little more than their
-  multiplications.
+  weight of floats, it prefetches the rows of A that it multiplies next. With several rows the weight keeps the
+  arithmetic units busy and memory idle, so that A costs little more than its multiplications. B of tokens that are
+  alone is read eight rows at a time, from one end to the other, as memory delivers best.
 
 A row's results do not depend on the other rows.
 """
