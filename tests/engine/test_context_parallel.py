@@ -74,9 +74,14 @@ def test_codes(case, dtype, model_folders):
     [
         (ONE_HEAD, {"kv_pages": 10, "prefill_chunk": 16, "speculative_config": NGRAM}),
         pytest.param(LATENT, {"enable_expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(
+            LATENT,
+            {"enable_expert_parallel": True, "kv_pages": 10, "prefill_chunk": 16, "speculative_config": NGRAM},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(ONE_HEAD, {"static_steps": True}, marks=pytest.mark.slow),
     ],
-    ids=["preempted chunks and speculation", "whole experts", "static"],
+    ids=["preempted chunks and speculation", "whole experts", "whole experts preempted", "static"],
 )
 def test_with_other_features(case, options, model_folders):
     folder, length = model_folders(case), {"max_model_len": 96}

@@ -75,6 +75,9 @@ FEW_PAGES = {"kv_pages": 14, "page_size": 8, "max_model_len": 104, "prefill_chun
         (LATENT, sizes_of(2, 1, True) | FEW_PAGES),
         pytest.param(LATENT, sizes_of(2, 1, True) | FEW_PAGES | {"static_steps": True}, marks=slow),
         pytest.param(LATENT, sizes_of(2, 4) | {"decode_context_parallel_size": 2}, marks=slow),
+        pytest.param(LATENT, sizes_of(2, 4, True) | {"decode_context_parallel_size": 4}, marks=slow),
+        pytest.param(EXPERTS, sizes_of(2, 4, True) | {"decode_context_parallel_size": 2} | FEW_PAGES, marks=slow),
+        pytest.param(EXPERTS, sizes_of(8, 1, True), marks=slow),
         pytest.param(DENSE, sizes_of(4), marks=slow),
         pytest.param(DENSE, sizes_of(2, 2) | FEW_PAGES, marks=slow),
         *(
