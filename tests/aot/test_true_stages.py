@@ -197,8 +197,8 @@ def test_all_layers_fit(tmp_path):
         pages.append(whole.pages(made, needs, shapes))
         print(
             f"layers {made.stage.begin} to {made.stage.end - 1}: weights {size(weights)}, {token} bytes a token on "
-            f"each device, temporaries {size(needs.temporaries)}, results {size(needs.results)}, code {size(needs.code)}, "
-            f"slots {size(made.runner.slot_bytes)}, {pages[-1]} pages",
+            f"each device, temporaries {size(needs.temporaries)}, results {size(needs.results)}, code "
+            f"{size(needs.code)}, slots {size(made.runner.slot_bytes)}, {pages[-1]} pages",
             flush=True,
         )
         assert 23.5 < weights / 2**30 < 24.5
