@@ -127,7 +127,7 @@ def test_with_other_settings(others, deep_folders):
     ("case", "layers", "tensor", "others"),
     [
         ("qwen3_moe_plain", 4, 2, {}),
-        ("qwen3_moe_plain", 4, 4, TIGHT),
+        ("qwen3_moe_plain", 4, 4, {"prefill_chunk": 16}),
         ("deepseek_v3_groups", 3, 2, TIGHT),
     ],
 )
@@ -135,7 +135,7 @@ def test_whole_experts(case, layers, tensor, others, deep_folders):
     """Expert parallelism within each stage, also where sequences are preempted."""
     split = PP2 | {"tensor_parallel_size": tensor, "enable_expert_parallel": True}
     engine = check_equal(deep_folders(case, layers), split, others)
-    assert engine.scheduler.num_preemptions > 0 or not others
+    assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in others
 
 
 def test_what_stages_hold(deep_folders):
