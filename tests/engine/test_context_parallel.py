@@ -13,6 +13,7 @@ from jaxserve.pallas_kernels.token_shares import part_weights
 ONE_HEAD = "llama_mqa"  # 1 key-value head, 8 query heads
 LATENT = "deepseek_v3_groups"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+FEW_PAGES = {"page_size": 8, "kv_pages": 14, "prefill_chunk": 16}
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10, [5]]
 
 
@@ -72,15 +73,22 @@ def test_codes(case, dtype, model_folders):
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (ONE_HEAD, {"kv_pages": 10, "prefill_chunk": 16, "speculative_config": NGRAM}),
+        (ONE_HEAD, FEW_PAGES | {"speculative_config": NGRAM}),
         pytest.param(LATENT, {"enable_expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(
+            LATENT,
+            FEW_PAGES | {"enable_expert_parallel": True, "speculative_config": NGRAM},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(ONE_HEAD, {"static_steps": True}, marks=pytest.mark.slow),
     ],
-    ids=["preempted chunks and speculation", "whole experts", "static"],
+    ids=["preempted chunks and speculation", "whole experts", "whole experts preempted", "static"],
 )
 def test_with_other_features(case, options, model_folders):
     folder, length = model_folders(case), {"max_model_len": 96}
-    assert tokens_of(folder, **length, **options, **split(4, 2))[0] == tokens_of(folder, **length)[0]
+    made, _, engine = tokens_of(folder, **length, **options, **split(4, 2))
+    assert made == tokens_of(folder, **length)[0]
+    assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in options
 
 
 def test_merged_parts():

@@ -75,6 +75,13 @@ FEW_PAGES = {"kv_pages": 14, "page_size": 8, "max_model_len": 104, "prefill_chun
         (LATENT, sizes_of(2, 1, True) | FEW_PAGES),
         pytest.param(LATENT, sizes_of(2, 1, True) | FEW_PAGES | {"static_steps": True}, marks=slow),
         pytest.param(LATENT, sizes_of(2, 4) | {"decode_context_parallel_size": 2}, marks=slow),
+        *(
+            pytest.param(
+                case, sizes_of(2, 4, True) | {"decode_context_parallel_size": shares, "page_size": 16}, marks=slow
+            )
+            for case, shares in ((LATENT, 4), (EXPERTS, 2))
+        ),
+        pytest.param(EXPERTS, sizes_of(8, 1, True), marks=slow),
         pytest.param(DENSE, sizes_of(4), marks=slow),
         pytest.param(DENSE, sizes_of(2, 2) | FEW_PAGES, marks=slow),
         *(
@@ -98,7 +105,8 @@ def test_the_same_tokens(case, options, model_folders):
     engine = assert_same(model_folders(case), options)
     stats, groups = engine.stats(), options["data_parallel_size"]
     assert stats.pages_total == groups * (engine.runner.layout.num_pages - 1)
-    assert bool(stats.prefix_hits) == options.get("prefix_caching", True)
+    if groups < 8:  # requests of the same prefix, which come at the same time, meet in a group
+        assert bool(stats.prefix_hits) == options.get("prefix_caching", True)
     assert bool(stats.preemptions) == ("kv_pages" in options)
     stacks = [w for path, w in flatten_dict(engine.runner.params, sep="/").items() if path.endswith("/experts_down")]
     for stack in stacks:  # no device has more than its share

@@ -12,6 +12,7 @@ PLAIN = "qwen3_moe_plain"  # 8 experts, 2 for each token, windows
 OTHERS = (
     "gpt_oss_sinks", "mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups",
 )  # fmt: skip
+SLOW = pytest.mark.slow
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
 
 
@@ -26,8 +27,8 @@ def tokens_of(folder, count=None, **options):
     [
         (PLAIN, 2),
         ("deepseek_v3_groups", 4),
-        pytest.param(PLAIN, 8, marks=pytest.mark.slow),
-        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in OTHERS),
+        pytest.param(PLAIN, 8, marks=SLOW),
+        *(pytest.param(case, 2, marks=SLOW) for case in OTHERS),
     ],
 )
 def test_the_same_tokens(case, devices, model_folders):
@@ -43,21 +44,23 @@ def test_the_same_tokens(case, devices, model_folders):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("case", "options"),
     [
-        {"kv_pages": 14, "max_model_len": 96, "prefill_chunk": 16},
-        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=pytest.mark.slow),
-        pytest.param({"static_steps": True}, marks=pytest.mark.slow),
+        ("deepseek_v3_groups", {"page_size": 8, "kv_pages": 14, "max_model_len": 96, "prefill_chunk": 16}),
+        pytest.param(PLAIN, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=SLOW),
+        pytest.param(PLAIN, {"static_steps": True}, marks=SLOW),
     ],
     ids=["preempted chunks", "speculation", "static"],
 )
-def test_with_other_features(options, model_folders):
-    folder = model_folders(PLAIN)
+def test_with_other_features(case, options, model_folders):
+    folder = model_folders(case)
     split = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
-    assert tokens_of(folder, **options, **split)[0] == tokens_of(folder)[0]
+    made, engine = tokens_of(folder, **options, **split)
+    assert made == tokens_of(folder)[0]
+    assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in options
 
 
-@pytest.mark.parametrize("scheme", ["int4", *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "fp8"))])
+@pytest.mark.parametrize("scheme", ["int4", *(pytest.param(s, marks=SLOW) for s in ("int8", "fp8"))])
 def test_quantized(scheme, model_folders):
     """As on two devices that share each expert, where groups of weights are cut in the same way."""
     options = {"quantization": scheme, "tensor_parallel_size": 2}

@@ -84,6 +84,8 @@ def deep_folders(tmp_path_factory):
                 (PLAIN, 5, 4, 1),
                 (PLAIN, 4, 2, 2),
                 (PLAIN, 4, 2, 4),
+                (PLAIN, 4, 4, 2),
+                (PLAIN, 8, 8, 1),
                 ("llama32_tied", 4, 2, 1),
                 ("llama32_tied", 5, 4, 1),
                 ("qwen3_moe_plain", 4, 2, 1),
@@ -121,10 +123,19 @@ def test_with_other_settings(others, deep_folders):
 
 
 @SLOW
-def test_whole_experts(deep_folders):
-    """Expert parallelism within each stage."""
-    split = PP2 | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    check_equal(deep_folders("qwen3_moe_plain", 4), split, {})
+@pytest.mark.parametrize(
+    ("case", "layers", "tensor", "others"),
+    [
+        ("qwen3_moe_plain", 4, 2, {}),
+        ("qwen3_moe_plain", 4, 4, {"prefill_chunk": 16}),
+        ("deepseek_v3_groups", 3, 2, TIGHT),
+    ],
+)
+def test_whole_experts(case, layers, tensor, others, deep_folders):
+    """Expert parallelism within each stage, also where sequences are preempted."""
+    split = PP2 | {"tensor_parallel_size": tensor, "enable_expert_parallel": True}
+    engine = check_equal(deep_folders(case, layers), split, others)
+    assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in others
 
 
 def test_what_stages_hold(deep_folders):

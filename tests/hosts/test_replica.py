@@ -138,7 +138,9 @@ for prompt in prompts:
         (CASE, {"speculative_config": {"method": "draft_model", "model": CASE, "num_speculative_tokens": 3}}),
         (CASE, {"enable_lora": True}),
         ("qwen3_moe_plain", {}),
+        ("qwen3_moe_plain", {"enable_expert_parallel": True}),
         ("deepseek_v2_lite", {}),
+        ("deepseek_v2_lite", {"decode_context_parallel_size": 2}),
     ],
 )
 def test_llm(start_replica, model_folders, tmp_path, case, own):

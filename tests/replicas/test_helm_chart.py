@@ -25,6 +25,7 @@ CHART = Path(__file__).parents[2] / "deploy" / "helm" / "jaxserve"
 LEAST: dict[str, Any] = {"image": {"repository": "registry.example/jaxserve"}, "model": "org/name"}
 SECRET = {"host-secret": "0123456789abcdef", "api-keys": "k1 alice\nk2 bob\n", "metrics-key": "m"}
 SEVERAL_HOSTS = LEAST | {"hosts": 2, "accelerator": {"type": "nvidia", "count": 8}, "secret": {"create": SECRET}}
+SERVERS = ["first-jaxserve:8477", "second-jaxserve.prod:9000"]
 CASES: dict[str, dict[str, Any]] = {
     "least": LEAST,
     "hosts": SEVERAL_HOSTS,
@@ -38,6 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
     "monitored": LEAST | {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
     "picked": LEAST | {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}},
     "keys": LEAST | {"auth": {"apiKeys": True}, "secret": {"name": "mine"}, "podMonitor": {"enabled": True}},
+    "prefill": LEAST | {"role": {"kind": "prefill", "prefillPort": 9000}, "secret": {"create": SECRET}},
+    "decode": LEAST
+    | {
+        "role": {"kind": "decode", "kvOffloadGib": 0.5, "prefillServers": SERVERS},
+        "secret": {"name": "mine"},
+        "replicas": 2,
+    },
     "more": LEAST
     | {
         "replicas": 3,
@@ -224,6 +232,26 @@ def test_commands_are_ours(case, monkeypatch):
         assert (config.num_hosts, config.host_id) == (hosts, index)
 
 
+def test_roles(monkeypatch):
+    """A decode server finds the port at which a prefill server waits, and both have the secret."""
+    monkeypatch.setenv("JAXSERVE_HOST_SECRET", SECRET["host-secret"])
+    configs = {}
+    for case in ("prefill", "decode"):
+        one = container(pods(render(CASES[case]))[0])
+        configs[case] = engine_config(make_parser().parse_args([str(arg) for arg in one["args"]]))
+        (secret,) = [given for given in one["env"] if given["name"] == "JAXSERVE_HOST_SECRET"]
+        assert secret["valueFrom"]["secretKeyRef"]["key"] == "host-secret"
+        assert configs[case].role == case
+    assert configs["prefill"].prefill_listen == "0.0.0.0:9000"
+    assert configs["decode"].prefill_servers == tuple(SERVERS)
+    assert [configs[case].kv_offload_gib for case in configs] == [4, 0.5]
+    objects = render(CASES["prefill"])
+    ports = {port["name"]: port["containerPort"] for port in container(pods(objects)[0])["ports"]}
+    assert ports == {"http": 8000, "prefill": 9000}
+    service = {port["name"]: (port["port"], port["targetPort"]) for port in objects["Service"]["spec"]["ports"]}
+    assert service == {"http": (80, "http"), "prefill": (9000, "prefill")}
+
+
 @pytest.mark.parametrize("case", ["least", "hosts"])
 def test_probes_ask_our_routes(case):
     first, *others = pods(render(CASES[case]))
@@ -297,6 +325,13 @@ def test_secrets_are_not_in_pods():
         (LEAST | {"auth": {"apiKeys": True}}, "auth.apiKeys needs secret.name"),
         (LEAST | {"secret": {"create": {"host-secret": "short"}}}, "host-secret"),
         (LEAST | {"secret": {"name": "a", "create": SECRET}}, "not both"),
+        (LEAST | {"args": ["--role=prefill"]}, "args"),
+        (LEAST | {"role": {"kind": "prefill"}}, "a role needs a secret"),
+        (SEVERAL_HOSTS | {"role": {"kind": "prefill"}}, "role.kind must be both if hosts"),
+        (CASES["prefill"] | {"replicas": 2}, "by its own address"),
+        (CASES["prefill"] | {"autoscaling": {"kind": "hpa"}}, "by its own address"),
+        (CASES["decode"] | {"role": {"kind": "decode"}}, "goes with role.kind decode"),
+        (LEAST | {"role": {"kind": "both", "prefillServers": SERVERS}}, "goes with role.kind decode"),
         (LEAST | {"inferencePool": {"enabled": True}}, "endpointPicker.name"),
     ],
 )

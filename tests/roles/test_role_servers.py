@@ -155,6 +155,41 @@ def test_a_prefill_server_that_is_killed_stopped_and_replaced(expected, tmp_path
             wait_until(lambda: up(server) == 1, 30)
 
 
+def test_one_of_several_prefill_servers_is_killed(expected, tmp_path):
+    """No request is lost: what it was asked for is computed by the decode server, later prompts by the other one."""
+    ports = [free_port(), free_port()]
+    with (
+        prefill(tmp_path, ports[0], "first") as first,
+        prefill(tmp_path, ports[1], "second") as second,
+        decode(tmp_path, *ports, admin_key="admin") as server,
+    ):
+        wait_until(lambda: up(server) == 2, 30)
+        assert ask_all(server, bodies()) == expected
+        shares = [one.metric("prefill_export_requests_total") for one in (first, second)]
+        assert min(shares) > 0
+        assert sum(shares) == 9
+        assert server.metric("prefill_fallbacks_total") == 0
+
+        forget(server)
+        pid = engine_of(first)
+        os.kill(pid, signal.SIGSTOP)  # so that prompts that it is asked for are not computed when it is killed
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(ask_all, server, bodies())
+            wait_until(lambda: server.metric("prefill_fetch_requests_total") == 18, 20)
+            first.process.kill()
+            os.kill(pid, signal.SIGKILL)
+            assert answers.result(60) == expected
+        fallbacks = server.metric("prefill_fallbacks_total")
+        assert 0 < fallbacks < 9
+        wait_until(lambda: up(server) == 1, 10)
+
+        forget(server)
+        before = second.metric("prefill_export_requests_total")
+        assert ask_all(server, bodies()) == expected
+        assert second.metric("prefill_export_requests_total") == before + 9
+        assert server.metric("prefill_fallbacks_total") == fallbacks
+
+
 def test_servers_that_do_not_fit(expected, tmp_path, monkeypatch):
     """Another secret, another page size, other weights: refused with the reason, and everything is computed here."""
     ports = [free_port() for _ in range(3)]

@@ -64,6 +64,17 @@ name: {{ include "jaxserve.name" . }}
 {{- if gt (int .Values.hosts) 1 }}
 - --coordinator=auto
 {{- end }}
+{{- with .Values.role }}
+{{- if ne .kind "both" }}
+- --role={{ .kind }}
+- --kv-offload-gib={{ .kvOffloadGib }}
+{{- end }}
+{{- if eq .kind "prefill" }}
+- --prefill-listen=0.0.0.0:{{ .prefillPort }}
+{{- else if eq .kind "decode" }}
+- --prefill-servers={{ join "," .prefillServers }}
+{{- end }}
+{{- end }}
 {{- range .Values.args }}
 - {{ . | quote }}
 {{- end }}
@@ -85,7 +96,7 @@ name: {{ include "jaxserve.name" . }}
       key: {{ $key }}
       optional: true
 {{- end }}
-{{- if gt (int .Values.hosts) 1 }}
+{{- if or (gt (int .Values.hosts) 1) (ne .Values.role.kind "both") }}
 - name: JAXSERVE_HOST_SECRET
   valueFrom:
     secretKeyRef:
@@ -171,6 +182,10 @@ spec:
       ports:
         - name: http
           containerPort: {{ .port }}
+        {{- if eq .role.kind "prefill" }}
+        - name: prefill
+          containerPort: {{ .role.prefillPort }}
+        {{- end }}
       startupProbe:
         httpGet: {path: /health, port: http}
         {{- toYaml .probes.startup | nindent 8 }}
