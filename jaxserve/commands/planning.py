@@ -32,7 +32,10 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--prices", nargs="+", default=[], metavar="KIND=DOLLARS",
                       help="of a device for an hour, by target, such as h200=3.5 v6e=2.7")  # fmt: skip
     plan.add_argument("--constants", type=Path, metavar="JSON",
-                      help="measured rates by kind of device; None: those in the user's cache folder")  # fmt: skip
+                      help="file of measured rates by kind of device; None: in the user's cache folder")  # fmt: skip
+    plan.add_argument("--measure", action="store_true",
+                      help="measure the device that is here: times of steps beside predicted ones; keeps its rates in "
+                      "the file of --constants, for later plans")  # fmt: skip
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON; -: print it instead of text")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     add_engine_flags(plan)
@@ -47,15 +50,14 @@ def run_plan(args: argparse.Namespace) -> int:
     shape, prices = _shape(args.request), _prices(args.prices)
     path = args.constants or measured.default_path()
     base = _without_weights(args)
-    constants = measured.read(path, args.constants is not None)
+    known = measured.read(path, args.constants is not None and not args.measure)
     plans = []
     for wanted in args.compare or [args.target]:
         target, changes = _wanted(wanted)
         config = _on_all_devices(replace(base, **changes), target)
         price = prices.get(target.split("x")[0].split("-")[0], args.price)
-        known = measured.of_form(constants, config)
-        options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "constants": known}
-        made = _planned(report, config, target, shape=shape, price=price, goal=goal, **options)
+        options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "path": path if args.measure else None}
+        made = _planned(config, target, constants=known, shape=shape, price=price, goal=goal, **options)
         plans.append(made | {"label": ",".join(f"{key}={value}" for key, value in changes.items())})
     result: Any = plans if args.compare else plans[0]
     if args.json:
@@ -70,9 +72,15 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(report: Any, config: EngineConfig, target: str, **options: Any) -> dict[str, Any]:
+def _planned(config: EngineConfig, target: str, path: Path | None, constants: Any, **options: Any) -> dict[str, Any]:
+    """The plan. path: where to keep the rates of the device that is here, which is then measured."""
+    from jaxserve.plan import measuring, report
+    from jaxserve.plan.constants import read
+
     try:
-        return report.make_plan(config, target, **options)
+        measured = None if path is None else measuring.measure(config, target, path)
+        known = constants if path is None else read(path, required=True)
+        return report.make_plan(config, target, constants=known, measured=measured, **options)
     except ConfigError as error:
         raise ConfigError(f"{target}: {error}") from None
 
