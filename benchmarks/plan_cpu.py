@@ -2,9 +2,10 @@
 
 python benchmarks/plan_cpu.py --forms auto,bfloat16 int4,bfloat16
 
-For each form a probe of other shapes tells the rates, which then predict the steps of the 100M shape; nothing is fitted
-to these. `tpot` is measured on decode steps, and `served` on requests that an engine answers. Everything runs on one
-core and counts the processor's time, so that other programs matter little; threads do not wait for each other then.
+Prints a line of JSON for each form. A probe of other shapes tells the rates, which then predict the steps of the 100M
+shape; nothing is fitted to these. `tpot` is measured on decode steps, and `served` on requests that an engine answers.
+Everything runs on one core and counts the processor's time, so that other programs matter little; threads do not wait
+for each other then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from peers.model import SHAPES
 
 TOKENS, PROMPT, ROUNDS = 64, 16, 3  # tokens of each request's output and prompt; rounds
-FORMS = ("auto,float32", "auto,bfloat16", "int8,bfloat16", "int4,bfloat16")
+FORMS = ("auto,bfloat16", "int4,bfloat16", "auto,float32", "int8,bfloat16")
 
 
 def measured(folder: str, form: str) -> dict[str, Any]:
@@ -82,7 +83,8 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if args.core is None else args.core})
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES["100M"]))
-        print(json.dumps([measured(folder, form) for form in args.forms], indent=1))
+        for form in args.forms:
+            print(json.dumps(measured(folder, form)), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,9 @@ def run_plan(args: argparse.Namespace) -> int:
         target, changes = _wanted(wanted)
         config = _on_all_devices(replace(base, **changes), target)
         price = prices.get(target.split("x")[0].split("-")[0], args.price)
-        options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "path": path if args.measure else None}
-        made = _planned(config, target, constants=known, shape=shape, price=price, goal=goal, **options)
+        options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "constants": known}
+        options |= {"shape": shape, "price": price, "goal": goal}
+        made = _planned(config, target, path if args.measure else None, options)
         plans.append(made | {"label": ",".join(f"{key}={value}" for key, value in changes.items())})
     result: Any = plans if args.compare else plans[0]
     if args.json:
@@ -72,15 +73,16 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(config: EngineConfig, target: str, path: Path | None, constants: Any, **options: Any) -> dict[str, Any]:
-    """The plan. path: where to keep the rates of the device that is here, which is then measured."""
-    from jaxserve.plan import measuring, report
-    from jaxserve.plan.constants import read
+def _planned(config: EngineConfig, target: str, rates: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """A plan with these options of `make_plan`. rates: the device that is here is measured, and its rates are kept in
+    this file; None: nothing is measured."""
+    from jaxserve.plan import constants, measuring, report
 
     try:
-        measured = None if path is None else measuring.measure(config, target, path)
-        known = constants if path is None else read(path, required=True)
-        return report.make_plan(config, target, constants=known, measured=measured, **options)
+        if rates is not None:
+            options = options | {"measured": measuring.measure(config, target, rates)}
+            options["constants"] = constants.read(rates, required=True)
+        return report.make_plan(config, target, **options)
     except ConfigError as error:
         raise ConfigError(f"{target}: {error}") from None
 

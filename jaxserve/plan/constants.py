@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pallas_kernels import cpu_build
@@ -44,11 +43,11 @@ def keep(path: Path, deployment: Deployment, constants: Constants) -> None:
     """Writes these constants to the file, beside those of other devices and forms. Raises ConfigError."""
     known = read(path, required=False)
     known.setdefault(kind_of(deployment), {})[form_of(deployment)] = constants
-    text = json.dumps({kind: {form: asdict(one) for form, one in forms.items()} for kind, forms in known.items()}, indent=1)
+    plain = {kind: {form: asdict(one) for form, one in forms.items()} for kind, forms in known.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_text(text + "\n")
+        new.write_text(json.dumps(plain, indent=1) + "\n")
         new.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot keep measured rates in {path}: {error}") from None

@@ -15,12 +15,11 @@ import jax
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.plan import constants, probe
-from jaxserve.plan.decode_steps import Clock, DecodeSteps, Point, Timed, in_turns, pages_for
+from jaxserve.plan.decode_steps import STEPS, Clock, DecodeSteps, Point, Timed, in_turns, pages_for
 from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.roofline import Constants, Roofline
 
 BATCHES, CONTEXTS, ROUNDS = (1, 8, 32), (32, 1024), 7
-SLACK = 16  # tokens of a request beyond the context of a step that is timed
 MODEL = "model"
 BUSY = 1.5  # a median of this many times the shortest time tells that other programs took the processor
 
@@ -57,9 +56,7 @@ def measure(config: EngineConfig, target: str, path: Path, clock: Clock = time.p
         rooflines = {name: Roofline(one, start) for name, one in probes.items()}
         probe.check_form(Roofline(deployment, start), rooflines[probe.WIDE])
         points = {name: probe.points(name) for name in probes} | {MODEL: _points(deployment)}
-        steps = {
-            name: _engine_steps(one, points[name], clock) for name, one in (probes | {MODEL: deployment}).items()
-        }
+        steps = {name: _engine_steps(one, points[name], clock) for name, one in (probes | {MODEL: deployment}).items()}
     times = in_turns(steps, points, ROUNDS)
     fitted = probe.fit(start, rooflines, times)
     constants.keep(path, probes[probe.WIDE], fitted)
@@ -85,11 +82,11 @@ def _points(deployment: Deployment) -> list[Point]:
     """The steps of the planned model that are timed: those of BATCHES and CONTEXTS whose sequences fit."""
     pages, longest = deployment.pages(deployment.estimated_needs())
     layout, most = deployment.plan.one_page, deployment.config.max_num_seqs
-    contexts = sorted({min(context, longest - SLACK) for context in CONTEXTS})
+    contexts = sorted({min(context, longest - STEPS) for context in CONTEXTS})
     some = [Point(batch, context) for batch in BATCHES for context in contexts if batch <= most and context > 0]
     found = [one for one in some if pages_for([one], layout.page_size, layout.groups.num_groups) <= pages]
     if not found:
-        raise ConfigError(f"--measure needs requests of more than {SLACK} tokens; the longest has {longest}")
+        raise ConfigError(f"--measure needs requests of more than {STEPS} tokens; the longest has {longest}")
     return found
 
 
@@ -97,12 +94,11 @@ def _engine_steps(deployment: Deployment, points: list[Point], clock: Clock) -> 
     """Loads the engine of a deployment with no more cache than these steps need."""
     layout, config = deployment.plan.one_page, deployment.config
     pages = pages_for(points, layout.page_size, layout.groups.num_groups)
-    longest = max(point.context for point in points) + SLACK
-    least = -(-longest // layout.page_size) * layout.groups.num_groups + 1
-    batch = max(point.batch for point in points)
-    small = replace(config, kv_pages=max(pages, least), max_model_len=longest, max_num_seqs=batch, prefix_caching=False)
+    longest = max(point.context for point in points) + STEPS
+    sizes: Any = {"kv_pages": pages, "max_model_len": longest, "max_num_seqs": max(point.batch for point in points)}
+    off: Any = {"prefix_caching": False, "kv_offload_gib": 0.0, "kv_offload_dir": None, "role": "both"}
     log.info("loading %s", config.model)
-    return DecodeSteps(Engine.load(small, progress=False), points, clock)
+    return DecodeSteps(Engine.load(replace(config, **sizes, **off), progress=False), points, clock)
 
 
 def lines(measured: Mapping[str, Any]) -> Iterator[str]:

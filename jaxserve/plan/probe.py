@@ -32,7 +32,7 @@ LARGE_SHAPES = {  # on accelerators
 }
 ROWS, SHORT, LONG = (1, 4, 12, 24), 32, 768
 LIKE = 0.1  # bytes per number of a checkpoint's weights may differ by this share from those of the probe
-SHORTEST = 1e-3  # the least share of a step that a part of it is taken to be: more than noise can hide
+NOISE = 1e-3  # a part of a step that seems to take less than this share of it is taken to be as long as that
 
 
 def points(name: str) -> list[Point]:
@@ -77,9 +77,7 @@ def check_form(model: Roofline, wide: Roofline) -> None:
         )
 
 
-def fit(
-    start: Constants, probes: Mapping[str, Roofline], times: Mapping[str, Mapping[Point, Timed]]
-) -> Constants:
+def fit(start: Constants, probes: Mapping[str, Roofline], times: Mapping[str, Mapping[Point, Timed]]) -> Constants:
     """The rates with which the probe's steps take the times that were measured.
 
     Args:
@@ -87,23 +85,22 @@ def fit(
       probes: count the work of the probe's models, by name.
       times: name -> point -> time of a step.
     """
-    wide, most = probes[WIDE], ROWS[-1]
-    call, layer = _beside(probes, times)
-    seconds = {
-        point: max(one.best - call - layer * wide.layers, SHORTEST * one.best) for point, one in times[WIDE].items()
-    }
-    short = [Point(rows, SHORT) for rows in ROWS]
-    taken = np.array([seconds[point] for point in short])
-    work = {point: wide.work(point.batch, point.batch, np.full(point.batch, point.context)) for point in seconds}
-    columns = np.array([[work[point].weights, 0 if start.overlaps else work[point].products] for point in short])
+    wide, (call, layer) = probes[WIDE], _beside(probes, times)
+    work = {point: wide.work(point.batch, point.batch, np.full(point.batch, point.context)) for point in points(WIDE)}
+    left = {point: max(times[WIDE][point].best - call - layer * wide.layers, 1e-9) for point in work}
+    short, longer = [Point(rows, SHORT) for rows in ROWS], Point(ROWS[-1], LONG)
+    added = max(left[longer] - left[short[-1]], NOISE * left[longer])
+    cache = (work[longer].cached - work[short[-1]].cached) / added
+    taken = np.array([left[point] - work[point].cached / cache for point in short]).clip(1e-9)
     # Relative least squares. The few sequences of these steps wait for weights only, where that overlaps with products.
-    slow, *_ = np.linalg.lstsq(columns / taken[:, None], np.ones(len(short)), rcond=None)
-    slow = np.maximum(slow, SHORTEST * taken.min() / columns.max(axis=0).clip(1))
-    longer, shorter = Point(most, LONG), Point(most, SHORT)
-    added = max(seconds[longer] - seconds[shorter], SHORTEST * seconds[shorter])
-    cache = (work[longer].cached - work[shorter].cached) / added
-    matmul = start.matmul if start.overlaps else float(1 / slow[1])
-    rates: Any = {"bandwidth": float(1 / slow[0]), "matmul": matmul, "cache": cache, "call": call, "layer": layer}
+    parts = [[work[point].weights, 0 if start.overlaps else work[point].products] for point in short]
+    each, *_ = np.linalg.lstsq(np.array(parts) / taken[:, None], np.ones(len(short)), rcond=None)
+    bandwidth, matmul = (
+        1 / max(one, NOISE * taken[0] / max(part, 1)) for one, part in zip(each, parts[0], strict=True)
+    )
+    rates: Any = {"bandwidth": float(bandwidth), "cache": float(cache), "call": call, "layer": layer}
+    if not start.overlaps:
+        rates["matmul"] = float(matmul)
     return replace(start, launch=0.0, source="measured", when=date.today().isoformat(), **rates)
 
 

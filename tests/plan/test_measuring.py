@@ -95,7 +95,7 @@ def test_measure_then_plan(folder, small_probe, capsys):
     assert main(["plan", str(folder), *flags, "--measure", "--json", str(out), "--html", str(page)]) == 0
     text, plan = capsys.readouterr().out, json.loads(out.read_text())
     rows = plan["measured"]["decode"]
-    assert [(row["batch"], row["context"]) for row in rows] == [(1, 32), (1, 496), (8, 32), (8, 496)]
+    assert [(row["batch"], row["context"]) for row in rows] == [(1, 32), (1, 508), (8, 32), (8, 508)]
     for row in rows:
         assert row["median"] >= row["tpot"] > 0
         assert row["error"] == pytest.approx(row["predicted"] / row["tpot"] - 1)
@@ -136,7 +136,7 @@ def test_rates_are_kept_beside_others(folder, tmp_path):
     ("changes", "target", "message"),
     [
         ({"tensor_parallel_size": 2}, "cpu:2", "one device of a CPU"),
-        ({"max_model_len": 16}, "cpu", "more than 16 tokens"),
+        ({"max_model_len": 4}, "cpu", "more than 4 tokens"),
         ({"task": "embed"}, "cpu", "models that generate"),
     ],
 )
@@ -153,7 +153,7 @@ def test_weights_that_the_probe_cannot_have_are_refused(folder):
         for one in (Deployment.of(settings(folder, quantization=how), "cpu") for how in ("int4", "auto"))
     )
     probe.check_form(own, own)
-    with pytest.raises(ConfigError, match="no probe for weights like the checkpoint's, of 0.6"):
+    with pytest.raises(ConfigError, match=r"no probe for weights like the checkpoint's, of 0\.6"):
         probe.check_form(own, other)
 
 
@@ -163,9 +163,10 @@ def test_predictions_of_the_100m_shape():
     whose times differ by more than a sixth are ranked as measured."""
     script = ROOT / "benchmarks" / "plan_cpu.py"
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 4
     steps = {(one["form"], row["batch"], row["context"]): row for one in found for row in one["steps"]}
     assert {batch for _, batch, _ in steps} == {1, 8, 32}
     served = {(one["form"], row["batch"]): row for one in found for row in one["served"]}
