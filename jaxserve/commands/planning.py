@@ -130,13 +130,12 @@ def _wanted(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _on_all_devices(config: EngineConfig, target: str) -> EngineConfig:
-    """Devices that no setting of parallelism shares out share each layer."""
+    """Devices that no setting of parallelism shares out share each layer, within their group if there are several."""
     from jaxserve.plan.deployment import plan_devices
 
-    sizes = [name for name in config.__dataclass_fields__ if name.endswith("_parallel_size")]
-    if any(getattr(config, name) > 1 for name in sizes if name != "decode_context_parallel_size"):
+    if config.tensor_parallel_size > 1:
         return config
-    return replace(config, tensor_parallel_size=len(plan_devices(target)))
+    return replace(config, tensor_parallel_size=max(len(plan_devices(target)) // config.data_parallel_size, 1))
 
 
 def _shape(text: str) -> tuple[int, int]:

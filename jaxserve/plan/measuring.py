@@ -64,7 +64,7 @@ def measure(config: EngineConfig, target: str, path: Path, clock: Clock = time.p
 
 
 def _refuse(deployment: Deployment) -> None:
-    here, device, config = jax.devices()[0], deployment.device, deployment.config
+    here, device = jax.devices()[0], deployment.device
     if (here.platform, here.device_kind) != (device.platform, device.device_kind):
         raise ConfigError(
             f"--measure needs the target's devices: {deployment.target} has {device.device_kind}, and here is "
@@ -72,8 +72,8 @@ def _refuse(deployment: Deployment) -> None:
         )
     if device.platform == "cpu" and deployment.devices > 1:
         raise ConfigError("--measure is for one device of a CPU, since several share its cores: use --target cpu")
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError("--measure does not run the stages of a pipeline; leave out --pipeline-parallel-size")
+    if deployment.groups > 1:
+        raise ConfigError("--measure does not run groups of devices; leave out --data-parallel-size")
     if deployment.devices > len(jax.devices()):
         raise ConfigError(f"--measure needs {deployment.devices} devices, and here are {len(jax.devices())}")
 

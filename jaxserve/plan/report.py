@@ -41,6 +41,8 @@ def make_plan(
       constants: measured ones by kind of device and form of weights.
       measured: steps that were timed here.
     """
+    if goal is not None and config.data_parallel_size > 1:
+        raise ConfigError("--for simulates one group of devices; leave out --data-parallel-size")
     deployment = Deployment.of(config, target)
     compiled = None if estimate else _compiled(deployment, all_layers)
     needs = deployment.estimated_needs() if compiled is None else compiled.needs
@@ -58,7 +60,7 @@ def make_plan(
     found["sources"]["roofline"] = known.source
     if measured is not None:
         found["measured"] = measured.beside(roofline)
-    batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs)
+    batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs * deployment.groups)
     if price is not None:  # no token is sold where not even one request fits
         tokens = batch / roofline.decode(batch, sum(shape)).total if batch else 0.0
         dollars = price * deployment.devices
@@ -108,13 +110,14 @@ def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
 
 
 def _capacity(deployment: Deployment, pages: int, longest: int, shape: tuple[int, int]) -> dict[str, Any]:
-    config, layout = deployment.config, deployment.plan.one_page
+    config, layout, groups = deployment.config, deployment.plan.one_page, deployment.groups
     each = memory.pages_of_longest(config, min(sum(shape), longest), layout.page_size, layout.groups.windows)
     tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), longest)
     return {
-        "pages": pages, "page_size": layout.page_size, "cache_bytes": pages * layout.device_page_bytes(
-            deployment.plan.mesh), "tokens": tokens, "longest_request": longest, "shape": list(shape),
-        "requests_of_shape": (pages - 1) // each if sum(shape) <= longest else 0,
+        "groups": groups, "pages": pages, "page_size": layout.page_size,
+        "cache_bytes": pages * layout.device_page_bytes(deployment.plan.mesh), "tokens": groups * tokens,
+        "longest_request": longest, "shape": list(shape),
+        "requests_of_shape": groups * ((pages - 1) // each) if sum(shape) <= longest else 0,
     }  # fmt: skip
 
 
@@ -143,6 +146,8 @@ def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
         return
     room = plan["capacity"]
     yield f"  KV cache            {size(room['cache_bytes']):>12}  ({room['pages']:,} pages of {room['page_size']})"
+    if room["groups"] > 1:
+        yield f"  in each of {room['groups']} groups of devices; what follows is of all groups together"
     yield f"fits: {room['tokens']:,} tokens, longest request {room['longest_request']:,}"
     inputs, outputs = room["shape"]
     yield f"  {room['requests_of_shape']:,} requests of {inputs} + {outputs} tokens at once"

@@ -25,7 +25,7 @@ OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
 CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
-COMPILED_EXCHANGES = 2  # all-reduces of a layer
+SUMS = 2  # all-reduces of a layer
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class StepTime(NamedTuple):
 
 
 class Roofline:
-    """Reckons the time of steps of a deployment.
+    """Reckons the time of steps of a deployment. Groups of devices run a step together, each with its own sequences;
+    tokens and rows are those of one group, and all groups are taken to have as many.
 
     Args:
       launched: launches of a step, of the compiled program or 0.
@@ -101,7 +102,9 @@ class Roofline:
     def __init__(self, deployment: Deployment, constants: Constants, launched: int = 0):
         self.constants, self._launches = constants, launched
         plan, model, params = deployment.plan, deployment.plan.model, deployment.params
-        self._devices, self._hidden, self.layers = deployment.devices, model.hidden_size, model.num_layers
+        self._groups, self._each = deployment.groups, deployment.devices // deployment.groups
+        self._hidden, self.layers = model.hidden_size, model.num_layers
+        self._mixtures = sum(layer.mlp.experts is not None for layer in model.layers)
         self._itemsize = np.dtype(plan.dtype).itemsize
         experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
@@ -137,9 +140,9 @@ class Roofline:
     def work(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> Work:
         """What `step` does, for the same arguments."""
         read, pairs = self._attended(np.asarray(contexts, float), np.asarray(counts, float))
-        used = self.dense_bytes + self.expert_bytes * (1 - self._unused**tokens)
-        flops = (tokens * self._token_flops + rows * self._head_flops) / self._devices
-        return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._devices)
+        used = self.dense_bytes + self.expert_bytes * (1 - self._unused ** (tokens * self._groups))
+        flops = (tokens * self._token_flops + rows * self._head_flops) / self._each
+        return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._each)
 
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
         """The time of a step of `tokens` tokens, padding included, that samples `rows` tokens. contexts, counts [rows]:
@@ -154,8 +157,9 @@ class Roofline:
         return StepTime(weights, products, attention, sent, overhead, total, *done)
 
     def decode(self, batch: int, context: int) -> StepTime:
-        """The step in which each of `batch` sequences gains a token: its total is the TPOT."""
-        return self.step(batch, batch, np.full(batch, context))
+        """The step in which each of `batch` sequences of all groups gains a token: its total is the TPOT."""
+        rows = -(-batch // self._groups)
+        return self.step(rows, rows, np.full(rows, context))
 
     def prompt(self, tokens: int, most: int) -> float:
         """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT."""
@@ -171,12 +175,17 @@ class Roofline:
         return float(read), float(pairs)
 
     def _communication(self, tokens: int) -> float:
-        """Seconds of the all-reduces of a step: two a layer. Each device sends 2 (n - 1) / n of the array."""
-        if self._devices == 1:
+        """Seconds of a step's collectives: in a group of several devices two sums a layer, and between groups, for each
+        mixture, a gather of all tokens before it and a scatter of its results."""
+        within = SUMS * self.layers * self._exchange(tokens, self._each)
+        return within + self._mixtures * self._exchange(tokens * self._groups, self._groups)
+
+    def _exchange(self, tokens: int, devices: int) -> float:
+        """Seconds of a sum of the hidden states of these tokens over devices, or of their gather and scatter."""
+        c = self.constants
+        if devices == 1:
             return 0.0
-        c, parts = self.constants, COMPILED_EXCHANGES * self.layers
-        sent = tokens * self._hidden * self._itemsize * 2 * (self._devices - 1) / self._devices
-        return parts * (c.link_start + sent / c.link)
+        return c.link_start + 2 * (devices - 1) / devices * tokens * self._hidden * self._itemsize / c.link
 
 
 def share(times: Sequence[StepTime], part: str) -> float:
