@@ -32,7 +32,10 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--prices", nargs="+", default=[], metavar="KIND=DOLLARS",
                       help="of a device for an hour, by target, such as h200=3.5 v6e=2.7")  # fmt: skip
     plan.add_argument("--constants", type=Path, metavar="JSON",
-                      help="measured rates by kind of device; None: those in the user's cache folder")  # fmt: skip
+                      help="file of measured rates by kind of device; None: in the user's cache folder")  # fmt: skip
+    plan.add_argument("--measure", action="store_true",
+                      help="measure the device that is here: times of steps beside predicted ones; keeps its rates in "
+                      "the file of --constants, for later plans")  # fmt: skip
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON; -: print it instead of text")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     add_engine_flags(plan)
@@ -47,15 +50,15 @@ def run_plan(args: argparse.Namespace) -> int:
     shape, prices = _shape(args.request), _prices(args.prices)
     path = args.constants or measured.default_path()
     base = _without_weights(args)
-    constants = measured.read(path, args.constants is not None)
+    known = measured.read(path, args.constants is not None and not args.measure)
     plans = []
     for wanted in args.compare or [args.target]:
         target, changes = _wanted(wanted)
         config = _on_all_devices(replace(base, **changes), target)
         price = prices.get(target.split("x")[0].split("-")[0], args.price)
-        known = measured.of_form(constants, config)
         options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "constants": known}
-        made = _planned(report, config, target, shape=shape, price=price, goal=goal, **options)
+        options |= {"shape": shape, "price": price, "goal": goal}
+        made = _planned(config, target, path if args.measure else None, options)
         plans.append(made | {"label": ",".join(f"{key}={value}" for key, value in changes.items())})
     result: Any = plans if args.compare else plans[0]
     if args.json:
@@ -70,8 +73,15 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(report: Any, config: EngineConfig, target: str, **options: Any) -> dict[str, Any]:
+def _planned(config: EngineConfig, target: str, rates: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """A plan with these options of `make_plan`. rates: the device that is here is measured, and its rates are kept in
+    this file; None: nothing is measured."""
+    from jaxserve.plan import constants, measuring, report
+
     try:
+        if rates is not None:
+            options = options | {"measured": measuring.measure(config, target, rates)}
+            options["constants"] = constants.read(rates, required=True)
         return report.make_plan(config, target, **options)
     except ConfigError as error:
         raise ConfigError(f"{target}: {error}") from None
@@ -120,13 +130,12 @@ def _wanted(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _on_all_devices(config: EngineConfig, target: str) -> EngineConfig:
-    """Devices that no setting of parallelism shares out share each layer."""
+    """Devices that no setting of parallelism shares out share each layer, within their group if there are several."""
     from jaxserve.plan.deployment import plan_devices
 
-    sizes = [name for name in config.__dataclass_fields__ if name.endswith("_parallel_size")]
-    if any(getattr(config, name) > 1 for name in sizes if name != "decode_context_parallel_size"):
+    if config.tensor_parallel_size > 1:
         return config
-    return replace(config, tensor_parallel_size=len(plan_devices(target)))
+    return replace(config, tensor_parallel_size=max(len(plan_devices(target)) // config.data_parallel_size, 1))
 
 
 def _shape(text: str) -> tuple[int, int]:

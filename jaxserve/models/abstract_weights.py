@@ -50,7 +50,9 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
     """The weights' forms as they are read, before rounding of inputs and packing."""
     plain: dict[str, Any] = dict(abstract_params(decoder, mesh))
     if config.load_format == "dummy":
-        return quantized_abstract(plain, config.quantization) if config.quantization in FORMS else plain
+        scheme = config.quantization if config.quantization in FORMS and not config.dequantize else None
+        made = plain if scheme is None else quantized_abstract(plain, scheme)
+        return packing.rounded(made) if packing else made
     source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
     pieces, reader = source.pieces(decoder), source.reader
     if packing:

@@ -81,6 +81,16 @@ class Packing:
             for path, a in abstract.items()
         }
 
+    def rounded(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        """The shapes of `abstract` after `pack_placed` has rounded float matrices to `dtype`."""
+
+        def one(path: str, x: Any) -> Any:
+            if self.dtype is None or isinstance(x, QuantArray) or not is_matrix(path):
+                return x
+            return jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=x.sharding)
+
+        return {path: one(path, x) for path, x in abstract.items()}
+
     def pack(self, host: np.ndarray | QuantArray | StoredRows, mesh: Mesh) -> PanelArray | None:
         """A matrix [out, in] as panels in a JAX array on the CPU; None if no type of panels holds it."""
         packed, place = self.packed(host), NamedSharding(mesh, PartitionSpec())

@@ -16,13 +16,15 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.launches import Exchange, exchanges, launches
-from jaxserve.devices.mesh import num_devices
+from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.devices.targets import target_devices, target_memory
+from jaxserve.engine.data_parallel import check_settings
 from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost
+from jaxserve.execution.group_runner import GroupRunner
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
@@ -85,19 +87,26 @@ class Deployment:
         device = devices[0]
         if config.max_num_batched_tokens is None:  # `memory.max_batched_tokens` would ask this machine's device
             large = device.platform not in ("cpu", "tpu") and target_memory(device) >= LARGE_GPU
-            config = replace(config, max_num_batched_tokens=8192 if large else 2048)
+            most = (8192 if large else 2048) // config.data_parallel_size
+            config = replace(config, max_num_batched_tokens=most)
         plan = ModelPlan.of(config, devices)
         if plan.pooler is not None:
             raise ConfigError("plan is for models that generate; this one embeds or scores")
         params = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
         runner = _runner(config, plan, params)
-        cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, device, num_devices(plan.mesh), plan.dtype)
+        each = num_devices(plan.mesh) // num_groups(plan.mesh)
+        cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, device, each, plan.dtype)
         budget = _budget(config, plan, runner)
         return cls(target, config, plan, params, runner, cost, buckets(config, plan, cost), budget)
 
     @property
     def devices(self) -> int:
         return num_devices(self.plan.mesh)
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices with their own sequences and pages. Settings, buckets and pages are those of each."""
+        return num_groups(self.plan.mesh)
 
     @property
     def device(self) -> Any:
@@ -110,7 +119,8 @@ class Deployment:
         return needs if self.budget.counts_programs else Needs()
 
     def pages(self, needs: Needs) -> tuple[int, int]:
-        """(pages of the cache, longest request), as the engine chooses them. Raises ConfigError if nothing fits."""
+        """(pages of a group's cache, longest request), as the engine chooses them. Raises ConfigError if nothing
+        fits."""
         layout = self.plan.one_page
         page = layout.page_size, layout.device_page_bytes(self.plan.mesh)
         counted = needs if self.budget.counts_programs else Needs()
@@ -162,8 +172,9 @@ def _refuse(config: EngineConfig) -> None:
     speculation = config.speculative_config
     if speculation is not None:
         raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
-    if config.data_parallel_size > 1:
-        raise ConfigError("plan does not count the steps of several groups; leave out --data-parallel-size")
+    check_settings(config)
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError("plan does not count the stages of a pipeline; leave out --pipeline-parallel-size")
     if config.num_hosts > 1 or config.coordinator:
         raise ConfigError(
             "plan is for one host; leave out --coordinator and --num-hosts, and name all devices together"
@@ -190,7 +201,8 @@ def _runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -> Mo
         decoder, tree = trust_matmul(decoder, tree, plan.mesh, config.matmul_backend)
     rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
     options: Any = {"max_tokens_per_call": config.decode_steps, "adapters": plan.adapter_pool(config)}
-    runner = ModelRunner(decoder, tree, plan.mesh, *rows, **options)
+    kind = ModelRunner if num_groups(plan.mesh) == 1 else GroupRunner
+    runner = kind(decoder, tree, plan.mesh, *rows, **options)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return runner

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.plan.report import PARTS, text_of
 
-WIDTH, HEIGHT, LEFT = 800, 22, 170
+WIDTH, HEIGHT, LEFT = 800, 22, 190
 COLORS = ("#1f5fa8", "#4c9f70", "#d98e2b", "#a8443f", "#8a8f98", "#6b5b95", "#c7d3e3")
 STYLE = (
     "body{font:15px system-ui;margin:2em auto;max-width:60em;color:#222}pre{background:#f5f6f8;padding:1em;"
@@ -37,6 +37,11 @@ def _section(plan: Mapping[str, Any]) -> str:
         decodes = plan["roofline"]["decode"]
         rows = [(f"batch {one['batch']}, {one['context']:,}", _times(one)) for one in decodes]
         drawn += "<h3>A decode step in ms, by batch and context</h3>" + _bars(rows, "ms")
+    if "measured" in plan:
+        pairs = [(f"batch {one['batch']}, {one['context']:,}", one) for one in plan["measured"]["decode"]]
+        rows = [(f"{label}, {name}", {name: 1e3 * one[key]}) for label, one in pairs
+                for name, key in (("measured", "tpot"), ("predicted", "predicted"))]  # fmt: skip
+        drawn += "<h3>Measured and predicted decode steps in ms</h3>" + _bars(rows, "ms")
     return f"{title}{drawn}<pre>{escape(chr(10).join(text_of(plan)))}</pre>"
 
 

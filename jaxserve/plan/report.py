@@ -9,7 +9,9 @@ from typing import Any
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.memory import Needs, size
+from jaxserve.plan.constants import Known, find
 from jaxserve.plan.deployment import Compiled, Deployment
+from jaxserve.plan.measuring import Measured, lines
 from jaxserve.plan.roofline import Constants, Roofline, share
 from jaxserve.plan.traffic import Goal, simulate
 
@@ -27,7 +29,8 @@ def make_plan(
     all_layers: bool = False,
     price: float | None = None,
     goal: Goal | None = None,
-    constants: Mapping[str, Constants] | None = None,
+    constants: Known | None = None,
+    measured: Measured | None = None,
 ) -> dict[str, Any]:
     """The plan as JSON. A model that does not fit has `fits` False and `reason`, and no capacity.
 
@@ -35,8 +38,11 @@ def make_plan(
       shape: tokens of a request's prompt and output, for the number of requests at once.
       estimate: compile nothing.
       price: dollars per device and hour.
-      constants: measured ones by kind of device.
+      constants: measured ones by kind of device and form of weights.
+      measured: steps that were timed here.
     """
+    if goal is not None and config.data_parallel_size > 1:
+        raise ConfigError("--for simulates one group of devices; leave out --data-parallel-size")
     deployment = Deployment.of(config, target)
     compiled = None if estimate else _compiled(deployment, all_layers)
     needs = deployment.estimated_needs() if compiled is None else compiled.needs
@@ -45,13 +51,16 @@ def make_plan(
         pages, longest = deployment.pages(needs)
     except ConfigError as error:
         return found | {"fits": False, "reason": str(error)}
-    known = (constants or {}).get(deployment.device.device_kind) or Constants.of(deployment)
+    known = find(constants or {}, deployment) or Constants.of(deployment)
     launched = max((step.launches for step in compiled.steps if step.program.startswith("decode")), default=0) \
         if compiled is not None else 0  # fmt: skip
     roofline = Roofline(deployment, known, launched)
     found |= {"fits": True, "capacity": _capacity(deployment, pages, longest, shape)}
     found |= {"roofline": _roofline(deployment, roofline, longest), "constants": asdict(known)}
-    batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs)
+    found["sources"]["roofline"] = known.source
+    if measured is not None:
+        found["measured"] = measured.beside(roofline)
+    batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs * deployment.groups)
     if price is not None:  # no token is sold where not even one request fits
         tokens = batch / roofline.decode(batch, sum(shape)).total if batch else 0.0
         dollars = price * deployment.devices
@@ -101,13 +110,14 @@ def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
 
 
 def _capacity(deployment: Deployment, pages: int, longest: int, shape: tuple[int, int]) -> dict[str, Any]:
-    config, layout = deployment.config, deployment.plan.one_page
+    config, layout, groups = deployment.config, deployment.plan.one_page, deployment.groups
     each = memory.pages_of_longest(config, min(sum(shape), longest), layout.page_size, layout.groups.windows)
     tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), longest)
     return {
-        "pages": pages, "page_size": layout.page_size, "cache_bytes": pages * layout.device_page_bytes(
-            deployment.plan.mesh), "tokens": tokens, "longest_request": longest, "shape": list(shape),
-        "requests_of_shape": (pages - 1) // each if sum(shape) <= longest else 0,
+        "groups": groups, "pages": pages, "page_size": layout.page_size,
+        "cache_bytes": pages * layout.device_page_bytes(deployment.plan.mesh), "tokens": groups * tokens,
+        "longest_request": longest, "shape": list(shape),
+        "requests_of_shape": groups * ((pages - 1) // each) if sum(shape) <= longest else 0,
     }  # fmt: skip
 
 
@@ -136,25 +146,38 @@ def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
         return
     room = plan["capacity"]
     yield f"  KV cache            {size(room['cache_bytes']):>12}  ({room['pages']:,} pages of {room['page_size']})"
+    if room["groups"] > 1:
+        yield f"  in each of {room['groups']} groups of devices; what follows is of all groups together"
     yield f"fits: {room['tokens']:,} tokens, longest request {room['longest_request']:,}"
     inputs, outputs = room["shape"]
     yield f"  {room['requests_of_shape']:,} requests of {inputs} + {outputs} tokens at once"
     for step in plan["steps"]:
         sent = ", ".join(f"{one['number']} {kind} ({size(one['bytes'])})" for kind, one in step["exchanges"].items())
         yield f"  {step['program']}: {step['launches']} launches, collectives: {sent or 'none'}"
-    yield f"roofline ({plan['constants']['source']}; not measured here)" if plan["constants"]["source"] != "measured" \
-        else "roofline (measured constants)"  # fmt: skip
+    yield f"roofline ({_source(plan['constants'])})"
     yield f"  {'batch':>6} {'context':>8} {'TPOT ms':>9}  " + " ".join(f"{part[:8]:>9}" for part in PARTS)
     for one in plan["roofline"]["decode"]:
         shares = " ".join(f"{100 * one['shares'][part]:8.0f}%" for part in PARTS)
         yield f"  {one['batch']:6} {one['context']:8} {1e3 * one['tpot']:9.2f}  {shares}"
     for one in plan["roofline"]["prompt"]:
         yield f"  TTFT of {one['tokens']:,} tokens: {1e3 * one['ttft']:.1f} ms"
+    if "measured" in plan:
+        yield from lines(plan["measured"])
     if "price" in plan:
         cost = plan["price"]
         yield f"${cost['dollars_per_hour']:.2f} an hour, {cost['output_tokens_per_dollar']:,.0f} output tokens a dollar"
     if "served" in plan:
         yield _of_served(plan["served"])
+
+
+def _source(constants: Mapping[str, Any]) -> str:
+    if constants["source"] != "measured":
+        return f"{constants['source']}; not measured here"
+    rates = f"{constants['bandwidth'] / 1e9:,.1f} GB/s of weights, {constants['matmul'] / 1e9:,.0f} GFLOP/s"
+    if constants["cache"]:
+        rates += f", {constants['cache'] / 1e9:,.1f} GB/s of cached tokens"
+    beside = f"{1e3 * constants['call']:.2f} ms a call and {1e3 * constants['layer']:.3f} ms a layer"
+    return f"rates measured on this kind of device on {constants['when'] or 'an unknown day'}: {rates}; {beside}"
 
 
 def _of_served(served: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
 CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
-COMPILED_EXCHANGES = 2  # all-reduces of a layer
+SUMS = 2  # all-reduces of a layer
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,13 @@ class Constants:
     Attributes:
       bandwidth: bytes of memory per second.
       matmul: floating-point operations per second in products.
-      call, launch: seconds per call of a step, and per launch of a kernel.
+      call, layer, launch: seconds per call of a step, per layer beside its work, and per launch of a kernel. Measured
+        seconds of a layer contain its launches.
       link, link_start: bytes per second to other devices, and seconds until a collective starts.
       overlaps: reading the weights and multiplying go on at the same time; on CPUs they add up.
+      cache: bytes of cached keys and values that attention reads per second; None: as fast as `bandwidth`.
       source: "data sheet", "assumed" or "measured".
+      when: the day of the measurement.
     """
 
     bandwidth: float
@@ -49,6 +52,9 @@ class Constants:
     link_start: float = LINK_SECONDS
     overlaps: bool = True
     source: str = "data sheet"
+    layer: float = 0.0
+    cache: float | None = None
+    when: str = ""
 
     @classmethod
     def of(cls, deployment: Deployment) -> Constants:
@@ -60,6 +66,16 @@ class Constants:
         link = next((value for kind, value in LINKS.items() if kind in device.device_kind), OTHER_LINK)
         rate = speed.matmul * (MATMUL_SHARE if short else FLOAT32_SHARE)
         return cls(speed.bandwidth * BANDWIDTH_SHARE, rate, link=link)
+
+
+class Work(NamedTuple):
+    """What a step does on one device: bytes of weights that it reads, floating-point operations in products with them,
+    cached bytes that it reads, and operations of attention."""
+
+    weights: float
+    products: float
+    cached: float
+    attended: float
 
 
 class StepTime(NamedTuple):
@@ -76,7 +92,8 @@ class StepTime(NamedTuple):
 
 
 class Roofline:
-    """Reckons the time of steps of a deployment.
+    """Reckons the time of steps of a deployment. Groups of devices run a step together, each with its own sequences;
+    tokens and rows are those of one group, and all groups are taken to have as many.
 
     Args:
       launched: launches of a step, of the compiled program or 0.
@@ -85,7 +102,9 @@ class Roofline:
     def __init__(self, deployment: Deployment, constants: Constants, launched: int = 0):
         self.constants, self._launches = constants, launched
         plan, model, params = deployment.plan, deployment.plan.model, deployment.params
-        self._devices, self._hidden, self._layers = deployment.devices, model.hidden_size, model.num_layers
+        self._groups, self._each = deployment.groups, deployment.devices // deployment.groups
+        self._hidden, self.layers = model.hidden_size, model.num_layers
+        self._mixtures = sum(layer.mlp.experts is not None for layer in model.layers)
         self._itemsize = np.dtype(plan.dtype).itemsize
         experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
@@ -105,6 +124,9 @@ class Roofline:
                     self._head_flops += 2 * size
                 elif len(w.shape) == 2:
                     self._token_flops += 2 * size
+        matrices = [(path, w) for path, w in params.items() if path.startswith("layers_") and len(w.shape) > 1]
+        numbers = sum(math.prod(w.shape) for _, w in matrices)
+        self.bytes_per_number = sum(sum(map(device_bytes, jax.tree.leaves(w))) for _, w in matrices) / numbers
         specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
@@ -115,26 +137,29 @@ class Roofline:
             width = 2 * spec.rank + spec.rope_dim
         self._pair_flops = 2 * spec.num_heads * width
 
+    def work(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> Work:
+        """What `step` does, for the same arguments."""
+        read, pairs = self._attended(np.asarray(contexts, float), np.asarray(counts, float))
+        used = self.dense_bytes + self.expert_bytes * (1 - self._unused ** (tokens * self._groups))
+        flops = (tokens * self._token_flops + rows * self._head_flops) / self._each
+        return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._each)
+
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
         """The time of a step of `tokens` tokens, padding included, that samples `rows` tokens. contexts, counts [rows]:
         of each sequence the tokens that its last token sees, and how many of them the step computes."""
-        c, (read, pairs) = self.constants, self._attended(np.asarray(contexts, float), np.asarray(counts, float))
-        used = self.dense_bytes + self.expert_bytes * (1 - self._unused**tokens)
-        flops = (tokens * self._token_flops + rows * self._head_flops) / self._devices
-        attended = pairs * self._pair_flops / self._devices
-        weights, products = used / c.bandwidth, flops / c.matmul
-        attention = max(read * self._row_bytes / c.bandwidth, attended / c.matmul)
+        c, work = self.constants, self.work(tokens, rows, contexts, counts)
+        weights, products = work.weights / c.bandwidth, work.products / c.matmul
+        attention = max(work.cached / (c.cache or c.bandwidth), work.attended / c.matmul)
         sent = self._communication(tokens)
-        overhead = c.call + self._launches * c.launch
-        work = max(weights, products) if c.overlaps else weights + products
-        total = work + attention + sent + overhead
-        return StepTime(
-            weights, products, attention, sent, overhead, total, used + read * self._row_bytes, flops + attended
-        )
+        overhead = c.call + self.layers * c.layer + self._launches * c.launch
+        total = (max(weights, products) if c.overlaps else weights + products) + attention + sent + overhead
+        done = work.weights + work.cached, work.products + work.attended
+        return StepTime(weights, products, attention, sent, overhead, total, *done)
 
     def decode(self, batch: int, context: int) -> StepTime:
-        """The step in which each of `batch` sequences gains a token: its total is the TPOT."""
-        return self.step(batch, batch, np.full(batch, context))
+        """The step in which each of `batch` sequences of all groups gains a token: its total is the TPOT."""
+        rows = -(-batch // self._groups)
+        return self.step(rows, rows, np.full(rows, context))
 
     def prompt(self, tokens: int, most: int) -> float:
         """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT."""
@@ -150,12 +175,17 @@ class Roofline:
         return float(read), float(pairs)
 
     def _communication(self, tokens: int) -> float:
-        """Seconds of the all-reduces of a step: two a layer. Each device sends 2 (n - 1) / n of the array."""
-        if self._devices == 1:
+        """Seconds of a step's collectives: in a group of several devices two sums a layer, and between groups, for each
+        mixture, a gather of all tokens before it and a scatter of its results."""
+        within = SUMS * self.layers * self._exchange(tokens, self._each)
+        return within + self._mixtures * self._exchange(tokens * self._groups, self._groups)
+
+    def _exchange(self, tokens: int, devices: int) -> float:
+        """Seconds of a sum of the hidden states of these tokens over devices, or of their gather and scatter."""
+        c = self.constants
+        if devices == 1:
             return 0.0
-        c, parts = self.constants, COMPILED_EXCHANGES * self._layers
-        sent = tokens * self._hidden * self._itemsize * 2 * (self._devices - 1) / self._devices
-        return parts * (c.link_start + sent / c.link)
+        return c.link_start + 2 * (devices - 1) / devices * tokens * self._hidden * self._itemsize / c.link
 
 
 def share(times: Sequence[StepTime], part: str) -> float:

@@ -24,6 +24,12 @@ SMALL = {
 }  # fmt: skip
 
 
+MIXTURE = SMALL | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True, "head_dim": 8, "num_hidden_layers": 4,
+}  # fmt: skip
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
@@ -65,6 +71,12 @@ def test_extrapolation_equals_all_layers(folder):
         assert one.exchanges["all-reduce"].bytes == pytest.approx(other.exchanges["all-reduce"].bytes, rel=0.02)
 
 
+@pytest.mark.parametrize(("quantization", "dtype"), [("auto", "bfloat16"), ("int8", "float16")])
+def test_weights_of_a_bare_config_are_rounded_as_the_engine_rounds_them(folder, quantization, dtype):
+    config = settings(folder, kv_pages=40, quantization=quantization, dtype=dtype)
+    assert Deployment.of(config, "cpu").budget.weights == Engine.load(config, progress=False).runner.weight_bytes
+
+
 def test_roofline_grows_as_it_must(folder):
     deployment = Deployment.of(settings(folder), "cpu")
     roofline = Roofline(deployment, Constants(1e9, 1e10, call=0.0, overlaps=False))
@@ -77,6 +89,54 @@ def test_roofline_grows_as_it_must(folder):
     assert one.weights * 1e9 == pytest.approx(deployment.budget.weights - table, rel=0.01)
     row = 2 * 6 * 8 * 8 * 4  # keys and values of a token in all layers
     assert one.bytes - one.weights * 1e9 == pytest.approx(100 * row)
+
+
+GROUPS = {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def test_groups_have_the_memory_of_the_engine(folder):
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    config = settings(folder, kv_pages=40, max_num_batched_tokens=64, **GROUPS)
+    engine, plan = Engine.load(config, progress=False), make_plan(config, "cpu:8", estimate=True, shape=(100, 20))
+    deployment = Deployment.of(config, "cpu:8")
+    assert deployment.shapes == engine.shapes
+    assert plan["memory"]["weights"] == engine.runner.weight_bytes
+    assert plan["memory"]["slots"] == engine.runner.slot_bytes
+    room = plan["capacity"]
+    assert (room["groups"], room["pages"], room["longest_request"]) == (4, 40, engine.max_model_len)
+    assert 4 * (room["pages"] - 1) == engine.stats().pages_total
+    assert room["cache_bytes"] == engine.runner.cache_bytes
+    assert room["requests_of_shape"] == 4 * (39 // 8)  # 120 tokens are 8 pages of 16
+    with pytest.raises(ConfigError, match="--for simulates one group"):
+        make_plan(config, "cpu:8", estimate=True, goal=Goal(1, 100, 20))
+
+
+def test_groups_in_the_roofline(folder):
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    of_groups, of_one = (
+        Roofline(Deployment.of(settings(folder, kv_pages=40, enable_expert_parallel=True, **sizes), "cpu:8"), rates)
+        for rates in [Constants(1e9, 1e10, call=0.0, link=1e9, link_start=0.0, overlaps=False)]
+        for sizes in ({"data_parallel_size": 8}, {"tensor_parallel_size": 8})
+    )
+    assert of_groups.expert_bytes == of_one.expert_bytes, "all devices share the experts in either way"
+    assert of_groups.dense_bytes > 6 * of_one.dense_bytes, "each group has the other weights whole"
+    groups, one = of_groups.decode(64, 100), of_one.decode(64, 100)
+    assert groups.products == pytest.approx(one.products), "an eighth of the rows, by a whole device"
+    assert groups.attention == pytest.approx(one.attention), "the same, where each device has a head of all rows"
+    read, other = of_groups.work(8, 8, [100] * 8).weights, of_one.work(64, 64, [100] * 64).weights
+    assert read - of_groups.dense_bytes == pytest.approx(other - of_one.dense_bytes), "experts serve all groups' tokens"
+    # Sums over the group: two a layer. Between groups: a gather and a scatter for each mixture.
+    assert one.communication == pytest.approx(2 * 4 * 2 * 7 / 8 * 64 * 64 * 4 / 1e9)
+    assert groups.communication == pytest.approx(4 * 2 * 7 / 8 * 64 * 64 * 4 / 1e9)
+
+
+@pytest.mark.slow
+def test_compiled_groups_exchange_what_the_roofline_counts(folder):
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    compiled = Deployment.of(settings(folder, kv_pages=40, max_num_batched_tokens=64, **GROUPS), "cpu:8").compile()
+    decode = next(step for step in compiled.steps if step.program.startswith("decode"))
+    assert {"all-gather", "reduce-scatter", "all-reduce"} <= set(decode.exchanges)
+    assert decode.exchanges["reduce-scatter"].number == MIXTURE["num_hidden_layers"]
 
 
 def test_simulation_depends_on_the_load(folder):
@@ -147,6 +207,7 @@ def test_what_does_not_fit_says_so(folder):
     ("changes", "message"),
     [
         ({"speculative_config": {"method": "ngram"}}, "speculation"),
+        ({"pipeline_parallel_size": 2}, "stages of a pipeline"),
         ({"num_hosts": 2, "coordinator": "a:1", "host_secret_file": "x"}, "one host"),
     ],
 )
