@@ -67,6 +67,11 @@ def test_a_dry_run_prints_the_commands(tmp_path, capsys, monkeypatch):
         ["scp", "tpu-vm-t/shard-1.jsonl", "t-1:jaxserve-batch/shard.jsonl"], ["ssh", "t-1", "--command"],
     ]  # fmt: skip
     assert "--kv-pages 9" in lines[1]
+    start = ["start", *PLACE, "--only", "1", "--dry-run", str(requests), "--model", "demo"]
+    assert fleet.main(start) == 0
+    assert [line.split()[5] for line in capsys.readouterr().out.splitlines() if " ssh " in line] == ["t-1"]
+    assert fleet.main(["delete", *PLACE, "--only", "2", "--dry-run"]) == 2
+    assert "--only 2" in capsys.readouterr().err
     assert fleet.main(["collect", *PLACE, "--dry-run", str(requests), "out.jsonl"]) == 0
     assert fleet.main(["delete", *PLACE, "--dry-run"]) == 0
     assert "delete t-1 --quiet" in capsys.readouterr().out.splitlines()[-1]
@@ -140,7 +145,7 @@ def test_a_fleet_answers_a_file(local_vms, tmp_path, monkeypatch):
     subprocess.run(["rm", "-r", str(local_vms / "t-1")], check=True)
     install("t-1")
     assert fleet.main(["collect", *PLACE, str(requests), str(out)]) == 0  # what was collected stays
-    assert fleet.main(start) == 0
+    assert fleet.main([*start[:1], "--only", "1", *start[1:]]) == 0
     again = (local_vms / "t-1" / "jaxserve-batch" / "answers.jsonl").read_text()
     assert again == (tmp_path / "tpu-vm-t" / "answers-1.jsonl").read_text()
     assert fleet.main(["delete", *PLACE]) == 0

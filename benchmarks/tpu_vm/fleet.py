@@ -9,9 +9,9 @@
 
 `--dry-run` prints the commands and runs none. `gcloud` must be installed and logged in. Each VM is one host with all of
 its chips (v5litepod-1 to -8, v6e-1 to -8) and answers its own shard with `jaxserve batch`, which continues after an
-interruption. Where a spot VM was lost, `create` and `start` it again; `start` gives it the answers that `collect` has
-saved, so that it does not repeat them. `collect` may be called while the VMs work; it exits with 3 while answers are
-missing.
+interruption. Where a spot VM was lost, `create` and `start` it again with --only; `start` gives it the answers that
+`collect` has saved, so that it does not repeat them. `collect` may be called while the VMs work; it exits with 3 while
+answers are missing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class FleetError(ValueError):
 
 
 class Fleet(NamedTuple):
-    """VMs name-0, name-1, … of one zone. `work`: the local folder with their shards and answers."""
+    """VMs name-0, name-1, … of one zone. `only`: the numbers of those that are created, started or deleted. `work`: the
+    local folder with their shards and answers."""
 
     name: str
     count: int
+    only: Sequence[int]
     zone: str
     project: str | None
     work: Path
@@ -56,8 +58,8 @@ class Fleet(NamedTuple):
             return 0
         return subprocess.run(command, check=check).returncode
 
-    def vms(self) -> list[str]:
-        return [f"{self.name}-{i}" for i in range(self.count)]
+    def vm(self, i: int) -> str:
+        return f"{self.name}-{i}"
 
     def shard(self, i: int) -> Path:
         return self.work / f"shard-{i}.jsonl"
@@ -72,7 +74,7 @@ def create(fleet: Fleet, kind: str, spot: bool, source: str) -> None:
     if image is None or not 1 <= int(kind.rsplit("-", 1)[1]) <= MOST_CHIPS:
         raise FleetError(f"--type must be one host, {' or '.join(IMAGES)} with 1 to {MOST_CHIPS} chips, not {kind}")
     install = f"python3 -m venv ~/jaxserve && ~/jaxserve/bin/pip install --quiet {shlex.quote(source)}"
-    for vm in fleet.vms():
+    for vm in map(fleet.vm, fleet.only):
         fleet.run("create", vm, "--accelerator-type", kind, "--version", image, *(["--spot"] if spot else []))
         fleet.run("ssh", vm, "--command", f"{install} && mkdir -p {FOLDER}")
 
@@ -85,7 +87,8 @@ def start(fleet: Fleet, requests: Path, model: str, flags: Sequence[str]) -> Non
     # A run that still goes on must not get a second one beside it, which would write to the same file.
     alone = f"flock --nonblock batch.lock bash -c {shlex.quote(batch)}"
     command = f"cd {FOLDER} && (nohup {alone} > batch.log 2>&1 < /dev/null &)"
-    for i, vm in enumerate(fleet.vms()):
+    for i in fleet.only:
+        vm = fleet.vm(i)
         fleet.run("scp", str(fleet.shard(i)), f"{vm}:{FOLDER}/shard.jsonl")
         if fleet.answers(i).exists():
             _give_back(fleet, i, vm)
@@ -102,9 +105,9 @@ def collect(fleet: Fleet, requests: Path, output: Path) -> list[str]:
     """Copies what each VM has answered so far, and merges it. A VM that cannot be reached keeps what it gave before.
     Returns the custom_ids without an answer."""
     fleet.work.mkdir(parents=True, exist_ok=True)
-    for i, vm in enumerate(fleet.vms()):
+    for i in range(fleet.count):
         new = fleet.answers(i).with_suffix(".new")
-        if fleet.run("scp", f"{vm}:{FOLDER}/answers.jsonl", str(new), check=False) == 0 and new.exists():
+        if fleet.run("scp", f"{fleet.vm(i)}:{FOLDER}/answers.jsonl", str(new), check=False) == 0 and new.exists():
             new.replace(fleet.answers(i))
     if fleet.dry_run:
         return []
@@ -112,7 +115,7 @@ def collect(fleet: Fleet, requests: Path, output: Path) -> list[str]:
 
 
 def delete(fleet: Fleet) -> None:
-    for vm in fleet.vms():
+    for vm in map(fleet.vm, fleet.only):
         fleet.run("delete", vm, "--quiet")
 
 
@@ -120,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--name", required=True, help="the VMs are NAME-0, NAME-1, …")
     common.add_argument("--count", type=int, default=1, help="how many VMs (default: 1)")
+    common.add_argument("--only", type=int, metavar="N", help="only NAME-N, such as a spot VM that was lost")
     common.add_argument("--zone", required=True)
     common.add_argument("--project", help="default: gcloud's")
     common.add_argument("--work", type=Path, help="folder for shards and answers (default: tpu-vm-NAME)")
@@ -142,10 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     at = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:at])
     work = args.work or Path(f"tpu-vm-{args.name}")
-    fleet = Fleet(args.name, args.count, args.zone, args.project, work, args.dry_run)
+    only = range(args.count) if args.only is None else [args.only]
+    fleet = Fleet(args.name, args.count, only, args.zone, args.project, work, args.dry_run)
     try:
-        if args.count < 1:
-            raise FleetError(f"--count must be 1 or more, not {args.count}")
+        if not all(0 <= i < args.count for i in only) or args.count < 1:
+            raise FleetError(f"there must be VMs 0 to --count - 1, not --count {args.count} and --only {args.only}")
         if args.verb == "create":
             create(fleet, args.type, args.spot, args.source)
         elif args.verb == "start":

@@ -50,8 +50,11 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 
+SLOW = pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])  # Mosaic GPU is interpreted slowly
+
+
 @pytest.mark.skipif(HERE, reason="starts the other process")
-@pytest.mark.parametrize("group", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", ["not slow", SLOW])
 def test_interpreted(group):
     """Runs the other tests of this file where a product and a sum are two operations."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", group, __file__]
