@@ -256,6 +256,7 @@ def test_latent_decodes_on_hopper(on_hopper):
 @interpreted
 @needs_mosaic
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["latent", "plain"])
 def test_prompts_on_hopper(kind, on_hopper):
     """Chunks by the kernel for prompts have the same bits; that for decodes adds in other blocks. (A long row is
@@ -264,4 +265,4 @@ def test_prompts_on_hopper(kind, on_hopper):
     heads, dim = ((4,), 192) if kind == "latent" else ((1, 4), 64)
     sequences = Sequences.make(2, 150, heads, dim, 16, BFLOAT16)
     attention = Attention(on_hopper(partial(function, scale=0.1)), sequences, tokens=24, rows=4)
-    assert attention.same_in_other_chunks([140, 147, 148, 150])
+    assert attention.same_in_other_chunks([147, 148, 150])
