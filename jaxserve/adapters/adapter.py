@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.adapters.gguf_adapter import read_gguf_adapter
 from jaxserve.adapters.peft import read_peft
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.config import ConfigError
@@ -44,7 +43,12 @@ def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int) 
     Raises CheckpointError for files that are damaged or do not fit the model, and ConfigError for adapters of a kind
     that is not supported, or of a higher rank than `max_rank`.
     """
-    given = read_gguf_adapter(path, targets) if path.suffix == ".gguf" else read_peft(path, targets)
+    if path.suffix == ".gguf":
+        from jaxserve.adapters.gguf_adapter import read_gguf_adapter  # not imported where no file is a GGUF file
+
+        given = read_gguf_adapter(path, targets)
+    else:
+        given = read_peft(path, targets)
     rank = max((len(a) for a, _ in given.values()), default=0)
     if not rank:
         raise CheckpointError(f"{path}: the adapter has no matrices")

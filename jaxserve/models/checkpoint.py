@@ -11,7 +11,6 @@ from typing import Any
 from jaxserve.checkpoints import orbax
 from jaxserve.checkpoints.formats import QuantReader, find_format
 from jaxserve.checkpoints.formats.beside import with_settings
-from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.checkpoints.mistral_native import is_native, open_native
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
@@ -44,6 +43,8 @@ class Checkpoint:
         if orbax.is_saved(path):
             hf, tensors, reader = HFConfig.read(path, ignored), {}, None
         elif path.suffix == ".gguf":
+            from jaxserve.checkpoints.gguf_model import open_gguf  # not imported where no file is a GGUF file
+
             file = open_gguf(path, ignored)
             hf = HFConfig(file.config, str(path), ignored)
             names = file.names

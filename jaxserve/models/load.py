@@ -17,7 +17,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 
 from jaxserve.checkpoints import orbax
-from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.checkpoints.load import Host, Stack, load_weights, member_of, read_weight
 from jaxserve.checkpoints.mistral_native import PARAMS, is_native, read_params
@@ -87,6 +86,8 @@ def find_files(config: EngineConfig) -> tuple[Path, Path]:
 def read_hf_config(path: Path, ignored: Collection[str] = ()) -> HFConfig:
     """The config of a folder, a GGUF file or Mistral's own files, in Hugging Face's keys. `ignored` keys are absent."""
     if path.suffix == ".gguf":
+        from jaxserve.checkpoints.gguf_model import open_gguf  # not imported where no file is a GGUF file
+
         return HFConfig(open_gguf(path, ignored).config, str(path), ignored)
     if is_native(path):
         return HFConfig(read_params(path), str(path / PARAMS), ignored)

@@ -42,14 +42,16 @@ def alone(folder, **options) -> list[tuple]:
 
 
 def together(folder, **options) -> list[tuple]:
-    """In another order, in small chunks, with proposals and too few pages; the second time with cached prefixes."""
-    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    """In another order, in small chunks, with proposals and too few pages; the second time with cached prefixes, and
+    with the first answers as proposals, so that some are accepted."""
+    order = np.random.default_rng(6)
+    speculation = {"method": "suffix", "num_speculative_tokens": 4}
     sizes = {"rows": 7, "tokens": 24, "kv_pages": 14, "max_model_len": 140, "page_size": 16}
     engine = make_engine(folder, speculative_config=speculation, **sizes, **options)
     rounds = []
     for tag in ("first-", "again-"):
         some = requests(tag)
-        for i in RNG.permutation(len(some)):
+        for i in order.permutation(len(some)):
             engine.add_request(some[i])
         results = drain(engine)
         rounds.append([facts(results[one.request_id, 0]) for one in some])
@@ -60,14 +62,20 @@ def together(folder, **options) -> list[tuple]:
     return rounds[1] if rounds[0] == rounds[1] else [*rounds[0], *rounds[1]]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [
         ("tp_gqa", {"dtype": "bfloat16"}),
-        pytest.param("qwen3_moe_plain", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
-        pytest.param("mistral_window", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param("llama_head80", {"dtype": "float32"}, marks=pytest.mark.slow),
-        pytest.param("llama_biases", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
+        slow("tp_gqa", {"dtype": "bfloat16", "quantization": "int4"}),
+        slow("qwen3_moe_plain", {"dtype": "bfloat16", "quantization": "int8"}),
+        slow("qwen3_moe_plain", {"kv_cache_dtype": "int8"}),
+        slow("mistral_window", {"dtype": "bfloat16"}),
+        slow("llama_head80", {"dtype": "float32"}),
+        slow("llama_biases", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     ],
 )
 def test_bits_do_not_depend_on_what_else_runs(case, options, model_folders):
@@ -75,9 +83,18 @@ def test_bits_do_not_depend_on_what_else_runs(case, options, model_folders):
     assert together(folder, deterministic=True, **options) == alone(folder, deterministic=True, **options)
 
 
-def test_scoring_gives_the_bits_of_sampling(model_folders):
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("tp_gqa", {"dtype": "bfloat16"}),
+        slow("tp_gqa", {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "fp8"}),
+        slow("qwen3_moe_plain", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+        slow("mistral_window", {"dtype": "float32", "quantization": "int8"}),
+    ],
+)
+def test_scoring_gives_the_bits_of_sampling(case, options, model_folders):
     """The log-probabilities of an answer, when the prompt and the answer are scored as a prompt."""
-    engine = make_engine(model_folders("tp_gqa"), rows=4, tokens=48, dtype="bfloat16", deterministic=True)
+    engine = make_engine(model_folders(case), rows=4, tokens=48, deterministic=True, **options)
     sampled = generate(
         engine, *(request(str(i), p, max_tokens=30, logprobs=0, seed=i, temperature=1.0) for i, p in enumerate(PROMPTS))
     )

@@ -43,9 +43,9 @@ FLOAT4 = "float4_e2m1fn"
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 
 
-def run_interpreted(file: str) -> None:
-    """Runs a file's interpreted tests where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", file]
+def run_interpreted(file: str, group: str = "not slow") -> None:
+    """Runs a file's interpreted tests where Triton interprets; those of the `group` of pytest's -m."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", group, file]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
