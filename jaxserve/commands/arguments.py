@@ -161,6 +161,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "needs --kv-offload-gib; None: no files")  # fmt: skip
     flag("--kv-offload-dir-gib", field="kv_offload_dir_gib", type=float, metavar="GIB",
          help="most GiB of these files; the least recently used ones are deleted")  # fmt: skip
+    flag("--cpu-offload-gib", "--cpu-offload-gb", field="cpu_offload_gib", type=float, metavar="GIB",
+         help="weights of each device that stay in host memory, by layer; every step copies them to the devices, so "
+         "it is slow; for models that do not fit; 0: none")  # fmt: skip
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip

@@ -164,6 +164,8 @@ def _refuse(config: EngineConfig) -> None:
         raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
     if config.data_parallel_size > 1:
         raise ConfigError("plan does not count the steps of several groups; leave out --data-parallel-size")
+    if config.cpu_offload_gib:
+        raise ConfigError("plan does not count weights in host memory; leave out --cpu-offload-gib")
     if config.num_hosts > 1 or config.coordinator:
         raise ConfigError(
             "plan is for one host; leave out --coordinator and --num-hosts, and name all devices together"
