@@ -24,7 +24,7 @@ class Stream(NamedTuple):
     """What a layer passes on to the next one."""
 
     x: jax.Array  # [tokens, hidden]
-    expert_load: jax.Array | None  # of the layers so far, see `routing.load`; None: the model has no experts
+    expert_load: jax.Array | None  # int32 [1, 3], of the layers so far, as in `Sampled`; None: there are no experts
 
 
 class Begun(NamedTuple):
@@ -49,7 +49,7 @@ def begin_step(
     _, slots, batch, _ = read_buffer(packed, slots, shape, None)
     model = model.counting(batch.q_start[-1])
     ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
-    load = jnp.zeros(3, jnp.int32) if model.config.num_experts else None
+    load = jnp.zeros((1, 3), jnp.int32) if model.config.num_experts else None
     return Begun(_stream(ran.x, ran.y, ran.chosen, load, model, ran.inputs.count, mesh), ran.inputs, ran.cache)
 
 

@@ -115,7 +115,7 @@ class StreamingSignatures(Signatures):
 
     def _stream(self, shape: StepShape) -> Stream:
         place, config = self._everywhere, self.model.config
-        load: Any = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=place) if config.num_experts else None
+        load: Any = jax.ShapeDtypeStruct((1, 3), jnp.int32, sharding=place) if config.num_experts else None
         x: Any = jax.ShapeDtypeStruct((shape.tokens, config.hidden_size), self.model.dtype, sharding=place)
         return Stream(x, load)
 
