@@ -1,11 +1,14 @@
 """Weights of some layers in host memory: the tokens of an engine that has all weights on its devices."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
 from same_answers import PROMPTS, answers, check_equal
 
+from jaxserve import checkpoints
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.engine.engine import Engine
@@ -44,7 +47,8 @@ def test_the_same_answers(engine, deep_folders, monkeypatch):
     made = answers(engine)
     assert made[0] == alone[0]
     np.testing.assert_allclose(made[1], alone[1], atol=1e-5)
-    assert made[2] > 0
+    cached = generate(engine, request("cached", PROMPTS[3], max_tokens=4))[0]
+    assert (cached.token_ids, cached.num_cached > 0) == (alone[0]["again", 0], True)
     assert engine.scheduler.num_preemptions > 0
     assert engine.programs.compilations == compiled
     assert alive[:7] == [[0], [0, 1], [1, 2], [2, 0], [0, 1], [1, 2], [2, 0]]
@@ -140,12 +144,23 @@ def test_other_models(case, layers, options, deep_folders):
         {"quantization": "int4", "tensor_parallel_size": 2},
         {"quantization": "fp8"},
         {"kv_cache_dtype": "int8"},
-        {"dtype": "bfloat16", "tensor_parallel_size": 2},
     ],
     ids=lambda others: " ".join(map(str, others.values())),
 )
 def test_with_other_settings(others, deep_folders):
     check_equal(deep_folders(PLAIN, 5), SOME, others)
+
+
+@SLOW
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layers_in_two_forms(devices, tmp_path):
+    """A GGUF file whose layers are quantized differently: each form has a program of its own."""
+    gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
+    kinds = gguf_files.Kind
+    form = lambda name: kinds.Q8_0 if ".3." in name or "embed" in name else kinds.Q5_0  # noqa: E731
+    path = gguf_files.write_gguf(Path(checkpoints.__file__).parent / "demo", tmp_path / "model.gguf", form)
+    engine = check_equal(path, SOME, {"tensor_parallel_size": devices})
+    assert engine.runner._parts_of == [0, 1, 0]
 
 
 @SLOW
