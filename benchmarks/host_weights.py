@@ -1,4 +1,4 @@
-"""What it costs to have layers' weights in host memory, on random weights; ratios within one run, whose engines take turns.
+"""What it costs to have layers' weights in host memory, on random weights; ratios within one run of engines in turns.
 
 python benchmarks/host_weights.py [--shape 100M] [--shares 0.5 1.0] [--rounds 5]
 

@@ -126,7 +126,8 @@ def load_streaming(
     dummy = config.load_format == "dummy"
     source = None if dummy else Checkpoint.open(plan.folder, config.quantization, config.ignore_config_keys)
     parts = _Parts(config, plan, source, {config.matmul_backend: plan.decoder}, {})
-    layers, params = [], {}
+    layers: list[HostLayer] = []
+    params: dict[str, Any] = {}
     for number in range(first, plan.model.num_layers):
         decoder, read = parts.read(Part(range(number, number + 1), around=False), progress=False)
         own = read[f"layers_{number}"]

@@ -63,7 +63,7 @@ class LayerInputs(NamedTuple):
 
     placed: Placement
     tokens: jax.Array  # int32 [tokens]: none is -1 any more
-    count: jax.Array  # int32: how many tokens matter; padding comes last
+    num_tokens: jax.Array  # int32: those that matter; padding comes last
     ropes: Ropes
     tables: list[jax.Array]  # the rows' block tables, for each group of layers
     of_groups: list[tuple[jax.Array, ...]]  # where attention of each group of layers writes and reads
@@ -114,7 +114,8 @@ def forward(
         features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
         place = placed.position - 1
         entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
-        table, given = inputs.tables[layout.draft_group], before(features, slots.features[batch.slot, 0], q_start, placed.row)
+        table = inputs.tables[layout.draft_group]
+        given = before(features, slots.features[batch.slot, 0], q_start, placed.row)
         kv_slots = _kv_slots(entries, table, layout.page_size)
         where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
         options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
@@ -166,7 +167,7 @@ def layer_inputs(
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     tables = layout.tables(slots.block_tables[slot])
-    of_groups = []
+    of_groups: list[tuple[jax.Array, ...]] = []
     for table, window in zip(tables, layout.groups.windows, strict=True):
         written, seen = _kv_slots(placed, table, layout.page_size), (table, placed.kv_len)
         if isinstance(window, Chunk):

@@ -50,7 +50,7 @@ def begin_step(
     model = model.counting(batch.q_start[-1])
     ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     load = jnp.zeros((1, 3), jnp.int32) if model.config.num_experts else None
-    return Begun(_stream(ran.x, ran.y, ran.chosen, load, model, ran.inputs.count, mesh), ran.inputs, ran.cache)
+    return Begun(_stream(ran.x, ran.y, ran.chosen, load, model, ran.inputs.num_tokens, mesh), ran.inputs, ran.cache)
 
 
 def abstract_inputs(
@@ -66,16 +66,16 @@ def abstract_inputs(
 
 
 def run_one_layer(
-    params, stream: Stream, pages: Any, where: tuple, ropes: Any, count: jax.Array,
+    params, stream: Stream, pages: Any, where: tuple, ropes: Any, num_tokens: jax.Array,
     *, model: Decoder, spec: LayerSpec, shape: StepShape, layout: CacheLayout, mesh: Mesh,
 ) -> tuple[Stream, Any]:  # fmt: skip
     """Runs a layer of the shape `spec` on what the layer before passed on, and on its array of the cache, `pages`,
-    which is donated. `where` is the result of `LayerInputs.at`; `ropes` and `count` are from LayerInputs."""
-    model = model.counting(count)
+    which is donated. `where` is the result of `LayerInputs.at`; `ropes` and `num_tokens` are from LayerInputs."""
+    model = model.counting(num_tokens)
     module = model.layer(spec, parent=None)
     options: Any = {"module": module, "kind": layout.kind, "mesh": mesh, "decode_only": shape.decode_only}
     x, y, pages, chosen = run_layer(params, stream.x, None, ropes, pages, where, **options)
-    return _stream(x, y, chosen, stream.expert_load, model, count, mesh), pages
+    return _stream(x, y, chosen, stream.expert_load, model, num_tokens, mesh), pages
 
 
 def _stream(

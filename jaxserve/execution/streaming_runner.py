@@ -110,7 +110,7 @@ class StreamingSignatures(Signatures):
         where = (*inputs.at(place)[:-1], self._host())
         arrays = [jax.ShapeDtypeStruct(*form[:2], sharding=form[2]) for form in kind.forms]
         pages = self._cache[place.array]
-        arguments = arrays, self._stream(shape), pages, where, inputs.ropes, inputs.count
+        arguments = arrays, self._stream(shape), pages, where, inputs.ropes, inputs.num_tokens
         return Signature(run, (2,), arguments, (self._everywhere, self._cache_sharding[place.array]))
 
     def _stream(self, shape: StepShape) -> Stream:
@@ -135,6 +135,7 @@ class StreamingRunner(ModelRunner):
     def __init__(self, model: Decoder, params: Any, layers: Sequence[HostLayer], *args: Any, **options: Any):
         super().__init__(model, params, *args, max_tokens_per_call=1, **options)
         self.layers = list(layers)
+        self.streamed_bytes = sum(layer.device_bytes for layer in layers)
         kinds: list[LayerKind] = []
         for layer in layers:
             if layer.kind not in kinds:
@@ -152,11 +153,6 @@ class StreamingRunner(ModelRunner):
         """Bytes of weights on each device: those that stay there, and MOST layers of the others."""
         return super().weight_bytes + MOST * max(layer.device_bytes for layer in self.layers)
 
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes of weights that each step copies to each device."""
-        return sum(layer.device_bytes for layer in self.layers)
-
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """See `ModelRunner.step`."""
         shape = program.shape
@@ -164,7 +160,7 @@ class StreamingRunner(ModelRunner):
         stream, inputs, self.cache = begun
         for i, (layer, part) in enumerate(zip(self.layers, self._parts_of, strict=True)):
             run, place = self._get(_part(shape, part)), self._places[layer.number]
-            given = inputs.at(place), inputs.ropes, inputs.count
+            given = inputs.at(place), inputs.ropes, inputs.num_tokens
             stream, self.cache[place.array] = run(self.uploads.take(i), stream, self.cache[place.array], *given)
             self.uploads.used(i, stream.x)
         result = self._get(program)(self._arrays, [], self.slots, packed, stream.x)

@@ -160,7 +160,8 @@ def test_layers_in_two_forms(devices, tmp_path):
     form = lambda name: kinds.Q8_0 if ".3." in name or "embed" in name else kinds.Q5_0  # noqa: E731
     path = gguf_files.write_gguf(Path(checkpoints.__file__).parent / "demo", tmp_path / "model.gguf", form)
     engine = check_equal(path, SOME, {"tensor_parallel_size": devices})
-    assert engine.runner._parts_of == [0, 1, 0]
+    # Several devices have no blocks: there both forms become 8-bit codes with equal groups.
+    assert engine.runner._parts_of == ([0, 1, 0] if devices == 1 else [0, 0, 0])
 
 
 @SLOW
