@@ -48,8 +48,6 @@ def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     weights. Raises ConfigError for a target whose weights can be prepared only on its devices."""
     if config.data_parallel_size > 1:
         raise ConfigError("bundles are not made for several groups of devices; leave out --data-parallel-size")
-    if config.cpu_offload_gib:
-        raise ConfigError("bundles are not made with weights in host memory; leave out --cpu-offload-gib")
     devices = target_devices(target)
     if devices[0].platform == "tpu":
         raise ConfigError("bundles for TPUs cannot be made elsewhere: the order of their weights is made by the device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import HOST_POOL, USUAL_HOST_POOL, ConfigError, EngineConfig
 from jaxserve.devices import layouts
 from jaxserve.devices.mesh import num_devices
 from jaxserve.engine.model_plan import ModelPlan
@@ -78,13 +79,19 @@ def first_on_host(config: EngineConfig, plan: ModelPlan, weights: dict[str, Any]
     first = len(sizes) - LEAST
     while first and sum(sizes[first:]) < config.cpu_offload_gib * GIB:
         first -= 1
-    needed, free = sum(sizes[first:]) * num_devices(plan.mesh), memory.available_host_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"cpu_offload_gib {config.cpu_offload_gib:g} needs {memory.size(needed)} of host memory for "
-            f"{num_devices(plan.mesh)} device(s), of which {memory.size(free)} are free: lower it"
-        )
+    check_host(sum(sizes[first:]) * num_devices(plan.mesh), plan.mesh.devices.flat[0].platform)
     return first
+
+
+def check_host(needed: int, platform: str) -> None:
+    """Raises ConfigError unless `needed` bytes of weights fit in host memory for devices of this platform."""
+    free, pool = memory.available_host_bytes(), int(os.environ.get(HOST_POOL, USUAL_HOST_POOL)) * GIB
+    needs = f"cpu_offload_gib needs {memory.size(needed)} of host memory for all devices"
+    if needed > free:
+        raise ConfigError(f"{needs}, but {memory.size(free)} are free: lower it")
+    if platform == "gpu" and needed > pool:
+        hint = f"set {HOST_POOL} to {2 * needed // GIB + USUAL_HOST_POOL} before JAX starts, or lower it"
+        raise ConfigError(f"{needs}, but JAX pins at most {memory.size(pool)} for GPUs: {hint}")
 
 
 @dataclass(frozen=True)

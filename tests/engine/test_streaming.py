@@ -9,10 +9,14 @@ from engines import generate, make_engine, request
 from same_answers import PROMPTS, answers, check_equal
 
 from jaxserve import checkpoints
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.commands.bundling import make_bundle
+from jaxserve.config import HOST_POOL, ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.streaming import GIB, check_host
+from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import HOST, LayerUploads, move_to_host
+from jaxserve.plan.deployment import Deployment
 from jaxserve.types import InvalidRequestError
 
 PLAIN = "llama3_gqa"
@@ -180,6 +184,24 @@ def test_experts_are_counted(deep_folders):
         stats = engine.stats()
         counts.append((stats.moe_routed_tokens, stats.moe_busiest_tokens, stats.moe_active_experts))
     assert counts[0] == counts[1] > (0, 0, 0)
+
+
+def test_too_little_host_memory(deep_folders, monkeypatch):
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"needs .* of host memory for all devices, but 1000 B are free: lower it"):
+        Engine.load(EngineConfig(model=str(deep_folders(PLAIN, 5)), **ALL), progress=False)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 2**40)
+    check_host(65 * GIB, "tpu")
+    with pytest.raises(ConfigError, match=f"at most 64.00 GiB for GPUs: set {HOST_POOL} to 194 before JAX starts"):
+        check_host(65 * GIB, "gpu")
+
+
+def test_commands_that_refuse_it(tmp_path):
+    config = EngineConfig(model="demo", **ALL)
+    with pytest.raises(ConfigError, match="plan does not count weights in host memory"):
+        Deployment.of(config, "cpu")
+    with pytest.raises(ConfigError, match="leave out --cpu-offload-gib"):
+        make_bundle(config, tmp_path)
 
 
 @pytest.mark.parametrize(
