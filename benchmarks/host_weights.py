@@ -1,89 +1,85 @@
-"""What a TPU's compiler makes of weights in host memory that a step copies to the device, layer by layer.
+"""What it costs to have layers' weights in host memory, on random weights; ratios within one run of engines in turns.
 
-JAX_PLATFORMS=cpu python benchmarks/host_weights.py [--target v6e-4] [--layers 8]
+python benchmarks/host_weights.py [--shape 100M] [--shares 0.5 1.0] [--rounds 5]
 
-Compiles layers of an MLP ahead of time for a target (`jaxserve plan` lists them; needs its compiler), whose weights are
-arguments in pinned host memory. Prints for each way to write the copies the bytes of temporaries on a device beside the
-bytes of its weights: a good way needs those of two layers at most. Nothing runs.
-
-each: an array for each layer, copied when its layer needs it; barrier: the same, with the copies tied to the layer
-before; stacked: one array for all layers, of which a layer's part is copied; scan: the same in a loop.
+The engines have none, and each of these shares of the layers' weights in host memory. Prints for each share the bytes
+that a step copies, and as medians of the rounds: output tokens per second of eight requests that decode, prompt tokens
+per second of long prompts, both also relative to the engine with all weights on the device, and the bytes per second
+that the longer step would need if it did nothing but copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from peers.model import SHAPES
 
-from jaxserve.devices.targets import target_devices
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.types import Request, SamplingParams
 
-HIDDEN, INNER, TOKENS = 4096, 16384, 256
-
-
-def layer(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    return x + jax.nn.silu(x @ up) @ down
-
-
-def on_device(w: jax.Array) -> jax.Array:
-    return jax.device_put(w, jax.memory.Space.Device)
+ROWS, PROMPT, OUTPUTS = 8, 512, 32
+GIB = 2**30
 
 
-def each(x, ups, downs, tied=False):
-    for up, down in zip(ups, downs, strict=True):
-        up, down = on_device(up), on_device(down)
-        if tied:
-            x, up, down = lax.optimization_barrier((x, up, down))
-        x = layer(x, up, down)
-    return x
+def load(folder: str, gib: float) -> Engine:
+    settings = {"load_format": "dummy", "max_num_seqs": ROWS, "max_num_batched_tokens": PROMPT, "decode_steps": 1}
+    config = EngineConfig(
+        model=folder, kv_pages=512, max_model_len=1024, prefix_caching=False, cpu_offload_gib=gib, **settings
+    )
+    engine = Engine.load(config, progress=False)
+    engine.compile()
+    return engine
 
 
-def stacked(x, ups, downs):
-    for i in range(len(ups)):
-        index = lax.optimization_barrier((jnp.int32(i), x))[0]
-        x = layer(x, *(on_device(lax.dynamic_index_in_dim(w, index, keepdims=False)) for w in (ups, downs)))
-    return x
+def seconds(engine: Engine, prompts: int, length: int, outputs: int) -> float:
+    """The time that these requests take together."""
+    params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+    start = time.perf_counter()
+    for i in range(prompts):
+        engine.add_request(Request(request_id=str(i), prompt_token_ids=[5 + i] * length, params=params))
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - start
 
 
-def scan(x, ups, downs):
-    return lax.scan(lambda x, pair: (layer(x, *map(on_device, pair)), None), x, (ups, downs))[0]
+def measure(engine: Engine) -> tuple[float, float]:
+    """(seconds of a step that decodes ROWS sequences, seconds of a step with PROMPT tokens of a prompt)."""
+    short, long = (seconds(engine, ROWS, 8, outputs) for outputs in (1, 1 + OUTPUTS))
+    return (long - short) / OUTPUTS, seconds(engine, 2, PROMPT, 1) / 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="v6e-4")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--shape", choices=SHAPES, default="100M")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    mesh = Mesh(np.array(target_devices(given.target)), ("tensor",))
-
-    def shape(kind, *sizes, axes=()):
-        sharding = NamedSharding(mesh, PartitionSpec(*axes), memory_kind=kind)
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=sharding)
-
-    x, n = shape("device", TOKENS, HIDDEN), given.layers
-    apart = (
-        [shape("pinned_host", HIDDEN, INNER, axes=(None, "tensor"))] * n,
-        [shape("pinned_host", INNER, HIDDEN, axes=("tensor",))] * n,
-    )
-    one = (
-        shape("pinned_host", n, HIDDEN, INNER, axes=(None, None, "tensor")),
-        shape("pinned_host", n, INNER, HIDDEN, axes=(None, "tensor")),
-    )
-    ways = {
-        "each": (each, apart),
-        "barrier": (lambda *args: each(*args, tied=True), apart),
-        "stacked": (stacked, one),
-        "scan": (scan, one),
-    }
-    for name, (step, weights) in ways.items():
-        with jax.set_mesh(mesh):
-            needs = jax.jit(step).lower(x, *weights).compile().memory_analysis()
-        sizes = {"temporaries": needs.temp_size_in_bytes, "weights in host memory": needs.host_argument_size_in_bytes}
-        print(f"{name}: " + ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in sizes.items()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[given.shape]))
+        usual = load(folder, 0)
+        layers = usual.runner.weight_bytes  # an upper bound: the shares are rounded up to whole layers
+        engines = [usual, *(load(folder, share * layers / GIB) for share in given.shares)]
+        found: list[list[tuple[float, float]]] = [[] for _ in engines]
+        for _ in range(given.rounds):
+            for engine, results in zip(engines, found, strict=True):
+                results.append(measure(engine))
+    for engine, results in zip(engines, found, strict=True):
+        copied = engine.runner.streamed_bytes
+        decode, prompt = (statistics.median(column) for column in zip(*results, strict=True))
+        pairs = [(a / c, b / d) for (a, b), (c, d) in zip(found[0], results, strict=True)]
+        relative = [statistics.median(column) for column in zip(*pairs, strict=True)]
+        more = statistics.median(one[0] - other[0] for one, other in zip(results, found[0], strict=True))
+        rate = f"; {copied / more / 1e9:.1f} GB/s" if copied else ""
+        print(
+            f"{copied / 2**20:.0f} MiB copied in a step: decodes {ROWS / decode:.1f} tokens/s ({relative[0]:.2f}), "
+            f"prompts {PROMPT / prompt:.0f} tokens/s ({relative[1]:.2f}){rate}"
+        )
 
 
 if __name__ == "__main__":

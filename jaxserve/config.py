@@ -17,6 +17,8 @@ from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
 
 POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the share of GPU memory that JAX reserves
+HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable: GiB of host memory that JAX pins for GPUs
+USUAL_HOST_POOL = 64  # its default
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
@@ -118,6 +120,9 @@ class EngineConfig:
       kv_offload_dir: folder for the same pages in files, which the next engine with the same model and settings finds;
         only this user may enter it. None: there are no files. Needs kv_offload_gib.
       kv_offload_dir_gib: most GiB of these files.
+      cpu_offload_gib: GiB of weights on each device that stay in host memory instead, as whole layers, the last ones of
+        the model. Every step copies them to the devices, one ahead of the computation. A call samples one token for a
+        sequence then, and no step is dispatched ahead. 0: none.
       role: "prefill": computes prompts for other servers, and sends them the KV pages. "decode": asks such servers for
         the pages of long prompts. "both": neither. The first two need kv_offload_gib, and a secret as hosts do.
       prefill_listen: "host:port" at which a server with the role prefill waits for those with the role decode.
@@ -185,6 +190,7 @@ class EngineConfig:
     kv_offload_gib: float = 0.0
     kv_offload_dir: str | None = None
     kv_offload_dir_gib: float = 32.0
+    cpu_offload_gib: float = 0.0
     role: Literal["both", "prefill", "decode"] = "both"
     prefill_listen: str | None = None
     prefill_servers: tuple[str, ...] = ()
@@ -208,6 +214,11 @@ class EngineConfig:
     def num_proposals(self) -> int:
         """Most tokens that speculative decoding proposes for a sequence in a step."""
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
+    def schedules_ahead(self) -> bool:
+        """The `async_scheduling` in effect: a step that waits for weights leaves nothing to do ahead."""
+        return self.async_scheduling and not self.cpu_offload_gib
 
     @property
     def host_adapters(self) -> int:
@@ -298,7 +309,7 @@ class EngineConfig:
             raise ConfigError(f"host_id must be between 0 and num_hosts - 1 = {self.num_hosts - 1}, got {self.host_id}")
 
     def _check_offload(self) -> None:
-        for name, low in (("kv_offload_gib", 0.0), ("kv_offload_dir_gib", 0.001)):
+        for name, low in (("kv_offload_gib", 0.0), ("kv_offload_dir_gib", 0.001), ("cpu_offload_gib", 0.0)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not low <= value <= 2**20:
                 raise ConfigError(f"{name} must be between {low:g} and {2**20} GiB, got {value!r}")

@@ -3,7 +3,9 @@
 import gc
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests spend more time compiling than running, so LLVM's optimizations are turned off.
@@ -58,5 +60,25 @@ def model_folders(tmp_path_factory):
             vocab = tiny_models.CASES[case].config["vocab_size"]
             tiny_models.build_tokenizer(built[case], vocab)
         return built[case]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deep_folders(tmp_path_factory):
+    """A function that builds a case of `tiny_models` with so many layers once and returns its folder."""
+    import tiny_models
+
+    built: dict[str, Path] = {}
+
+    def folder(case: str, layers: int) -> Path:
+        name = case if layers == tiny_models.CASES[case].config["num_hidden_layers"] else f"{case}_of_{layers}"
+        if name not in built:
+            own = tiny_models.CASES[case]
+            deep = replace(own, config=own.config | {"num_hidden_layers": layers})
+            with mock.patch.dict(tiny_models.CASES, {name: deep}):
+                built[name] = tiny_models.build(name, tmp_path_factory.mktemp(name))
+            tiny_models.build_tokenizer(built[name], own.config["vocab_size"])
+        return built[name]
 
     return folder

@@ -26,14 +26,14 @@ class Tracer:
     def __init__(self, patch: pytest.MonkeyPatch):
         self._seen: dict[int, list[np.ndarray]] = defaultdict(list)
         self._calls, self._layers = 0, 0
-        original = forward._layer
+        original = forward.run_layer
 
         def traced(params, x, y, ropes, pages, where, **options):
             x, y, pages, chosen = original(params, x, y, ropes, pages, where, **options)
             jax.debug.callback(self._take, y.sums[0], where[2][-1], ordered=True)
             return x, y, pages, chosen
 
-        patch.setattr(forward, "_layer", traced)
+        patch.setattr(forward, "run_layer", traced)
 
     def run(self, engine: Engine, request: Request) -> Trace:
         """What each layer computes for the request's tokens."""

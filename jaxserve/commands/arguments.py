@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.config import CHOICES, POOL_FRACTION, ConfigError, EngineConfig, LoRAModule
+from jaxserve.config import CHOICES, HOST_POOL, POOL_FRACTION, USUAL_HOST_POOL, ConfigError, EngineConfig, LoRAModule
 from jaxserve.hosts.environment import found_hosts
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
@@ -161,6 +162,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "needs --kv-offload-gib; None: no files")  # fmt: skip
     flag("--kv-offload-dir-gib", field="kv_offload_dir_gib", type=float, metavar="GIB",
          help="most GiB of these files; the least recently used ones are deleted")  # fmt: skip
+    flag("--cpu-offload-gib", "--cpu-offload-gb", field="cpu_offload_gib", type=float, metavar="GIB",
+         help="weights of each device that stay in host memory, by layer; every step copies them to the devices, so "
+         "it is slow; for models that do not fit; 0: none")  # fmt: skip
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip
@@ -216,4 +220,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     config = found_hosts(EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__}))
     os.environ.setdefault(POOL_FRACTION, str(config.memory_utilization))  # works because JAX starts its devices later
+    if config.cpu_offload_gib:
+        weights = math.ceil(2 * config.cpu_offload_gib * config.tensor_parallel_size)  # twice: the pool has gaps
+        os.environ.setdefault(HOST_POOL, str(USUAL_HOST_POOL + weights))
     return config

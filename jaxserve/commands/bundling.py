@@ -39,6 +39,7 @@ def refuse_settings(config: EngineConfig, out: Path) -> None:
         (is_bundle(config.model), f"{config.model} is a bundle already; give the model that it was made of"),
         (config.num_hosts > 1, "a bundle is for a replica on one host; leave out --num-hosts"),
         (config.enable_lora, "bundles have no places for LoRA adapters; leave out --enable-lora"),
+        (config.cpu_offload_gib > 0, "a bundle holds all weights as devices do; leave out --cpu-offload-gib"),
         (config.tokenizer is not None, "a bundle holds the model's own tokenizer; leave out --tokenizer"),
         (speculative is not None and speculative.method not in ("ngram", "suffix"),
          "bundles hold no draft models and heads; --speculative-config must have the method ngram or suffix"),

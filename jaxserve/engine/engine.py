@@ -257,7 +257,7 @@ class Engine:
         if self.in_flight:
             with self.timeline.phase("mask"):
                 self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
-            if plan is None or (len(self.in_flight) == most and not self.config.async_scheduling):
+            if plan is None or (len(self.in_flight) == most and not self.config.schedules_ahead):
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jaxserve import heap
-from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
+from jaxserve.config import MAX_TOKENS_PER_CALL, ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
-from jaxserve.engine import data_parallel
+from jaxserve.engine import data_parallel, streaming
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
@@ -85,10 +85,11 @@ def load_models(
 ) -> LoadedModels:
     """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
     start = time.perf_counter()
-    check_settings(config)
-    data_parallel.check_settings(config)
+    _check_settings(config)
     enable_compile_cache()
     prepared = Prepared.of(config)
+    if config.cpu_offload_gib:
+        return _load_streaming(config, prepared, devices, progress=progress, static_steps=static_steps)
     plan = ModelPlan.of(config, devices, checks=prepared is None)
     mesh, model, decoder = plan.mesh, plan.model, plan.decoder
     if prepared is None:
@@ -119,12 +120,36 @@ def load_models(
     return LoadedModels(plan, params, runner, draft, prepared)
 
 
+def _check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that are not combined."""
+    check_settings(config)
+    data_parallel.check_settings(config)
+    streaming.check_settings(config)
+
+
+def _load_streaming(
+    config: EngineConfig,
+    prepared: Prepared | None,
+    devices: list[jax.Device] | None,
+    *,
+    progress: bool,
+    static_steps: bool | None,
+) -> LoadedModels:
+    """`load_models` for a model that has weights in host memory."""
+    start = time.perf_counter()
+    if prepared is not None:
+        raise ConfigError(f"{config.model} is a bundle, whose programs need all weights: leave cpu_offload_gib at 0")
+    plan, params, runner = streaming.load_streaming(config, devices, progress=progress, static=static_steps)
+    heap.trim()
+    log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
+    return LoadedModels(plan, params, runner, None)
+
+
 def load_parts(
     config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
 ) -> EngineParts:
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
-    check_settings(config)
-    data_parallel.check_settings(config)
+    _check_settings(config)
     if config.pipeline_parallel_size > 1:
         return _load_pipeline(config, devices, progress=progress, static_steps=static_steps)
     hosts, listener = None, begin_role(config)
@@ -140,7 +165,8 @@ def load_parts(
         for number, one in enumerate(loaded.runners):
             one.listener = partial(hosts.tell, number)
     device = mesh.devices.flat[0]
-    cost = StepCost.of(loaded.params, model, device, num_devices(mesh) // num_groups(mesh), plan.dtype)
+    sharing = num_devices(mesh) // num_groups(mesh)
+    cost = StepCost.of(loaded.params, model, device, sharing, plan.dtype, streamed=runner.streamed_bytes)
     shapes = buckets(config, plan, cost)
     models = [Sized(runner, plan.one_page)] + ([draft] if draft is not None else [])
     held = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)

@@ -78,8 +78,8 @@ class Weights:
         memory, level 2 reads them from their files again. Cached pages are forgotten, in lower tiers too. An engine
         that sleeps already sleeps on as it does.
 
-        Raises InvalidRequestError for another level, while there are requests, with several hosts, and with
-        pipeline stages.
+        Raises InvalidRequestError for another level, while there are requests, with several hosts, pipeline stages or
+        weights in host memory.
         """
         self.check_sleep(level)
         self._require_rest("sleep")
@@ -181,6 +181,8 @@ class Weights:
             raise InvalidRequestError(f"{call} is not possible for a replica of several hosts")
         if self._engine.runner.num_stages > 1:
             raise InvalidRequestError(f"{call} is not possible with pipeline_parallel_size above 1")
+        if self._engine.config.cpu_offload_gib:
+            raise InvalidRequestError(f"{call} is not possible with weights in host memory (cpu_offload_gib)")
 
     def _read(self, source: Source) -> list[list[jax.Array]]:
         """The weights of each runner, without its pool of adapters, as they were read at the start. Weights that arrays

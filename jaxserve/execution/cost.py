@@ -20,6 +20,7 @@ from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the data sheet; an H200 reached 4.3 of 4.8 TB/s and 790 of 989 TFLOP/s
 FLOAT32_SHARE = 1 / 12  # share of the 16-bit matmul rate for products in true float32
 CALL_SECONDS = 2e-4  # seconds per call for launches and the gaps between them; assumed, not measured
+LINK = 50e9  # bytes per second from host memory to a device: PCIe 5.0 x16 has 63 GB/s; assumed, not measured
 CONTEXT = 2048  # cached tokens that a prompt's token is assumed to attend to
 FEW = 16  # minimum of tokens of a bucket for steps with prompts
 CPU_PREFILL_CHUNK = 32  # the time of a step on CPU is proportional to its tokens
@@ -31,7 +32,7 @@ class StepCost:
     """The time of a step on the devices that share it, in seconds.
 
     Attributes:
-      weights: seconds for reading the weights once.
+      weights: seconds for reading the weights once, or for copying those that are in host memory, whichever is longer.
       token: seconds for the products of one token with the weights; padding costs as much.
       attention: seconds for the attention of a prompt's token to CONTEXT cached ones; padding costs nothing.
     """
@@ -41,9 +42,12 @@ class StepCost:
     attention: float = 0.0
 
     @classmethod
-    def of(cls, params: Any, model: ModelConfig, device: Any, devices: int, compute: Any) -> StepCost | None:
+    def of(
+        cls, params: Any, model: ModelConfig, device: Any, devices: int, compute: Any, streamed: int = 0
+    ) -> StepCost | None:
         """The cost for a model's parameters (or their shapes), sharded over `devices` devices like `device`, with
-        activations of dtype `compute`. None on CPU: CPUs differ too much, and buckets were chosen by measurement."""
+        activations of dtype `compute`. Each step copies `streamed` bytes of them from host memory to each device. None
+        on CPU: CPUs differ too much, and buckets were chosen by measurement."""
         if device.platform == "cpu":
             return None
         speed = rates(device)
@@ -54,7 +58,8 @@ class StepCost:
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * min(CONTEXT, model.max_position)
         products = 2 * sum(math.prod(w.shape) for w in matrices)
         rate = devices * speed.matmul * (MATMUL_SHARE if np.dtype(compute).itemsize == 2 else FLOAT32_SHARE)
-        return cls(stored / (speed.bandwidth * BANDWIDTH_SHARE), products / rate, attention / rate)
+        reading = max(stored / (speed.bandwidth * BANDWIDTH_SHARE), streamed / LINK)
+        return cls(reading, products / rate, attention / rate)
 
     def __call__(self, tokens: int) -> float:
         """Seconds of one call with `tokens` tokens, padding included."""

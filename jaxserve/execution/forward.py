@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
-from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.kv_cache import CacheLayout, KVCache, LayerPlace
 from jaxserve.execution.slot_states import delta_net
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
@@ -18,7 +19,6 @@ from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
-from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
 from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
 from jaxserve.pallas_kernels.routing import load
@@ -50,19 +50,6 @@ class Output(NamedTuple):
     expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
 
 
-class LayersRun(NamedTuple):
-    """What a pass has computed when it has run its layers."""
-
-    x: jax.Array  # [tokens, hidden]
-    y: Parts | None  # what the last of these layers left to add to x
-    placed: Placement
-    tokens: jax.Array  # int32 [tokens]: none is -1 any more
-    tables: list[jax.Array]  # the rows' block tables, for each group of layers
-    chosen: list[jax.Array]  # experts that the layers' routers chose
-    read_by_draft: dict[int, jax.Array]  # inputs of layers
-    cache: KVCache
-
-
 class Placement(NamedTuple):
     """The row and the position of each token of a batch."""
 
@@ -70,6 +57,34 @@ class Placement(NamedTuple):
     position: jax.Array  # int32 [tokens], in the row's sequence
     kv_len: jax.Array  # int32 [rows], as in `Output`
     writes: jax.Array  # bool [tokens]: the token's keys and values are kept
+
+
+class LayerInputs(NamedTuple):
+    """What layers read of a batch, beside their input x [tokens, hidden] and their part of the cache."""
+
+    placed: Placement
+    tokens: jax.Array  # int32 [tokens]: none is -1 any more
+    num_tokens: jax.Array  # int32: those that matter; padding comes last
+    ropes: Ropes
+    tables: list[jax.Array]  # the rows' block tables, for each group of layers
+    of_groups: list[tuple[jax.Array, ...]]  # where attention of each group of layers writes and reads
+    rows: DeltaRows | None  # slots of recurrent states; None: the model has no recurrent layers
+
+    def at(self, place: LayerPlace) -> tuple:
+        """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
+        of_layer = (self.rows,) if place.group is None else self.of_groups[place.group]
+        return *of_layer, np.int32(place.first)
+
+
+class LayersRun(NamedTuple):
+    """What a pass has computed when it has run its layers."""
+
+    x: jax.Array  # [tokens, hidden]
+    y: Parts | None  # what the last of these layers left to add to x
+    inputs: LayerInputs
+    chosen: list[jax.Array]  # experts that the layers' routers chose
+    read_by_draft: dict[int, jax.Array]  # inputs of layers
+    cache: KVCache
 
 
 def forward(
@@ -88,8 +103,8 @@ def forward(
     replace the old ones. So are the entries of a draft head. The slots do not change."""
     model = model.counting(batch.q_start[-1])  # padding comes last, and matmuls may skip it
     ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh, drafter=drafter)
-    x, y, placed, tokens, tables, chosen, read_by_draft, cache = ran
-    q_start = batch.q_start
+    x, y, inputs, chosen, read_by_draft, cache = ran
+    q_start, placed = batch.q_start, inputs.placed
     hidden: Any = model.apply({"params": params}, x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     features = None
@@ -100,15 +115,15 @@ def forward(
         features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
         features = jnp.where(batch.draft_reads, features, 0)
         place = placed.position - 1
-        entries = placed._replace(
-            position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0) & batch.draft_reads
-        )
-        table, given = tables[layout.draft_group], before(features, slots.features[batch.slot, 0], q_start, placed.row)
+        known = placed.writes & (place >= 0) & batch.draft_reads
+        entries = placed._replace(position=jnp.maximum(place, 0), writes=known)
+        table = inputs.tables[layout.draft_group]
+        given = before(features, slots.features[batch.slot, 0], q_start, placed.row)
         kv_slots = _kv_slots(entries, table, layout.page_size)
         where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
         options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
-        cache[-1] = write_entries(params, cache[-1], given, tokens, entries.position, where, **options)
-    return Output(hidden, last, placed.kv_len, features, _expert_load(chosen, model, q_start[-1])), cache
+        cache[-1] = write_entries(params, cache[-1], given, inputs.tokens, entries.position, where, **options)
+    return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, q_start[-1])), cache
 
 
 def run_layers(
@@ -124,53 +139,49 @@ def run_layers(
     drafter: Drafter | None = None,
 ) -> LayersRun:
     """The part of `forward` before the last norm: all layers, or those of the model's pipeline stage."""
-    q_start, slot = batch.q_start, batch.slot
-    placed = _place(slots, batch, shape)
-    tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
-    model = model.adapted_by(slots.adapter(slot)[placed.row])
-    if batch.x is None:
-        x, ropes = cast(Any, model.apply({"params": params}, tokens, placed.position, method="begin"))
-    else:
-        x, ropes = batch.x, angles(model.config, placed.position)
-    groups = layout.groups
-    each = groups.depth // layout.num_arrays  # layers in each array of the cache
-    first_page = [jnp.int32(i * layout.num_pages) for i in range(each)]
-    tables = layout.tables(slots.block_tables[slot])
-    written = [_kv_slots(placed, table, layout.page_size) for table in tables]
-    seen = [
-        _of_chunk(table, placed.kv_len, window, layout.page_size)
-        if isinstance(window, Chunk)
-        else (table, placed.kv_len)
-        for table, window in zip(tables, groups.windows, strict=True)
-    ]
+    inputs = layer_inputs(slots, batch, model=model, shape=shape, layout=layout)
+    model = model.adapted_by(slots.adapter(batch.slot)[inputs.placed.row])
+    x = batch.x
+    if x is None:
+        given = inputs.tokens, inputs.placed.position
+        x, _ = cast(Any, model.apply({"params": params}, *given, method="begin"))
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
-    run = partial(_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
+    run = partial(run_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
     chosen: list[jax.Array] = []
     read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
     wanted = drafter.spec.layers if drafter is not None else ()
-    cache, y, paged, recurrent = list(cache), None, iter(groups.places), 0
-    rows = None if layout.states is None else _delta_rows(slots, batch, placed)
-    for i in model.own_layers:
-        where: tuple
-        layer = model.config.layers[i]
+    cache, y, layers = list(cache), None, model.own_layers
+    places = layout.places([model.config.layers[i] for i in layers])
+    for i, place in zip(layers, places, strict=True):
         if i in wanted:
             read_by_draft[i] = added(x, y)
-        if layout.states is not None and isinstance(layer.attention, GatedDeltaSpec):
-            array, part = layout.states.place(recurrent)
-            array, recurrent = array + layout.num_arrays, recurrent + 1
-            where = rows, jnp.int32(part * layout.states.places)
-        else:
-            group, index = next(paged)
-            array, part = divmod(index, each)
-            table, kv_len = seen[group]
-            where = (written[group], table, q_start, kv_len, batch.num_decodes, first_page[part])
-        x, y, cache[array], routed = kinds[layer](params[f"layers_{i}"], x, y, ropes, cache[array], where)
+        layer, at = kinds[model.config.layers[i]], place.array
+        x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place))
         chosen += routed
-    return LayersRun(x, y, placed, tokens, tables, chosen, read_by_draft, cache)
+    return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
 
 
-def _expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
+def layer_inputs(
+    slots: SlotState, batch: ModelInput, *, model: Decoder, shape: StepShape, layout: CacheLayout
+) -> LayerInputs:
+    """What the layers of a pass read of its batch."""
+    q_start, slot = batch.q_start, batch.slot
+    placed = _place(slots, batch, shape)
+    tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
+    tables = layout.tables(slots.block_tables[slot])
+    of_groups: list[tuple[jax.Array, ...]] = []
+    for table, window in zip(tables, layout.groups.windows, strict=True):
+        written, seen = _kv_slots(placed, table, layout.page_size), (table, placed.kv_len)
+        if isinstance(window, Chunk):
+            seen = _of_chunk(table, placed.kv_len, window, layout.page_size)
+        of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))
+    rows = None if layout.states is None else _delta_rows(slots, batch, placed)
+    ropes = angles(model.config, placed.position)
+    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows)
+
+
+def expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
     """`routing.load` of what the layers' routers chose, in one computation for all layers: a GPU launches a few kernels
     for it in a step, not a few in each layer."""
     return load(jnp.stack(chosen), model.config.num_experts, count) if chosen else None
@@ -212,7 +223,7 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
     return jnp.where(placed.writes, table[placed.row, block] * page_size + placed.position % page_size, -1)
 
 
-def _layer(
+def run_layer(
     params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: Any,
     *, module: DecoderLayer, kind: Any, mesh: Mesh, decode_only: bool,
 ) -> tuple[jax.Array, Parts | None, Any, list[jax.Array]]:  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxserve.devices.mesh import on_one_cpu, ways
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.execution.slot_states import StateLayout
-from jaxserve.models.spec import ModelConfig
+from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
 from jaxserve.scheduling.windows import Chunk, chunk_of
@@ -28,6 +29,20 @@ COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, u
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
 KVCache = list[Pages | DeltaState]  # first arrays of pages, then arrays of states; each has a few layers
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's part of the cache is.
+
+    Attributes:
+      array: the number of the array in the cache.
+      group: the layer's group; None for a recurrent layer, which has states instead of pages.
+      first: the index of the layer's first page or state in the array.
+    """
+
+    array: int
+    group: int | None
+    first: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,22 @@ class CacheLayout:
         if (chunk := chunk_of(groups.windows)) is not None and chunk % page_size:
             raise ConfigError(f"page_size {page_size} does not divide the model's attention chunks of {chunk} tokens")
         return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform, shares), states)
+
+    def places(self, layers: Sequence[LayerSpec]) -> list[LayerPlace]:
+        """The places of layers, which are the first ones of those that share the cache."""
+        each = self.groups.depth // self.num_arrays
+        found: list[LayerPlace] = []
+        paged, recurrent = iter(self.groups.places), 0
+        for layer in layers:
+            if self.states is not None and isinstance(layer.attention, GatedDeltaSpec):
+                array, part = self.states.place(recurrent)
+                found.append(LayerPlace(self.num_arrays + array, None, part * self.states.places))
+                recurrent += 1
+            else:
+                group, index = next(paged)
+                array, part = divmod(index, each)
+                found.append(LayerPlace(array, group, part * self.num_pages))
+        return found
 
     @property
     def num_arrays(self) -> int:

@@ -35,6 +35,7 @@ class StepProgram:
 
     tokens_per_call: tokens that a row may sample. None: the buffer says how many, at most MAX_TOKENS_PER_CALL.
     proposals: most proposed tokens of a row, which the step checks; 0: it checks none.
+    part: of a step that is several programs, which of them this is, see `streaming_runner`; None: the last or only one.
     """
 
     shape: StepShape
@@ -42,8 +43,11 @@ class StepProgram:
     tokens_per_call: int | None
     keeps_hidden: bool
     proposals: int = 0
+    part: int | None = None
 
     def __str__(self) -> str:
+        if self.part is not None:
+            return f"{self.shape} part {self.part}"
         if self.proposals:
             return f"{self.shape} {self.sampler.name.lower()} with {self.proposals} proposals a row"
         times = f" x {self.tokens_per_call}" if self.tokens_per_call and self.tokens_per_call > 1 else ""
@@ -165,7 +169,8 @@ def bounds_code(larger: StepProgram, program: StepProgram) -> bool:
     """Whether a program's code is expected to be no larger than that of `larger`: both are of the same kind, and it
     has no more of anything. A loop adds code on TPUs, and the sampler's code grows with the rows."""
     pairs = zip(_extent(larger), _extent(program), strict=True)
-    return larger.shape.decode_only is program.shape.decode_only and all(a >= b for a, b in pairs)
+    alike = larger.shape.decode_only is program.shape.decode_only and larger.part == program.part
+    return alike and all(a >= b for a, b in pairs)
 
 
 def compile_threads(programs: int, *, on_cpu: bool) -> int:

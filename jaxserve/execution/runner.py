@@ -62,6 +62,7 @@ class ModelRunner(UpkeepCalls):
 
     signatures_kind: type[Signatures] = Signatures
     num_stages = 1  # of a pipeline
+    streamed_bytes = 0  # of weights that each step copies to each device
 
     def __init__(
         self,

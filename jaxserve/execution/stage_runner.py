@@ -36,7 +36,7 @@ class StageSignatures(Signatures):
 
     def step(self, program: StepProgram) -> Signature:
         stage = self.model.stage
-        assert stage is not None
+        assert isinstance(stage, Stage)
         made = super().step(program)
         size, place = self.model.config.hidden_size, self._everywhere
         x = jax.ShapeDtypeStruct((program.shape.tokens, size), self.model.dtype, sharding=place)
@@ -61,7 +61,7 @@ class StageRunner(ModelRunner):
     @property
     def stage(self) -> Stage:
         stage = self.model.stage
-        assert stage is not None
+        assert isinstance(stage, Stage)
         return stage
 
     def advance(self, shape: StepShape, packed: np.ndarray, x: jax.Array | None) -> jax.Array:

@@ -44,7 +44,7 @@ def run_stage(
     model = model.counting(batch.q_start[-1])
     ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     writes = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
-    slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(ran.placed.kv_len))
+    slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(ran.inputs.placed.kv_len))
     # One array instead of two goes to the next stage, and all of its devices need it whole.
     sent = jax.lax.with_sharding_constraint(added(ran.x, ran.y), replicated(mesh))
     return StageResult(sent, ran.cache, slots)

@@ -20,7 +20,7 @@ from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Li
 from jaxserve.models.norms import Norm
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
-from jaxserve.models.stages import Stage
+from jaxserve.models.stages import Part, Stage
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts
 
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
     Attributes:
       kv_heads: heads of keys and values. There are more than the model's own when the mesh has more devices than heads:
         heads are then repeated.
-      stage: the part of the model that a group of devices holds; None: they hold all of it.
+      stage: the part of the model that a group of devices holds or a program runs; None: all of it.
       vocab_rows: rows of the embedding table. There are more than the vocabulary has when the mesh cannot split it
         evenly: the further rows are zero.
     """
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
     vocab_rows: int
     dtype: Any = jnp.float32
     ops: Ops = Ops()
-    stage: Stage | None = None
+    stage: Stage | Part | None = None
 
     def setup(self) -> None:
         config, hidden, size = self.config, self.config.hidden_size, self.config.embed_size

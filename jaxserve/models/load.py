@@ -196,6 +196,20 @@ D = TypeVar("D", Decoder, Drafter)
 def trust_matmul(decoder: D, params: Any, mesh: Mesh, backend: str) -> tuple[D, Any]:
     """(decoder, params) with kernels that were checked on this machine with weights of these forms, and weights in the
     order that these kernels read. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
+    chosen = trusted_matmul(decoder, params, mesh, backend)
+    if chosen == backend:
+        return decoder, arranged(params, mesh, decoder.dtype, backend)
+    return with_matmul(decoder, mesh, chosen), params
+
+
+def with_matmul(decoder: D, mesh: Mesh, backend: str) -> D:
+    """The decoder with this backend for products with quantized weights."""
+    return decoder.clone(ops=_with_products(decoder.ops, Device.of(mesh.devices.flat[0]), mesh, backend))
+
+
+def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str) -> str:
+    """The backend to use for weights of these forms: `backend`, or another if its kernels are wrong on this machine.
+    Raises ConfigError when a backend that was asked for by name cannot multiply one."""
 
     def local(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
@@ -211,12 +225,9 @@ def trust_matmul(decoder: D, params: Any, mesh: Mesh, backend: str) -> tuple[D, 
     problems = dict.fromkeys(problem for rank, problem in asked if rank == 2)
     grouped = dict.fromkeys(problem for rank, problem in asked if rank == 3)
     try:
-        chosen = checked_matmul(device, problems, backend, grouped)
+        return checked_matmul(device, problems, backend, grouped)
     except BackendError as error:
         raise ConfigError(str(error)) from None
-    if chosen == backend:
-        return decoder, arranged(params, mesh, decoder.dtype, backend)
-    return decoder.clone(ops=_with_products(decoder.ops, device, mesh, chosen)), params
 
 
 def load_params(

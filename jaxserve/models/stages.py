@@ -1,4 +1,4 @@
-"""Pipeline stages: which consecutive layers, and which weights around them, each group of devices holds."""
+"""Parts of a model: which layers, and which weights around them, a group of devices holds or a program runs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,29 @@ class Stage:
         """Whether a parameter with this path, as "layers_3/mlp/up/kernel", is in this stage. tied: the embeddings are
         the output head, too, and then both the first and the last stage have them."""
         part = path.partition("/")[0]
-        if part.startswith("layers_"):
-            return int(part.removeprefix("layers_")) in self.layers
+        if (layer := layer_of(path)) is not None:
+            return layer in self.layers
         assert part in _AT_FIRST + _AT_LAST, f"the stage of {path} is not known"
         return (part in _AT_FIRST and self.is_first) or (part in _AT_LAST + ("embed",) * tied and self.is_last)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some layers of a model. `around`: with everything that is in no layer, such as embeddings and output head."""
+
+    layers: range
+    around: bool
+
+    def holds(self, path: str, *, tied: bool) -> bool:
+        """Whether a parameter with this path is in this part. See `Stage.holds`."""
+        layer = layer_of(path)
+        return self.around if layer is None else layer in self.layers
+
+
+def layer_of(path: str) -> int | None:
+    """The number of the layer that a parameter with this path belongs to; None: it is in no layer."""
+    part = path.partition("/")[0]
+    return int(part.removeprefix("layers_")) if part.startswith("layers_") else None
 
 
 def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> list[Stage]:

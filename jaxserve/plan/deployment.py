@@ -175,6 +175,8 @@ def _refuse(config: EngineConfig) -> None:
     check_settings(config)
     if config.pipeline_parallel_size > 1:
         raise ConfigError("plan does not count the stages of a pipeline; leave out --pipeline-parallel-size")
+    if config.cpu_offload_gib:
+        raise ConfigError("plan does not count weights in host memory; leave out --cpu-offload-gib")
     if config.num_hosts > 1 or config.coordinator:
         raise ConfigError(
             "plan is for one host; leave out --coordinator and --num-hosts, and name all devices together"

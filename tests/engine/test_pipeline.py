@@ -1,15 +1,12 @@
 """Layers divided among stages of devices: the tokens of one device."""
 
-from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import jax
-import numpy as np
 import pytest
-import tiny_models
-from engines import drain, generate, make_engine, request
+from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
+from same_answers import PROMPTS, answers, check_equal
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
@@ -17,61 +14,8 @@ from jaxserve.models.stages import split_layers
 from jaxserve.types import InvalidRequestError
 
 PLAIN = "llama3_gqa"
-PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10, [5]]
 PP2 = {"pipeline_parallel_size": 2}
 SLOW = pytest.mark.slow
-
-
-def requests():
-    """Requests that use what sampling can do."""
-    shared = PROMPTS[3]
-    return [
-        *(request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)),
-        request("seeded", shared, max_tokens=9, temperature=0.9, seed=3, top_p=0.9),
-        request("several", shared, max_tokens=6, temperature=1.0, seed=4, n=3),
-        request("penalties", PROMPTS[0], max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5),
-        request("scores", PROMPTS[1], max_tokens=5, logprobs=3, prompt_logprobs=2),
-        request("stops", PROMPTS[0], max_tokens=30, temperature=1.5, seed=5, stop_token_ids=list(range(0, 256, 17))),
-        request("allowed", PROMPTS[2], max_tokens=7, allowed_token_ids=[11, 12, 13, 14]),
-    ]
-
-
-def answers(engine):
-    for one in requests():
-        engine.add_request(one)
-    found = drain(engine)
-    again = generate(engine, request("again", PROMPTS[3], max_tokens=4))[0]  # from the prefix cache
-    tokens = {name: (one.token_ids, one.finish_reason) for name, one in found.items()}
-    scores = [score.logprob for score in found["scores", 0].logprobs]
-    return tokens | {("again", 0): again.token_ids}, scores, again.num_cached
-
-
-def check_equal(folder, options, others):
-    alone = answers(make_engine(folder, **others))
-    engine = make_engine(folder, **others, **options)
-    made = answers(engine)
-    assert made[0] == alone[0]
-    np.testing.assert_allclose(made[1], alone[1], atol=1e-5)
-    assert made[2] > 0
-    return engine
-
-
-@pytest.fixture(scope="session")
-def deep_folders(tmp_path_factory):
-    """A function that builds a case of `tiny_models` with so many layers once and returns its folder."""
-    built = {}
-
-    def folder(case, layers):
-        name = case if layers == tiny_models.CASES[case].config["num_hidden_layers"] else f"{case}_of_{layers}"
-        if name not in built:
-            own = tiny_models.CASES[case]
-            deep = replace(own, config=own.config | {"num_hidden_layers": layers})
-            with mock.patch.dict(tiny_models.CASES, {name: deep}):
-                built[name] = tiny_models.build(name, tmp_path_factory.mktemp(name))
-            tiny_models.build_tokenizer(built[name], own.config["vocab_size"])
-        return built[name]
-
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Layers whose weights stay in host memory, compiled ahead of time at the size of a 70B model: what a layer's program
+takes on a device, and how long a step is at least. Nothing runs."""
+
+import jax
+import pytest
+from flax.traverse_util import flatten_dict
+from test_launches import SHAPES
+from test_steps import cache_copies, copied_parameters, make_runner
+
+from jaxserve.devices.launches import launches
+from jaxserve.execution.cost import LINK
+from jaxserve.execution.memory import stored_bytes
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.streaming_runner import BEGIN, HostLayer, StreamingRunner
+from jaxserve.models.stages import Part
+from jaxserve.scheduling.sampler import Sampler
+
+LLAMA_70B = {
+    "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+}  # fmt: skip
+GIB = 2**30
+PLATFORMS = {"h200x1": ("mosaic_gpu", 16), "v6e-4": ("mosaic_tpu", 128)}
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def streaming_runner(folder, target: str, scheme: str, layers: int = 4) -> StreamingRunner:
+    """A runner of the shape that has all layers but the first in host memory."""
+    whole, params = make_runner(folder, target, *PLATFORMS[target], layers, scheme, **LLAMA_70B)
+    tree = whole.forms
+    resident = {name: part for name, part in tree.items() if name == "layers_0" or not name.startswith("layers_")}
+    hosted = [HostLayer.of(i, whole.model, tree[f"layers_{i}"]) for i in range(1, layers)]
+    decoder = whole.model.clone(stage=Part(range(1), around=True))
+    runner = StreamingRunner(decoder, resident, hosted, whole.mesh, whole.num_slots, 64)
+    runner.set_cache_size(whole.layout, whole.max_len // whole.layout.page_size)
+    assert len(flatten_dict(tree)) == len(params)
+    return runner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "scheme", "step"),
+    [
+        ("h200x1", "bf16", "decode"),
+        ("h200x1", "bf16", "mixed"),
+        ("h200x1", "int4", "decode"),
+        ("v6e-4", "bf16", "decode"),
+        ("v6e-4", "int8", "decode"),
+    ],
+)
+def test_programs(target, scheme, step, tmp_path):
+    """A layer's program takes the weights of one layer, and updates its cache in place; the others take none of it."""
+    runner, shape = streaming_runner(tmp_path, target, scheme), SHAPES[step]
+    assert len(runner.kinds) == 1
+    layer, layout = runner.layers[0].device_bytes, runner.layout
+    array = layout.abstract(runner.mesh)[0].data  # has the pages of all layers
+    pages, cache = (x // layout.ways(runner.mesh) for x in (stored_bytes(array), array.size))
+    of_layer = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=0)).compile()
+    begin = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=BEGIN)).compile()
+    last = runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()
+    figures = of_layer.memory_analysis()
+    text = of_layer.as_text()
+    print(
+        f"\n{target} {scheme} {step}: a layer of {layer / GIB:.3f} GiB on a device, temporaries of its program "
+        f"{figures.temp_size_in_bytes / 2**20:.1f} MiB, code {figures.generated_code_size_in_bytes / 2**20:.2f} MiB, "
+        f"{len(launches(text)) if target.startswith('h200') else 0} launches; begin "
+        f"{begin.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB, last "
+        f"{last.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB; copying a layer takes at least "
+        f"{layer / LINK * 1e3:.1f} ms"
+    )
+    assert figures.argument_size_in_bytes >= layer
+    assert figures.alias_size_in_bytes >= pages
+    assert not cache_copies(text, cache // 4)
+    assert not copied_parameters(text)
+    assert figures.temp_size_in_bytes < layer / 4
+    assert last.memory_analysis().alias_size_in_bytes < pages
