@@ -1,7 +1,7 @@
 """LoRA adapters on CPU, in C++ (`cpu_lora.h`, `cpu_lora.cc`).
 
-Grid: of A, up to 16 rows and the tokens of one adapter; of B, 512 outputs of all tokens, or the tokens one by one if many
-  of them have an adapter of their own. Threads take equal numbers of these.
+Grid: of A, up to 16 rows and the tokens of one adapter; of B, 512 outputs of all tokens, or the tokens one by one if
+  many of them have an adapter of their own. Threads take equal numbers of these.
 Traffic: the matrices of the adapters in the batch, once, up to their ranks; x once per piece, from the CPU's cache.
 Pipeline: with a weight in panels, one call does the whole product (`matmul`). While a thread multiplies a piece of a
   weight of floats, it prefetches the rows of A that it multiplies next. With several rows the weight keeps the
