@@ -124,6 +124,9 @@ def test_others_decode_while_pages_are_loaded(model_folders):
     engine.add_request(runner)
     for _ in range(3):
         engine.step()
+    while engine.copies._saves:  # pages can be loaded when they have arrived
+        time.sleep(0.001)
+        engine.copies._take_saves()
     collect, ready = engine.copies._collect, threading.Event()
     engine.copies._collect = lambda read: ready.wait(20) and collect(read)
     engine.add_request(request("again", first, max_tokens=4))
