@@ -28,7 +28,7 @@ FEW_ROWS = 4  # without measured steps: running sequences up to which proposals 
 LEAST_CHANCE = 0.3  # and least chance of a proposal to be kept
 HOPES = np.linspace(0.05, 1, 20)  # chances for which is known how many sequences may get proposals
 HOPE = 0.05  # by which the next proposals of a draft may be kept more often
-LOOK_AGAIN = 8  # tokens without a look for proposals after none were found that pay
+LOOK_AGAIN = 8  # tokens of up to FEW_ROWS rows without a look for proposals after none were found that pay
 REST, LONGEST_REST = 16, 256  # tokens without proposals after two checks that kept none
 FORCED_CHANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
 MEMORY = 0.7  # share of what was known about acceptance that stays with each check
@@ -143,14 +143,17 @@ class Speculator:
 
     def _look(self, running: RunningTable, host_seconds: float) -> Iterator[tuple[Sequence, Proposal, int]]:
         """Proposals for sequences that may have some, and how many tokens of each pay. If none do, the sequence is left
-        alone for some tokens."""
-        open_ = [seq for seq in running.lineup.seqs if self._is_open(seq, running)]
-        found = [(seq, one) for seq in open_ if (one := self._proposal(seq, running)) is not None]
+        alone for some tokens; not if there are few sequences, and nothing to propose was found."""
+        looked = {seq: self._proposal(seq, running) for seq in running.lineup.seqs if self._is_open(seq, running)}
+        found = [(seq, one) for seq, one in looked.items() if one is not None]
         waits = host_seconds if running.lineup.any_masked else 0.0  # masks need the tokens before, as proposals do
         counts = self._counts([self._chances(*one) for one in found], len(running), host_seconds, waits)
+        rest = LOOK_AGAIN * max(len(running) // FEW_ROWS, 1)  # so that many rows cause no more looks than a few
+        paying = {seq for (seq, _), count in zip(found, counts, strict=True) if count}
+        for seq, one in looked.items():
+            if seq in self._records and seq not in paying and (one is not None or len(running) > FEW_ROWS):
+                self._records[seq].next_look = int(running.known[seq.slot]) + rest
         for (seq, proposal), count in zip(found, counts, strict=True):
-            if not count:
-                self._records[seq].next_look = int(running.known[seq.slot]) + LOOK_AGAIN
             yield seq, proposal, count
 
     def _proposal(self, seq: Sequence, running: RunningTable) -> Proposal | None:
