@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
@@ -109,20 +110,28 @@ def forward(
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     features = None
     if drafter is not None and slots.features is not None:
-        drafter = drafter.counting(jnp.where(batch.draft_reads, q_start[-1], 0))
+        drafter = drafter.counting(q_start[-1])
         read_by_draft[len(model.config.layers)] = added(x, y)
         states = [read_by_draft[i] for i in drafter.spec.layers] or [hidden]
-        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
-        features = jnp.where(batch.draft_reads, features, 0)
         place = placed.position - 1
-        known = placed.writes & (place >= 0) & batch.draft_reads
-        entries = placed._replace(position=jnp.maximum(place, 0), writes=known)
-        table = inputs.tables[layout.draft_group]
-        given = before(features, slots.features[batch.slot, 0], q_start, placed.row)
-        kv_slots = _kv_slots(entries, table, layout.page_size)
-        where = (kv_slots, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
-        options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
-        cache[-1] = write_entries(params, cache[-1], given, inputs.tokens, entries.position, where, **options)
+        entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
+        table, pending = inputs.tables[layout.draft_group], slots.features[batch.slot, 0]
+        where = (table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
+
+        def read(pages: Any) -> tuple[jax.Array, Any]:
+            features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
+            given = before(features, pending, q_start, placed.row), inputs.tokens, entries.position
+            kv_slots = _kv_slots(entries, table, layout.page_size)
+            options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
+            return features, write_entries(params, pages, *given, (kv_slots, *where), **options)
+
+        def skip(pages: Any) -> tuple[jax.Array, Any]:
+            return jnp.zeros((len(inputs.tokens), slots.features.shape[-1]), slots.features.dtype), pages
+
+        if mesh.devices.flat[0].platform == "cpu":
+            features, cache[-1] = lax.cond(batch.draft_reads, read, skip, cache[-1])
+        else:  # a GPU would wait for the host, and a head's work is little beside that of a model made for a GPU
+            features, cache[-1] = read(cache[-1])
     return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, q_start[-1])), cache
 
 

@@ -108,6 +108,8 @@ def read_rope(
 
 
 def _read_longrope(hf: HFConfig, scaling: dict[str, Any], original: int, max_position: int) -> dict[str, Any]:
+    if original < 2:
+        raise ConfigError(f"{hf.source}: original_max_position_embeddings must be at least 2, got {original}")
     factor = _number(hf, scaling, "factor", None) or max_position / original
     attention = _number(hf, scaling, "attention_factor", None)
     if attention is None:
