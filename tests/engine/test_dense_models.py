@@ -195,11 +195,10 @@ def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
     assert refusal.startswith("some/config.json")
 
 
-@pytest.mark.parametrize("original", [1, -5])
-def test_longrope_needs_an_original_length(original):
-    """Its attention is scaled by the logarithm of this length."""
-    values = DENSE_CASES["phi3_longrope_short"].config | {"original_max_position_embeddings": original}
-    with pytest.raises(ConfigError, match=f"original_max_position_embeddings must be at least 2, got {original}"):
+def test_longrope_needs_an_original_length():
+    """Its attention is divided by the logarithm of this length."""
+    values = DENSE_CASES["phi3_longrope_short"].config | {"original_max_position_embeddings": 1}
+    with pytest.raises(ConfigError, match="original_max_position_embeddings must be at least 2, got 1"):
         read_model_config(HFConfig(values, "some/config.json"))
 
 
