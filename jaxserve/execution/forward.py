@@ -126,7 +126,7 @@ def forward(
             return features, write_entries(params, pages, *given, (kv_slots, *where), **options)
 
         def skip(pages: Any) -> tuple[jax.Array, Any]:
-            return jnp.zeros((len(inputs.tokens), slots.features.shape[-1]), slots.features.dtype), pages
+            return jnp.zeros((len(inputs.tokens), pending.shape[-1]), pending.dtype), pages
 
         if mesh.devices.flat[0].platform == "cpu":
             features, cache[-1] = lax.cond(batch.draft_reads, read, skip, cache[-1])
