@@ -108,16 +108,16 @@ def read_rope(
 
 
 def _read_longrope(hf: HFConfig, scaling: dict[str, Any], original: int, max_position: int) -> dict[str, Any]:
-    if original < 2:
-        raise ConfigError(f"{hf.source}: original_max_position_embeddings must be at least 2, got {original}")
     factor = _number(hf, scaling, "factor", None) or max_position / original
     attention = _number(hf, scaling, "attention_factor", None)
-    if attention is None:
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if attention is None and factor > 1:
+        if original < 2:
+            raise ConfigError(f"{hf.source}: original_max_position_embeddings must be at least 2, got {original}")
+        attention = math.sqrt(1 + math.log(factor) / math.log(original))
     factors = {f"{which}_factors": tuple(scaling.pop(f"{which}_factor", None) or ()) for which in ("short", "long")}
     if not all(factors.values()):
         raise ConfigError(f"{hf.source}: rope scaling 'longrope' needs short_factor and long_factor")
-    return {"attention_factor": attention, "factor": factor, **factors}
+    return {"attention_factor": 1.0 if attention is None else attention, "factor": factor, **factors}
 
 
 def _read_yarn(hf: HFConfig, scaling: dict[str, Any], factor: float) -> dict[str, Any]:
