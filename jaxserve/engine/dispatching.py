@@ -50,4 +50,4 @@ def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) 
         sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
     if not rows.only_decodes and rows.checks.any():
         return programs.choose_checking(batch.shape, sampler)
-    return programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores)
+    return programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores, drafts=running.draft_reads)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
@@ -36,7 +35,6 @@ class ModelInput(NamedTuple):
     writes: jax.Array  # bool [rows]: the row's keys and values are kept
     keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
     deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
-    draft_reads: jax.Array  # bool: a draft head reads the tokens
     x: jax.Array | None = None  # [tokens, hidden] from the pipeline stage before; None: this stage embeds the tokens
 
 
@@ -116,22 +114,13 @@ def forward(
         place = placed.position - 1
         entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
         table, pending = inputs.tables[layout.draft_group], slots.features[batch.slot, 0]
-        where = (table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0))
 
-        def read(pages: Any) -> tuple[jax.Array, Any]:
-            features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
-            given = before(features, pending, q_start, placed.row), inputs.tokens, entries.position
-            kv_slots = _kv_slots(entries, table, layout.page_size)
-            options: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
-            return features, write_entries(params, pages, *given, (kv_slots, *where), **options)
-
-        def skip(pages: Any) -> tuple[jax.Array, Any]:
-            return jnp.zeros((len(inputs.tokens), pending.shape[-1]), pending.dtype), pages
-
-        if mesh.devices.flat[0].platform == "cpu":
-            features, cache[-1] = lax.cond(batch.draft_reads, read, skip, cache[-1])
-        else:  # a GPU would wait for the host, and a head's work is little beside that of a model made for a GPU
-            features, cache[-1] = read(cache[-1])
+        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
+        given = before(features, pending, q_start, placed.row), inputs.tokens, entries.position
+        slot = _kv_slots(entries, table, layout.page_size)
+        where = slot, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0)
+        head: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
+        cache[-1] = write_entries(params, cache[-1], *given, where, **head)
     return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, q_start[-1])), cache
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.execution.memory import available_host_bytes
@@ -36,6 +36,7 @@ class StepProgram:
     tokens_per_call: tokens that a row may sample. None: the buffer says how many, at most MAX_TOKENS_PER_CALL.
     proposals: most proposed tokens of a row, which the step checks; 0: it checks none.
     part: of a step that is several programs, which of them this is, see `streaming_runner`; None: the last or only one.
+    drafts: a draft head, if the model has one, reads the step's tokens.
     """
 
     shape: StepShape
@@ -44,6 +45,7 @@ class StepProgram:
     keeps_hidden: bool
     proposals: int = 0
     part: int | None = None
+    drafts: bool = True
 
     def __str__(self) -> str:
         if self.part is not None:
@@ -51,7 +53,8 @@ class StepProgram:
         if self.proposals:
             return f"{self.shape} {self.sampler.name.lower()} with {self.proposals} proposals a row"
         times = f" x {self.tokens_per_call}" if self.tokens_per_call and self.tokens_per_call > 1 else ""
-        return f"{self.shape} {self.sampler.name.lower()}{times}{' with hidden states' if self.keeps_hidden else ''}"
+        more = (" with hidden states" if self.keeps_hidden else "") + ("" if self.drafts else " without drafts")
+        return f"{self.shape} {self.sampler.name.lower()}{times}{more}"
 
 
 class StepPrograms:
@@ -63,6 +66,7 @@ class StepPrograms:
       costly_filters: filters take many passes over the logits, instead of one or two in a kernel.
       pools: nothing is sampled, and every step returns pooled hidden states.
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
+      has_head: there is a draft head. Steps in which proposals would not pay have programs without it.
     """
 
     def __init__(
@@ -73,21 +77,23 @@ class StepPrograms:
         costly_filters: bool = True,
         pools: bool = False,
         proposals: int = 0,
+        has_head: bool = False,
     ):
         self.static, self._most, self._costly_filters, self._pools = static, most, costly_filters, pools
-        self.proposals = proposals
+        self.proposals, self._has_head = proposals, has_head
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """All programs that `choose` may return for these buckets. The last bucket must be the largest mixed one."""
         checking = [self._checking(shape, sampler) for shape in shapes for sampler in self._checkers(shape)]
         if not self.static or self._pools:
-            return [self.largest(shape) for shape in shapes] + checking
+            return [one for shape in shapes for one in self._with_and_without_head(self.largest(shape))] + checking
         found = []
         for shape in shapes:
             found += [
-                StepProgram(shape, sampler, length, keeps_hidden=False)
+                one
                 for length in self._lengths(shape)
                 for sampler in self._samplers(shape, length)
+                for one in self._with_and_without_head(StepProgram(shape, sampler, length, keeps_hidden=False))
             ]
         scoring = [shape for shape in shapes if not shape.decode_only][-1:]  # see `step_buffer.split`
         return found + [StepProgram(shape, Sampler.FULL, 1, keeps_hidden=True) for shape in scoring] + checking
@@ -116,14 +122,25 @@ class StepPrograms:
                 smaller.append(max(looped or of_middle, key=_extent))
         return largest + [program for program in smaller if program not in largest]
 
-    def choose(self, shape: StepShape, sampler: Sampler, num_new: int, scores: bool) -> StepProgram:
+    def choose(
+        self, shape: StepShape, sampler: Sampler, num_new: int, scores: bool, *, drafts: bool = True
+    ) -> StepProgram:
         """The smallest program for rows that need `sampler` and sample up to `num_new` tokens. `scores`: hidden states
-        are needed. `num_new` must be allowed by `lengths`."""
-        if not self.static or scores or self._pools:
+        are needed. `num_new` must be allowed by `lengths`. `drafts`: a draft head must read the tokens."""
+        if (self.static and scores) or self._pools:
             return self.largest(shape)
-        length = next(length for length in self._lengths(shape) if length >= num_new)
-        sampler = next(one for one in self._samplers(shape, length) if one >= sampler)
-        return StepProgram(shape, sampler, length, keeps_hidden=False)
+        if not self.static:
+            found = self.largest(shape)
+        else:
+            length = next(length for length in self._lengths(shape) if length >= num_new)
+            sampler = next(one for one in self._samplers(shape, length) if one >= sampler)
+            found = StepProgram(shape, sampler, length, keeps_hidden=False)
+        return found if drafts else self._with_and_without_head(found)[-1]
+
+    def _with_and_without_head(self, program: StepProgram) -> list[StepProgram]:
+        """A program that a draft head reads with, and the same without the head, if that is compiled, too."""
+        without = self._has_head and (not self.static or program.shape.rows > LOOPED_ROWS)
+        return [program, replace(program, drafts=False)] if without else [program]
 
     def choose_checking(self, shape: StepShape, sampler: Sampler) -> StepProgram:
         """The smallest program that checks proposals for rows that need `sampler`."""

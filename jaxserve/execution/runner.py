@@ -84,7 +84,7 @@ class ModelRunner(UpkeepCalls):
         static = not self._on_cpu if static is None else static
         costly = model.ops.draw is None
         pools = pooling is not None
-        kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals}
+        kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
         self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
         self.forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)

@@ -141,7 +141,7 @@ class Signatures:
             keeps_hidden=program.keeps_hidden,
             pooling=self.pooling,
             proposals=program.proposals,
-            drafter=self.drafter,
+            drafter=self.drafter if program.drafts else None,
         )
         everywhere: Any = self._everywhere
         hidden = everywhere if program.keeps_hidden else None

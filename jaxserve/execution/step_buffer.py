@@ -245,7 +245,6 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
       num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
       tokens_per_call  1
       num_decodes      1
-      draft_reads      1
       update_slot      5 6 6 6
       update_index     0 0 0 0
       update_page      9 0 0 0
@@ -259,7 +258,7 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
     if defers and running.lineup.any_masked:
         num_new = np.where(running.masked[slot], -num_new, num_new)
     fields["num_new"][:n] = num_new
-    fields["tokens_per_call"][0], fields["draft_reads"][0] = max(rows.num_new.max(), 1), running.draft_reads
+    fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)
     if rows.only_decodes:
         fields["q_start"][:n] = np.arange(n)
         fields["q_start"][n:] = n

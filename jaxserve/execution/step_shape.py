@@ -21,7 +21,6 @@ class StepShape:
       num_new [rows]: how many new tokens the row samples; if negative, `sample_deferred` samples as many later.
       tokens_per_call [1]: the largest num_new, at least 1.
       num_decodes [1]: rows of one token, which come first.
-      draft_reads [1]: 0 if a draft head does not read these tokens, so that it cannot follow them; else 1.
       update_slot, update_index, update_page [table_updates]: new entries of block tables.
 
     The buffer does not say where a row's tokens lie in its sequence, because the slot knows the sequence's length.
@@ -47,7 +46,6 @@ class StepShape:
             "num_new": self.rows,
             "tokens_per_call": 1,
             "num_decodes": 1,
-            "draft_reads": 1,
             "update_slot": self.table_updates,
             "update_index": self.table_updates,
             "update_page": self.table_updates,

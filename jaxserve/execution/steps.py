@@ -105,8 +105,7 @@ def read_buffer(
     writes = (q_start[1:] > q_start[:-1]) & going
     deferred = (num_new < 0) & going
     num_decodes = field["num_decodes"][0]
-    reads = field["draft_reads"][0] > 0
-    batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred, reads, x)
+    batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred, x)
     return field, slots, batch, num_new
 
 

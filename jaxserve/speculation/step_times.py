@@ -120,7 +120,7 @@ def _seconds(
     field["q_start"][rows + 1 :] = sum(counts)
     field["slot"][:rows] = np.arange(rows)
     field["num_new"][:rows] = [num_new if count == 1 or not checks else count for count in counts]
-    field["tokens_per_call"][0], field["num_decodes"][0], field["draft_reads"][0] = num_new, counts.count(1), 1
+    field["tokens_per_call"][0], field["num_decodes"][0] = num_new, counts.count(1)
     params, best = SamplingParams(temperature=0.0), np.inf
     length = max(min(CONTEXT, runner.max_len - max(*counts, num_new)), 0)
     for _ in range(1 + REPEATS):

@@ -1,6 +1,8 @@
 """The programs of accelerators, made on CPU: fixed in the sampler and in the tokens a call draws, and with the same
 answers as the one program that decides at run time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
@@ -139,7 +141,7 @@ def test_log_probabilities_are_never_left_out(model_folders):
     engine = small(model_folders, static=True)
     engine.add_request(request("told", PROMPTS[0], max_tokens=9, logprobs=3))
     choose = engine.runner.programs.choose
-    engine.runner.programs.choose = lambda shape, sampler, steps, scores: choose(shape, Sampler.GREEDY, steps, scores)
+    engine.runner.programs.choose = lambda shape, _, *rest, **options: choose(shape, Sampler.GREEDY, *rest, **options)
     while not (output := engine.step()).updates:
         pass
     assert output.updates[0].finish_reason == "error"
@@ -184,6 +186,19 @@ def test_whatever_is_chosen_was_compiled(rows, most, costly):
             if not shape.decode_only:
                 assert programs.choose(shape, sampler, 1, False) in compiled
     assert programs.choose(shapes[-1], Sampler.GREEDY, 1, True) in compiled
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_steps_without_the_draft_head(static):
+    shapes = step_shapes(64, 2048, 16)
+    programs = StepPrograms(static=static, has_head=True, proposals=3)
+    compiled = programs.all(shapes)
+    for shape in shapes:
+        reading, other = (programs.choose(shape, Sampler.GREEDY, 1, False, drafts=drafts) for drafts in (True, False))
+        assert {reading, other} <= set(compiled)
+        assert reading.drafts
+        assert other == (reading if static and shape.rows <= 8 else replace(reading, drafts=False))
+    assert all(one.drafts for one in StepPrograms(static=static).all(shapes)), "models without a head"
 
 
 def test_a_cpu_has_one_program_per_bucket():
