@@ -85,8 +85,8 @@ struct Paired : Half {  // x is rounded to pairs of bfloat16, too
 
 constexpr int kSums = kRegisters / 2;  // vectors of sums in a tile
 constexpr int kMostTokens = 4, kMostRows = 8;  // of a tile
-constexpr int64_t kStreams = 8;        // rows of B that a token that is alone reads at a time
 constexpr int64_t kOutputs = 512;      // of a piece of the work with B
+constexpr int64_t kSlice = 256;        // outputs of a token that is alone, between prefetches of the next one's B
 constexpr int64_t kWork = 1 << 15;     // multiplications for which another thread pays
 
 // The tokens order[first] .. order[first + count - 1], whose adapter is at this place.
@@ -136,7 +136,7 @@ static void shrink_rows(const typename T::Input* const* x, int64_t in, const typ
 
 // y[from .. to) += low . b for M tokens, with b [rank, out]. Where parts alternate, each pair of outputs has a pair of
 // factors.
-template <class T, int M, bool kAlternate, int C = kSums / M / 2>
+template <class T, int M, bool kAlternate, int C = kSums / M / (kAlternate && M == kMostTokens ? 4 : 2)>
 static void expand_tile(float* const* y, int64_t out, const float* low, int64_t row, const typename T::Number* b,
                         int64_t rank, int64_t from, int64_t to) {
   constexpr int64_t kOne = 2 * kWidth;  // outputs of two vectors
@@ -191,8 +191,7 @@ struct Adapters {
   int64_t width[3] = {};
   std::vector<int32_t> order;        // tokens by adapter
   std::vector<float> low;            // [tokens, parts * rank], or where parts alternate [tokens, rank, 2]
-  std::vector<Group> groups;
-  bool alone;                        // so many tokens are alone in their groups that each thread has some of these
+  std::vector<Group> groups, alone;  // tokens that share an adapter, and tokens that are alone with theirs
   std::vector<Piece> pieces;         // of all A
   int64_t shrinking = 0, expanding = 0;  // multiplications
 
@@ -208,8 +207,11 @@ struct Adapters {
     parts = 1 + (width[1] > 0) + (width[2] > 0);
     alternate = parts == 2 && width[0] == 1 && width[1] == 1;
     sort(data<int32_t>(call.argument(first + 2)), tokens, a_of.dims[0]);
-    const auto count = std::count_if(groups.begin(), groups.end(), [](const Group& group) { return group.count == 1; });
-    alone = (parts == 1 || alternate) && count >= 2 * call.num_threads();
+    const auto shared = [](const Group& group) { return group.count > 1; };
+    const auto lone = std::stable_partition(groups.begin(), groups.end(), shared);
+    if (groups.end() - lone < 2 * call.num_threads()) return;  // too few for all threads
+    alone.assign(lone, groups.end());
+    groups.erase(lone, groups.end());
   }
 
   // Orders tokens, which have adapters at these places, and divides their work with A into pieces.
@@ -274,25 +276,37 @@ struct Adapters {
     in_turns(call, pieces.size(), shrinking, [this](int64_t i) { shrink(i); });
   }
 
-  // Adds the products with B. Threads take some outputs of all tokens. But if many tokens share their adapter with no
-  // other, threads take these tokens, a few rows at a time, so that memory delivers the matrices in order.
+  // Adds the products with B. Threads take some outputs of all tokens that share adapters. Of tokens that are alone with
+  // theirs, each thread takes some, and prefetches the next token's B meanwhile.
   void expand_all(const Call& call) {
-    in_turns(call, (out + kOutputs - 1) / kOutputs, expanding, [this](int64_t i) {
-      for (const Group& group : groups)
-        if (!alone || group.count > 1) expand(group, 0, rank, i * kOutputs, std::min(out, (i + 1) * kOutputs));
+    const int64_t pieces = (out + kOutputs - 1) / kOutputs, threads = call.num_threads();
+    in_turns(call, groups.empty() ? 0 : pieces, expanding, [this](int64_t i) {
+      for (const Group& group : groups) expand(group, i * kOutputs, std::min(out, (i + 1) * kOutputs));
     });
-    in_turns(call, alone ? groups.size() : 0, expanding, [this](int64_t i) {
-      for (int64_t r = 0; r < rank && groups[i].count == 1; r += kStreams) expand(groups[i], r, r + kStreams, 0, out);
+    const int64_t count = alone.size(), slices = (out + kSlice - 1) / kSlice;
+    const int64_t lines = (bytes_of_b() / 64 + slices - 1) / slices;  // of the next token's B for each slice
+    parallel_for(call, count ? threads : 0, [=](int64_t thread) {
+      const int64_t end = (thread + 1) * count / threads;
+      for (int64_t t = thread * count / threads; t < end; t++) {
+        const uint8_t* next = t + 1 < end ? b_of(alone[t + 1]) : nullptr;
+        for (int64_t i = 0; i < slices; i++) {
+          for (int64_t line = i * lines; next && line < (i + 1) * lines; line++) __builtin_prefetch(next + 64 * line, 0, 2);
+          expand(alone[t], i * kSlice, std::min(out, (i + 1) * kSlice));
+        }
+      }
     });
   }
 
-  // With the rows [first, end) of B, as far as they exist.
-  void expand(const Group& group, int64_t first, int64_t end, int64_t from, int64_t to) {
+  int64_t bytes_of_b() const { return rank * out * (half ? 2 : 4); }
+  const uint8_t* b_of(const Group& group) const {
+    return static_cast<const uint8_t*>(b) + group.place * bytes_of_b();
+  }
+
+  void expand(const Group& group, int64_t from, int64_t to) {
     const int32_t* own = ranks + group.place * stride;
     const auto add = [&](int64_t part, int64_t rows, int64_t begin, int64_t until) {
-      const int64_t count = std::min(end, rows) - first;
-      if (count <= 0 || begin >= until) return;
-      half ? expand<Half>(group, part, first, count, begin, until) : expand<Full>(group, part, first, count, begin, until);
+      if (!rows || begin >= until) return;
+      half ? expand<Half>(group, part, rows, begin, until) : expand<Full>(group, part, rows, begin, until);
     };
     if (parts == 1 || alternate) return add(0, *std::max_element(own, own + parts), from, to);
     for (int64_t begin = from - from % (width[0] + width[1] + width[2]); begin < to;)
@@ -302,9 +316,9 @@ struct Adapters {
 
   // With `count` rows of B.
   template <class T>
-  void expand(const Group& group, int64_t part, int64_t first, int64_t count, int64_t from, int64_t to) {
-    const float* factors = low.data() + group.first * parts * rank + (alternate ? 2 * first : part * rank + first);
-    const auto* rows = static_cast<const typename T::Number*>(b) + (group.place * rank + first) * out;
+  void expand(const Group& group, int64_t part, int64_t count, int64_t from, int64_t to) {
+    const float* factors = low.data() + group.first * parts * rank + part * rank;
+    const auto* rows = reinterpret_cast<const typename T::Number*>(b_of(group));
     by_tile(group.count, [&](auto tall, int64_t t) {
       float* of[tall];
       for (int m = 0; m < tall; m++) of[m] = y + order[group.first + t + m] * out;

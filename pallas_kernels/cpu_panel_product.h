@@ -51,22 +51,46 @@ struct Product {
     for (int64_t m = 0; m < tokens; m++) std::copy_n(sums + m * kColumns * kWidth, count, y + m * w.out + first);
   }
 
+  // `bytes` of each of the panels from this one to `end`, beginning at `from`, for tiles of all rows that fetch `steps`
+  // times each. Nothing if there is one tile, since memory is then busy with the panels that are used.
+  Ahead following(int64_t panel, int64_t end, int64_t from, int64_t bytes, int64_t steps) const {
+    constexpr int64_t kTogether = kColumns / kParts;
+    const int64_t fetches = steps * ((tokens + kFloatTall - 1) / kFloatTall);
+    Ahead ahead;
+    if (fetches <= steps || bytes < 64) return ahead;
+    ahead.pieces = std::min(kTogether, end - panel);
+    ahead.lines = (bytes / 64 + fetches - 1) / fetches, ahead.blocks = bytes / 64 / ahead.lines;
+    for (int64_t p = 0; p < ahead.pieces; p++) ahead.from[p] = w.begin(panel + p) + from;
+    return ahead;
+  }
+
   template <class W, int C>
-  void multiply_floats(const uint8_t* const* panels, int64_t first, int64_t inputs, float* sums) const {
+  void multiply_floats(const uint8_t* const* panels, int64_t first, int64_t inputs, Ahead& ahead, float* sums) const {
     for (int64_t m = 0; m < tokens;) {
       const int64_t height = next_height(tokens - m, kFloatTall);
       by_height<kFloatTall>(height, [&](auto tall) {
-        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, later, sums + m * kColumns * kWidth);
+        float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, ahead, later, sums + m * kColumns * kWidth);
       });
       m += height;
     }
   }
 
   template <class W>
-  void float_panels(const uint8_t* const* panels, int64_t count, int64_t first, int64_t inputs, float* sums) const {
-    if (count * kParts == kColumns) return multiply_floats<W, kColumns>(panels, first, inputs, sums);
+  void float_panels(const uint8_t* const* panels, int64_t count, int64_t first, int64_t inputs, Ahead ahead,
+                    float* sums) const {
+    if (count * kParts == kColumns) return multiply_floats<W, kColumns>(panels, first, inputs, ahead, sums);
     for (int64_t p = 0; p < count; p++)
-      multiply_floats<W, kParts>(panels + p, first, inputs, sums + p * kPanelRows);
+      multiply_floats<W, kParts>(panels + p, first, inputs, ahead, sums + p * kPanelRows);
+  }
+
+  // Panels of numbers as they are stored.
+  template <class W>
+  void stored_panels(int64_t panel, int64_t count, int64_t end, float* sums) const {
+    const uint8_t* panels[kColumns];
+    for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p);
+    const int64_t bytes = w.in * W::kBytes / W::kInputs;
+    const Ahead ahead = following(panel + count, end, 0, bytes, (w.in + kFloatStep - 1) / kFloatStep);
+    float_panels<W>(panels, count, 0, w.in, ahead, sums);
   }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -90,14 +114,8 @@ struct Product {
     const int64_t passes = (tokens + kFloatTall - 1) / kFloatTall, chunk = passes > 2 ? kShortChunk : w.in;
     for (int64_t first = 0; first < w.in; first += chunk) {
       const int64_t inputs = std::min(chunk, w.in - first), next = first + inputs < w.in ? first + inputs : 0;
-      const int64_t after = panel + (next ? 0 : count), steps = inputs / (2 * kShortStep);
-      Ahead ahead;
-      if (chunk < w.in && steps > 0) {
-        ahead.pieces = std::min(kTogether, (next ? panel + count : end) - after);
-        const int64_t lines = std::min(chunk, w.in - next) * kBytes / 64;
-        ahead.lines = (lines + steps * passes - 1) / (steps * passes), ahead.blocks = lines / ahead.lines;
-        for (int64_t p = 0; p < ahead.pieces; p++) ahead.from[p] = w.begin(after + p) + next * kBytes;
-      }
+      const int64_t bytes = std::min(chunk, w.in - next) * kBytes, steps = inputs / (2 * kShortStep);
+      Ahead ahead = following(panel + (next ? 0 : count), next ? panel + count : end, next * kBytes, bytes, steps);
       const uint8_t* panels[kColumns];
       for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p) + first * kBytes;
       if (count == kTogether) multiply_pairs<kColumns>(panels, first, inputs, ahead, sums);
@@ -123,7 +141,7 @@ struct Product {
         dequantize<R>(w.begin(panel + p), blocks_of, first / kBlock, (end + kBlock - 1) / kBlock, to);
         panels[p] = reinterpret_cast<const uint8_t*>(to);
       }
-      float_panels<Float32>(panels, count, first, end - first, sums);
+      float_panels<Float32>(panels, count, first, end - first, Ahead(), sums);
     }
   }
 
@@ -190,13 +208,11 @@ struct Product {
     static thread_local std::vector<float> sums;
     sums.assign(tokens * kColumns * kWidth, 0.f);
     const int32_t type = w.type(panel);
-    const uint8_t* panels[kColumns];
-    for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p);
-    if (type == kFloat32) float_panels<Float32>(panels, count, 0, w.in, sums.data());
-    if (type == kFloat16) float_panels<Float16>(panels, count, 0, w.in, sums.data());
+    if (type == kFloat32) stored_panels<Float32>(panel, count, end, sums.data());
+    if (type == kFloat16) stored_panels<Float16>(panel, count, end, sums.data());
     const bool pairs = type == kBfloat16 && arithmetic == kShort && kHasShort;
     if (pairs) short_panels(panel, count, end, sums.data());
-    if (type == kBfloat16 && !pairs) float_panels<Bfloat16>(panels, count, 0, w.in, sums.data());
+    if (type == kBfloat16 && !pairs) stored_panels<Bfloat16>(panel, count, end, sums.data());
     with_record(type, [&](auto record) { quantized_panels<decltype(record)>(panel, count, sums.data()); });
     for (int64_t i = 0; type == kNvfp4 && i < tokens * count; i++) {
       const float* gains = w.gains(panel + i % count);

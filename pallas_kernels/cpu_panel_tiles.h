@@ -76,12 +76,25 @@ struct Later {
     next += range.from >= range.end;
   }
 };
+// Memory to prefetch to the second-level cache during other work: some pieces, and how many cache lines of each to
+// prefetch for each block of the tiles, `blocks` times.
+struct Ahead {
+  const uint8_t* from[std::max(kColumns, kIntColumns) / kParts + 1] = {};
+  int64_t pieces = 0, lines = 0, blocks = INT64_MAX;
+  void fetch() {
+    if (blocks-- <= 0) return;
+    for (int64_t p = 0; p < pieces; p++, from[p - 1] += 64 * lines)
+      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from[p] + 64 * i, 0, 2);
+  }
+};
+
 constexpr int64_t kFloatStep = 16;  // inputs of a step of `float_tile`
 
 // to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W. The kParts columns of a panel are
 // adjacent. Sums are [.., kColumns * kWidth].
 template <class W, int M, int C>
-static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, Later* later, float* to) {
+static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, Ahead& ahead, Later* later,
+                       float* to) {
   Floats sums[M][C];
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) sums[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
@@ -95,7 +108,10 @@ static void float_tile(const float* x, int64_t row, const uint8_t* const* panels
   };
   int64_t k = 0;
   for (; k + W::kInputs <= in; k += W::kInputs) {
-    if (k % kFloatStep == 0 && later) later->fetch();
+    if (k % kFloatStep == 0) {
+      ahead.fetch();
+      if (later) later->fetch();
+    }
     for (int which = 0; which < W::kInputs; which++) add(k, which);
     for (int c = 0; c < C; c++) from[c] += W::kBytes;
   }
@@ -103,18 +119,6 @@ static void float_tile(const float* x, int64_t row, const uint8_t* const* panels
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &sums[m][c], sizeof sums[m][c]);
 }
-
-// Memory to prefetch to the second-level cache during other work: some pieces, and how many cache lines of each to
-// prefetch for each block of the tiles, `blocks` times.
-struct Ahead {
-  const uint8_t* from[std::max(kColumns, kIntColumns) / kParts + 1] = {};
-  int64_t pieces = 0, lines = 0, blocks = INT64_MAX;
-  void fetch() {
-    if (blocks-- <= 0) return;
-    for (int64_t p = 0; p < pieces; p++, from[p - 1] += 64 * lines)
-      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from[p] + 64 * i, 0, 2);
-  }
-};
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 // float_tile for bfloat16, with x rounded to pairs [tokens, row]: products of pairs, sums in float32. Prefetches every
