@@ -11,6 +11,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
+from jaxserve.execution.row_check import check_rows
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verifying import VerifyingRunner
@@ -29,7 +30,9 @@ class OwnDecodes:
         self._runner, self._shapes, self._scheduler, self._most = runner, shapes, scheduler, most
 
     def measure(self, runner: VerifyingRunner, shapes: List[StepShape]) -> None:
-        """Nothing follows from measured times."""
+        """Checks that rows have the same bits in any company. Raises ConfigError. There are no requests."""
+        for shape in runner.programs.of_steps(shapes):
+            check_rows(runner, shape)
 
     def wants(self, running: RunningTable, host_seconds: float) -> bool:
         """Whether some sequence may decode ahead, once the steps in flight are committed."""

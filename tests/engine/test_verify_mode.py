@@ -1,13 +1,22 @@
 """With `deterministic_mode` "verify" tokens are decoded ahead, and count once one step of a fixed shape has computed
 them again: the same bits whatever else runs, also where kernels keep no order."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import Completion, drain, request
+from engines import Completion, drain, request, run_all
 from test_deterministic import bits
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.execution import verifying
+from jaxserve.execution.programs import StepProgram
+from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.verifying import VerifyingRunner
+from jaxserve.pallas_kernels import ops
+from jaxserve.types import Grammar
 
 RNG = np.random.default_rng(5)
 SHARED = RNG.integers(5, 400, 40).tolist()
@@ -73,8 +82,15 @@ def slow(*values):
     ("case", "options"),
     [
         ("qwen3_bfloat16", {"dtype": "bfloat16", "quantization": "int4"}),
-        slow("deepseek_v2", {}),
         slow("tp_gqa", {"dtype": "bfloat16", "tensor_parallel_size": 2}),
+        slow("tp_mha", {"tensor_parallel_size": 4, "quantization": "int8"}),
+        slow("deepseek_v2_groups", {"dtype": "bfloat16"}),
+        slow("deepseek_v3_groups", {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
+        slow("gpt_oss_sinks", {"dtype": "bfloat16", "attention_backend": "xla", "kv_cache_dtype": "fp8"}),
+        slow("qwen3_moe_plain", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+        slow("gpt2_scaled", {"dtype": "float16"}),
+        slow("llama4_chunks", {"matmul_backend": "xla"}),
+        slow("gemma3_layer_types", {"dtype": "bfloat16"}),
     ],
 )
 def test_bits_do_not_depend_on_what_else_runs(case, options, model_folders):
@@ -88,3 +104,96 @@ def test_bits_do_not_depend_on_what_else_runs(case, options, model_folders):
     assert stats.preemptions, "no request was preempted"
     assert stats.prefix_hits, "no prefix was cached"
     assert stats.spec_accepted, "nothing was decoded ahead"
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3_bfloat16", {"dtype": "bfloat16", "quantization": "int4"}),
+        slow("deepseek_v2_groups", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_scoring_gives_the_bits_of_sampling(case, options, model_folders):
+    """The log-probabilities of an answer, when the prompt and the answer are scored as a prompt. One of the answers is
+    sampled with a grammar, apart from the others."""
+    engine = load(model_folders(case), 4, max_num_batched_tokens=48, **options)
+    params = {"max_tokens": 30, "logprobs": 0, "temperature": 1.0}
+    sampled = [request(str(i), prompt, seed=i, **params) for i, prompt in enumerate(PROMPTS)]
+    sampled[1] = request("1", PROMPTS[1], grammar=Grammar("regex", "[0-9 ]{60}"), **params)
+    results = run_all(engine, *sampled)
+    for one in sampled:
+        answer = results[one.request_id, 0]
+        whole = request("s", one.prompt_token_ids + answer.token_ids, max_tokens=1, prompt_logprobs=0)
+        scored = run_all(engine, whole)["s", 0]
+        assert bits(scored.prompt_logprobs)[len(one.prompt_token_ids) :] == bits(answer.logprobs)
+    assert engine.stats().spec_accepted
+
+
+def test_wrong_proposals_only_cost_time(model_folders, monkeypatch):
+    """And the usual mode, with the same kernels, differs."""
+    folder, options = model_folders("qwen3_bfloat16"), {"dtype": "bfloat16", "quantization": "int4"}
+    engine = load(folder, 5, **options)
+    expected, before = together(engine, 3), engine.stats()
+    rng, ahead = np.random.default_rng(0), VerifyingRunner.decode_ahead
+
+    def sometimes_wrong(*arguments):
+        tokens = np.asarray(ahead(*arguments))
+        return np.where(rng.random(tokens.shape) < 0.3, (tokens + 1) % 400, tokens)
+
+    monkeypatch.setattr(VerifyingRunner, "decode_ahead", sometimes_wrong)
+    engine.reset_prefix_cache()
+    assert together(engine, 3) == expected
+    after = engine.stats()
+    kept = before.spec_accepted / before.spec_proposed, (after.spec_accepted - before.spec_accepted) / (
+        after.spec_proposed - before.spec_proposed
+    )
+    assert kept[0] > 0.9 > 0.6 > kept[1]
+    usual = load(folder, 5, deterministic=False, deterministic_mode="kernels", **options)
+    assert together(usual, 3) != together(usual, 4)
+
+
+def test_compiled_programs_are_few(model_folders):
+    """One step that counts; the others decode ahead. The start checks that rows have the same bits in any company."""
+    engine = load(model_folders("tp_gqa"), 3)
+    engine.compile()
+    names = list(engine.runner.executables)
+    steps = [name for name in names if isinstance(name, StepProgram)]
+    assert [(step.shape.decode_only, step.keeps_hidden, step.proposals) for step in steps] == [(False, True, 15)]
+    others = {(name.kind, name.size) for name in names if isinstance(name, Upkeep)}
+    assert {("propose", 1), ("propose", 3), ("sample_deferred", 64), ("score_prompt", 64)} <= others
+    assert not {("propose", 8), ("sample_deferred", 32)} & others
+    engine.runner.frozen = True
+    together(engine, 0)
+
+
+def test_rows_that_depend_on_their_company_are_noticed(model_folders, monkeypatch):
+    engine = load(model_folders("tp_gqa"), 3, dtype="float16")
+
+    def unlike(x, w, count=None):
+        return ops.matmul(x, w) * (1 + 1e-3 * jnp.arange(len(x))[:, None])
+
+    def checking(decoder, mesh):
+        return decoder.clone(ops=replace(decoder.ops, matmul=unlike))
+
+    monkeypatch.setattr(verifying, "checking", checking)
+    with pytest.raises(ConfigError, match="bytes differ between a prompt of 40 tokens that is computed alone, and"):
+        engine.compile()
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "reason"),
+    [
+        ("tp_gqa", {"speculative_config": {"method": "ngram"}}, "speculative_config ngram"),
+        ("tp_gqa", {"task": "embed"}, "embed or score"),
+        ("tp_gqa", {"tensor_parallel_size": 4, "enable_lora": True}, "enable_lora"),
+        ("tp_gqa", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ("tp_gqa", {"data_parallel_size": 2}, "deterministic"),
+        ("tp_gqa", {"deterministic": False}, "needs deterministic"),
+        ("tp_gqa", {"deterministic_window": 17}, "deterministic_window must be between 1 and 16"),
+        ("qwen3_next_odd", {}, "recurrent layers"),
+        ("qwen3_moe_plain", {"quantization": "int4", "tensor_parallel_size": 2}, "stacks of experts"),
+    ],
+)
+def test_what_is_not_known_is_refused(case, options, reason, model_folders):
+    with pytest.raises(ConfigError, match=reason):
+        load(model_folders(case), 2, **options)
