@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_folders import save_adapter
 from engines import Completion, drain, request, run_all
 from test_deterministic import bits
 
@@ -34,12 +35,20 @@ def load(folder, rows: int, **options) -> Engine:
     return Engine.load(EngineConfig(model=str(folder), **options), progress=False)
 
 
-def requests():
-    return [
+def requests(engine: Engine):
+    """Each prompt with each kind of parameters, under the adapters of the engine in turn, and without one."""
+    found = [None]
+    if engine.adapters is not None:
+        found += [engine.adapters.registry.find(name) for name in ("a0", "a1")]
+    made = [
         request(f"{i}-{j}", prompt, max_tokens=24, logprobs=3, prompt_logprobs=2 if j == 0 else None, **params)
         for i, prompt in enumerate(PROMPTS)
         for j, params in enumerate(PARAMS)
     ]
+    for i, one in enumerate(made):
+        if (adapter := found[i % len(found)]) is not None:
+            one.adapter, one.adapter_digest = adapter.name, adapter.digest
+    return made
 
 
 def facts(one: Completion) -> tuple:
@@ -49,7 +58,7 @@ def facts(one: Completion) -> tuple:
 def alone(engine: Engine) -> list[tuple]:
     """One request at a time."""
     found = []
-    for one in requests():
+    for one in requests(engine):
         engine.add_request(one)
         found.append(facts(drain(engine)[one.request_id, 0]))
     return found
@@ -57,7 +66,7 @@ def alone(engine: Engine) -> list[tuple]:
 
 def together(engine: Engine, seed: int) -> list[tuple]:
     """In a random order, at random times."""
-    rng, some = np.random.default_rng(seed), requests()
+    rng, some = np.random.default_rng(seed), requests(engine)
     left, found = [some[i] for i in rng.permutation(len(some))], {}
     while left or engine.has_work:
         for _ in range(rng.integers(0, 4)):
@@ -89,21 +98,32 @@ def slow(*values):
         slow("gpt_oss_sinks", {"dtype": "bfloat16", "attention_backend": "xla", "kv_cache_dtype": "fp8"}),
         slow("qwen3_moe_plain", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
         slow("gpt2_scaled", {"dtype": "float16"}),
-        slow("llama4_chunks", {"matmul_backend": "xla"}),
-        slow("gemma3_layer_types", {"dtype": "bfloat16"}),
+        slow("llama4_chunks", {"matmul_backend": "xla", "kv_pages": 38}),
+        slow("gemma3_layer_types", {"dtype": "bfloat16", "kv_pages": 26}),
     ],
 )
 def test_bits_do_not_depend_on_what_else_runs(case, options, model_folders):
     folder = model_folders(case)
-    expected = alone(load(folder, 1, prefix_caching=False, **options))
+    expected = alone(load(folder, 1, prefix_caching=False, **options | {"kv_pages": 300}))
     few = {"max_num_batched_tokens": 24, "prefill_chunk": 16, "kv_pages": 14}
-    engine = load(folder, 7, deterministic_window=6, **few, **options)
+    engine = load(folder, 7, deterministic_window=6, **few | options)
     assert together(engine, 1) == expected
     assert together(engine, 2) == expected  # with cached prefixes
     stats = engine.stats()
     assert stats.preemptions, "no request was preempted"
     assert stats.prefix_hits, "no prefix was cached"
     assert stats.spec_accepted, "nothing was decoded ahead"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"matmul_backend": "xla", "dtype": "bfloat16"}])
+def test_adapters(options, model_folders, tmp_path):
+    """With one place for two adapters, and with two."""
+    folder = model_folders("llama3_gqa")
+    modules = [(f"a{i}", str(save_adapter(tmp_path / f"a{i}", i, rank=3 + i, model=folder))) for i in range(2)]
+    options = {"enable_lora": True, "lora_modules": modules, "max_lora_rank": 8, **options}
+    expected = alone(load(folder, 1, max_loras=1, prefix_caching=False, **options))
+    assert together(load(folder, 5, max_loras=2, **options), 1) == expected
 
 
 @pytest.mark.parametrize(
