@@ -38,7 +38,8 @@ class Times(NamedTuple):
     checked: float
 
     def gains(self, host_seconds: float) -> bool:
-        return (self.checked + host_seconds) / (self.ahead + 1) < self.step
+        """Whether decoding ahead is faster. Steps alone overlap with the host's work, of `host_seconds` each."""
+        return (self.checked + host_seconds) / (self.ahead + 1) < max(self.step, host_seconds)
 
 
 class OwnDecodes:
