@@ -27,7 +27,6 @@ from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
 
-
 Total = Callable[[jax.Array, Any], jax.Array]  # as `jax.lax.psum`
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import jax
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 

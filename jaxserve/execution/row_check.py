@@ -60,7 +60,7 @@ def _run(runner: VerifyingRunner, shape: StepShape, steps: list[list[Part]]) -> 
     params = SamplingParams(temperature=0.0, logprobs=1)
     slots = sorted({slot for parts in steps for slot, *_ in parts})
     runner.set_slots([encode_slot(slot, params, 0, (), 1) for slot in slots])
-    hidden, scores = [], None
+    hidden, scores = [], np.empty(0)
     for parts in steps:
         packed = shape.empty(runner.num_slots)
         field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
@@ -71,9 +71,9 @@ def _run(runner: VerifyingRunner, shape: StepShape, steps: list[list[Part]]) -> 
         field["slot"][: len(parts)], field["num_new"][: len(parts)] = [slot for slot, *_ in parts], 1
         field["tokens_per_call"][0] = 1
         drawn, states = runner.step(runner.programs.largest(shape), packed)
-        row = len(parts) - 1
+        assert states is not None
         hidden.append(jax.lax.bitcast_convert_type(states[ends[-1] - counts[-1] : ends[-1]], jnp.uint8))
-        scores = np.asarray(drawn.scores)[0, row]
+        scores = np.asarray(drawn.scores)[0, len(parts) - 1]
     return np.concatenate([np.asarray(some) for some in hidden]), scores.view(np.uint8)
 
 

@@ -90,6 +90,7 @@ class Signatures:
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
       drafter: a draft head; None: there is none.
       stacks: the pool of LoRA adapters; None: there is none.
+      run: the function of steps, as `steps.run_step`.
     """
 
     model: Decoder
@@ -105,6 +106,7 @@ class Signatures:
     drafter: Drafter | None = None
     stacks: AdapterStacks | None = None
     make_slots: Callable[[], SlotState] | None = None
+    run: Callable[..., steps.StepResult] = steps.run_step
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -128,10 +130,10 @@ class Signatures:
         }
         return upkeep[name.kind](name.size)
 
-    def step(self, program: StepProgram, run: Callable = steps.run_step) -> Signature:
-        """The signature of a step, see `steps.run_step`. `run`: a function like that one."""
+    def step(self, program: StepProgram) -> Signature:
+        """The signature of a step, see `steps.run_step`."""
         step = partial(
-            run,
+            self.run,
             model=self.model,
             shape=program.shape,
             layout=self.layout,

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -53,9 +52,10 @@ def checking(decoder: Decoder, mesh: Mesh) -> Decoder:
         ops = replace(ops, latent_attention=latent.latent_attention)
         ops = replace(ops, matmul=_of_all_rows(ops.matmul), quant_matmul=_of_all_rows(ops.quant_matmul))
     if num_devices(mesh) > 2:
-        found = {name: getattr(ops, name) for name in ("split_matmul", "quant_matmul", "mixture")}
-        ops = replace(ops, **{name: partial(one, total=ordered_sum) for name, one in found.items()})
-        ops = replace(ops, fused=None if ops.fused is None else replace(ops.fused, total=ordered_sum))
+        names = "split_matmul", "quant_matmul", "mixture"
+        found: Any = {name: partial(getattr(ops, name), total=ordered_sum) for name in names}
+        fused = None if ops.fused is None else replace(ops.fused, total=ordered_sum)
+        ops = replace(ops, fused=fused, **found)
     return decoder.clone(ops=ops)
 
 
@@ -121,10 +121,10 @@ class VerifyingSignatures(Signatures):
     @property
     def _that_count(self) -> Signatures:
         fields = {name: getattr(self, name) for name in Signatures.__dataclass_fields__}
-        return Signatures(**fields | {"model": checking(self.model, self.mesh)})
+        return Signatures(**fields | {"model": checking(self.model, self.mesh), "run": check})
 
-    def step(self, program: StepProgram, run: Callable = check) -> Signature:
-        return self._that_count.step(program, run)
+    def step(self, program: StepProgram) -> Signature:
+        return self._that_count.step(program)
 
     def propose(self, rows: int, sampler: Sampler, passes: int) -> Signature:
         """The signature of `decode_ahead`."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.execution.row_check import check_rows
+from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
@@ -49,9 +50,10 @@ class OwnDecodes:
         self._runner, self._shapes, self._scheduler, self._most = runner, shapes, scheduler, most
         self._times: list[Times] = []  # ascending by rows
 
-    def measure(self, runner: VerifyingRunner, shapes: List[StepShape]) -> None:
+    def measure(self, _: ModelRunner, shapes: List[StepShape]) -> None:
         """Checks that rows have the same bits in any company, and measures the programs. There are no requests. Raises
         ConfigError."""
+        runner = self._runner
         (step,) = runner.programs.of_steps(shapes)
         check_rows(runner, step)
         names = [name for name in runner.draft_programs(shapes) if name.sampler in (Sampler.GREEDY, Sampler.ANY)]

@@ -50,9 +50,9 @@ def verifying(folder, target: str, backend: str, page_size: int) -> tuple[Verify
     ],
 )
 def test_one_step_counts(target, backend, page_size, tmp_path, monkeypatch):
-    """One program samples tokens that count, in one pass, with logits for all of its tokens. Nothing waits for the host,
-    no cache is copied, and no long row is divided. More than two devices add their parts in their own order: only the
-    embeddings, of which all parts but one are zero, are left to an all-reduce."""
+    """One program samples tokens that count, in one pass, with logits for all of its tokens. Nothing waits for the
+    host, no cache is copied, and no long row is divided. More than two devices add their parts in their own order:
+    only the embeddings, of which all parts but one are zero, are left to an all-reduce."""
     runner, shapes = verifying(tmp_path, target, backend, page_size)
     divided, launch = [], mosaic_gpu_prompt.launch
 

@@ -164,8 +164,9 @@ def test_wrong_proposals_only_cost_time(model_folders, monkeypatch):
     engine.reset_prefix_cache()
     assert together(engine, 3) == expected
     after = engine.stats()
-    kept = before.spec_accepted / before.spec_proposed, (after.spec_accepted - before.spec_accepted) / (
-        after.spec_proposed - before.spec_proposed
+    kept = (
+        before.spec_accepted / before.spec_proposed,
+        (after.spec_accepted - before.spec_accepted) / (after.spec_proposed - before.spec_proposed),
     )
     assert kept[0] > 0.9 > 0.6 > kept[1]
     usual = load(folder, 5, deterministic=False, deterministic_mode="kernels", **options)
