@@ -29,10 +29,10 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 60, "frequency_penalty": 0
 PARAMS = [{}, SAMPLED, {"temperature": 0.7, "logit_bias": {9: 2.0}}]
 
 
-def load(folder, rows: int, **options) -> Engine:
+def load(folder, rows: int, static: bool | None = None, **options) -> Engine:
     sizes = {"max_num_seqs": rows, "kv_pages": 300, "page_size": 16, "max_model_len": 140}
     options = {"deterministic": True, "deterministic_mode": "verify", **sizes, **options}
-    return Engine.load(EngineConfig(model=str(folder), **options), progress=False)
+    return Engine.load(EngineConfig(model=str(folder), **options), progress=False, static_steps=static)
 
 
 def requests(engine: Engine):
@@ -92,6 +92,7 @@ def slow(*values):
     [
         ("qwen3_bfloat16", {"dtype": "bfloat16", "quantization": "int4"}),
         slow("tp_gqa", {"dtype": "bfloat16", "tensor_parallel_size": 2}),
+        slow("tp_gqa", {"dtype": "bfloat16", "attention_backend": "xla", "static": True}),
         slow("tp_mha", {"tensor_parallel_size": 4, "quantization": "int8"}),
         slow("deepseek_v2_groups", {"dtype": "bfloat16"}),
         slow("deepseek_v3_groups", {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
