@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import ConfigError
@@ -72,9 +70,9 @@ def _run(runner: VerifyingRunner, shape: StepShape, steps: list[list[Part]]) -> 
         field["tokens_per_call"][0] = 1
         drawn, states = runner.step(runner.programs.largest(shape), packed)
         assert states is not None
-        hidden.append(jax.lax.bitcast_convert_type(states[ends[-1] - counts[-1] : ends[-1]], jnp.uint8))
+        hidden.append(np.asarray(states)[ends[-1] - counts[-1] : ends[-1]].view(np.uint8))
         scores = np.asarray(drawn.scores)[0, len(parts) - 1]
-    return np.concatenate([np.asarray(some) for some in hidden]), scores.view(np.uint8)
+    return np.concatenate(hidden), scores.view(np.uint8)
 
 
 def _tokens(runner: VerifyingRunner, slot: int, first: int, count: int) -> np.ndarray:
