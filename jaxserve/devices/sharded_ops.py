@@ -194,8 +194,8 @@ def stack_specs(stacks: ExpertStacks | None) -> Any:
 @dataclass(frozen=True)
 class FusedSharded:
     """The functions of `kernels`, a module like `jaxserve.pallas_kernels.fused_triton`. Each device runs them for its
-    part of the heads and of the MLP's width. All devices compute the norms, because each needs the whole result. `total`
-    adds their parts of a product."""
+    part of the heads and of the MLP's width. All devices compute the norms, because each needs the whole result.
+    `total` adds their parts of a product."""
 
     mesh: Mesh
     kernels: Any

@@ -90,6 +90,6 @@ def check_weights(params: Any, config: EngineConfig, mesh: Mesh) -> None:
         kind = type(jax.tree.leaves(flat[others[0]], is_leaf=is_weight)[0]).__name__
         raise ConfigError(
             f"deterministic must be False, or deterministic_mode verify, for these weights: {len(others)} matrices, "
-            f"{others[0]} first, are not in panels on this CPU but in the form {kind}. Formats with groups of 64 inputs "
-            "and more, GGUF and floats become panels; --dequantize makes floats of any"
+            f"{others[0]} first, are not in panels on this CPU but in the form {kind}. Formats with groups of 64 "
+            "inputs and more, GGUF and floats become panels; --dequantize makes floats of any"
         )
