@@ -211,6 +211,11 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--deterministic", action="store_true",
                        help="the same bits of tokens and log-probabilities for a request whatever else runs, on one "
                        "kind of processor; refused where this is not known")  # fmt: skip
+    flag("--deterministic-mode", field="deterministic_mode",
+         help="with --deterministic. kernels: every kernel keeps an order of its own for each row, on one CPU. verify: "
+         "tokens are decoded ahead, and count once a step of one fixed shape has computed them again")  # fmt: skip
+    flag("--deterministic-window", field="deterministic_window", type=int, metavar="TOKENS",
+         help="most tokens that a sequence decodes ahead of such a step, 1 to 16")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
                        help="wait for each step's tokens before scheduling the next step")  # fmt: skip
     group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false",

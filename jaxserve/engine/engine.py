@@ -54,7 +54,7 @@ from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
-from jaxserve.speculation.speculator import Models, Speculator, make_speculator
+from jaxserve.speculation.speculator import Models, Proposer, make_speculator
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Engine:
         self.scheduler = make_scheduler(config, self._parts, self.max_model_len, pool, tiers)
         self.blocks = self.scheduler.blocks
         models = Models(runner, self._draft, self.shapes)
-        self.speculator = make_speculator(config.speculative_config, self.scheduler.budget.most, models)
+        self.speculator = make_speculator(config, self.scheduler, models)
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
         self._admission = Admission(*rules, pools=self.pooler is not None)
@@ -269,7 +269,7 @@ class Engine:
         for request_id, reason in failed.items():
             output.updates += ended(self, request_id, reason, "model")
 
-    def _propose(self, speculator: Speculator, output: StepOutput) -> None:
+    def _propose(self, speculator: Proposer, output: StepOutput) -> None:
         """Proposes tokens for the next step if that may pay. All steps before must be committed for that, and so must a
         step that checks proposals."""
         if self.scheduler.running.proposes or speculator.wants(self.scheduler.running, self.pace.host_seconds):
@@ -304,7 +304,7 @@ class Engine:
             self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
-        for batch in batches_of(plan.rows, running, self.shapes, self._cost):
+        for batch in batches_of(plan.rows, running, self.runner.programs.of_steps(self.shapes), self._cost):
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
             sampled, hidden = self.runner.step(

@@ -30,7 +30,7 @@ from jaxserve.hosts.first_host import FirstHost
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params, read_model, trust_matmul
 from jaxserve.models.spec import ModelConfig
-from jaxserve.speculation.speculator import Speculator
+from jaxserve.speculation.speculator import Proposer
 from jaxserve.types import InvalidRequestError, QueueFullError
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class OfWeights(Protocol):
     config: EngineConfig
     runner: ModelRunner
     hosts: FirstHost | None
-    speculator: Speculator | None
+    speculator: Proposer | None
 
     @property
     def has_work(self) -> bool: ...

@@ -61,6 +61,7 @@ class ModelRunner(UpkeepCalls):
     """
 
     signatures_kind: type[Signatures] = Signatures
+    programs_kind: type[StepPrograms] = StepPrograms
     num_stages = 1  # of a pipeline
     streamed_bytes = 0  # of weights that each step copies to each device
 
@@ -85,7 +86,7 @@ class ModelRunner(UpkeepCalls):
         costly = model.ops.draw is None
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
-        self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
+        self.programs = self.programs_kind(static=static, most=max_tokens_per_call, **kinds)
         self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
         self.forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)

@@ -172,6 +172,8 @@ def _refuse(config: EngineConfig) -> None:
     speculation = config.speculative_config
     if speculation is not None:
         raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
+    if config.verifies:
+        raise ConfigError("plan does not count tokens that are decoded ahead; leave out --deterministic-mode")
     check_settings(config)
     if config.pipeline_parallel_size > 1:
         raise ConfigError("plan does not count the stages of a pipeline; leave out --pipeline-parallel-size")

@@ -146,7 +146,7 @@ class GroupScheduler(Scheduler):
             running.add_pages([rows.seqs[i] for i in index.tolist()], rows.slot[index], count, pages)
         return rows, copies
 
-    def _next_admissible(self, budgets: list[int] | None = None) -> Completion | None:
+    def next_admissible(self, budgets: list[int] | None = None) -> Completion | None:
         """The first waiting sequence if some group has a slot, pages and, with `budgets`, tokens for it. Its `group`
         then is the best of these."""
         if not self.waiting or (seq := self.waiting.peek()).pending_tokens:

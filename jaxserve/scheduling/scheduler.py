@@ -173,7 +173,7 @@ class Scheduler:
         row may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
         running, preemptions = self.running, self.num_preemptions
         self._prefixes.release_unseen(running)
-        if tokens_per_call > 1 and (self._next_admissible() or (self.waiting and self.waiting.peek().pending_tokens)):
+        if tokens_per_call > 1 and (self.next_admissible() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
         if self.waiting and self.num_preemptions == preemptions and len(newcomers := self._admit_newcomers(rows)):
@@ -218,7 +218,7 @@ class Scheduler:
         counts: list[int] = []
         num_new: list[bool] = []
         budgets = prompt_budgets(self.running, rows, self.budget, self.turns, len(self.waiting))
-        while seq := self._next_admissible(budgets):
+        while seq := self.next_admissible(budgets):
             left = self._admit(seq, budget := budgets[seq.group])
             seqs.append(seq)
             counts.append(min(left, budget, int(self.running.ahead(seq.slot))))
@@ -226,7 +226,7 @@ class Scheduler:
             budgets[seq.group] -= counts[-1]
         return self.running.rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))
 
-    def _next_admissible(self, budgets: list[int] | None = None) -> Sequence | None:
+    def next_admissible(self, budgets: list[int] | None = None) -> Sequence | None:
         """The first waiting sequence, if it finds a slot, pages and, with `budgets` of the groups of devices, tokens.
         Sets those aside whose pages are to be loaded."""
         if budgets is not None and max(budgets) <= 0:

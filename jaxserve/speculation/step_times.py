@@ -65,7 +65,7 @@ class StepTimes:
 
         def seconds(cut: list[int]) -> float:
             shape = next(shape for shape in mixed if shape.tokens >= sum(cut) and shape.rows >= len(cut))
-            return _seconds(runner, runner.programs.choose_checking(shape, Sampler.GREEDY), cut)
+            return least_seconds(runner, runner.programs.choose_checking(shape, Sampler.GREEDY), cut)
 
         def cut(tokens: int) -> list[int]:
             return [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
@@ -87,7 +87,7 @@ def decode_seconds(runner: ModelRunner, shapes: Sequence[StepShape], most: int =
         lengths = runner.programs.lengths(shapes, rows, Sampler.GREEDY)
         length = max(length for length in lengths if length <= most)
         program = runner.programs.choose(shape, Sampler.GREEDY, length, False)
-        measured[rows] = _seconds(runner, program, [1] * rows, length) / length
+        measured[rows] = least_seconds(runner, program, [1] * rows, length) / length
     return Curve.of(measured)
 
 
@@ -99,14 +99,14 @@ def prompt_seconds(runner: ModelRunner, shapes: Sequence[StepShape]) -> float:
     tokens = min(CPU_PROMPT if on_cpu else PROMPT, mixed[-1].tokens, runner.max_len)
     shape = next(shape for shape in mixed if shape.tokens >= tokens)
     program = runner.programs.choose(shape, Sampler.GREEDY, 1, False)
-    return _seconds(runner, program, [tokens], checks=False) / tokens
+    return least_seconds(runner, program, [tokens], checks=False) / tokens
 
 
 def _up_to(most: int) -> Iterable[int]:
     return [size for size in SIZES if size < most] + [min(most, SIZES[-1])]
 
 
-def _seconds(
+def least_seconds(
     runner: ModelRunner, program: StepProgram, counts: list[int], num_new: int = 1, *, checks: bool = True
 ) -> float:
     """The least time of a step whose row i has counts[i] tokens, of which all but one are proposals if it `checks`

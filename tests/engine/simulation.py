@@ -251,7 +251,7 @@ class Simulation:
         waiting = [seq for seq in self.scheduler.waiting if not self._is_parked(seq)]
         preemptions = self.scheduler.num_preemptions
         before = {seq: self.left(seq) for seq in self.scheduler.running}
-        admissible = self.scheduler._next_admissible() is not None
+        admissible = self.scheduler.next_admissible() is not None
         plan = self.scheduler.schedule(tokens_per_call)
         self._check_schedule(plan, waiting, admissible, preemptions, before, placing)
         if plan is not None:
