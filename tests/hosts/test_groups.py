@@ -1,0 +1,77 @@
+"""Groups of devices with their own sequences, and pipelines, over several hosts as real processes: the answers of one
+process with as many devices."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from asking import SIZES, answers
+from processes import Replica
+from serving import free_port
+
+from jaxserve.llm import LLM
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+slow = pytest.mark.slow
+EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "tp_gqa"
+ASKING = str(Path(__file__).parent / "asking.py")
+
+
+@pytest.fixture
+def start_replica(model_folders, tmp_path):
+    started = []
+
+    def start(case: str, **settings: Any) -> Replica:
+        replica = Replica(model_folders(case), tmp_path, **settings)
+        started.append(replica)
+        return replica
+
+    yield start
+    for replica in started:
+        replica.stop()
+
+
+def answers_of_hosts(replica: Replica, folder: Path, count: int, settings: dict[str, Any]) -> list[Any]:
+    """The first host's answers, if all hosts ask the same as scripts."""
+    ports = {"coordinator": f"127.0.0.1:{free_port()}", "command_port": free_port(), "num_hosts": count}
+    given = json.dumps([str(folder), settings | ports])
+    hosts = [replica.run([sys.executable, ASKING, given, str(i)]) for i in range(count)]
+    assert [host.wait(240) for host in hosts] == [0] * count, replica.said()
+    (found,) = (line for line in hosts[0].said().splitlines() if line.startswith("answers "))
+    return json.loads(found.removeprefix("answers "))
+
+
+def assert_same(start_replica, model_folders, case: str, count: int, devices: int, options: dict[str, Any]) -> None:
+    folder, replica = model_folders(case), start_replica(case, count=count, devices=devices)
+    settings = SIZES | options
+    found = answers_of_hosts(replica, folder, count, settings)
+    alone = answers(LLM(str(folder), **settings))
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
+    for mine, other in zip(found, alone, strict=True):
+        for some, others in zip(mine[1:], other[1:], strict=True):
+            np.testing.assert_allclose(some, others, atol=1e-3)
+
+
+def groups(count: int, devices: int = 1, whole: bool = False) -> dict[str, Any]:
+    return {"data_parallel_size": count, "tensor_parallel_size": devices, "enable_expert_parallel": whole}
+
+
+@pytest.mark.parametrize(
+    ("case", "hosts", "devices", "options"),
+    [
+        (LATENT, 2, 1, groups(2, 1, whole=True)),
+        pytest.param(EXPERTS, 2, 1, groups(2), marks=slow),
+        pytest.param(EXPERTS, 2, 2, groups(2, 2), marks=slow),
+        pytest.param(LATENT, 2, 2, groups(4, 1, whole=True), marks=slow),
+        pytest.param(DENSE, 4, 1, groups(2, 2), marks=slow),
+        pytest.param(EXPERTS, 4, 1, groups(4, 1, whole=True), marks=slow),
+    ],
+)
+def test_groups(start_replica, model_folders, case, hosts, devices, options):
+    assert_same(start_replica, model_folders, case, hosts, devices, options)
