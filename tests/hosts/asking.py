@@ -35,10 +35,11 @@ def answers(llm: LLM) -> list[Any]:
     """For each request the tokens of its completions, and the log-probabilities of tokens where it asks for them."""
     params = [SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | options) for _, options in requests()]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests()], params, progress=False)
-    return [
-        [[list(one.token_ids) for one in output.outputs], _scores(output.outputs[0].logprobs), _scores(output.prompt_logprobs)]
-        for output in outputs
-    ]
+    found = []
+    for output in outputs:
+        scores = _scores(output.outputs[0].logprobs), _scores(output.prompt_logprobs)
+        found.append([[list(one.token_ids) for one in output.outputs], *scores])
+    return found
 
 
 def _scores(given: list[Any] | None) -> list[float]:

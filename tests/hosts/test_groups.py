@@ -4,7 +4,6 @@ process with as many devices."""
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,4 +73,23 @@ def groups(count: int, devices: int = 1, whole: bool = False) -> dict[str, Any]:
     ],
 )
 def test_groups(start_replica, model_folders, case, hosts, devices, options):
+    assert_same(start_replica, model_folders, case, hosts, devices, options)
+
+
+def stages(count: int, devices: int = 1, **others: Any) -> dict[str, Any]:
+    return {"pipeline_parallel_size": count, "tensor_parallel_size": devices} | others
+
+
+@pytest.mark.parametrize(
+    ("case", "hosts", "devices", "options"),
+    [
+        (DENSE, 2, 1, stages(2)),
+        pytest.param(DENSE, 2, 2, stages(2, 2), marks=slow),
+        pytest.param(DENSE, 4, 1, stages(2, 2), marks=slow),
+        pytest.param(EXPERTS, 2, 2, stages(2, 2, enable_expert_parallel=True), marks=slow),
+        pytest.param(LATENT, 3, 1, stages(3), marks=slow),
+        pytest.param(LATENT, 3, 1, stages(3, async_scheduling=False), marks=slow),
+    ],
+)
+def test_stages(start_replica, model_folders, case, hosts, devices, options):
     assert_same(start_replica, model_folders, case, hosts, devices, options)
