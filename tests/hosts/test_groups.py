@@ -1,17 +1,20 @@
 """Groups of devices with their own sequences, and pipelines, over several hosts as real processes: the answers of one
-process with as many devices."""
+process with as many devices, until a host is lost."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from asking import SIZES, answers
-from processes import Replica
+from processes import Replica, expected
 from serving import free_port
 
 from jaxserve.llm import LLM
@@ -26,8 +29,9 @@ ASKING = str(Path(__file__).parent / "asking.py")
 def start_replica(model_folders, tmp_path):
     started = []
 
-    def start(case: str, **settings: Any) -> Replica:
-        replica = Replica(model_folders(case), tmp_path, **settings)
+    def start(case: str | Path, **settings: Any) -> Replica:
+        folder = case if isinstance(case, Path) else model_folders(case)
+        replica = Replica(folder, tmp_path, **settings)
         started.append(replica)
         return replica
 
@@ -93,3 +97,41 @@ def stages(count: int, devices: int = 1, **others: Any) -> dict[str, Any]:
 )
 def test_stages(start_replica, model_folders, case, hosts, devices, options):
     assert_same(start_replica, model_folders, case, hosts, devices, options)
+
+
+@slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("count", "own"),
+    [(2, {"data_parallel_size": 2}), (2, {"pipeline_parallel_size": 2}), (3, {"pipeline_parallel_size": 3})],
+)
+def test_a_server(start_replica, deep_folders, tmp_path, count, own):
+    """Another checkpoint is refused. A host that is killed or stopped ends the replica, which starts again."""
+    folder = deep_folders("llama3_gqa", 3)
+    replica = start_replica(folder, count=count, engine_restarts=2, host_timeout=6, **own)
+    replica.start(0)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (other / "model.safetensors").write_bytes(data)
+    stranger = replica.start(1, folder=other)
+    assert stranger.wait(60) == 1
+    assert "its checkpoint (model.safetensors) is" in stranger.said()
+    answers = expected(folder, 1, **own)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        hosts = [replica.start(host_id) for host_id in range(1, count)]
+        replica.wait_ready(300)
+        assert replica.answers() == answers
+        error, seconds = replica.error_when(partial(hosts[-1].signal_all, number))
+        assert f"host {count - 1} (127.0.0.1) is lost" in error
+        assert seconds < 30
+        hosts[-1].signal_all(signal.SIGKILL)
+        for host in hosts[:-1]:
+            assert host.wait(20) == 1
+            assert f"host {count - 1} (127.0.0.1) is lost" in host.said()
+    hosts = [replica.start(host_id) for host_id in range(1, count)]
+    replica.wait_ready(300)
+    for host in (replica.hosts[0], *hosts):
+        host.process.send_signal(signal.SIGTERM)
+    assert [host.wait(30) for host in (replica.hosts[0], *hosts)] == [0] * count, replica.said()
