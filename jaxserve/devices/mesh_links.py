@@ -33,7 +33,7 @@ class MeshLink:
         ends = source.devices.flatten(), target.devices.flatten()
         self._place = NamedSharding(Mesh(np.stack(ends), ("end", "device")), _ENDS)
         self._arrival, self.frozen = replicated(target), False
-        self._own = sorted(self._place.addressable_devices, key=lambda device: device.id)
+        self._own: list[Any] = sorted(self._place.addressable_devices, key=lambda device: device.id)
         self.is_here = bool(self._own)
         self._programs: dict[Any, Compiled] = {}
         self._blank: dict[Any, jax.Array] = {}
@@ -44,14 +44,15 @@ class MeshLink:
 
     def receive(self, forms: Forms) -> list[jax.Array]:
         """The arrays that are sent next, which have these shapes and dtypes, on the second mesh. Returns at once."""
-        there, arrays = self._arrival.addressable_devices, []
+        there = self._arrival.addressable_devices
+        arrays: list[jax.Array] = []
         for form, both in zip(forms, self._run(forms, [{} for _ in forms]), strict=True):
             parts = [shard.data for shard in both.addressable_shards if shard.device in there]
             arrays.append(jax.make_array_from_single_device_arrays(form.shape, self._arrival, parts))
         return arrays
 
-    def compile(self, forms: Forms | Sequence[jax.Array]) -> Compiled:
-        """The program that transfers arrays of these forms, compiled unless it is known."""
+    def compile(self, forms: Sequence[Any]) -> Compiled:
+        """The program that transfers arrays like these, or like their forms. Compiles it unless it is known."""
         key = tuple((x.shape, x.dtype) for x in forms)
         if key not in self._programs:
             if self.frozen:
@@ -61,7 +62,7 @@ class MeshLink:
             self._programs[key] = jax.jit(jax.shard_map(_transfer, **where)).lower(given).compile()
         return self._programs[key]
 
-    def _run(self, forms: Forms | Sequence[jax.Array], parts: list[dict[jax.Device, jax.Array]]) -> list[jax.Array]:
+    def _run(self, forms: Sequence[Any], parts: list[dict[jax.Device, jax.Array]]) -> list[jax.Array]:
         """Runs a transfer of these parts of this process's devices. Devices without a part receive one."""
         given = []
         for form, part in zip(forms, parts, strict=True):

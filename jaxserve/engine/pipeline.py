@@ -105,10 +105,11 @@ class PipelineSizing:
         """As `Sizing.finish`, for all stages."""
         self._runner.tell(commands.FinishPages, list(shapes))
         changed = [part.finish(shapes) for part in self._parts]
-        if changed := self._level(any(changed)):
-            for one in self._runner.here:
-                one.compile(one.names(shapes))
-        return changed
+        if not self._level(any(changed)):
+            return False
+        for one in self._runner.here:
+            one.compile(one.names(shapes))
+        return True
 
     def _level(self, changed: bool) -> bool:
         """Gives all stages the number of pages of the stage with the fewest. Returns whether any stage has `changed`

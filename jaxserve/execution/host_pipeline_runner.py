@@ -103,8 +103,9 @@ class HostPipelineRunner(PipelineRunner):
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
-        for one in [self._own, *self._onward, *self._back]:
-            one.frozen = frozen
+        self._own.frozen = frozen
+        for link in self._onward + self._back:
+            link.frozen = frozen
 
     def allocate(self) -> None:
         self._take(self._steps)
@@ -207,10 +208,13 @@ class HostPipelineRunner(PipelineRunner):
         if needed:
             self._take(self._returning[count - 1].step)
         for due in self._returning[:count]:
-            if (due.slot < self._last.num_slots).any():
+            if super()._matters(due):
                 assert due.arrays is not None
                 self._own.take(due.kind, due.slot, due.arrays[0])
         del self._returning[:count]
+
+    def _matters(self, sampled: Any) -> bool:
+        return sampled.arrays is None or super()._matters(sampled)
 
     def _show(self, tokens: jax.Array) -> None:
         if self.watcher is not None:

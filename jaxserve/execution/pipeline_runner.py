@@ -184,6 +184,7 @@ class PipelineRunner:
         taken = [int(row[_SLOT]) for row in rows]
         for some in self._returning:  # what a slot's last sequence sampled must not reach the new one
             some.slot[np.isin(some.slot, taken)] = self._last.num_slots
+        self._returning = [some for some in self._returning if self._matters(some)]
         for one in self.here:
             one.set_slots(rows)
 
@@ -225,11 +226,16 @@ class PipelineRunner:
         num_rows = int(np.count_nonzero(np.diff(fields["q_start"])))
         return fields["slot"][:num_rows], np.where(fields["num_new"] > 0, fields["slot"], self._last.num_slots)
 
+    def _matters(self, sampled: Any) -> bool:
+        """Whether tokens on their way belong to a sequence that still has its slot."""
+        return bool((sampled.slot < self._last.num_slots).any())
+
     def _keep(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """Sends tokens of the last stage on their way, for the slots [n] that need them."""
-        if (slot < self._last.num_slots).any():
-            sent = [jax.device_put(tokens, place) for place in self._places[:-1]]
-            self._returning.append(Returning(kind, slot.astype(np.int32), sent))
+        some = Returning(kind, slot.astype(np.int32), [])
+        if self._matters(some):
+            some.tokens = [jax.device_put(tokens, place) for place in self._places[:-1]]
+            self._returning.append(some)
 
     def _return_tokens(self, slot: np.ndarray) -> None:
         """Gives the stages the tokens that sampled these slots' last tokens, and all tokens before those."""

@@ -1,10 +1,11 @@
 """Requests of every kind to an `LLM`, in a process that is one of several hosts, or alone: `asking.py SETTINGS HOST_ID`
-prints the first host's answers."""
+prints the first host's answers, and how often it told the others each command."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 from jaxserve.llm import LLM
@@ -12,7 +13,7 @@ from jaxserve.types import Grammar, SamplingParams
 
 SHARED = list(range(40, 80))  # the first tokens of several prompts
 # So few pages that sequences are preempted, and prompts in several pieces.
-SIZES = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_model_len": 104, "kv_pages": 16, "page_size": 8}
+SIZES = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 104, "kv_pages": 16, "page_size": 8}
 
 
 def requests() -> list[tuple[list[int], dict[str, Any]]]:
@@ -48,4 +49,13 @@ def _scores(given: list[Any] | None) -> list[float]:
 
 if __name__ == "__main__":
     folder, settings = json.loads(sys.argv[1])
-    print("answers", json.dumps(answers(LLM(folder, **settings, host_id=int(sys.argv[2])))), flush=True)
+    llm, told = LLM(folder, **settings, host_id=int(sys.argv[2])), Counter[str]()
+    runner: Any = llm.engine.runner
+    tell = runner.listener
+
+    def counting(command: Any) -> None:
+        told[type(command).__name__] += 1
+        tell(command)
+
+    runner.listener = counting
+    print("answers", json.dumps([answers(llm), told]), flush=True)
