@@ -44,7 +44,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with AXES of `data_parallel_size` groups of `tensor_parallel_size` devices. With `expert_parallel` groups
     lie along "expert_data" and the devices of a group along "expert", else along "data" and "tensor". Among these,
-    sets of `context_parallel_size` devices lie along "sequence".
+    sets of `context_parallel_size` devices lie along "sequence". Groups take the devices host by host, so that a group
+    spans no more hosts than it must.
 
     Raises ConfigError for too few devices, or a context_parallel_size that does not divide the devices of a group.
     """
@@ -62,9 +63,22 @@ def make_mesh(
             f"{groups}tensor_parallel_size {tensor_parallel_size} needs {needed} devices, "
             f"but JAX sees {len(devices)} {platform} device(s){hint if platform == 'cpu' else ''}"
         )
+    if data_parallel_size > 1:
+        devices = by_host(devices)
     count, sharing = data_parallel_size, tensor_parallel_size // context_parallel_size
     shape = (1, count, 1, sharing, 1) if expert_parallel else (count, 1, 1, 1, sharing)
     return Mesh(np.asarray(devices[:needed]).reshape(*shape, context_parallel_size), AXES)
+
+
+def by_host(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices of the first host, then those of the next one, and so on; those of a host keep their order."""
+    return sorted(devices, key=lambda device: device.process_index)
+
+
+def spans_hosts(mesh: Mesh) -> bool:
+    """Whether the devices belong to several processes, so that a process sees only its own devices' parts of an
+    array."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def num_groups(mesh: Mesh) -> int:

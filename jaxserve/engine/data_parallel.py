@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 NOT_COMBINED = {  # settings that must have these values beside several groups
     "pipeline_parallel_size": 1,
     "role": "both",
-    "num_hosts": 1,
-    "coordinator": None,
     "enable_lora": False,
     "kv_offload_gib": 0,
     "deterministic": False,

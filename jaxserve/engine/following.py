@@ -10,7 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.loading import load_models
+from jaxserve.engine.loading import load_runners
 from jaxserve.execution import commands
 from jaxserve.hosts.environment import found_hosts
 from jaxserve.hosts.other_host import OtherHost
@@ -33,13 +33,13 @@ def follow(config: EngineConfig) -> int:
         signal.signal(number, _note)
     host.wait_start()
     try:
-        runners = load_models(start_jax(config), None, progress=False, static_steps=None).runners
+        runners = load_runners(start_jax(config))
         runners[0].watcher = host.digests.add
         host.compiles = lambda: any(runner.compiling for runner in runners)
         host.busy = False
         for call in host.calls():
             command = commands.decode(call.command)
-            host.busy = isinstance(command, commands.SetPages | commands.Allocate | commands.Compile)
+            host.busy = isinstance(command, commands.Prepare)
             runners[call.runner].run(command)
             host.busy = False
     except (ValueError, OSError) as error:

@@ -27,6 +27,7 @@ from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.group_runner import GroupRunner
+from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
@@ -150,20 +151,19 @@ def load_parts(
 ) -> EngineParts:
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
     _check_settings(config)
-    if config.pipeline_parallel_size > 1:
-        return _load_pipeline(config, devices, progress=progress, static_steps=static_steps)
-    hosts, listener = None, begin_role(config)
+    staged = config.pipeline_parallel_size > 1
+    hosts, listener = None, None if staged else begin_role(config)
     if config.num_hosts > 1:
         hosts = FirstHost(config)
         hosts.gather()
         config = start_jax(config)
+    if staged:
+        return _load_pipeline(config, hosts, devices, progress=progress, static_steps=static_steps)
     loaded = load_models(config, devices, progress=progress, static_steps=static_steps)
     plan, runner, draft = loaded.plan, loaded.runner, loaded.draft
     mesh, model = plan.mesh, plan.model
     if hosts is not None:
-        runner.watcher = hosts.digests.add
-        for number, one in enumerate(loaded.runners):
-            one.listener = partial(hosts.tell, number)
+        _tell_hosts(hosts, loaded.runners)
     device = mesh.devices.flat[0]
     sharing = num_devices(mesh) // num_groups(mesh)
     cost = StepCost.of(loaded.params, model, device, sharing, plan.dtype, streamed=runner.streamed_bytes)
@@ -183,8 +183,33 @@ def load_parts(
     return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts, listener)
 
 
+def load_runners(config: EngineConfig) -> list[Any]:
+    """The runners of a host that is not the first one, which repeat the calls of those of the first host."""
+    options: Any = {"progress": False, "static_steps": None}
+    if config.pipeline_parallel_size == 1:
+        return list(load_models(config, None, **options).runners)
+    enable_compile_cache()
+    loaded = LoadedPipeline.load(config, None, progress=False, static=None)
+    heap.trim()
+    assert isinstance(loaded.runner, HostPipelineRunner)
+    loaded.runner.sizing_of = partial(loaded.sizing, config)
+    return [loaded.runner]
+
+
+def _tell_hosts(hosts: FirstHost, runners: list[Any]) -> None:
+    """Passes on the calls of the first host's runners, and the tokens that the model's runner samples."""
+    runners[0].watcher = hosts.digests.add
+    for number, one in enumerate(runners):
+        one.listener = partial(hosts.tell, number)
+
+
 def _load_pipeline(
-    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+    config: EngineConfig,
+    hosts: FirstHost | None,
+    devices: list[jax.Device] | None,
+    *,
+    progress: bool,
+    static_steps: bool | None,
 ) -> EngineParts:
     """`load_parts` for a model in several stages."""
     start = time.perf_counter()
@@ -193,12 +218,14 @@ def _load_pipeline(
     heap.trim()
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
     plan = loaded.plan
+    if hosts is not None:
+        _tell_hosts(hosts, [loaded.runner])
     # A token takes the time of all stages, as if the devices of one stage had all layers.
     cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], num_devices(plan.mesh), plan.dtype)
     shapes = buckets(config, plan, cost)
     sizing = loaded.sizing(config, shapes)
     sizing.begin()
-    return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing))
+    return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing), hosts=hosts)
 
 
 def _with_pages(config: EngineConfig, prepared: Prepared | None) -> EngineConfig:

@@ -10,17 +10,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import make_mesh, num_devices
+from jaxserve.devices.mesh import by_host, make_mesh, num_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
-from jaxserve.execution import memory
-from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.execution import commands, memory
+from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
 from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_decoder, make_params, trust_matmul
 from jaxserve.models.stages import Stage, split_layers
@@ -29,8 +31,6 @@ from jaxserve.models.weights import abstract_params
 log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several stages
-    "num_hosts": 1,
-    "coordinator": None,
     "speculative_config": None,
     "enable_lora": False,
     "kv_offload_gib": 0,
@@ -43,79 +43,85 @@ class LoadedPipeline:
     """A model whose stages are on their devices, with caches of a single page."""
 
     plan: ModelPlan
-    params: Any  # of all stages together
+    params: Any  # of all stages together; of those on other hosts the shapes
     runner: PipelineRunner
-    pages: list[CacheLayout]  # of each stage's cache, with a single page
 
     @classmethod
     def load(
         cls, config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static: bool | None
     ) -> LoadedPipeline:
         """Reads the weights of each stage onto its devices. Raises ConfigError or CheckpointError."""
-        found = jax.devices() if devices is None else devices
+        found = by_host(jax.devices()) if devices is None else devices
         check_devices(config, found)
         plan = ModelPlan.of(config, found)
         check_model(config, plan)
         stages = choose_stages(config, plan)
-        runners, pages, each = [], [], config.tensor_parallel_size
+        runners, each = [], config.tensor_parallel_size
         params: dict[str, Any] = {}
         for number, stage in enumerate(stages):
             own = found[number * each : (number + 1) * each]
             runner, loaded = _load_stage(config, plan, stage, own, progress=progress, static=static)
             params |= loaded
-            pages.append(runner.layout)
             runners.append(runner)
-            layers = f"layers {stage.begin} to {stage.end - 1}"
+            layers = f"layers {stage.begin} to {stage.end - 1}{'' if _is_here(own) else ', on another host'}"
             log.info("stage %d of %d: %s; %s", number + 1, len(stages), layers, memory.describe_weights(loaded))
-        return cls(plan, params, PipelineRunner(runners, plan.one_page), pages)
+        kind = PipelineRunner if config.num_hosts == 1 else HostPipelineRunner
+        return cls(plan, params, kind(runners, plan.one_page))
 
     def sizing(self, config: EngineConfig, shapes: Sequence[StepShape]) -> PipelineSizing:
-        """Chooses the pages. Each stage's budget includes what is on its way from the stage before."""
-        dtype, model = self.plan.dtype, self.plan.model
+        """Chooses the pages. Each stage's budget includes what is on its way from the stage before. Must be called
+        before pages are chosen."""
+        dtype, model, count = self.plan.dtype, self.plan.model, len(self.runner.stages)
         most = max(shape.tokens for shape in shapes)
-        moving = (len(self.pages) + 1) * most * model.hidden_size * np.dtype(dtype).itemsize
+        moving = (count + 1) * most * model.hidden_size * np.dtype(dtype).itemsize
         parts = []
-        for runner, one_page in zip(self.runner.stages, self.pages, strict=True):
-            device, count = runner.mesh.devices.flat[0], num_devices(runner.mesh) * len(self.pages)
-            budget = memory.budget(config, device, count, runner.weight_bytes, runner.slot_bytes + moving)
-            parts.append(Sizing(config, [Sized(runner, one_page)], budget, shapes, self.plan.longest))
-        return PipelineSizing(parts, self.runner.stages)
+        for runner in self.runner.here:
+            device = next(one for one in runner.mesh.devices.flat if _is_here([one]))
+            held = runner.weight_bytes, runner.slot_bytes + moving
+            budget = memory.budget(config, device, num_devices(runner.mesh) * count, *held)
+            parts.append(Sizing(config, [Sized(runner, runner.layout)], budget, shapes, self.plan.longest))
+        return PipelineSizing(parts, self.runner, shapes)
 
 
 class PipelineSizing:
-    """Chooses one number of pages for all stages: the most that every stage allows. See `Sizing`."""
+    """Chooses one number of pages for all stages: the most that every stage allows. See `Sizing`. If the stages are on
+    several hosts, each host chooses for its own one, and all take the least.
 
-    def __init__(self, parts: list[Sizing], stages: list[StageRunner]):
-        self._parts, self._stages = parts, stages
+    Attributes:
+      longest: tokens of the longest request that fits the pages.
+    """
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request that fits the pages."""
-        return min(part.longest for part in self._parts)
+    def __init__(self, parts: list[Sizing], runner: PipelineRunner, shapes: Sequence[StepShape]):
+        self._parts, self._runner, self._shapes = parts, runner, list(shapes)
+        self.longest = min(part.longest for part in parts)
 
     def begin(self) -> None:
+        self._runner.tell(commands.BeginPages, self._shapes)
         for part in self._parts:
             part.begin()
-        self._level()
+        self._level(changed=False)
 
     def finish(self, shapes: Sequence[StepShape]) -> bool:
         """As `Sizing.finish`, for all stages."""
+        self._runner.tell(commands.FinishPages, list(shapes))
         changed = [part.finish(shapes) for part in self._parts]
-        if self._level():
-            for one in self._stages:
-                one.compile(one.names(shapes))
-            return True
-        return any(changed)
+        if not self._level(any(changed)):
+            return False
+        for one in self._runner.here:
+            one.compile(one.names(shapes))
+        return True
 
-    def _level(self) -> bool:
-        """Gives all stages the number of pages of the stage with the fewest. Returns whether this changed any."""
-        pages, changed = min(one.layout.num_pages for one in self._stages), False
-        for one in self._stages:
+    def _level(self, changed: bool) -> bool:
+        """Gives all stages the number of pages of the stage with the fewest. Returns whether any stage has `changed`
+        its number."""
+        pages = min(one.layout.num_pages for one in self._runner.here)
+        found = [pages, min(part.longest for part in self._parts), not changed]
+        pages, self.longest, unchanged = self._runner.least(found)
+        for one in self._runner.stages:
             blocks = -(-self.longest // one.layout.page_size)
             if (one.layout.num_pages, one.max_len) != (pages, blocks * one.layout.page_size):
                 one.set_pages(pages, blocks)
-                changed = True
-        return changed
+        return not unchanged
 
 
 def _load_stage(
@@ -131,14 +137,23 @@ def _load_stage(
     mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel)
     sizes: Any = {"page_size": plan.one_page.page_size, "kv_dtype": plan.one_page.dtype}
     backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend}
+    backends["checks"] = _is_here(devices)
     decoder = make_decoder(plan.model, mesh, plan.dtype, **sizes, **backends).clone(stage=stage)
-    params = make_params(decoder, plan.folder, mesh, config, progress=progress)
-    decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+    if _is_here(devices):
+        params = make_params(decoder, plan.folder, mesh, config, progress=progress)
+        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+    else:
+        params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
     runner = StageRunner(decoder, params, mesh, config.max_num_seqs, rows, max_tokens_per_call=1, static=static)
     one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
     runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
     return runner, params
+
+
+def _is_here(devices: Sequence[jax.Device]) -> bool:
+    """Whether this process has some of the devices."""
+    return any(device.process_index == jax.process_index() for device in devices)
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -164,6 +179,16 @@ def check_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
             f"pipeline_parallel_size {config.pipeline_parallel_size} x tensor_parallel_size "
             f"{config.tensor_parallel_size} needs {needed} devices, but JAX sees {len(devices)} {platform} "
             f"device(s){hint}"
+        )
+    each = config.tensor_parallel_size
+    stages_of_host: dict[int, set[int]] = {}
+    for place, device in enumerate(devices[:needed]):
+        stages_of_host.setdefault(device.process_index, set()).add(place // each)
+    if config.num_hosts > 1 and any(len(stages) > 1 for stages in stages_of_host.values()):
+        raise ConfigError(
+            f"pipeline_parallel_size {config.pipeline_parallel_size} over {config.num_hosts} hosts needs stages of "
+            f"whole hosts, but with tensor_parallel_size {each} some hosts would have devices of several stages: lower "
+            "--pipeline-parallel-size to the number of hosts, or to a divisor of it"
         )
 
 

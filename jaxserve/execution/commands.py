@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.signatures import ProgramName, Upkeep
+from jaxserve.execution.step_shape import StepShape
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -98,6 +99,31 @@ class Compile(msgspec.Struct, tag=True, frozen=True):
     names: list[ProgramName]
 
 
+class BeginPages(msgspec.Struct, tag=True, frozen=True):
+    """Chooses the number of pages, with the other hosts of a pipeline. The next two, too, are for pipelines only."""
+
+    method: ClassVar = "begin_pages"
+    shapes: list[StepShape]
+
+
+class FinishPages(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "finish_pages"
+    shapes: list[StepShape]
+
+
+class CompileStages(msgspec.Struct, tag=True, frozen=True):
+    """Compiles programs of stages, by the stages' numbers."""
+
+    method: ClassVar = "compile"
+    names: list[tuple[int, ProgramName]]
+
+
+class TakeAll(msgspec.Struct, tag=True, frozen=True):
+    """Has all stages of a pipeline take the tokens that were sampled so far."""
+
+    method: ClassVar = "take_all"
+
+
 class WriteAdapter(msgspec.Struct, tag=True, frozen=True):
     """Writes an adapter's matrices for one product."""
 
@@ -116,7 +142,8 @@ class WriteRanks(msgspec.Struct, tag=True, frozen=True):
 
 Copy = CopyPages | CopyStates | ReadPages | WritePages
 Change = SetSlots | CountTokens | UpdateTables | Copy | WriteAdapter | WriteRanks
-Command = Step | SampleDeferred | ScorePrompt | Propose | Change | SetPages | Allocate | Compile
+Prepare = SetPages | Allocate | Compile | BeginPages | FinishPages | CompileStages  # these may take long
+Command = Step | SampleDeferred | ScorePrompt | Propose | Change | Prepare | TakeAll
 
 
 def encode(command: Command) -> bytes:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxserve.devices.mesh import by_group, for_each_group, num_groups
+from jaxserve.devices.mesh import by_group, for_each_group, num_groups, spans_hosts
 from jaxserve.execution import commands, steps
 from jaxserve.execution.kv_cache import COPIES
 from jaxserve.execution.programs import StepProgram
@@ -35,7 +36,12 @@ _SLOT, _PENALTY_ROW = (RowParams._fields.index(name) for name in ("slot", "penal
 
 
 class GroupSignatures(Signatures):
-    """The programs of all groups, made from those of one."""
+    """The programs of all groups, made from those of one.
+
+    If the groups span several hosts, every host gives a program the whole of each array that comes from the host, and
+    a group takes its part on its devices: JAX accepts NumPy arrays of several processes only whole. And what the host
+    reads is gathered, so that it is whole on every host.
+    """
 
     def of(self, name: ProgramName) -> Signature:
         made, groups = super().of(name), num_groups(self.mesh)
@@ -46,8 +52,26 @@ class GroupSignatures(Signatures):
             return jax.ShapeDtypeStruct((groups * x.shape[0], *x.shape[1:]), x.dtype, sharding=place)
 
         given = tuple(one if one is self.params else jax.tree.map(of_all, one) for one in made.arguments)
+        run = for_each_group(made.function, self.mesh, given)
         results = jax.tree.map(lambda place: by_group(self.mesh, place.spec), made.results)
-        return Signature(for_each_group(made.function, self.mesh, given), made.donated, given, results)
+        if spans_hosts(self.mesh):
+            given, results = tuple(map(self._whole_from_host, given)), self._whole_for_host(name, results)
+        return Signature(run, made.donated, given, results)
+
+    def _whole_from_host(self, argument: Any) -> Any:
+        """The same argument, on all devices if it comes from the host: a single array of integers, as hidden states
+        are floats, and others are trees."""
+        if not isinstance(argument, jax.ShapeDtypeStruct) or argument.dtype != jnp.int32:
+            return argument
+        return jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=self._everywhere)
+
+    def _whole_for_host(self, name: ProgramName, results: Any) -> Any:
+        """The places of a program's results, everywhere for those that the host reads."""
+        if isinstance(name, StepProgram):
+            return results._replace(drawn=self._everywhere)
+        if name.kind == "sample_deferred":
+            return self._everywhere, results
+        return self._everywhere if name.kind == "score_prompt" else results
 
 
 @dataclass(frozen=True)

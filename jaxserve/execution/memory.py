@@ -149,7 +149,7 @@ def max_batched_tokens(config: EngineConfig) -> int:
     for the tokens of all groups; and at least one for each sequence."""
     most = config.max_num_batched_tokens
     if most is None:
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         large = device.platform == "gpu" and (device.memory_stats() or {}).get("bytes_limit", 0) >= 60e9 * 0.9
         most = (8192 if large else 2048) // config.data_parallel_size
     return max(most, config.max_num_seqs)

@@ -9,15 +9,17 @@ that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.devices.mesh import replicated
+from jaxserve.execution import commands
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.programs import StepProgram, compile_threads
 from jaxserve.execution.sampling import Sampled
@@ -45,13 +47,19 @@ class PipelineRunner:
     Args:
       stages: in the order in which they compute.
       one_page: the layout of the whole model's cache with a single page.
+
+    Attributes:
+      here: the stages whose devices this process has; all of them, except in `HostPipelineRunner`.
+      listener, watcher: as of `ModelRunner`.
     """
 
     def __init__(self, stages: list[StageRunner], one_page: CacheLayout):
-        self.stages, self._whole = stages, one_page
+        self.stages, self._whole, self.here = stages, one_page, stages
         self._last, self._others = stages[-1], stages[:-1]
         self._places = [replicated(one.mesh) for one in stages]
-        self._returning: list[Returning] = []
+        self._returning: list[Any] = []
+        self.listener: Callable[[commands.Command], None] | None = None
+        self.watcher: Callable[[jax.Array], None] | None = None
 
     # What the stages have in common, or the last one has
 
@@ -86,19 +94,19 @@ class PipelineRunner:
 
     @property
     def weights(self) -> list[jax.Array]:
-        return [x for one in self.stages for x in one.weights]
+        return [x for one in self.here for x in one.weights]
 
     @property
     def num_executables(self) -> int:
-        return sum(one.num_executables for one in self.stages)
+        return sum(one.num_executables for one in self.here)
 
     @property
     def compile_seconds(self) -> float:
-        return sum(one.compile_seconds for one in self.stages)
+        return sum(one.compile_seconds for one in self.here)
 
     @property
     def compiling(self) -> bool:
-        return any(one.compiling for one in self.stages)
+        return any(one.compiling for one in self.here)
 
     @property
     def frozen(self) -> bool:
@@ -113,8 +121,9 @@ class PipelineRunner:
 
     def allocate(self) -> None:
         """Allocates the caches and the slots of all stages. Existing ones are freed first."""
+        self.tell(commands.Allocate)
         self._returning.clear()
-        for one in self.stages:
+        for one in self.here:
             one.allocate()
 
     def restore(self) -> None:
@@ -125,7 +134,7 @@ class PipelineRunner:
 
     def is_whole(self) -> bool:
         """Whether all caches and slots exist. Waits for the devices."""
-        return all(one.is_whole() for one in self.stages)
+        return all(one.is_whole() for one in self.here)
 
     def names(self, shapes: Sequence[StepShape]) -> list[StageProgram]:
         """The names of all programs that serving can need."""
@@ -133,24 +142,27 @@ class PipelineRunner:
 
     def compile(self, names: Sequence[StageProgram]) -> None:
         """Compiles these programs, several at a time, unless they are compiled already."""
-        on_cpu = self._last.mesh.devices.flat[0].platform == "cpu"
-        with ThreadPoolExecutor(compile_threads(len(names), on_cpu=on_cpu)) as pool:
-            list(pool.map(lambda name: self.stages[name[0]]._get(name[1]), names))
+        self.tell(commands.CompileStages, list(names))
+        jobs, on_cpu = self._jobs(names), self._last.mesh.devices.flat[0].platform == "cpu"
+        with ThreadPoolExecutor(compile_threads(len(jobs), on_cpu=on_cpu)) as pool:
+            list(pool.map(lambda job: job(), jobs))
+
+    def _jobs(self, names: Sequence[StageProgram]) -> list[Callable[[], Any]]:
+        """The calls that compile these programs."""
+        return [partial(self.stages[number]._get, name) for number, name in names]
 
     # Dispatch
 
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step through all stages; see `ModelRunner.step`. Returns the last stage's results."""
-        fields = {name: packed[at : at + size] for name, (at, size) in program.shape.fields.items()}
-        num_rows = int(np.count_nonzero(np.diff(fields["q_start"])))
-        self._return_tokens(fields["slot"][:num_rows])
+        slots, sampling = self._slots_of(program.shape, packed)
+        self._return_tokens(slots)
         x: jax.Array | None = None
         for one, place in zip(self._others, self._places[1:], strict=True):
             x = jax.device_put(one.advance(program.shape, packed, x), place)
         assert x is not None
         drawn, hidden = self._last.finish(program, packed, x)
-        nobody = self._last.num_slots
-        self._keep("take_tokens", np.where(fields["num_new"] > 0, fields["slot"], nobody), drawn.tokens)
+        self._keep("take_tokens", sampling, drawn.tokens)
         return drawn, hidden
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
@@ -167,31 +179,63 @@ class PipelineRunner:
         return self._last.score_prompt(rows, targets, places)
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
+        if rows:
+            self.tell(commands.SetSlots, rows)
         taken = [int(row[_SLOT]) for row in rows]
         for some in self._returning:  # what a slot's last sequence sampled must not reach the new one
             some.slot[np.isin(some.slot, taken)] = self._last.num_slots
-        for one in self.stages:
+        self._returning = [some for some in self._returning if self._matters(some)]
+        for one in self.here:
             one.set_slots(rows)
 
     def count_tokens(self, counted: np.ndarray) -> None:
-        self._last.count_tokens(counted)
+        self.tell(commands.CountTokens, counted)
+        if self._last in self.here:
+            self._last.count_tokens(counted)
 
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
-        for one in self.stages:
+        if copies or entries.size:
+            self.tell(commands.UpdateTables, copies, entries)
+        for one in self.here:
             one.update_tables(copies, entries)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        for one in self.stages:
+        if pairs:
+            self.tell(commands.CopyPages, pairs)
+        for one in self.here:
             one.copy_pages(pairs)
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         assert not pairs, "pipelines serve no recurrent layers"
 
+    def run(self, command: commands.Command) -> Any:
+        """As `ModelRunner.run`."""
+        return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
+
+    def tell(self, kind: type, *fields: Any) -> None:
+        if self.listener is not None:
+            self.listener(kind(*fields))
+
+    def least(self, numbers: list[int]) -> list[int]:
+        """The least of each number on all hosts of the pipeline."""
+        return numbers
+
+    def _slots_of(self, shape: StepShape, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(slots of a step's rows; for each row of its bucket the slot if it samples a token, or that of nobody)."""
+        fields = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
+        num_rows = int(np.count_nonzero(np.diff(fields["q_start"])))
+        return fields["slot"][:num_rows], np.where(fields["num_new"] > 0, fields["slot"], self._last.num_slots)
+
+    def _matters(self, sampled: Any) -> bool:
+        """Whether tokens on their way belong to a sequence that still has its slot."""
+        return bool((sampled.slot < self._last.num_slots).any())
+
     def _keep(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """Sends tokens of the last stage on their way, for the slots [n] that need them."""
-        if (slot < self._last.num_slots).any():
-            sent = [jax.device_put(tokens, place) for place in self._places[:-1]]
-            self._returning.append(Returning(kind, slot.astype(np.int32), sent))
+        some = Returning(kind, slot.astype(np.int32), [])
+        if self._matters(some):
+            some.tokens = [jax.device_put(tokens, place) for place in self._places[:-1]]
+            self._returning.append(some)
 
     def _return_tokens(self, slot: np.ndarray) -> None:
         """Gives the stages the tokens that sampled these slots' last tokens, and all tokens before those."""

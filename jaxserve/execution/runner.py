@@ -32,7 +32,7 @@ from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramName, Signatures, Upkeep, draft_programs
 from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.upkeep import UpkeepCalls
+from jaxserve.execution.upkeep import UpkeepCalls, deferred_calls
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
@@ -235,17 +235,13 @@ class ModelRunner(UpkeepCalls):
         """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
         its results. draws: int32 [n, DEFERRED_WORDS], and masks [n, words], as in `steps.sample_deferred`."""
         self._tell(commands.SampleDeferred, draws, masks)
-        given, drawn, at = np.concatenate([draws, masks], axis=1), [], 0
-        starts = np.append(np.flatnonzero(draws[:, 1] == 0), len(draws))  # where rows begin; no call ends within a row
-        while at < len(draws):
-            end = int(starts[starts <= at + self.deferred_sizes[-1]][-1])
-            size = next(size for size in self.deferred_sizes if size >= end - at)
+        given, drawn = np.concatenate([draws, masks], axis=1), []
+        for at, end, size in deferred_calls(draws, self.deferred_sizes):
             packed = np.zeros((size, given.shape[1]), np.int32)
             packed[:, 0], packed[: end - at] = self.num_slots, given[at:end]
             one, self.slots = self._get(Upkeep("sample_deferred", size))(self._arrays, self.slots, packed)
             drawn.append((end - at, one))
             self._show(one)
-            at = end
         return drawn
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:

@@ -157,6 +157,16 @@ class UpkeepCalls:
         self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
 
+def deferred_calls(draws: np.ndarray, sizes: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Cuts the draws of `sample_deferred`, int32 [n, DEFERRED_WORDS], into calls that hold whole rows. Yields where
+    each call begins and ends, and the smallest of these ascending sizes that holds it."""
+    at, starts = 0, np.append(np.flatnonzero(draws[:, 1] == 0), len(draws))  # where rows begin
+    while at < len(draws):
+        end = int(starts[starts <= at + sizes[-1]][-1])
+        yield at, end, next(size for size in sizes if size >= end - at)
+        at = end
+
+
 def calls(count: int, sizes: list[int]) -> Iterator[tuple[slice, int]]:
     """Cuts `count` items into as few calls as possible. `sizes` are ascending. Yields the items of each call, and the
     smallest size that holds them."""

@@ -42,12 +42,22 @@ def start_jax(config: EngineConfig) -> EngineConfig:
         raise HostError(f"JAX could not connect the hosts through {config.coordinator}: {error}") from error
     total = jax.device_count()
     write_compile_cache_here()
-    if config.tensor_parallel_size not in (1, total):
+    return with_all_devices(config, total)
+
+
+def with_all_devices(config: EngineConfig, total: int) -> EngineConfig:
+    """The settings with a tensor_parallel_size that uses all `total` devices. Raises ConfigError if the given sizes
+    leave some unused."""
+    groups = config.data_parallel_size * config.pipeline_parallel_size  # one of the two is 1
+    size = total // groups if config.tensor_parallel_size == 1 else config.tensor_parallel_size
+    if size * groups != total:
         raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} must be the number of all hosts' devices, {total}, "
-            "which is the default with several hosts"
+            f"several hosts must use all their devices: data_parallel_size {config.data_parallel_size} x "
+            f"pipeline_parallel_size {config.pipeline_parallel_size} x tensor_parallel_size "
+            f"{config.tensor_parallel_size} must be {total}, the number of all hosts' devices; by default "
+            "tensor_parallel_size makes it so, if the others divide it"
         )
-    return replace(config, tensor_parallel_size=total)
+    return replace(config, tensor_parallel_size=size)
 
 
 def stop_jax() -> None:

@@ -20,7 +20,7 @@ from test_expert_steps import copied_stacks, local
 from test_steps import as_llama_quantize, cache_copies, copied_parameters, dequantized_copies, in_blocks
 
 from jaxserve.config import EngineConfig
-from jaxserve.devices.mesh import num_groups
+from jaxserve.devices.mesh import num_groups, spans_hosts
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan
@@ -338,8 +338,9 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
         allowed = {"all-reduce": 2 * layers + 8}
         if groups > 1:  # around experts: tokens to all groups, and sums back
             mixtures = sum(layer.mlp.experts is not None for layer in runner.model.config.layers)
+            for_hosts = 3 if spans_hosts(runner.mesh) else 0  # tokens, their scores, and the experts' load
             allowed |= {
-                "all-gather": 2 * mixtures,
+                "all-gather": 2 * mixtures + for_hosts,
                 "reduce-scatter": mixtures,
                 "all-to-all": 0,
                 "collective-permute": 0,

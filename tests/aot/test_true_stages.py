@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import devices_of
@@ -21,6 +22,7 @@ from test_true_sizes import SMALL, check
 
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.devices.mesh_links import MeshLink
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan, decoder_and_page
 from jaxserve.engine.pipeline import stages_of
@@ -161,6 +163,17 @@ def check_exchanges(stage: Stage, shape: StepShape, text: str) -> None:
     assert (logits, found[small]) == (1, 1)
     assert small[0] == "all-gather"
     assert small[1] <= 200 * shape.rows
+
+
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_between_hosts(tokens):
+    """From each device of one host to its counterpart on the next one, one array, and nothing else is exchanged."""
+    devices = devices_of("h200x16")
+    link = MeshLink(*(make_mesh(DEVICES, some) for some in (devices[:DEVICES], devices[DEVICES:])))
+    text = link.compile([jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.bfloat16)]).as_text()
+    assert exchanges(text) == {("collective-permute", 2 * tokens * HIDDEN * BF16): 1}  # as sent, and received
+    (pairs,) = re.findall(r"source_target_pairs=\{(\S*)\}", text)
+    assert pairs == ",".join(f"{{{i},{i + DEVICES}}}" for i in range(DEVICES))
 
 
 def test_what_a_layer_adds(tmp_path):

@@ -203,7 +203,6 @@ def test_a_failed_step_ends_one_request(model_folders, monkeypatch):
         (EXPERTS, {"enable_lora": True}, "cannot be combined with enable_lora"),
         (EXPERTS, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
         (EXPERTS, {"deterministic": True}, "cannot be combined with deterministic"),
-        (EXPERTS, {"num_hosts": 2, "coordinator": "localhost:1"}, "cannot be combined with num_hosts"),
         (EXPERTS, {"speculative_config": {"method": "draft_model", "model": "x"}}, "speculation by 'draft_model'"),
         (EXPERTS, {"tensor_parallel_size": 8}, "data_parallel_size 2 x tensor_parallel_size 8 needs 16 devices"),
         (EXPERTS, {"tensor_parallel_size": 3}, "data_parallel_size 2 x tensor_parallel_size 3 does not divide"),

@@ -1,6 +1,7 @@
 """Layers divided among stages of devices: the tokens of one device."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from same_answers import PROMPTS, answers, check_equal
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.pipeline import check_devices
 from jaxserve.models.stages import split_layers
 from jaxserve.types import InvalidRequestError
 
@@ -148,7 +150,6 @@ def test_after_a_failed_step(deep_folders):
         (PLAIN, {"enable_lora": True}, "cannot be combined with enable_lora True: leave enable_lora at False"),
         (PLAIN, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
         (PLAIN, {"speculative_config": {"method": "ngram"}}, "cannot be combined with speculative_config"),
-        (PLAIN, {"num_hosts": 2, "coordinator": "a:1"}, "cannot be combined with num_hosts 2"),
         (PLAIN, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "with decode_context_parallel_size"),
         (PLAIN, {"pipeline_parallel_size": 3}, "needs as many layers; the model has 2"),
         (PLAIN, {"tensor_parallel_size": 8}, "needs 16 devices, but JAX sees 8 cpu"),
@@ -158,6 +159,23 @@ def test_after_a_failed_step(deep_folders):
 def test_refusals(case, options, message, model_folders):
     with pytest.raises(ConfigError, match=message):
         Engine.load(EngineConfig(model=str(model_folders(case)), **PP2 | options), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensor", "devices", "fits"),
+    [(2, 8, (8, 8), True), (2, 16, (8, 8, 8, 8), True), (3, 4, (4, 4, 4), True), (2, 4, (2, 2, 4), True),
+     (4, 4, (8, 8), False), (3, 4, (6, 6), False), (2, 3, (2, 2, 2), False)],
+)  # fmt: skip
+def test_stages_of_whole_hosts(stages, tensor, devices, fits):
+    """No host may have devices of two stages. devices: of each host."""
+    of_hosts = [SimpleNamespace(process_index=host) for host, count in enumerate(devices) for _ in range(count)]
+    hosts = {"num_hosts": len(devices), "coordinator": "a:1"}
+    config = EngineConfig(model="m", pipeline_parallel_size=stages, tensor_parallel_size=tensor, **hosts)
+    if fits:
+        check_devices(config, of_hosts)
+    else:
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size {stages} over .* needs stages of whole hosts"):
+            check_devices(config, of_hosts)
 
 
 def test_sleep_is_refused(deep_folders):

@@ -18,6 +18,7 @@ from jaxserve.hosts.environment import SECRET, command_address, found_hosts, rea
 from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.identity import difference, identity_of
 from jaxserve.hosts.peer import Peer
+from jaxserve.hosts.start_jax import with_all_devices
 from jaxserve.hosts.token_digests import EVERY, TokenDigests
 
 GOOD = b"a secret of sixteen or more bytes"
@@ -240,6 +241,28 @@ def test_an_environment_without_hosts(environment):
 def test_settings_that_name_no_group(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="m", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, 16),
+        ({"tensor_parallel_size": 16}, 16),
+        ({"data_parallel_size": 16}, 1),
+        ({"data_parallel_size": 2}, 8),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 8}, 8),
+        ({"tensor_parallel_size": 8}, None),
+        ({"data_parallel_size": 3}, None),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 4}, None),
+    ],
+)
+def test_all_devices_are_used(settings, found):
+    config = EngineConfig(model="m", coordinator="h:1", num_hosts=2, **settings)
+    if found is not None:
+        assert with_all_devices(config, 16).tensor_parallel_size == found
+    else:
+        with pytest.raises(ConfigError, match="must be 16, the number of all hosts' devices"):
+            with_all_devices(config, 16)
 
 
 def test_addresses_and_secrets(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"accelerator": {"type": "tpu", "count": 4, "tpu": {"accelerator": "tpu-v6e-slice", "topology": "2x2"}}},
     "tpu hosts": LEAST
     | {"hosts": 4, "accelerator": {"type": "tpu", "count": 4}, "secret": {"name": "mine"}, "tensorParallelSize": 16},
+    "groups": SEVERAL_HOSTS | {"dataParallelSize": 16, "args": ["--enable-expert-parallel"]},
+    "stages": SEVERAL_HOSTS | {"pipelineParallelSize": 2},
     "cpu": LEAST | {"accelerator": {"type": "none", "count": 1}, "cache": {"existingClaim": "models"}},
     "hpa": LEAST | {"autoscaling": {"kind": "hpa", "maxReplicas": 8}},
     "keda hosts": SEVERAL_HOSTS | {"autoscaling": {"kind": "keda"}},
@@ -220,7 +223,10 @@ def test_commands_are_ours(case, monkeypatch):
         args = make_parser().parse_args([str(arg) for arg in one["args"]])
         assert (args.model, args.host, args.port) == ("org/name", "0.0.0.0", 8000)
         hosts = CASES[case].get("hosts", 1)
-        assert args.tensor_parallel_size == hosts * CASES[case].get("accelerator", {"count": 1})["count"]
+        groups = [CASES[case].get(name, 1) for name in ("dataParallelSize", "pipelineParallelSize")]
+        assert [args.data_parallel_size, args.pipeline_parallel_size] == groups
+        devices = hosts * CASES[case].get("accelerator", {"count": 1})["count"]
+        assert args.tensor_parallel_size == devices // math.prod(groups)
         assert (args.coordinator == "auto") == (hosts > 1)
         assert pod["spec"]["terminationGracePeriodSeconds"] > args.drain_delay + args.drain_seconds
         assert args.drain_delay > 0
@@ -328,6 +334,8 @@ def test_secrets_are_not_in_pods():
         (LEAST | {"args": ["--role=prefill"]}, "args"),
         (LEAST | {"role": {"kind": "prefill"}}, "a role needs a secret"),
         (SEVERAL_HOSTS | {"role": {"kind": "prefill"}}, "role.kind must be both if hosts"),
+        (SEVERAL_HOSTS | {"dataParallelSize": 3}, "must divide the 16 devices of a replica, got 3"),
+        (LEAST | {"args": ["--data-parallel-size=2"]}, "args"),
         (CASES["prefill"] | {"replicas": 2}, "by its own address"),
         (CASES["prefill"] | {"autoscaling": {"kind": "hpa"}}, "by its own address"),
         (CASES["decode"] | {"role": {"kind": "decode"}}, "goes with role.kind decode"),

@@ -53,10 +53,20 @@ name: {{ include "jaxserve.name" . }}
 - --served-model-name={{ . }}
 {{- end }}
 {{- $devices := mul .Values.hosts (max 1 .Values.accelerator.count) }}
-{{- with .Values.tensorParallelSize | default $devices }}
+{{- $groups := mul .Values.dataParallelSize .Values.pipelineParallelSize }}
+{{- if mod $devices $groups }}
+{{- fail (printf "dataParallelSize x pipelineParallelSize must divide the %d devices of a replica, got %d" $devices $groups) }}
+{{- end }}
+{{- with .Values.tensorParallelSize | default (div $devices $groups) }}
 {{- if gt (int .) 1 }}
 - --tensor-parallel-size={{ . }}
 {{- end }}
+{{- end }}
+{{- if gt (int .Values.dataParallelSize) 1 }}
+- --data-parallel-size={{ .Values.dataParallelSize }}
+{{- end }}
+{{- if gt (int .Values.pipelineParallelSize) 1 }}
+- --pipeline-parallel-size={{ .Values.pipelineParallelSize }}
 {{- end }}
 {{- if .Values.auth.apiKeys }}
 - --api-key-file=/etc/jaxserve/api-keys
