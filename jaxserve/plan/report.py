@@ -27,6 +27,7 @@ def make_plan(
     shape: tuple[int, int] = (1000, 300),
     estimate: bool = False,
     all_layers: bool = False,
+    compiled: Compiled | None = None,
     price: float | None = None,
     goal: Goal | None = None,
     constants: Known | None = None,
@@ -37,6 +38,7 @@ def make_plan(
     Args:
       shape: tokens of a request's prompt and output, for the number of requests at once.
       estimate: compile nothing.
+      compiled: what the compiler said before (`Deployment.compile`); None: it is asked, unless `estimate`.
       price: dollars per device and hour.
       constants: measured ones by kind of device and form of weights.
       measured: steps that were timed here.
@@ -44,7 +46,9 @@ def make_plan(
     if goal is not None and config.data_parallel_size > 1:
         raise ConfigError("--for simulates one group of devices; leave out --data-parallel-size")
     deployment = Deployment.of(config, target)
-    compiled = None if estimate else _compiled(deployment, all_layers)
+    if compiled is None and not estimate:
+        deployment.pages(deployment.estimated_needs())  # what cannot fit is not compiled
+        compiled = deployment.compile(all_layers)
     needs = deployment.estimated_needs() if compiled is None else compiled.needs
     found = _about(deployment, compiled) | {"memory": _memory(deployment, needs)}
     try:
@@ -70,11 +74,6 @@ def make_plan(
         served = simulate(deployment, roofline, pages, longest, goal)
         found["served"] = served._asdict() | {"holds": served.holds(goal)}
     return found
-
-
-def _compiled(deployment: Deployment, all_layers: bool) -> Compiled:
-    deployment.pages(deployment.estimated_needs())  # what cannot fit is not compiled
-    return deployment.compile(all_layers)
 
 
 def _about(deployment: Deployment, compiled: Compiled | None) -> dict[str, Any]:
