@@ -91,7 +91,7 @@ def entry(model: str, target: str, scheme: str, compiled: Compiled | None = None
     row: dict[str, Any] = {"model": model, "target": target, "scheme": scheme}
     with settings(model, target, scheme) as config:
         try:
-            plan = make_plan(config, target, estimate=True, compiled=compiled)
+            plan = make_plan(config, target, estimate=True, compiled=None if compiled is None else [compiled])
         except ConfigError as error:
             return row | {"fits": False, "source": "estimated", "reason": str(error)[:160]}
     row |= {"fits": plan["fits"], "source": plan["sources"]["temporaries"], "weights": plan["memory"]["weights"]}

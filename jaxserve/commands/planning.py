@@ -130,12 +130,14 @@ def _wanted(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _on_all_devices(config: EngineConfig, target: str) -> EngineConfig:
-    """Devices that no setting of parallelism shares out share each layer, within their group if there are several."""
+    """Devices that no setting of parallelism shares out share each layer, within their group or stage if there are
+    several."""
     from jaxserve.plan.deployment import plan_devices
 
     if config.tensor_parallel_size > 1:
         return config
-    return replace(config, tensor_parallel_size=max(len(plan_devices(target)) // config.data_parallel_size, 1))
+    groups = config.data_parallel_size * config.pipeline_parallel_size
+    return replace(config, tensor_parallel_size=max(len(plan_devices(target)) // groups, 1))
 
 
 def _shape(text: str) -> tuple[int, int]:

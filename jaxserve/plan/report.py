@@ -10,9 +10,11 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.memory import Needs, size
 from jaxserve.plan.constants import Known, find
-from jaxserve.plan.deployment import Compiled, Deployment
+from jaxserve.plan.deployment import Compiled, Deployment, StepFigures
 from jaxserve.plan.measuring import Measured, lines
-from jaxserve.plan.roofline import Constants, Roofline, share
+from jaxserve.plan.pipeline_roofline import PipelineRoofline
+from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
+from jaxserve.plan.stages import deployments, tightest
 from jaxserve.plan.traffic import Goal, simulate
 
 SCHEMA = 1  # grows when a key changes its meaning or goes
@@ -27,7 +29,7 @@ def make_plan(
     shape: tuple[int, int] = (1000, 300),
     estimate: bool = False,
     all_layers: bool = False,
-    compiled: Compiled | None = None,
+    compiled: list[Compiled] | None = None,
     price: float | None = None,
     goal: Goal | None = None,
     constants: Known | None = None,
@@ -38,28 +40,29 @@ def make_plan(
     Args:
       shape: tokens of a request's prompt and output, for the number of requests at once.
       estimate: compile nothing.
-      compiled: what the compiler said before (`Deployment.compile`); None: it is asked, unless `estimate`.
+      compiled: what the compiler said before of each stage (`Deployment.compile`); None: it is asked, unless `estimate`.
       price: dollars per device and hour.
       constants: measured ones by kind of device and form of weights.
       measured: steps that were timed here.
     """
     if goal is not None and config.data_parallel_size > 1:
         raise ConfigError("--for simulates one group of devices; leave out --data-parallel-size")
-    deployment = Deployment.of(config, target)
+    stages = deployments(config, target)
     if compiled is None and not estimate:
-        deployment.pages(deployment.estimated_needs())  # what cannot fit is not compiled
-        compiled = deployment.compile(all_layers)
-    needs = deployment.estimated_needs() if compiled is None else compiled.needs
-    found = _about(deployment, compiled) | {"memory": _memory(deployment, needs)}
+        tightest(stages, [stage.estimated_needs() for stage in stages])  # what cannot fit is not compiled
+        compiled = [stage.compile(all_layers) for stage in stages]
+    needs = [stage.estimated_needs() for stage in stages] if compiled is None else [one.needs for one in compiled]
+    found = _about(stages, compiled)
     try:
-        pages, longest = deployment.pages(needs)
+        tight = tightest(stages, needs)
     except ConfigError as error:
-        return found | {"fits": False, "reason": str(error)}
+        return found | {"memory": _memory(stages[0], needs[0]), "fits": False, "reason": str(error)}
+    deployment = stages[tight]
+    pages, longest = deployment.pages(needs[tight])
     known = find(constants or {}, deployment) or Constants.of(deployment)
-    launched = max((step.launches for step in compiled.steps if step.program.startswith("decode")), default=0) \
-        if compiled is not None else 0  # fmt: skip
-    roofline = Roofline(deployment, known, launched)
-    found |= {"fits": True, "capacity": _capacity(deployment, pages, longest, shape)}
+    roofline = _rooflines(stages, known, compiled)
+    found |= {"memory": _memory(deployment, needs[tight]), "fits": True}
+    found |= {"capacity": _capacity(deployment, pages, longest, shape)}
     found |= {"roofline": _roofline(deployment, roofline, longest), "constants": asdict(known)}
     found["sources"]["roofline"] = known.source
     if measured is not None:
@@ -67,7 +70,7 @@ def make_plan(
     batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs * deployment.groups)
     if price is not None:  # no token is sold where not even one request fits
         tokens = batch / roofline.decode(batch, sum(shape)).total if batch else 0.0
-        dollars = price * deployment.devices
+        dollars = price * found["devices"]
         found["price"] = {"dollars_per_hour": dollars, "batch": batch, "tokens_per_second": tokens,
                           "output_tokens_per_dollar": 3600 * tokens / dollars}  # fmt: skip
     if goal is not None:
@@ -76,27 +79,43 @@ def make_plan(
     return found
 
 
-def _about(deployment: Deployment, compiled: Compiled | None) -> dict[str, Any]:
-    config, layers = deployment.config, deployment.plan.model.num_layers
+def _rooflines(
+    stages: list[Deployment], constants: Constants, compiled: list[Compiled] | None
+) -> Roofline | PipelineRoofline:
+    steps = [[] if compiled is None else compiled[i].steps for i in range(len(stages))]
+    launched = [max((one.launches for one in some if one.program.startswith("decode")), default=0) for some in steps]
+    made = [Roofline(stage, constants, count) for stage, count in zip(stages, launched, strict=True)]
+    return made[0] if len(made) == 1 else PipelineRoofline(made)
+
+
+def _about(stages: list[Deployment], compiled: list[Compiled] | None) -> dict[str, Any]:
+    config, deployment = stages[0].config, stages[0]
+    layers = [stage.plan.model.num_layers for stage in stages]
     fields = type(config).__dataclass_fields__
     parallel = {name: getattr(config, name) for name in fields if "parallel" in name}
-    how = "estimated"
+    how, steps = "estimated", []
     if compiled is not None:
-        how = "compiled" if compiled.layers == layers else f"extrapolated from {compiled.layers} layers and twice these"
-    steps = [] if compiled is None else [
-        step._asdict() | {"exchanges": {kind: one._asdict() for kind, one in step.exchanges.items()}}
-        for step in compiled.steps
-    ]  # fmt: skip
+        some = compiled[0].layers
+        how = "compiled" if some == layers[0] else f"extrapolated from {some} layers and twice these"
+        steps = [_of_step(step) for one in compiled for step in one.steps]
     return {
-        "schema": SCHEMA, "model": config.model, "target": deployment.target, "devices": deployment.devices,
-        "device_kind": deployment.device.device_kind, "parallel": parallel, "quantization": config.quantization,
-        "dtype": str(deployment.plan.dtype), "layers": layers, "steps": steps,
+        "schema": SCHEMA, "model": config.model, "target": deployment.target,
+        "devices": sum(stage.devices for stage in stages), "device_kind": deployment.device.device_kind,
+        "parallel": parallel, "quantization": config.quantization, "dtype": str(deployment.plan.dtype),
+        "layers": sum(layers), "steps": steps,
+        "stages": [
+            {"layers": count, "weights": stage.budget.weights} for count, stage in zip(layers, stages, strict=True)
+        ],
         "sources": {
             "weights": "arithmetic on the exact shapes", "temporaries": how, "results": how, "code": how,
             "launches": how if steps else "not counted", "collectives": how if steps else "not counted",
             "roofline": "estimated",
         },
     }  # fmt: skip
+
+
+def _of_step(step: StepFigures) -> dict[str, Any]:
+    return step._asdict() | {"exchanges": {kind: one._asdict() for kind, one in step.exchanges.items()}}
 
 
 def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
@@ -120,21 +139,24 @@ def _capacity(deployment: Deployment, pages: int, longest: int, shape: tuple[int
     }  # fmt: skip
 
 
-def _roofline(deployment: Deployment, roofline: Roofline, longest: int) -> dict[str, Any]:
+def _roofline(deployment: Deployment, roofline: Roofline | PipelineRoofline, longest: int) -> dict[str, Any]:
     contexts = [c for c in CONTEXTS if c <= longest] or [longest]
     decodes = [
         {"batch": batch, "context": context, "tpot": (one := roofline.decode(batch, context)).total,
-         "bytes": one.bytes, "flops": one.flops, "shares": {part: share([one], part) for part in PARTS}}
+         "bytes": one.bytes, "flops": one.flops, "shares": {part: getattr(one, part) / one.total for part in PARTS}}
         for batch in BATCHES for context in contexts
     ]  # fmt: skip
     most = memory.max_batched_tokens(deployment.config)
-    return {"decode": decodes, "prompt": [{"tokens": n, "ttft": roofline.prompt(n, most)} for n in contexts]}
+    return {"decode": decodes, "prompt": [{"tokens": n, "ttft": prompt_seconds(roofline, n, most)} for n in contexts]}
 
 
 def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
     """The plan's lines."""
     held, sources = plan["memory"], plan["sources"]
     yield f"{plan['model']} on {plan['target']}: {plan['devices']} x {plan['device_kind']}, {plan['quantization']}"
+    if len(plan["stages"]) > 1:
+        counts = ", ".join(str(one["layers"]) for one in plan["stages"])
+        yield f"{len(plan['stages'])} stages of {counts} layers; memory is that of the stage that allows the fewest pages"
     weights = ", ".join(f"{size(count)} {dtype}" for dtype, count in held["weights_by_dtype"].items())
     yield f"memory of a device    {size(held['total'])} x {held['utilization']:g}"
     yield f"  weights             {size(held['weights']):>12}  ({weights})"

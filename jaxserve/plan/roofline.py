@@ -99,6 +99,8 @@ class Roofline:
       launched: launches of a step, of the compiled program or 0.
     """
 
+    num_stages = 1
+
     def __init__(self, deployment: Deployment, constants: Constants, launched: int = 0):
         self.constants, self._launches = constants, launched
         plan, model, params = deployment.plan, deployment.plan.model, deployment.params
@@ -109,7 +111,10 @@ class Roofline:
         experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
         share = 1.0 - self._unused
-        head = "head/kernel" if "head/kernel" in params else "embed/table"
+        stage: Any = plan.decoder.stage
+        head = "head/kernel" if "head/kernel" in params else "embed/table" if model.tie_embeddings else None
+        if stage is not None and not stage.is_last:
+            head = None
         self.dense_bytes = self.expert_bytes = self._token_flops = self._head_flops = 0.0
         for path, w in params.items():
             if path == "embed/table" and path != head:
@@ -130,7 +135,7 @@ class Roofline:
         specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
-        self._row_bytes = layout.token_bytes / len(specs) / layout.ways(plan.mesh)
+        self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.ways(plan.mesh)
         spec = specs[0]
         width = 2 * spec.head_dim
         if isinstance(spec, LatentAttentionSpec):
@@ -156,16 +161,14 @@ class Roofline:
         done = work.weights + work.cached, work.products + work.attended
         return StepTime(weights, products, attention, sent, overhead, total, *done)
 
+    def stage_seconds(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> list[float]:
+        """The seconds of `step` in each stage, of which there is one."""
+        return [self.step(tokens, rows, contexts, counts).total]
+
     def decode(self, batch: int, context: int) -> StepTime:
         """The step in which each of `batch` sequences of all groups gains a token: its total is the TPOT."""
         rows = -(-batch // self._groups)
         return self.step(rows, rows, np.full(rows, context))
-
-    def prompt(self, tokens: int, most: int) -> float:
-        """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT."""
-        starts = range(0, tokens, most)
-        return sum(self.step(min(most, tokens - at), 1, [min(at + most, tokens)], [min(most, tokens - at)]).total
-                   for at in starts)  # fmt: skip
 
     def _attended(self, contexts: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
         """(cached tokens read, pairs of tokens) over all layers."""
@@ -180,6 +183,10 @@ class Roofline:
         within = SUMS * self.layers * self._exchange(tokens, self._each)
         return within + self._mixtures * self._exchange(tokens * self._groups, self._groups)
 
+    def hand_over(self, tokens: int) -> float:
+        """Seconds until the next stage of a pipeline has the hidden states of these tokens."""
+        return self.constants.link_start + tokens * self._hidden * self._itemsize / self.constants.link
+
     def _exchange(self, tokens: int, devices: int) -> float:
         """Seconds of a sum of the hidden states of these tokens over devices, or of their gather and scatter."""
         c = self.constants
@@ -188,6 +195,19 @@ class Roofline:
         return c.link_start + 2 * (devices - 1) / devices * tokens * self._hidden * self._itemsize / c.link
 
 
-def share(times: Sequence[StepTime], part: str) -> float:
-    """Part of the total of some steps."""
-    return sum(getattr(one, part) for one in times) / sum(one.total for one in times)
+def prompt_seconds(roofline: Any, tokens: int, most: int) -> float:
+    """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT.
+    roofline: a `Roofline` or a `PipelineRoofline`."""
+    free, ended = [0.0] * roofline.num_stages, 0.0
+    for at in range(0, tokens, most):
+        count = min(most, tokens - at)
+        ended = pass_through(free, 0.0, roofline.stage_seconds(count, 1, [at + count], [count]))
+    return ended
+
+
+def pass_through(free: list[float], begin: float, seconds: Sequence[float]) -> float:
+    """When a step ends that begins at a time and takes these seconds in each stage. free: when each stage has finished
+    its steps so far; this adds the step to them."""
+    for stage, taken in enumerate(seconds):
+        begin = free[stage] = max(begin, free[stage]) + taken
+    return begin

@@ -14,7 +14,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.plan.deployment import Deployment, plan_devices
 from jaxserve.plan.report import make_plan
-from jaxserve.plan.roofline import Constants, Roofline
+from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
 from jaxserve.plan.traffic import Goal, simulate
 
 SMALL = {
@@ -148,7 +148,7 @@ def test_simulation_depends_on_the_load(folder):
     assert heavy.ttft > 2 * light.ttft
     assert heavy.tokens_per_second > light.tokens_per_second
     assert light.most_running < heavy.most_running == 8
-    alone = roofline.prompt(100, 128) + roofline.decode(1, 100).total
+    alone = prompt_seconds(roofline, 100, 128) + roofline.decode(1, 100).total
     assert light.ttft < 3 * alone
     with pytest.raises(ConfigError, match="exceed the longest"):
         simulate(deployment, roofline, 200, 512, Goal(1, 500, 20))
@@ -171,7 +171,7 @@ def test_json_text_and_page(folder, capsys):
     assert plan["schema"] == 1
     keys = {
         "schema", "model", "target", "devices", "device_kind", "parallel", "quantization", "dtype", "layers", "steps",
-        "sources", "memory", "fits", "capacity", "roofline", "constants", "price", "served", "label",
+        "stages", "sources", "memory", "fits", "capacity", "roofline", "constants", "price", "served", "label",
     }  # fmt: skip
     assert set(plan) == keys
     assert plan["sources"]["temporaries"] == "estimated"
@@ -207,13 +207,14 @@ def test_what_does_not_fit_says_so(folder):
     ("changes", "message"),
     [
         ({"speculative_config": {"method": "ngram"}}, "speculation"),
-        ({"pipeline_parallel_size": 2}, "stages of a pipeline"),
+        ({"pipeline_parallel_size": 2, "kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
+        ({"pipeline_parallel_size": 2}, "needs 2 devices"),
         ({"num_hosts": 2, "coordinator": "a:1", "host_secret_file": "x"}, "one host"),
     ],
 )
 def test_refusals(folder, changes, message):
     with pytest.raises(ConfigError, match=message):
-        Deployment.of(settings(folder, **changes), "cpu")
+        make_plan(settings(folder, **changes), "cpu", estimate=True)
 
 
 def test_unknown_targets_are_refused(folder):
