@@ -43,7 +43,8 @@ def add_plan(commands: Any) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     from jaxserve.plan import constants as measured
-    from jaxserve.plan import page, report
+    from jaxserve.plan import page
+    from jaxserve.plan.text import table_of, text_of
     from jaxserve.plan.traffic import Goal
 
     goal = None if args.goal is None else Goal.of(args.goal)
@@ -67,7 +68,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.html:
         args.html.write_text(page.page_of(plans))
     if args.json != "-":
-        print("\n".join(report.table_of(plans) if args.compare else report.text_of(plans[0])))
+        print("\n".join(table_of(plans) if args.compare else text_of(plans[0])))
         if goal is not None and args.compare:
             print(_cheapest(plans))
     return 0
@@ -102,7 +103,8 @@ def _without_weights(args: argparse.Namespace) -> EngineConfig:
     """The settings; a config.json, a folder without weights, or a hub id that is not here yet is enough for shapes."""
     path = Path(args.model)
     if path.name == "config.json" and path.is_file():
-        args.model, path = str(path.parent), path.parent
+        path = path.parent
+        args.model = str(path) if path.name else str(path.resolve())
     weights = path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
     if not weights and args.model != "demo":
         args.load_format = "dummy"

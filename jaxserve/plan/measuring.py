@@ -55,9 +55,9 @@ def measure(config: EngineConfig, target: str, path: Path, clock: Clock = time.p
     with tempfile.TemporaryDirectory() as folder:
         given = probe.settings(config, deployment, Path(folder))
         probes = {name: Deployment.of(one, target) for name, one in given.items()}
+        probe.check_form(deployment, probes[probe.WIDE])
         start = Constants.of(probes[probe.WIDE])
         rooflines = {name: Roofline(one, start) for name, one in probes.items()}
-        probe.check_form(Roofline(deployment, start), rooflines[probe.WIDE])
         points = {name: probe.points(name) for name in probes} | {MODEL: _points(deployment)}
         steps = {name: _engine_steps(one, points[name], clock) for name, one in (probes | {MODEL: deployment}).items()}
     times = in_turns(steps, points, ROUNDS)

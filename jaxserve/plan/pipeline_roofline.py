@@ -28,16 +28,16 @@ class PipelineRoofline:
 
     def decode(self, batch: int, context: int) -> StepTime:
         """Each of `batch` sequences gains a token. A group's next step begins when its tokens have left the last stage,
-        and when the slowest stage has computed all other groups; the total is the longer of the two. Other parts are
-        sums over the stages, and what the total has beyond them is waiting. Bytes and operations are those of all
-        groups on the devices that have the most."""
+        and when the slowest stage has computed all other groups. The total is the longer of the two, of which waiting
+        is what exceeds the first. Other parts are sums over the stages. Bytes and operations are those of all groups
+        on the devices that have the most."""
         groups = min(batch, self.num_stages)
         rows = -(-batch // groups)
         times = self._times(rows, rows, np.full(rows, context), 1)
         parts = StepTime(*map(sum, zip(*times, strict=True)))
         total = max(parts.total, groups * max(one.total for one in times))
         most = groups * max(one.bytes for one in times), groups * max(one.flops for one in times)
-        return parts._replace(total=total, bytes=most[0], flops=most[1])
+        return parts._replace(total=total, bytes=most[0], flops=most[1], waiting=total - parts.total)
 
     def _times(self, tokens: int, rows: int, contexts: Any, counts: Any) -> list[StepTime]:
         times = []

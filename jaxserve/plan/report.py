@@ -1,17 +1,16 @@
-"""A deployment's plan as JSON, and that as text."""
+"""A deployment's plan as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
-from jaxserve.execution.memory import Needs, size
+from jaxserve.execution.memory import Needs
 from jaxserve.plan.constants import Known, find
 from jaxserve.plan.deployment import Compiled, Deployment, StepFigures
-from jaxserve.plan.measuring import Measured, lines
+from jaxserve.plan.measuring import Measured
 from jaxserve.plan.pipeline_roofline import PipelineRoofline
 from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
 from jaxserve.plan.stages import deployments, tightest
@@ -19,7 +18,7 @@ from jaxserve.plan.traffic import Goal, simulate
 
 SCHEMA = 1  # grows when a key changes its meaning or goes
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
-PARTS = ("weights", "products", "attention", "communication", "overhead")
+PARTS = ("weights", "products", "attention", "communication", "overhead", "waiting")
 
 
 def make_plan(
@@ -40,7 +39,8 @@ def make_plan(
     Args:
       shape: tokens of a request's prompt and output, for the number of requests at once.
       estimate: compile nothing.
-      compiled: what the compiler said before of each stage (`Deployment.compile`); None: it is asked, unless `estimate`.
+      compiled: what the compiler said of each stage before (`Deployment.compile`); None: it is asked, unless there is
+        only an `estimate`.
       price: dollars per device and hour.
       constants: measured ones by kind of device and form of weights.
       measured: steps that were timed here.
@@ -97,7 +97,7 @@ def _about(stages: list[Deployment], compiled: list[Compiled] | None) -> dict[st
     if compiled is not None:
         some = compiled[0].layers
         how = "compiled" if some == layers[0] else f"extrapolated from {some} layers and twice these"
-        steps = [_of_step(step) for one in compiled for step in one.steps]
+        steps = [_of_step(i, step) for i, one in enumerate(compiled) for step in one.steps]
     return {
         "schema": SCHEMA, "model": config.model, "target": deployment.target,
         "devices": sum(stage.devices for stage in stages), "device_kind": deployment.device.device_kind,
@@ -114,8 +114,9 @@ def _about(stages: list[Deployment], compiled: list[Compiled] | None) -> dict[st
     }  # fmt: skip
 
 
-def _of_step(step: StepFigures) -> dict[str, Any]:
-    return step._asdict() | {"exchanges": {kind: one._asdict() for kind, one in step.exchanges.items()}}
+def _of_step(stage: int, step: StepFigures) -> dict[str, Any]:
+    sent = {kind: one._asdict() for kind, one in step.exchanges.items()}
+    return {"stage": stage} | step._asdict() | {"exchanges": sent}
 
 
 def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
@@ -148,75 +149,3 @@ def _roofline(deployment: Deployment, roofline: Roofline | PipelineRoofline, lon
     ]  # fmt: skip
     most = memory.max_batched_tokens(deployment.config)
     return {"decode": decodes, "prompt": [{"tokens": n, "ttft": prompt_seconds(roofline, n, most)} for n in contexts]}
-
-
-def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
-    """The plan's lines."""
-    held, sources = plan["memory"], plan["sources"]
-    yield f"{plan['model']} on {plan['target']}: {plan['devices']} x {plan['device_kind']}, {plan['quantization']}"
-    if len(plan["stages"]) > 1:
-        counts = ", ".join(str(one["layers"]) for one in plan["stages"])
-        yield f"{len(plan['stages'])} stages of {counts} layers; memory is that of the stage that allows the fewest pages"
-    weights = ", ".join(f"{size(count)} {dtype}" for dtype, count in held["weights_by_dtype"].items())
-    yield f"memory of a device    {size(held['total'])} x {held['utilization']:g}"
-    yield f"  weights             {size(held['weights']):>12}  ({weights})"
-    for name in ("slots", "states", "temporaries", "results", "code", "reserve"):
-        yield f"  {name:19} {size(held[name]):>12}" + (f"  ({sources[name]})" if name in sources else "")
-    if not plan["fits"]:
-        yield f"does not fit: {plan['reason']}"
-        return
-    room = plan["capacity"]
-    yield f"  KV cache            {size(room['cache_bytes']):>12}  ({room['pages']:,} pages of {room['page_size']})"
-    if room["groups"] > 1:
-        yield f"  in each of {room['groups']} groups of devices; what follows is of all groups together"
-    yield f"fits: {room['tokens']:,} tokens, longest request {room['longest_request']:,}"
-    inputs, outputs = room["shape"]
-    yield f"  {room['requests_of_shape']:,} requests of {inputs} + {outputs} tokens at once"
-    for step in plan["steps"]:
-        sent = ", ".join(f"{one['number']} {kind} ({size(one['bytes'])})" for kind, one in step["exchanges"].items())
-        yield f"  {step['program']}: {step['launches']} launches, collectives: {sent or 'none'}"
-    yield f"roofline ({_source(plan['constants'])})"
-    yield f"  {'batch':>6} {'context':>8} {'TPOT ms':>9}  " + " ".join(f"{part[:8]:>9}" for part in PARTS)
-    for one in plan["roofline"]["decode"]:
-        shares = " ".join(f"{100 * one['shares'][part]:8.0f}%" for part in PARTS)
-        yield f"  {one['batch']:6} {one['context']:8} {1e3 * one['tpot']:9.2f}  {shares}"
-    for one in plan["roofline"]["prompt"]:
-        yield f"  TTFT of {one['tokens']:,} tokens: {1e3 * one['ttft']:.1f} ms"
-    if "measured" in plan:
-        yield from lines(plan["measured"])
-    if "price" in plan:
-        cost = plan["price"]
-        yield f"${cost['dollars_per_hour']:.2f} an hour, {cost['output_tokens_per_dollar']:,.0f} output tokens a dollar"
-    if "served" in plan:
-        yield _of_served(plan["served"])
-
-
-def _source(constants: Mapping[str, Any]) -> str:
-    if constants["source"] != "measured":
-        return f"{constants['source']}; not measured here"
-    rates = f"{constants['bandwidth'] / 1e9:,.1f} GB/s of weights, {constants['matmul'] / 1e9:,.0f} GFLOP/s"
-    if constants["cache"]:
-        rates += f", {constants['cache'] / 1e9:,.1f} GB/s of cached tokens"
-    beside = f"{1e3 * constants['call']:.2f} ms a call and {1e3 * constants['layer']:.3f} ms a layer"
-    return f"rates measured on this kind of device on {constants['when'] or 'an unknown day'}: {rates}; {beside}"
-
-
-def _of_served(served: Mapping[str, Any]) -> str:
-    word = "holds" if served["holds"] else "does not hold"
-    latencies = f"TTFT {1e3 * served['ttft']:.0f} ms and TPOT {1e3 * served['tpot']:.1f} ms at the 95th percentile"
-    return f"simulated traffic: {latencies}, {served['tokens_per_second']:,.0f} tokens/s: {word}"
-
-
-def table_of(plans: list[dict[str, Any]]) -> Iterator[str]:
-    """A row for each plan."""
-    start = f"{'target':10} {'settings':34} {'weights':>10}"
-    yield f"{start} {'tokens':>11} {'requests':>8} {'TPOT ms':>8} {'$ an hour':>9}"
-    for plan in plans:
-        start = f"{plan['target']:10} {plan['label'][:34]:34} {size(plan['memory']['weights']):>10}"
-        if not plan["fits"]:
-            yield f"{start} does not fit"
-            continue
-        one, room = plan["roofline"]["decode"][0], plan["capacity"]
-        dollars = f"{plan['price']['dollars_per_hour']:9.2f}" if "price" in plan else f"{'':9}"
-        held = f"  {_of_served(plan['served'])}" if "served" in plan else ""
-        yield f"{start} {room['tokens']:11,} {room['requests_of_shape']:8,} {1e3 * one['tpot']:8.2f} {dollars}{held}"

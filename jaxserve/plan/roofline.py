@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.devices.targets import rates
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
 from jaxserve.models.quantized import STACKS
 from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec
@@ -79,7 +80,7 @@ class Work(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step's parts, and what it does on one device."""
+    """Seconds of a step's parts, and what it does on one device. In a pipeline, sequences wait for other groups."""
 
     weights: float
     products: float
@@ -89,6 +90,46 @@ class StepTime(NamedTuple):
     total: float
     bytes: float
     flops: float
+    waiting: float = 0.0
+
+
+class Weights(NamedTuple):
+    """What steps read and multiply with. Bytes are those on one device, operations those on all devices of a group.
+
+    Attributes:
+      dense_bytes, expert_bytes: read in each step, and read if a token of the step chooses the expert.
+      token_flops, head_flops: of each token, and of each row that is sampled.
+    """
+
+    dense_bytes: float
+    expert_bytes: float
+    token_flops: float
+    head_flops: float
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], head: str | None, share: float) -> Weights:
+        """head: the path of the output head. share: of all experts, that a token chooses."""
+        dense = experts = token = last = 0.0
+        for path, w in params.items():
+            stored, size = sum(map(device_bytes, jax.tree.leaves(w))), math.prod(w.shape)
+            if path.endswith(STACKS):
+                experts += stored
+                token += 2 * size * share
+            elif path == head:
+                dense += stored
+                last += 2 * size
+            elif path != "embed/table":  # of which steps read rows only
+                dense += stored
+                token += 2 * size if len(w.shape) == 2 else 0
+        return cls(dense, experts, token, last)
+
+
+def _head(plan: ModelPlan) -> str | None:
+    """The path of the output head; None: these layers are followed by others."""
+    stage: Any = plan.decoder.stage
+    if stage is not None and not stage.is_last:
+        return None
+    return "embed/table" if plan.model.tie_embeddings else "head/kernel"
 
 
 class Roofline:
@@ -110,28 +151,7 @@ class Roofline:
         self._itemsize = np.dtype(plan.dtype).itemsize
         experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
-        share = 1.0 - self._unused
-        stage: Any = plan.decoder.stage
-        head = "head/kernel" if "head/kernel" in params else "embed/table" if model.tie_embeddings else None
-        if stage is not None and not stage.is_last:
-            head = None
-        self.dense_bytes = self.expert_bytes = self._token_flops = self._head_flops = 0.0
-        for path, w in params.items():
-            if path == "embed/table" and path != head:
-                continue
-            stored, size = sum(map(device_bytes, jax.tree.leaves(w))), math.prod(w.shape)
-            if path.endswith(STACKS):
-                self.expert_bytes += stored
-                self._token_flops += 2 * size * share
-            else:
-                self.dense_bytes += stored
-                if path == head:
-                    self._head_flops += 2 * size
-                elif len(w.shape) == 2:
-                    self._token_flops += 2 * size
-        matrices = [(path, w) for path, w in params.items() if path.startswith("layers_") and len(w.shape) > 1]
-        numbers = sum(math.prod(w.shape) for _, w in matrices)
-        self.bytes_per_number = sum(sum(map(device_bytes, jax.tree.leaves(w))) for _, w in matrices) / numbers
+        self.weights = Weights.of(params, _head(plan), 1.0 - self._unused)
         specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
@@ -145,8 +165,9 @@ class Roofline:
     def work(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> Work:
         """What `step` does, for the same arguments."""
         read, pairs = self._attended(np.asarray(contexts, float), np.asarray(counts, float))
-        used = self.dense_bytes + self.expert_bytes * (1 - self._unused ** (tokens * self._groups))
-        flops = (tokens * self._token_flops + rows * self._head_flops) / self._each
+        weights = self.weights
+        used = weights.dense_bytes + weights.expert_bytes * (1 - self._unused ** (tokens * self._groups))
+        flops = (tokens * weights.token_flops + rows * weights.head_flops) / self._each
         return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._each)
 
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:

@@ -118,13 +118,15 @@ def test_groups_in_the_roofline(folder):
         for rates in [Constants(1e9, 1e10, call=0.0, link=1e9, link_start=0.0, overlaps=False)]
         for sizes in ({"data_parallel_size": 8}, {"tensor_parallel_size": 8})
     )
-    assert of_groups.expert_bytes == of_one.expert_bytes, "all devices share the experts in either way"
-    assert of_groups.dense_bytes > 6 * of_one.dense_bytes, "each group has the other weights whole"
+    assert of_groups.weights.expert_bytes == of_one.weights.expert_bytes, "all devices share the experts in either way"
+    assert of_groups.weights.dense_bytes > 6 * of_one.weights.dense_bytes, "each group has the other weights whole"
     groups, one = of_groups.decode(64, 100), of_one.decode(64, 100)
     assert groups.products == pytest.approx(one.products), "an eighth of the rows, by a whole device"
     assert groups.attention == pytest.approx(one.attention), "the same, where each device has a head of all rows"
     read, other = of_groups.work(8, 8, [100] * 8).weights, of_one.work(64, 64, [100] * 64).weights
-    assert read - of_groups.dense_bytes == pytest.approx(other - of_one.dense_bytes), "experts serve all groups' tokens"
+    assert read - of_groups.weights.dense_bytes == pytest.approx(other - of_one.weights.dense_bytes), (
+        "experts serve all groups' tokens"
+    )
     # Sums over the group: two a layer. Between groups: a gather and a scatter for each mixture.
     assert one.communication == pytest.approx(2 * 4 * 2 * 7 / 8 * 64 * 64 * 4 / 1e9)
     assert groups.communication == pytest.approx(4 * 2 * 7 / 8 * 64 * 64 * 4 / 1e9)
