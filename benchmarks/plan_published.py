@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -77,8 +77,11 @@ def compile_row(model: str, target: str, scheme: str) -> Compiled:
         return Deployment.of(config, target).compile()
 
 
-def said(compiled: Mapping[str, Any]) -> Compiled:
-    """From JSON."""
+def known(model: str, target: str, scheme: str) -> Compiled | None:
+    """What the compiler said of a row; None: it was not asked."""
+    compiled = programs().get(f"{model}, {target}, {scheme}")
+    if compiled is None:
+        return None
     steps = [
         StepFigures(**step | {"exchanges": {kind: Exchange(*sent) for kind, sent in step["exchanges"].items()}})
         for step in compiled["steps"]
@@ -130,8 +133,7 @@ def main() -> None:
         found = asdict(compile_row(*KEYS[index]))
         found["steps"] = [step._asdict() for step in found["steps"]]
         _write(PROGRAMS, programs() | {", ".join(KEYS[index]): found})
-    known = {name: said(one) for name, one in programs().items()}
-    _write(RESULT, [entry(*key, known.get(", ".join(key))) for key in KEYS])
+    _write(RESULT, [entry(*key, known(*key)) for key in KEYS])
 
 
 def _write(path: Path, value: Any) -> None:

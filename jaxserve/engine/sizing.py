@@ -109,8 +109,9 @@ class Sizing:
         widest = max(layer.mlp.size for layer in model.layers)
         width = 4 * model.hidden_size + 3 * widest // ways(self._runner.mesh, "mlp")
         arrays = tokens * width * dtype.itemsize
+        logits = int(LOGITS * rows * 4 * model.vocab_size / ways(self._runner.mesh, "vocab"))
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
-        return Needs(max(arrays, int(LOGITS * rows * 4 * model.vocab_size)), results, GUESSED_CODE)
+        return Needs(max(arrays, logits), results, GUESSED_CODE)
 
     def _needs(self, shapes: Sequence[StepShape]) -> Needs:
         """The needs of the programs of all models, which run one after the other."""

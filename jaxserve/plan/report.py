@@ -82,9 +82,10 @@ def make_plan(
 def _rooflines(
     stages: list[Deployment], constants: Constants, compiled: list[Compiled] | None
 ) -> Roofline | PipelineRoofline:
-    steps = [[] if compiled is None else compiled[i].steps for i in range(len(stages))]
-    launched = [max((one.launches for one in some if one.program.startswith("decode")), default=0) for some in steps]
-    made = [Roofline(stage, constants, count) for stage, count in zip(stages, launched, strict=True)]
+    launches: list[int | None] = [None] * len(stages)
+    if compiled is not None:
+        launches = [max(step.launches for step in one.steps if step.program.startswith("decode")) for one in compiled]
+    made = [Roofline(stage, constants, count) for stage, count in zip(stages, launches, strict=True)]
     return made[0] if len(made) == 1 else PipelineRoofline(made)
 
 
@@ -108,7 +109,7 @@ def _about(stages: list[Deployment], compiled: list[Compiled] | None) -> dict[st
         ],
         "sources": {
             "weights": "arithmetic on the exact shapes", "temporaries": how, "results": how, "code": how,
-            "launches": how if steps else "not counted", "collectives": how if steps else "not counted",
+            "launches": how if steps else "assumed", "collectives": how if steps else "not counted",
             "roofline": "estimated",
         },
     }  # fmt: skip

@@ -25,6 +25,8 @@ LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 
 OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
+# Launches of a decode step that is not compiled, on a GPU: those of a Llama compiled for one H200 and for eight.
+LAYER_LAUNCHES, SHARED_LAYER_LAUNCHES, OTHER_LAUNCHES = 9, 12, 50
 CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
 SUMS = 2  # all-reduces of a layer
 
@@ -93,6 +95,14 @@ class StepTime(NamedTuple):
     waiting: float = 0.0
 
 
+def assumed_launches(deployment: Deployment) -> int:
+    """Launches of a decode step, by the number of layers; 0 where nothing is launched."""
+    if deployment.device.platform in ("cpu", "tpu"):
+        return 0
+    each = LAYER_LAUNCHES if deployment.devices == deployment.groups else SHARED_LAYER_LAUNCHES
+    return each * deployment.plan.model.num_layers + OTHER_LAUNCHES
+
+
 class Weights(NamedTuple):
     """What steps read and multiply with. Bytes are those on one device, operations those on all devices of a group.
 
@@ -137,13 +147,14 @@ class Roofline:
     tokens and rows are those of one group, and all groups are taken to have as many.
 
     Args:
-      launched: launches of a step, of the compiled program or 0.
+      launches: of a step, as the compiler says; None: they are assumed.
     """
 
     num_stages = 1
 
-    def __init__(self, deployment: Deployment, constants: Constants, launched: int = 0):
-        self.constants, self._launches = constants, launched
+    def __init__(self, deployment: Deployment, constants: Constants, launches: int | None = None):
+        self.constants = constants
+        self._launches = assumed_launches(deployment) if launches is None else launches
         plan, model, params = deployment.plan, deployment.plan.model, deployment.params
         self._groups, self._each = deployment.groups, deployment.devices // deployment.groups
         self._hidden, self.layers = model.hidden_size, model.num_layers

@@ -1,5 +1,6 @@
 """`jaxserve plan --measure`: the steps that are timed, rates from a probe, the file of rates, and predictions."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -152,6 +153,16 @@ def test_weights_that_the_probe_cannot_have_are_refused(folder):
     probe.check_form(own, own)
     with pytest.raises(ConfigError, match=r"no probe for weights like the checkpoint's, of 0\.6"):
         probe.check_form(own, other)
+
+
+def test_the_table_is_that_of_the_kept_measurements(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    plan_cpu = importlib.import_module("plan_cpu")
+    kept = json.loads(plan_cpu.RESULT.read_text())
+    assert plan_cpu.table(kept) in (ROOT / "docs" / "plan.md").read_text()
+    assert [one["form"] for one in kept] == list(plan_cpu.NAMES)
+    for row in (row for one in kept for row in [*one["steps"], *one["served"]]):
+        assert row["predicted"] == pytest.approx(row["tpot"], rel=0.25)
 
 
 @pytest.mark.slow
