@@ -99,11 +99,11 @@ def entry(model: str, target: str, scheme: str, compiled: Compiled | None = None
             return row | {"fits": False, "source": "estimated", "reason": str(error)[:160]}
     row |= {"fits": plan["fits"], "source": plan["sources"]["temporaries"], "weights": plan["memory"]["weights"]}
     row |= {name: plan["memory"][name] for name in ("temporaries", "results", "code")}
-    if plan["fits"]:
-        room, decodes = plan["capacity"], plan["roofline"]["decode"]
-        row |= {"tokens": room["tokens"], "requests": room["requests_of_shape"]}
-        row |= {f"tpot_{one['batch']}": one["tpot"] for one in decodes if one["context"] == 1024}
-    return row
+    if not plan["fits"]:
+        return row | {"reason": plan["reason"][:160]}
+    room, decodes = plan["capacity"], plan["roofline"]["decode"]
+    row |= {"tokens": room["tokens"], "requests": room["requests_of_shape"]}
+    return row | {f"tpot_{one['batch']}": one["tpot"] for one in decodes if one["context"] == 1024}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -36,6 +36,9 @@ from jaxserve.models.load import trust_matmul
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
+# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Mixtral 8x7B and of Gemma 3 27B
+# have 8.6 and 17.5 GiB on v6e-8; compiled they have 7.6 and 19.4 (benchmarks/LOG.md).
+TPU_CODE, TPU_LAYER_CODE = 20 << 20, 9 << 19
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
 
@@ -110,7 +113,15 @@ class Deployment:
         return self.plan.mesh.devices.flat[0]
 
     def estimated_needs(self) -> Needs:
-        """What programs need by arithmetic, as the engine guesses before it compiles any."""
+        """What programs need by arithmetic: as the engine guesses, and on TPUs the code of all programs."""
+        needs = self.guessed_needs()
+        if self.device.platform != "tpu":
+            return needs
+        each = TPU_CODE + self.plan.model.num_layers * TPU_LAYER_CODE
+        return replace(needs, code=len(self.runner.names(self.shapes)) * each)
+
+    def guessed_needs(self) -> Needs:
+        """What the engine guesses before it compiles any program, with code that hardly counts."""
         sized = [Sized(self.runner, self.plan.one_page)]
         needs = Sizing(self.config, sized, self.budget, self.shapes, self.plan.longest).guess()
         return needs if self.budget.counts_programs else Needs()
@@ -146,7 +157,7 @@ class Deployment:
 
     def _compile(self, plan: ModelPlan, params: dict[str, Any]) -> Compiled:
         runner = make_runner(self.config, plan, params)
-        guess, longest = self.pages(self.estimated_needs())
+        guess, longest = self.pages(self.guessed_needs())
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-longest // plan.one_page.page_size))
         stage = plan.decoder.stage
         names = runner.programs.telling(self.shapes) if stage is None else runner.largest(self.shapes)

@@ -49,7 +49,7 @@ def make_plan(
         raise ConfigError("--for simulates one group of devices; leave out --data-parallel-size")
     stages = deployments(config, target)
     if compiled is None and not estimate:
-        tightest(stages, [stage.estimated_needs() for stage in stages])  # what cannot fit is not compiled
+        tightest(stages, [stage.guessed_needs() for stage in stages])  # what cannot fit is not compiled
         compiled = [stage.compile(all_layers) for stage in stages]
     needs = [stage.estimated_needs() for stage in stages] if compiled is None else [one.needs for one in compiled]
     found = _about(stages, compiled)

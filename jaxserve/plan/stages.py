@@ -57,7 +57,8 @@ def tightest(stages: Sequence[Deployment], needs: Sequence[Needs]) -> int:
         try:
             pages.append(stage.pages(needed)[0])
         except ConfigError as error:
-            raise ConfigError(f"stage {number + 1} of {len(stages)}: {error}") from None
+            which = f"stage {number + 1} of {len(stages)}: " if len(stages) > 1 else ""
+            raise ConfigError(f"{which}{error}") from None
     return pages.index(min(pages))
 
 

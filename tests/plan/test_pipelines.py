@@ -97,14 +97,14 @@ def test_parts_of_a_prompt_are_in_several_stages(folder):
     assert long < 0.6 * prompt_seconds(whole, 6 * 64, 64)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_the_scheduler_fills_the_stages_as_the_roofline_says(folder, stages):
+def test_the_scheduler_fills_the_stages_as_the_roofline_says(folder):
     """Requests that begin at once: the real scheduler in micro-batches against the formula for a full batch."""
+    stages = 3
     made, roofline = rooflines(folder, stages)
-    goal = Goal(rps=1e6, tokens_in=20, tokens_out=100)
+    goal = Goal(rps=1e6, tokens_in=20, tokens_out=60)
     served = simulate(made[0], roofline, 200, 512, goal)
     assert served.most_running == 12
-    assert served.tpot == pytest.approx(roofline.decode(12, 70).total, rel=0.15)
+    assert served.tpot == pytest.approx(roofline.decode(12, 50).total, rel=0.15)
     few = rooflines(folder, stages, max_num_seqs=1)
     alone = simulate(few[0][0], few[1], 200, 512, Goal(rps=0.01, tokens_in=20, tokens_out=30))
     assert alone.tpot == pytest.approx(few[1].decode(1, 35).total, rel=0.05), "one sequence leaves stages idle"
