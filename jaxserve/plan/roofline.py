@@ -25,8 +25,9 @@ LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 
 OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
-# Launches of a decode step that is not compiled, on a GPU: those of a Llama compiled for one H200 and for eight.
-LAYER_LAUNCHES, SHARED_LAYER_LAUNCHES, OTHER_LAUNCHES = 9, 12, 50
+# Launches of a decode step that is not compiled, on a GPU: those of a layer of Llama compiled for one H200 and for eight,
+# what experts add to a layer of Mixtral, and those outside of layers.
+LAYER_LAUNCHES, SHARED_LAYER_LAUNCHES, MIXTURE_LAUNCHES, OTHER_LAUNCHES = 9, 12, 15, 50
 CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
 SUMS = 2  # all-reduces of a layer
 
@@ -99,8 +100,10 @@ def assumed_launches(deployment: Deployment) -> int:
     """Launches of a decode step, by the number of layers; 0 where nothing is launched."""
     if deployment.device.platform in ("cpu", "tpu"):
         return 0
+    layers = deployment.plan.model.layers
     each = LAYER_LAUNCHES if deployment.devices == deployment.groups else SHARED_LAYER_LAUNCHES
-    return each * deployment.plan.model.num_layers + OTHER_LAUNCHES
+    mixtures = sum(layer.mlp.experts is not None for layer in layers)
+    return each * len(layers) + MIXTURE_LAUNCHES * mixtures + OTHER_LAUNCHES
 
 
 class Weights(NamedTuple):
