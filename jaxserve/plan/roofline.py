@@ -25,8 +25,8 @@ LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 
 OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
-# Launches of a decode step that is not compiled, on a GPU: those of a layer of Llama compiled for one H200 and for eight,
-# what experts add to a layer of Mixtral, and those outside of layers.
+# Launches of a decode step that is not compiled, on a GPU: of a layer of Llama compiled for one H200 and for eight, of
+# what experts add to a layer of Mixtral, and outside of layers.
 LAYER_LAUNCHES, SHARED_LAYER_LAUNCHES, MIXTURE_LAUNCHES, OTHER_LAUNCHES = 9, 12, 15, 50
 CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
 SUMS = 2  # all-reduces of a layer
