@@ -43,7 +43,8 @@ def add_plan(commands: Any) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     from jaxserve.plan import constants as measured
-    from jaxserve.plan import page, report
+    from jaxserve.plan import page
+    from jaxserve.plan.text import table_of, text_of
     from jaxserve.plan.traffic import Goal
 
     goal = None if args.goal is None else Goal.of(args.goal)
@@ -67,7 +68,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.html:
         args.html.write_text(page.page_of(plans))
     if args.json != "-":
-        print("\n".join(report.table_of(plans) if args.compare else report.text_of(plans[0])))
+        print("\n".join(table_of(plans) if args.compare else text_of(plans[0])))
         if goal is not None and args.compare:
             print(_cheapest(plans))
     return 0
@@ -102,7 +103,8 @@ def _without_weights(args: argparse.Namespace) -> EngineConfig:
     """The settings; a config.json, a folder without weights, or a hub id that is not here yet is enough for shapes."""
     path = Path(args.model)
     if path.name == "config.json" and path.is_file():
-        args.model, path = str(path.parent), path.parent
+        path = path.parent
+        args.model = str(path) if path.name else str(path.resolve())
     weights = path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
     if not weights and args.model != "demo":
         args.load_format = "dummy"
@@ -130,12 +132,14 @@ def _wanted(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _on_all_devices(config: EngineConfig, target: str) -> EngineConfig:
-    """Devices that no setting of parallelism shares out share each layer, within their group if there are several."""
+    """Devices that no setting of parallelism shares out share each layer, within their group or stage if there are
+    several."""
     from jaxserve.plan.deployment import plan_devices
 
     if config.tensor_parallel_size > 1:
         return config
-    return replace(config, tensor_parallel_size=max(len(plan_devices(target)) // config.data_parallel_size, 1))
+    groups = config.data_parallel_size * config.pipeline_parallel_size
+    return replace(config, tensor_parallel_size=max(len(plan_devices(target)) // groups, 1))
 
 
 def _shape(text: str) -> tuple[int, int]:

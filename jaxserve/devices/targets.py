@@ -5,6 +5,7 @@ The compilers come with JAX's plugins (`pip install jaxserve[aot]`); neither dri
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, NamedTuple
 
@@ -115,6 +116,7 @@ def target_devices(name: str) -> list[Any]:
                 ).devices
             )
         if count in TPUS.get(kind, {}):
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is used, so processes need no lock
             shape = f"{kind}:{TPUS[kind][count]}"
             return list(topologies.get_topology_desc(platform="tpu", topology_name=shape).devices)[:count]
     except (RuntimeError, ValueError, NotImplementedError) as error:

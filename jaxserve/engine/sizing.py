@@ -13,6 +13,7 @@ from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.spec import MLPSpec
 
 log = logging.getLogger(__name__)
 
@@ -106,11 +107,17 @@ class Sizing:
         """Needs estimated from the largest arrays of a step."""
         model, dtype = self._runner.model.config, self._runner.model.dtype
         rows, tokens = max(s.rows for s in self._shapes), max(s.tokens for s in self._shapes)
-        widest = max(layer.mlp.size for layer in model.layers)
-        width = 4 * model.hidden_size + 3 * widest // ways(self._runner.mesh, "mlp")
-        arrays = tokens * width * dtype.itemsize
+        arrays = tokens * max(self._width(layer.mlp) for layer in model.layers) * dtype.itemsize
+        logits = int(LOGITS * rows * 4 * model.vocab_size / ways(self._runner.mesh, "vocab"))
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
-        return Needs(max(arrays, int(LOGITS * rows * 4 * model.vocab_size)), results, GUESSED_CODE)
+        return Needs(max(arrays, logits), results, GUESSED_CODE)
+
+    def _width(self, mlp: MLPSpec) -> int:
+        """About as many numbers of a token exist at once in a layer, with this MLP."""
+        hidden, size = self._runner.model.config.hidden_size, mlp.size // ways(self._runner.mesh, "mlp")
+        if mlp.experts is None:
+            return 4 * hidden + 3 * size
+        return 4 * hidden + mlp.experts.router.top_k * (2 * hidden + 4 * size)
 
     def _needs(self, shapes: Sequence[StepShape]) -> Needs:
         """The needs of the programs of all models, which run one after the other."""

@@ -18,7 +18,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.launches import Exchange, exchanges, launches
 from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.devices.targets import target_devices, target_memory
-from jaxserve.engine.data_parallel import check_settings
+from jaxserve.engine import data_parallel
 from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
@@ -28,12 +28,17 @@ from jaxserve.execution.group_runner import GroupRunner
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.signatures import ProgramName
+from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.load import trust_matmul
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
+# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Mixtral 8x7B and of Gemma 3 27B
+# have 8.6 and 17.5 GiB on v6e-8; compiled they have 7.6 and 19.4 (benchmarks/LOG.md).
+TPU_CODE, TPU_LAYER_CODE = 20 << 20, 9 << 19
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
 
@@ -67,6 +72,7 @@ class Deployment:
 
     Attributes:
       target: the target's name; cpu and cpu:N are devices of this process.
+      plan: of a stage, `plan.model` has the stage's layers, and `plan.decoder` knows the stage.
       params: path -> abstract weight. `runner` has them all, and compiles nothing unless it is asked.
     """
 
@@ -81,23 +87,17 @@ class Deployment:
 
     @classmethod
     def of(cls, config: EngineConfig, target: str) -> Deployment:
-        """Raises ConfigError or CheckpointError for what cannot be served, or is not planned for."""
-        _refuse(config)
+        """A model that is not divided into stages; see `plan.stages` for others. Raises ConfigError or CheckpointError
+        for what cannot be served, or is not planned for."""
+        assert config.pipeline_parallel_size == 1
         devices = plan_devices(target)
-        device = devices[0]
-        if config.max_num_batched_tokens is None:  # `memory.max_batched_tokens` would ask this machine's device
-            large = device.platform not in ("cpu", "tpu") and target_memory(device) >= LARGE_GPU
-            most = (8192 if large else 2048) // config.data_parallel_size
-            config = replace(config, max_num_batched_tokens=most)
-        plan = ModelPlan.of(config, devices)
-        if plan.pooler is not None:
-            raise ConfigError("plan is for models that generate; this one embeds or scores")
+        config, plan = model_plan(config, devices)
         params = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
-        runner = _runner(config, plan, params)
         each = num_devices(plan.mesh) // num_groups(plan.mesh)
-        cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, device, each, plan.dtype)
-        budget = _budget(config, plan, runner)
-        return cls(target, config, plan, params, runner, cost, buckets(config, plan, cost), budget)
+        cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, devices[0], each, plan.dtype)
+        runner = make_runner(config, plan, params)
+        shapes, budget = buckets(config, plan, cost), make_budget(config, plan, runner)
+        return cls(target, config, plan, params, runner, cost, shapes, budget)
 
     @property
     def devices(self) -> int:
@@ -113,7 +113,15 @@ class Deployment:
         return self.plan.mesh.devices.flat[0]
 
     def estimated_needs(self) -> Needs:
-        """What programs need by arithmetic, as the engine guesses before it compiles any."""
+        """What programs need by arithmetic: as the engine guesses, and on TPUs the code of all programs."""
+        needs = self.guessed_needs()
+        if self.device.platform != "tpu":
+            return needs
+        each = TPU_CODE + self.plan.model.num_layers * TPU_LAYER_CODE
+        return replace(needs, code=len(self.runner.names(self.shapes)) * each)
+
+    def guessed_needs(self) -> Needs:
+        """What the engine guesses before it compiles any program, with code that hardly counts."""
         sized = [Sized(self.runner, self.plan.one_page)]
         needs = Sizing(self.config, sized, self.budget, self.shapes, self.plan.longest).guess()
         return needs if self.budget.counts_programs else Needs()
@@ -131,29 +139,34 @@ class Deployment:
         return pages, longest
 
     def compile(self, all_layers: bool = False) -> Compiled:
-        """Compiles the largest programs, and those that bound the code of others."""
+        """Compiles the largest programs, and those that bound the code of others. A stage is compiled with all its
+        layers."""
         layers = self.plan.model.layers
         some = _some(layers, FEW)
-        if all_layers or 2 * len(some) >= len(layers):
-            return self._compile(list(range(len(layers))))
-        few, more = self._compile(some), self._compile(_some(layers, 2 * FEW))
+        if all_layers or self.plan.decoder.stage is not None or 2 * len(some) >= len(layers):
+            return self._compile(self.plan, self.params)
+        few, more = (
+            self._compile(self.plan.with_layers(self.config, kept), _of_layers(self.params, kept))
+            for kept in (some, _some(layers, 2 * FEW))
+        )
         left = (len(layers) - len(some)) / (more.layers - few.layers)
         steps = [_grown(one, other, left) for one, other in zip(few.steps, more.steps, strict=True)]
         needs = max(few.needs, more.needs, key=lambda needs: needs.temporaries)
         code = few.needs.code + int(max(more.needs.code - few.needs.code, 0) * left)
         return Compiled(replace(needs, code=code), steps, few.layers)
 
-    def _compile(self, layers: list[int]) -> Compiled:
-        plan = self.plan.with_layers(self.config, layers)
-        runner = _runner(self.config, plan, _of_layers(self.params, layers))
-        guess, longest = self.pages(self.estimated_needs())
+    def _compile(self, plan: ModelPlan, params: dict[str, Any]) -> Compiled:
+        runner = make_runner(self.config, plan, params)
+        guess, longest = self.pages(self.guessed_needs())
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-longest // plan.one_page.page_size))
-        names = runner.programs.telling(self.shapes)
-        compiled: dict[StepProgram, Any] = {name: runner.lower(name).compile() for name in names}
+        stage = plan.decoder.stage
+        names = runner.programs.telling(self.shapes) if stage is None else runner.largest(self.shapes)
+        compiled: dict[ProgramName, Any] = {name: runner.lower(name).compile() for name in names}
         for name, one in compiled.items():
             runner.executables[name] = one
         on_gpu = self.device.platform not in ("cpu", "tpu")
-        return Compiled(runner.needs(self.shapes), [_figures(*one, on_gpu) for one in compiled.items()], len(layers))
+        figures = [_figures(name, one, on_gpu) for name, one in compiled.items() if isinstance(name, StepProgram)]
+        return Compiled(runner.needs(self.shapes), figures, plan.model.num_layers)
 
 
 def plan_devices(target: str) -> list[Any]:
@@ -174,9 +187,7 @@ def _refuse(config: EngineConfig) -> None:
         raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
     if config.verifies:
         raise ConfigError("plan does not count tokens that are decoded ahead; leave out --deterministic-mode")
-    check_settings(config)
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError("plan does not count the stages of a pipeline; leave out --pipeline-parallel-size")
+    data_parallel.check_settings(config)
     if config.cpu_offload_gib:
         raise ConfigError("plan does not count weights in host memory; leave out --cpu-offload-gib")
     if config.num_hosts > 1 or config.coordinator:
@@ -185,12 +196,28 @@ def _refuse(config: EngineConfig) -> None:
         )
 
 
-def _budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner) -> Budget:
-    """The memory of a device of the target. Nothing is loaded yet, unlike where the engine asks `memory.budget`."""
-    device, held = plan.mesh.devices.flat[0], (runner.weight_bytes, runner.slot_bytes)
+def model_plan(config: EngineConfig, devices: list[Any]) -> tuple[EngineConfig, ModelPlan]:
+    """The settings as they are on these devices of a target, and what follows from them and the model's config. Raises
+    ConfigError or CheckpointError."""
+    _refuse(config)
+    device = devices[0]
+    if config.max_num_batched_tokens is None:  # `memory.max_batched_tokens` would ask this machine's device
+        large = device.platform not in ("cpu", "tpu") and target_memory(device) >= LARGE_GPU
+        most = (8192 if large else 2048) // config.data_parallel_size
+        config = replace(config, max_num_batched_tokens=most)
+    plan = ModelPlan.of(config, devices)
+    if plan.pooler is not None:
+        raise ConfigError("plan is for models that generate; this one embeds or scores")
+    return config, plan
+
+
+def make_budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner, stages: int = 1, moving: int = 0) -> Budget:
+    """The memory of a device of the target. Nothing is loaded yet, unlike where the engine asks `memory.budget`.
+    moving: bytes of what stages send each other; they count as slots."""
+    device, held = plan.mesh.devices.flat[0], (runner.weight_bytes, runner.slot_bytes + moving)
     states = plan.one_page.state_bytes(plan.mesh)
     if device.platform == "cpu":
-        found = memory.budget(config, device, num_devices(plan.mesh), *held, states)
+        found = memory.budget(config, device, num_devices(plan.mesh) * stages, *held, states)
         free = found.total - 2 * sum(held)
         most = int(max(free - states, 0) * memory.CPU_CACHE_SHARE)
         return replace(found, total=found.total - sum(held), most_cache=most)
@@ -198,15 +225,17 @@ def _budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner) -> Budge
     return Budget(target_memory(device), config.memory_utilization, *held, reserve, None, True, states)
 
 
-def _runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -> ModelRunner:
-    """As `loading.load_models` makes it, with abstract weights."""
+def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -> ModelRunner:
+    """As `loading.load_models` or `LoadedPipeline.load` makes it, with abstract weights."""
     decoder, tree = plan.decoder, unflatten_dict(params, sep="/")
     if plan.mesh.devices.flat[0].platform == "cpu":
         decoder, tree = trust_matmul(decoder, tree, plan.mesh, config.matmul_backend)
-    rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
-    options: Any = {"max_tokens_per_call": config.decode_steps, "adapters": plan.adapter_pool(config)}
-    kind = ModelRunner if num_groups(plan.mesh) == 1 else GroupRunner
-    runner = kind(decoder, tree, plan.mesh, *rows, **options)
+    stage: Any = decoder.stage
+    penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
+    most = config.decode_steps if stage is None else 1
+    options: Any = {"max_tokens_per_call": most, "adapters": plan.adapter_pool(config)}
+    kind = StageRunner if stage is not None else ModelRunner if num_groups(plan.mesh) == 1 else GroupRunner
+    runner = kind(decoder, tree, plan.mesh, config.max_num_seqs, penalized, **options)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return runner

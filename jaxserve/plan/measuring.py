@@ -17,6 +17,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.plan import constants, probe
 from jaxserve.plan.decode_steps import STEPS, Clock, DecodeSteps, Point, Timed, in_turns, pages_for
 from jaxserve.plan.deployment import Deployment
+from jaxserve.plan.pipeline_roofline import PipelineRoofline
 from jaxserve.plan.roofline import Constants, Roofline
 
 BATCHES, CONTEXTS, ROUNDS = (1, 8, 32), (32, 1024), 7
@@ -32,7 +33,7 @@ class Measured:
     def __init__(self, fitted: Constants, steps: Mapping[Point, Timed], path: Path):
         self.fitted, self.steps, self.path = fitted, steps, path
 
-    def beside(self, roofline: Roofline) -> dict[str, Any]:
+    def beside(self, roofline: Roofline | PipelineRoofline) -> dict[str, Any]:
         """Measured times beside those of a roofline, as JSON."""
         rows = []
         for point, timed in self.steps.items():
@@ -47,14 +48,16 @@ def measure(config: EngineConfig, target: str, path: Path, clock: Clock = time.p
 
     Raises ConfigError for a target that is not here, and for settings that the probe cannot have.
     """
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError("--measure does not run pipelines; leave out --pipeline-parallel-size")
     deployment = Deployment.of(config, target)
     _refuse(deployment)
     with tempfile.TemporaryDirectory() as folder:
         given = probe.settings(config, deployment, Path(folder))
         probes = {name: Deployment.of(one, target) for name, one in given.items()}
+        probe.check_form(deployment, probes[probe.WIDE])
         start = Constants.of(probes[probe.WIDE])
         rooflines = {name: Roofline(one, start) for name, one in probes.items()}
-        probe.check_form(Roofline(deployment, start), rooflines[probe.WIDE])
         points = {name: probe.points(name) for name in probes} | {MODEL: _points(deployment)}
         steps = {name: _engine_steps(one, points[name], clock) for name, one in (probes | {MODEL: deployment}).items()}
     times = in_turns(steps, points, ROUNDS)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.devices.layouts import device_bytes
 from jaxserve.plan.constants import RATE_SETTINGS
 from jaxserve.plan.decode_steps import Point, Timed
 from jaxserve.plan.deployment import Deployment
@@ -67,14 +70,23 @@ def _llama(dtype: str, hidden: int, layers: int, head_dim: int, vocabulary: int)
     }  # fmt: skip
 
 
-def check_form(model: Roofline, wide: Roofline) -> None:
+def check_form(model: Deployment, wide: Deployment) -> None:
     """Raises ConfigError if the weights of the planned model are in no form that the probe's can have."""
-    if abs(model.bytes_per_number / wide.bytes_per_number - 1) > LIKE:
+    given, own = _bytes_per_number(model), _bytes_per_number(wide)
+    if abs(given / own - 1) > LIKE:
         raise ConfigError(
-            f"--measure has no probe for weights like the checkpoint's, of {model.bytes_per_number:.2f} bytes a number "
-            f"(the probe's have {wide.bytes_per_number:.2f}): plan a checkpoint in floats, with --quantization int8, "
-            "int4 or fp8 if they shall be quantized, or leave out --measure"
+            f"--measure has no probe for weights like the checkpoint's, of {given:.2f} bytes a number (the probe's "
+            f"have {own:.2f}): plan a checkpoint in floats, with --quantization int8, int4 or fp8 if they shall be "
+            "quantized, or leave out --measure"
         )
+
+
+def _bytes_per_number(deployment: Deployment) -> float:
+    """Bytes of the layers' matrices on a device by their numbers."""
+    params = deployment.params
+    matrices = [w for path, w in params.items() if path.startswith("layers_") and len(w.shape) > 1]
+    stored = sum(device_bytes(x) for x in jax.tree.leaves(matrices))
+    return stored / sum(math.prod(w.shape) for w in matrices)
 
 
 def fit(start: Constants, probes: Mapping[str, Roofline], times: Mapping[str, Mapping[Point, Timed]]) -> Constants:

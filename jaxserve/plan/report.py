@@ -1,23 +1,24 @@
-"""A deployment's plan as JSON, and that as text."""
+"""A deployment's plan as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
-from jaxserve.execution.memory import Needs, size
+from jaxserve.execution.memory import Needs
 from jaxserve.plan.constants import Known, find
-from jaxserve.plan.deployment import Compiled, Deployment
-from jaxserve.plan.measuring import Measured, lines
-from jaxserve.plan.roofline import Constants, Roofline, share
+from jaxserve.plan.deployment import Compiled, Deployment, StepFigures
+from jaxserve.plan.measuring import Measured
+from jaxserve.plan.pipeline_roofline import PipelineRoofline
+from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
+from jaxserve.plan.stages import deployments, tightest
 from jaxserve.plan.traffic import Goal, simulate
 
 SCHEMA = 1  # grows when a key changes its meaning or goes
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
-PARTS = ("weights", "products", "attention", "communication", "overhead")
+PARTS = ("weights", "products", "attention", "communication", "overhead", "waiting")
 
 
 def make_plan(
@@ -27,6 +28,7 @@ def make_plan(
     shape: tuple[int, int] = (1000, 300),
     estimate: bool = False,
     all_layers: bool = False,
+    compiled: list[Compiled] | None = None,
     price: float | None = None,
     goal: Goal | None = None,
     constants: Known | None = None,
@@ -37,25 +39,30 @@ def make_plan(
     Args:
       shape: tokens of a request's prompt and output, for the number of requests at once.
       estimate: compile nothing.
+      compiled: what the compiler said of each stage before (`Deployment.compile`); None: it is asked, unless there is
+        only an `estimate`.
       price: dollars per device and hour.
       constants: measured ones by kind of device and form of weights.
       measured: steps that were timed here.
     """
     if goal is not None and config.data_parallel_size > 1:
         raise ConfigError("--for simulates one group of devices; leave out --data-parallel-size")
-    deployment = Deployment.of(config, target)
-    compiled = None if estimate else _compiled(deployment, all_layers)
-    needs = deployment.estimated_needs() if compiled is None else compiled.needs
-    found = _about(deployment, compiled) | {"memory": _memory(deployment, needs)}
+    stages = deployments(config, target)
+    if compiled is None and not estimate:
+        tightest(stages, [stage.guessed_needs() for stage in stages])  # what cannot fit is not compiled
+        compiled = [stage.compile(all_layers) for stage in stages]
+    needs = [stage.estimated_needs() for stage in stages] if compiled is None else [one.needs for one in compiled]
+    found = _about(stages, compiled)
     try:
-        pages, longest = deployment.pages(needs)
+        tight = tightest(stages, needs)
     except ConfigError as error:
-        return found | {"fits": False, "reason": str(error)}
+        return found | {"memory": _memory(stages[0], needs[0]), "fits": False, "reason": str(error)}
+    deployment = stages[tight]
+    pages, longest = deployment.pages(needs[tight])
     known = find(constants or {}, deployment) or Constants.of(deployment)
-    launched = max((step.launches for step in compiled.steps if step.program.startswith("decode")), default=0) \
-        if compiled is not None else 0  # fmt: skip
-    roofline = Roofline(deployment, known, launched)
-    found |= {"fits": True, "capacity": _capacity(deployment, pages, longest, shape)}
+    roofline = _rooflines(stages, known, compiled)
+    found |= {"memory": _memory(deployment, needs[tight]), "fits": True}
+    found |= {"capacity": _capacity(deployment, pages, longest, shape)}
     found |= {"roofline": _roofline(deployment, roofline, longest), "constants": asdict(known)}
     found["sources"]["roofline"] = known.source
     if measured is not None:
@@ -63,7 +70,7 @@ def make_plan(
     batch = min(found["capacity"]["requests_of_shape"], config.max_num_seqs * deployment.groups)
     if price is not None:  # no token is sold where not even one request fits
         tokens = batch / roofline.decode(batch, sum(shape)).total if batch else 0.0
-        dollars = price * deployment.devices
+        dollars = price * found["devices"]
         found["price"] = {"dollars_per_hour": dollars, "batch": batch, "tokens_per_second": tokens,
                           "output_tokens_per_dollar": 3600 * tokens / dollars}  # fmt: skip
     if goal is not None:
@@ -72,32 +79,45 @@ def make_plan(
     return found
 
 
-def _compiled(deployment: Deployment, all_layers: bool) -> Compiled:
-    deployment.pages(deployment.estimated_needs())  # what cannot fit is not compiled
-    return deployment.compile(all_layers)
+def _rooflines(
+    stages: list[Deployment], constants: Constants, compiled: list[Compiled] | None
+) -> Roofline | PipelineRoofline:
+    launches: list[int | None] = [None] * len(stages)
+    if compiled is not None:
+        launches = [max(step.launches for step in one.steps if step.program.startswith("decode")) for one in compiled]
+    made = [Roofline(stage, constants, count) for stage, count in zip(stages, launches, strict=True)]
+    return made[0] if len(made) == 1 else PipelineRoofline(made)
 
 
-def _about(deployment: Deployment, compiled: Compiled | None) -> dict[str, Any]:
-    config, layers = deployment.config, deployment.plan.model.num_layers
+def _about(stages: list[Deployment], compiled: list[Compiled] | None) -> dict[str, Any]:
+    config, deployment = stages[0].config, stages[0]
+    layers = [stage.plan.model.num_layers for stage in stages]
     fields = type(config).__dataclass_fields__
     parallel = {name: getattr(config, name) for name in fields if "parallel" in name}
-    how = "estimated"
+    how, steps = "estimated", []
     if compiled is not None:
-        how = "compiled" if compiled.layers == layers else f"extrapolated from {compiled.layers} layers and twice these"
-    steps = [] if compiled is None else [
-        step._asdict() | {"exchanges": {kind: one._asdict() for kind, one in step.exchanges.items()}}
-        for step in compiled.steps
-    ]  # fmt: skip
+        some = compiled[0].layers
+        how = "compiled" if some == layers[0] else f"extrapolated from {some} layers and twice these"
+        steps = [_of_step(i, step) for i, one in enumerate(compiled) for step in one.steps]
     return {
-        "schema": SCHEMA, "model": config.model, "target": deployment.target, "devices": deployment.devices,
-        "device_kind": deployment.device.device_kind, "parallel": parallel, "quantization": config.quantization,
-        "dtype": str(deployment.plan.dtype), "layers": layers, "steps": steps,
+        "schema": SCHEMA, "model": config.model, "target": deployment.target,
+        "devices": sum(stage.devices for stage in stages), "device_kind": deployment.device.device_kind,
+        "parallel": parallel, "quantization": config.quantization, "dtype": str(deployment.plan.dtype),
+        "layers": sum(layers), "steps": steps,
+        "stages": [
+            {"layers": count, "weights": stage.budget.weights} for count, stage in zip(layers, stages, strict=True)
+        ],
         "sources": {
             "weights": "arithmetic on the exact shapes", "temporaries": how, "results": how, "code": how,
-            "launches": how if steps else "not counted", "collectives": how if steps else "not counted",
+            "launches": how if steps else "assumed", "collectives": how if steps else "not counted",
             "roofline": "estimated",
         },
     }  # fmt: skip
+
+
+def _of_step(stage: int, step: StepFigures) -> dict[str, Any]:
+    sent = {kind: one._asdict() for kind, one in step.exchanges.items()}
+    return {"stage": stage} | step._asdict() | {"exchanges": sent}
 
 
 def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
@@ -121,81 +141,12 @@ def _capacity(deployment: Deployment, pages: int, longest: int, shape: tuple[int
     }  # fmt: skip
 
 
-def _roofline(deployment: Deployment, roofline: Roofline, longest: int) -> dict[str, Any]:
+def _roofline(deployment: Deployment, roofline: Roofline | PipelineRoofline, longest: int) -> dict[str, Any]:
     contexts = [c for c in CONTEXTS if c <= longest] or [longest]
     decodes = [
         {"batch": batch, "context": context, "tpot": (one := roofline.decode(batch, context)).total,
-         "bytes": one.bytes, "flops": one.flops, "shares": {part: share([one], part) for part in PARTS}}
+         "bytes": one.bytes, "flops": one.flops, "shares": {part: getattr(one, part) / one.total for part in PARTS}}
         for batch in BATCHES for context in contexts
     ]  # fmt: skip
     most = memory.max_batched_tokens(deployment.config)
-    return {"decode": decodes, "prompt": [{"tokens": n, "ttft": roofline.prompt(n, most)} for n in contexts]}
-
-
-def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
-    """The plan's lines."""
-    held, sources = plan["memory"], plan["sources"]
-    yield f"{plan['model']} on {plan['target']}: {plan['devices']} x {plan['device_kind']}, {plan['quantization']}"
-    weights = ", ".join(f"{size(count)} {dtype}" for dtype, count in held["weights_by_dtype"].items())
-    yield f"memory of a device    {size(held['total'])} x {held['utilization']:g}"
-    yield f"  weights             {size(held['weights']):>12}  ({weights})"
-    for name in ("slots", "states", "temporaries", "results", "code", "reserve"):
-        yield f"  {name:19} {size(held[name]):>12}" + (f"  ({sources[name]})" if name in sources else "")
-    if not plan["fits"]:
-        yield f"does not fit: {plan['reason']}"
-        return
-    room = plan["capacity"]
-    yield f"  KV cache            {size(room['cache_bytes']):>12}  ({room['pages']:,} pages of {room['page_size']})"
-    if room["groups"] > 1:
-        yield f"  in each of {room['groups']} groups of devices; what follows is of all groups together"
-    yield f"fits: {room['tokens']:,} tokens, longest request {room['longest_request']:,}"
-    inputs, outputs = room["shape"]
-    yield f"  {room['requests_of_shape']:,} requests of {inputs} + {outputs} tokens at once"
-    for step in plan["steps"]:
-        sent = ", ".join(f"{one['number']} {kind} ({size(one['bytes'])})" for kind, one in step["exchanges"].items())
-        yield f"  {step['program']}: {step['launches']} launches, collectives: {sent or 'none'}"
-    yield f"roofline ({_source(plan['constants'])})"
-    yield f"  {'batch':>6} {'context':>8} {'TPOT ms':>9}  " + " ".join(f"{part[:8]:>9}" for part in PARTS)
-    for one in plan["roofline"]["decode"]:
-        shares = " ".join(f"{100 * one['shares'][part]:8.0f}%" for part in PARTS)
-        yield f"  {one['batch']:6} {one['context']:8} {1e3 * one['tpot']:9.2f}  {shares}"
-    for one in plan["roofline"]["prompt"]:
-        yield f"  TTFT of {one['tokens']:,} tokens: {1e3 * one['ttft']:.1f} ms"
-    if "measured" in plan:
-        yield from lines(plan["measured"])
-    if "price" in plan:
-        cost = plan["price"]
-        yield f"${cost['dollars_per_hour']:.2f} an hour, {cost['output_tokens_per_dollar']:,.0f} output tokens a dollar"
-    if "served" in plan:
-        yield _of_served(plan["served"])
-
-
-def _source(constants: Mapping[str, Any]) -> str:
-    if constants["source"] != "measured":
-        return f"{constants['source']}; not measured here"
-    rates = f"{constants['bandwidth'] / 1e9:,.1f} GB/s of weights, {constants['matmul'] / 1e9:,.0f} GFLOP/s"
-    if constants["cache"]:
-        rates += f", {constants['cache'] / 1e9:,.1f} GB/s of cached tokens"
-    beside = f"{1e3 * constants['call']:.2f} ms a call and {1e3 * constants['layer']:.3f} ms a layer"
-    return f"rates measured on this kind of device on {constants['when'] or 'an unknown day'}: {rates}; {beside}"
-
-
-def _of_served(served: Mapping[str, Any]) -> str:
-    word = "holds" if served["holds"] else "does not hold"
-    latencies = f"TTFT {1e3 * served['ttft']:.0f} ms and TPOT {1e3 * served['tpot']:.1f} ms at the 95th percentile"
-    return f"simulated traffic: {latencies}, {served['tokens_per_second']:,.0f} tokens/s: {word}"
-
-
-def table_of(plans: list[dict[str, Any]]) -> Iterator[str]:
-    """A row for each plan."""
-    start = f"{'target':10} {'settings':34} {'weights':>10}"
-    yield f"{start} {'tokens':>11} {'requests':>8} {'TPOT ms':>8} {'$ an hour':>9}"
-    for plan in plans:
-        start = f"{plan['target']:10} {plan['label'][:34]:34} {size(plan['memory']['weights']):>10}"
-        if not plan["fits"]:
-            yield f"{start} does not fit"
-            continue
-        one, room = plan["roofline"]["decode"][0], plan["capacity"]
-        dollars = f"{plan['price']['dollars_per_hour']:9.2f}" if "price" in plan else f"{'':9}"
-        held = f"  {_of_served(plan['served'])}" if "served" in plan else ""
-        yield f"{start} {room['tokens']:11,} {room['requests_of_shape']:8,} {1e3 * one['tpot']:8.2f} {dollars}{held}"
+    return {"decode": decodes, "prompt": [{"tokens": n, "ttft": prompt_seconds(roofline, n, most)} for n in contexts]}

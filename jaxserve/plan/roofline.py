@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.devices.targets import rates
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
 from jaxserve.models.quantized import STACKS
 from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec
@@ -24,6 +25,9 @@ LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 
 OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
+# Launches of a decode step that is not compiled, on a GPU: of a layer of Llama compiled for one H200 and for eight, of
+# what experts add to a layer of Mixtral, and outside of layers.
+LAYER_LAUNCHES, SHARED_LAYER_LAUNCHES, MIXTURE_LAUNCHES, OTHER_LAUNCHES = 9, 12, 15, 50
 CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
 SUMS = 2  # all-reduces of a layer
 
@@ -79,7 +83,7 @@ class Work(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step's parts, and what it does on one device."""
+    """Seconds of a step's parts, and what it does on one device. In a pipeline, sequences wait for other groups."""
 
     weights: float
     products: float
@@ -89,6 +93,56 @@ class StepTime(NamedTuple):
     total: float
     bytes: float
     flops: float
+    waiting: float = 0.0
+
+
+def assumed_launches(deployment: Deployment) -> int:
+    """Launches of a decode step, by the number of layers; 0 where nothing is launched."""
+    if deployment.device.platform in ("cpu", "tpu"):
+        return 0
+    layers = deployment.plan.model.layers
+    each = LAYER_LAUNCHES if deployment.devices == deployment.groups else SHARED_LAYER_LAUNCHES
+    mixtures = sum(layer.mlp.experts is not None for layer in layers)
+    return each * len(layers) + MIXTURE_LAUNCHES * mixtures + OTHER_LAUNCHES
+
+
+class Weights(NamedTuple):
+    """What steps read and multiply with. Bytes are those on one device, operations those on all devices of a group.
+
+    Attributes:
+      dense_bytes, expert_bytes: read in each step, and read if a token of the step chooses the expert.
+      token_flops, head_flops: of each token, and of each row that is sampled.
+    """
+
+    dense_bytes: float
+    expert_bytes: float
+    token_flops: float
+    head_flops: float
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], head: str | None, share: float) -> Weights:
+        """head: the path of the output head. share: of all experts, that a token chooses."""
+        dense = experts = token = last = 0.0
+        for path, w in params.items():
+            stored, size = sum(map(device_bytes, jax.tree.leaves(w))), math.prod(w.shape)
+            if path.endswith(STACKS):
+                experts += stored
+                token += 2 * size * share
+            elif path == head:
+                dense += stored
+                last += 2 * size
+            elif path != "embed/table":  # of which steps read rows only
+                dense += stored
+                token += 2 * size if len(w.shape) == 2 else 0
+        return cls(dense, experts, token, last)
+
+
+def _head(plan: ModelPlan) -> str | None:
+    """The path of the output head; None: these layers are followed by others."""
+    stage: Any = plan.decoder.stage
+    if stage is not None and not stage.is_last:
+        return None
+    return "embed/table" if plan.model.tie_embeddings else "head/kernel"
 
 
 class Roofline:
@@ -96,11 +150,14 @@ class Roofline:
     tokens and rows are those of one group, and all groups are taken to have as many.
 
     Args:
-      launched: launches of a step, of the compiled program or 0.
+      launches: of a step, as the compiler says; None: they are assumed.
     """
 
-    def __init__(self, deployment: Deployment, constants: Constants, launched: int = 0):
-        self.constants, self._launches = constants, launched
+    num_stages = 1
+
+    def __init__(self, deployment: Deployment, constants: Constants, launches: int | None = None):
+        self.constants = constants
+        self._launches = assumed_launches(deployment) if launches is None else launches
         plan, model, params = deployment.plan, deployment.plan.model, deployment.params
         self._groups, self._each = deployment.groups, deployment.devices // deployment.groups
         self._hidden, self.layers = model.hidden_size, model.num_layers
@@ -108,29 +165,11 @@ class Roofline:
         self._itemsize = np.dtype(plan.dtype).itemsize
         experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
-        share = 1.0 - self._unused
-        head = "head/kernel" if "head/kernel" in params else "embed/table"
-        self.dense_bytes = self.expert_bytes = self._token_flops = self._head_flops = 0.0
-        for path, w in params.items():
-            if path == "embed/table" and path != head:
-                continue
-            stored, size = sum(map(device_bytes, jax.tree.leaves(w))), math.prod(w.shape)
-            if path.endswith(STACKS):
-                self.expert_bytes += stored
-                self._token_flops += 2 * size * share
-            else:
-                self.dense_bytes += stored
-                if path == head:
-                    self._head_flops += 2 * size
-                elif len(w.shape) == 2:
-                    self._token_flops += 2 * size
-        matrices = [(path, w) for path, w in params.items() if path.startswith("layers_") and len(w.shape) > 1]
-        numbers = sum(math.prod(w.shape) for _, w in matrices)
-        self.bytes_per_number = sum(sum(map(device_bytes, jax.tree.leaves(w))) for _, w in matrices) / numbers
+        self.weights = Weights.of(params, _head(plan), 1.0 - self._unused)
         specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
-        self._row_bytes = layout.token_bytes / len(specs) / layout.ways(plan.mesh)
+        self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.ways(plan.mesh)
         spec = specs[0]
         width = 2 * spec.head_dim
         if isinstance(spec, LatentAttentionSpec):
@@ -140,8 +179,9 @@ class Roofline:
     def work(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> Work:
         """What `step` does, for the same arguments."""
         read, pairs = self._attended(np.asarray(contexts, float), np.asarray(counts, float))
-        used = self.dense_bytes + self.expert_bytes * (1 - self._unused ** (tokens * self._groups))
-        flops = (tokens * self._token_flops + rows * self._head_flops) / self._each
+        weights = self.weights
+        used = weights.dense_bytes + weights.expert_bytes * (1 - self._unused ** (tokens * self._groups))
+        flops = (tokens * weights.token_flops + rows * weights.head_flops) / self._each
         return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._each)
 
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
@@ -156,16 +196,14 @@ class Roofline:
         done = work.weights + work.cached, work.products + work.attended
         return StepTime(weights, products, attention, sent, overhead, total, *done)
 
+    def stage_seconds(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> list[float]:
+        """The seconds of `step` in each stage, of which there is one."""
+        return [self.step(tokens, rows, contexts, counts).total]
+
     def decode(self, batch: int, context: int) -> StepTime:
         """The step in which each of `batch` sequences of all groups gains a token: its total is the TPOT."""
         rows = -(-batch // self._groups)
         return self.step(rows, rows, np.full(rows, context))
-
-    def prompt(self, tokens: int, most: int) -> float:
-        """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT."""
-        starts = range(0, tokens, most)
-        return sum(self.step(min(most, tokens - at), 1, [min(at + most, tokens)], [min(most, tokens - at)]).total
-                   for at in starts)  # fmt: skip
 
     def _attended(self, contexts: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
         """(cached tokens read, pairs of tokens) over all layers."""
@@ -180,6 +218,10 @@ class Roofline:
         within = SUMS * self.layers * self._exchange(tokens, self._each)
         return within + self._mixtures * self._exchange(tokens * self._groups, self._groups)
 
+    def hand_over(self, tokens: int) -> float:
+        """Seconds until the next stage of a pipeline has the hidden states of these tokens."""
+        return self.constants.link_start + tokens * self._hidden * self._itemsize / self.constants.link
+
     def _exchange(self, tokens: int, devices: int) -> float:
         """Seconds of a sum of the hidden states of these tokens over devices, or of their gather and scatter."""
         c = self.constants
@@ -188,6 +230,19 @@ class Roofline:
         return c.link_start + 2 * (devices - 1) / devices * tokens * self._hidden * self._itemsize / c.link
 
 
-def share(times: Sequence[StepTime], part: str) -> float:
-    """Part of the total of some steps."""
-    return sum(getattr(one, part) for one in times) / sum(one.total for one in times)
+def prompt_seconds(roofline: Any, tokens: int, most: int) -> float:
+    """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT.
+    roofline: a `Roofline` or a `PipelineRoofline`."""
+    free, ended = [0.0] * roofline.num_stages, 0.0
+    for at in range(0, tokens, most):
+        count = min(most, tokens - at)
+        ended = pass_through(free, 0.0, roofline.stage_seconds(count, 1, [at + count], [count]))
+    return ended
+
+
+def pass_through(free: list[float], begin: float, seconds: Sequence[float]) -> float:
+    """When a step ends that begins at a time and takes these seconds in each stage. free: when each stage has finished
+    its steps so far; this adds the step to them."""
+    for stage, taken in enumerate(seconds):
+        begin = free[stage] = max(begin, free[stage]) + taken
+    return begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +11,14 @@ import numpy as np
 from jaxserve.config import ConfigError
 from jaxserve.execution import memory
 from jaxserve.execution.cost import prefill_chunk
-from jaxserve.execution.step_buffer import split
+from jaxserve.execution.step_buffer import StepBatch, split
 from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.roofline import Roofline
+from jaxserve.plan.pipeline_roofline import PipelineRoofline
+from jaxserve.plan.roofline import Roofline, pass_through
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step_plan import Rows
 from jaxserve.types import Request, SamplingParams
 
 REQUESTS, SECONDS = 100, 10.0  # a simulation has at least so many requests, and requests of so many seconds
@@ -65,20 +68,29 @@ class Served(NamedTuple):
         return self.ttft < goal.ttft and self.tpot < goal.tpot
 
 
-def simulate(deployment: Deployment, roofline: Roofline, pages: int, longest: int, goal: Goal, seed: int = 0) -> Served:
+def simulate(
+    deployment: Deployment,
+    roofline: Roofline | PipelineRoofline,
+    pages: int,
+    longest: int,
+    goal: Goal,
+    seed: int = 0,
+) -> Served:
     """Serves requests that arrive at random (Poisson), each with a prompt of its own. Raises ConfigError for requests
     that are too long."""
     if goal.tokens_in + goal.tokens_out > longest:
         raise ConfigError(f"requests of {goal.tokens_in + goal.tokens_out} tokens exceed the longest, {longest}")
-    scheduler, rng = _scheduler(deployment, pages, longest), np.random.default_rng(seed)
+    stages = roofline.num_stages
+    scheduler, rng = _scheduler(deployment, pages, longest, stages), np.random.default_rng(seed)
     count = min(max(REQUESTS, int(goal.rps * SECONDS)), MOST_REQUESTS)
     arrivals = np.cumsum(rng.exponential(1 / goal.rps, count))
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     now, added, steps, most = 0.0, 0, 0, 0
+    devices, flight = Devices(deployment, roofline), deque[tuple[list[StepBatch], float]]()
     params = SamplingParams(temperature=0.0, max_tokens=goal.tokens_out, ignore_eos=True)
     while len(last) < count:
-        if not scheduler.has_work:
+        if not scheduler.has_work and not flight:
             now = max(now, float(arrivals[added]))
         while added < count and arrivals[added] <= now:
             prompt = rng.integers(0, 2**30, goal.tokens_in).tolist()
@@ -86,13 +98,12 @@ def simulate(deployment: Deployment, roofline: Roofline, pages: int, longest: in
             scheduler.add(Sequence(request, 0, added, goal.tokens_out, frozenset(), added))
             added += 1
         plan = scheduler.schedule()
-        assert plan is not None, "a sequence has work and gets none"
-        batches = list(split(plan.rows, deployment.shapes, deployment.cost))
-        for batch in batches:
-            rows = batch.rows
-            padded = batch.shape.tokens if deployment.cost is not None else rows.num_tokens
-            now += roofline.step(padded, len(rows), rows.start + rows.count, rows.count).total
-        steps, most = steps + 1, max(most, len(scheduler.running))
+        if plan is not None:
+            flight.append(devices.run(plan.rows, now))
+            steps, most = steps + 1, max(most, len(scheduler.running))
+        if plan is not None and len(flight) < stages:
+            continue
+        batches, now = flight.popleft()
         for batch in batches:
             drawn = np.where(batch.rows.num_new[:, None] > 0, 0, -1).astype(np.int32)
             output, details = scheduler.commit(batch.rows, drawn)
@@ -109,7 +120,29 @@ def simulate(deployment: Deployment, roofline: Roofline, pages: int, longest: in
     return Served(float(ttft), float(np.percentile(tpot, 95)), rate, steps, most, scheduler.num_preemptions)
 
 
-def _scheduler(deployment: Deployment, pages: int, longest: int) -> Scheduler:
+class Devices:
+    """The time that the stages of a deployment need. A stage runs its steps in order; the first one also waits until
+    the tokens that a step reads have left the last one."""
+
+    def __init__(self, deployment: Deployment, roofline: Roofline | PipelineRoofline):
+        self._deployment, self._roofline = deployment, roofline
+        self._free = [0.0] * roofline.num_stages
+        self._sampled = np.zeros(deployment.config.max_num_seqs)  # when the last token of each slot was there
+
+    def run(self, rows: Rows, now: float) -> tuple[list[StepBatch], float]:
+        """Runs a step that the host sends at a time. Returns its batches, and when their tokens are there."""
+        cost, ended = self._deployment.cost, now
+        batches = list(split(rows, self._deployment.shapes, cost))
+        for batch in batches:
+            some = batch.rows
+            padded = batch.shape.tokens if cost is not None else some.num_tokens
+            seconds = self._roofline.stage_seconds(padded, len(some), some.start + some.count, some.count)
+            ended = pass_through(self._free, max(now, self._sampled[some.slot].max()), seconds)
+            self._sampled[some.slot[some.num_new > 0]] = ended
+        return batches, ended
+
+
+def _scheduler(deployment: Deployment, pages: int, longest: int, stages: int) -> Scheduler:
     """As `loading.make_scheduler` makes it for the same settings; prompts have nothing in common."""
     config, layout = deployment.config, deployment.plan.one_page
     return Scheduler(
@@ -120,4 +153,5 @@ def _scheduler(deployment: Deployment, pages: int, longest: int) -> Scheduler:
         prefill_bursts=deployment.cost is None,
         max_model_len=longest,
         recurrent=deployment.plan.model.recurrent is not None,
+        stages=stages,
     )

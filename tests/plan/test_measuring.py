@@ -1,5 +1,6 @@
 """`jaxserve plan --measure`: the steps that are timed, rates from a probe, the file of rates, and predictions."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -148,16 +149,24 @@ def test_refused_before_anything_loads(folder, changes, target, message, monkeyp
 
 
 def test_weights_that_the_probe_cannot_have_are_refused(folder):
-    own, other = (
-        Roofline(one, Constants.of(one))
-        for one in (Deployment.of(settings(folder, quantization=how), "cpu") for how in ("int4", "auto"))
-    )
+    own, other = (Deployment.of(settings(folder, quantization=how), "cpu") for how in ("int4", "auto"))
     probe.check_form(own, own)
     with pytest.raises(ConfigError, match=r"no probe for weights like the checkpoint's, of 0\.6"):
         probe.check_form(own, other)
 
 
+def test_the_table_is_that_of_the_kept_measurements(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    plan_cpu = importlib.import_module("plan_cpu")
+    kept = json.loads(plan_cpu.RESULT.read_text())
+    assert plan_cpu.table(kept) in (ROOT / "docs" / "plan.md").read_text()
+    assert [one["form"] for one in kept] == list(plan_cpu.NAMES)
+    for row in (row for one in kept for row in [*one["steps"], *one["served"]]):
+        assert row["predicted"] == pytest.approx(row["tpot"], rel=0.25)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_predictions_of_the_100m_shape():
     """Rates of a probe predict another model's steps within a quarter, and the requests of its engine; configurations
     whose times differ by more than a sixth are ranked as measured."""

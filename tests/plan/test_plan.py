@@ -14,7 +14,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.plan.deployment import Deployment, plan_devices
 from jaxserve.plan.report import make_plan
-from jaxserve.plan.roofline import Constants, Roofline
+from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
 from jaxserve.plan.traffic import Goal, simulate
 
 SMALL = {
@@ -118,13 +118,15 @@ def test_groups_in_the_roofline(folder):
         for rates in [Constants(1e9, 1e10, call=0.0, link=1e9, link_start=0.0, overlaps=False)]
         for sizes in ({"data_parallel_size": 8}, {"tensor_parallel_size": 8})
     )
-    assert of_groups.expert_bytes == of_one.expert_bytes, "all devices share the experts in either way"
-    assert of_groups.dense_bytes > 6 * of_one.dense_bytes, "each group has the other weights whole"
+    assert of_groups.weights.expert_bytes == of_one.weights.expert_bytes, "all devices share the experts in either way"
+    assert of_groups.weights.dense_bytes > 6 * of_one.weights.dense_bytes, "each group has the other weights whole"
     groups, one = of_groups.decode(64, 100), of_one.decode(64, 100)
     assert groups.products == pytest.approx(one.products), "an eighth of the rows, by a whole device"
     assert groups.attention == pytest.approx(one.attention), "the same, where each device has a head of all rows"
     read, other = of_groups.work(8, 8, [100] * 8).weights, of_one.work(64, 64, [100] * 64).weights
-    assert read - of_groups.dense_bytes == pytest.approx(other - of_one.dense_bytes), "experts serve all groups' tokens"
+    assert read - of_groups.weights.dense_bytes == pytest.approx(other - of_one.weights.dense_bytes), (
+        "experts serve all groups' tokens"
+    )
     # Sums over the group: two a layer. Between groups: a gather and a scatter for each mixture.
     assert one.communication == pytest.approx(2 * 4 * 2 * 7 / 8 * 64 * 64 * 4 / 1e9)
     assert groups.communication == pytest.approx(4 * 2 * 7 / 8 * 64 * 64 * 4 / 1e9)
@@ -148,7 +150,7 @@ def test_simulation_depends_on_the_load(folder):
     assert heavy.ttft > 2 * light.ttft
     assert heavy.tokens_per_second > light.tokens_per_second
     assert light.most_running < heavy.most_running == 8
-    alone = roofline.prompt(100, 128) + roofline.decode(1, 100).total
+    alone = prompt_seconds(roofline, 100, 128) + roofline.decode(1, 100).total
     assert light.ttft < 3 * alone
     with pytest.raises(ConfigError, match="exceed the longest"):
         simulate(deployment, roofline, 200, 512, Goal(1, 500, 20))
@@ -171,7 +173,7 @@ def test_json_text_and_page(folder, capsys):
     assert plan["schema"] == 1
     keys = {
         "schema", "model", "target", "devices", "device_kind", "parallel", "quantization", "dtype", "layers", "steps",
-        "sources", "memory", "fits", "capacity", "roofline", "constants", "price", "served", "label",
+        "stages", "sources", "memory", "fits", "capacity", "roofline", "constants", "price", "served", "label",
     }  # fmt: skip
     assert set(plan) == keys
     assert plan["sources"]["temporaries"] == "estimated"
@@ -207,13 +209,14 @@ def test_what_does_not_fit_says_so(folder):
     ("changes", "message"),
     [
         ({"speculative_config": {"method": "ngram"}}, "speculation"),
-        ({"pipeline_parallel_size": 2}, "stages of a pipeline"),
+        ({"pipeline_parallel_size": 2, "kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
+        ({"pipeline_parallel_size": 2}, "needs 2 devices"),
         ({"num_hosts": 2, "coordinator": "a:1", "host_secret_file": "x"}, "one host"),
     ],
 )
 def test_refusals(folder, changes, message):
     with pytest.raises(ConfigError, match=message):
-        Deployment.of(settings(folder, **changes), "cpu")
+        make_plan(settings(folder, **changes), "cpu", estimate=True)
 
 
 def test_unknown_targets_are_refused(folder):
