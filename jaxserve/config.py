@@ -373,3 +373,14 @@ CHOICES: dict[str, tuple[str, ...]] = {  # the values of each setting that is on
     for name, kind in typing.get_type_hints(EngineConfig).items()
     if typing.get_origin(kind) is Literal
 } | dict.fromkeys(("attention_backend", "matmul_backend"), ("auto", *BACKENDS))
+
+
+def check_combined(config: EngineConfig, name: str, off: Any, others: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the setting `name` is not `off`, and one of the others has another value than is given."""
+    own = getattr(config, name)
+    for other, only in others.items():
+        if own != off and (value := getattr(config, other)) != only:
+            raise ConfigError(
+                f"{name} {own:g} cannot be combined with {other} {value!r}: leave {other} at {only!r}, or {name} at "
+                f"{off}"
+            )

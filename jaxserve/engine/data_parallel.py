@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig, check_combined
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
 from jaxserve.scheduling.scheduler import Scheduler
@@ -28,12 +28,7 @@ def check_settings(config: EngineConfig) -> None:
     size = config.data_parallel_size
     if size == 1:
         return
-    for name, only in NOT_COMBINED.items():
-        if (value := getattr(config, name)) != only:
-            raise ConfigError(
-                f"data_parallel_size {size} cannot be combined with {name} {value!r}: leave {name} at {only!r}, or "
-                "data_parallel_size at 1"
-            )
+    check_combined(config, "data_parallel_size", 1, NOT_COMBINED)
     if (given := config.speculative_config) is not None and given.method not in SPECULATION:
         raise ConfigError(
             f"data_parallel_size {size} cannot be combined with speculation by {given.method!r}: choose one of "

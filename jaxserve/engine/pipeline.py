@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig, check_combined
 from jaxserve.devices.mesh import by_host, make_mesh, num_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
@@ -158,14 +158,7 @@ def _is_here(devices: Sequence[jax.Device]) -> bool:
 
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that pipelines are not made for yet."""
-    if config.pipeline_parallel_size == 1:
-        return
-    for name, only in NOT_COMBINED.items():
-        if (value := getattr(config, name)) != only:
-            raise ConfigError(
-                f"pipeline_parallel_size {config.pipeline_parallel_size} cannot be combined with {name} {value!r}: "
-                f"leave {name} at {only!r}, or pipeline_parallel_size at 1"
-            )
+    check_combined(config, "pipeline_parallel_size", 1, NOT_COMBINED)
 
 
 def check_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> None:

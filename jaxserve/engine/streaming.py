@@ -11,7 +11,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import HOST_POOL, USUAL_HOST_POOL, ConfigError, EngineConfig
+from jaxserve.config import HOST_POOL, USUAL_HOST_POOL, ConfigError, EngineConfig, check_combined
 from jaxserve.devices import layouts
 from jaxserve.devices.mesh import num_devices
 from jaxserve.engine.model_plan import ModelPlan
@@ -43,14 +43,7 @@ GIB = 2**30
 
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that weights in host memory are not made for yet."""
-    if not config.cpu_offload_gib:
-        return
-    for name, only in NOT_COMBINED.items():
-        if (value := getattr(config, name)) != only:
-            raise ConfigError(
-                f"cpu_offload_gib {config.cpu_offload_gib:g} cannot be combined with {name} {value!r}: leave {name} at "
-                f"{only!r}, or cpu_offload_gib at 0"
-            )
+    check_combined(config, "cpu_offload_gib", 0, NOT_COMBINED)
 
 
 def check_model(config: EngineConfig, plan: ModelPlan) -> None:
