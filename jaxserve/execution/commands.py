@@ -1,12 +1,13 @@
 """The host's calls to the devices, as small typed messages.
 
-Another process with the same model can run them (`ModelRunner.run`), and its devices then compute the same as here. A
+Another process with the same model can run them (`Commanded.run`), and its devices then compute the same as here. A
 runner passes each command to its listener before dispatching it. Messages are msgpack; arrays are sent as dtype, shape
 and bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -144,6 +145,25 @@ Copy = CopyPages | CopyStates | ReadPages | WritePages
 Change = SetSlots | CountTokens | UpdateTables | Copy | WriteAdapter | WriteRanks
 Prepare = SetPages | Allocate | Compile | BeginPages | FinishPages | CompileStages  # these may take long
 Command = Step | SampleDeferred | ScorePrompt | Propose | Change | Prepare | TakeAll
+
+
+class Commanded:
+    """A runner whose calls are commands.
+
+    Attributes:
+      listener: gets each command before it is dispatched; None: nobody listens.
+    """
+
+    listener: Callable[[Command], None] | None = None
+
+    def tell(self, kind: type, *fields: Any) -> None:
+        """Tells the listener of a call."""
+        if self.listener is not None:
+            self.listener(kind(*fields))
+
+    def run(self, command: Command) -> Any:
+        """Repeats the call of another runner whose listener received this command. Returns what the method returns."""
+        return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
 
 
 def encode(command: Command) -> bytes:

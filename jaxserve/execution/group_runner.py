@@ -102,7 +102,7 @@ class GroupRunner(ModelRunner):
         """Runs one step over int32 [groups, program.shape.words]; or over [program.shape.words] with numbers within a
         group, which all groups then run. Row r of group g samples in the column g * program.shape.rows + r of the
         results. Hidden states of all groups follow each other."""
-        self._tell(commands.Step, program, packed)
+        self.tell(commands.Step, program, packed)
         if packed.ndim == 1:
             local = np.tile(packed, (self.num_groups, 1))
         else:
@@ -125,7 +125,7 @@ class GroupRunner(ModelRunner):
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """As in `ModelRunner`. All draws are in one result."""
-        self._tell(commands.SampleDeferred, draws, masks)
+        self.tell(commands.SampleDeferred, draws, masks)
         given, owner = np.concatenate([draws, masks], axis=1), draws[:, 0] // self.num_slots
         left = [np.flatnonzero(owner == group) for group in range(self.num_groups)]
         drawn: list[Sampled] = []
@@ -160,7 +160,7 @@ class GroupRunner(ModelRunner):
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> Any:
         """As in `ModelRunner`, at `rows` of the hidden states of all groups."""
-        self._tell(commands.ScorePrompt, rows, targets, None)
+        self.tell(commands.ScorePrompt, rows, targets, None)
         assert self._hidden is not None, "the latest step kept no hidden states"
         tokens = self._hidden.shape[0] // self.num_groups
         most, _ = steps.scored_words(tokens, self._on_cpu)
@@ -179,7 +179,7 @@ class GroupRunner(ModelRunner):
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         if rows:
-            self._tell(commands.SetSlots, rows)
+            self.tell(commands.SetSlots, rows)
         parts: list[list[np.ndarray]] = [[] for _ in range(self.num_groups)]
         for row in rows:
             local = row.copy()
@@ -190,7 +190,7 @@ class GroupRunner(ModelRunner):
             self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(given))
 
     def count_tokens(self, counted: np.ndarray) -> None:
-        self._tell(commands.CountTokens, counted)
+        self.tell(commands.CountTokens, counted)
         owner = (counted[0] - 1) // self.penalty_rows
         local = np.concatenate([self._penalty_row(counted[:1]), counted[1:]])
         parts = [local[:, owner == group].T for group in range(self.num_groups)]
@@ -202,7 +202,7 @@ class GroupRunner(ModelRunner):
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
         if not copies and not entries.size:
             return
-        self._tell(commands.UpdateTables, copies, entries)
+        self.tell(commands.UpdateTables, copies, entries)
         pairs, local = np.reshape(np.asarray(copies, np.int32), (-1, 2)), entries.T.copy()
         owners = pairs[:, 0] // self.num_slots, local[:, 0] // self.num_slots
         local[:, 0], local[:, 2] = self._slot(local[:, 0]), self._page(local[:, 2])
@@ -223,7 +223,7 @@ class GroupRunner(ModelRunner):
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         if not pairs:
             return
-        self._tell(commands.CopyPages, pairs)
+        self.tell(commands.CopyPages, pairs)
         pages = np.asarray(pairs, np.int32)
         owner = pages[:, 0] // self.layout.num_pages
         parts = [self._page(pages[owner == group]) for group in range(self.num_groups)]

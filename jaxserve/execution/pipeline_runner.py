@@ -41,7 +41,7 @@ class Returning:
     tokens: list[jax.Array]  # on the devices of each stage but the last
 
 
-class PipelineRunner:
+class PipelineRunner(commands.Commanded):
     """The stages of a model, with the methods of a `ModelRunner` that an engine uses.
 
     Args:
@@ -50,7 +50,7 @@ class PipelineRunner:
 
     Attributes:
       here: the stages whose devices this process has; all of them, except in `HostPipelineRunner`.
-      listener, watcher: as of `ModelRunner`.
+      watcher: as of `ModelRunner`.
     """
 
     def __init__(self, stages: list[StageRunner], one_page: CacheLayout):
@@ -58,7 +58,6 @@ class PipelineRunner:
         self._last, self._others = stages[-1], stages[:-1]
         self._places = [replicated(one.mesh) for one in stages]
         self._returning: list[Any] = []
-        self.listener: Callable[[commands.Command], None] | None = None
         self.watcher: Callable[[jax.Array], None] | None = None
 
     # What the stages have in common, or the last one has
@@ -207,14 +206,6 @@ class PipelineRunner:
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         assert not pairs, "pipelines serve no recurrent layers"
-
-    def run(self, command: commands.Command) -> Any:
-        """As `ModelRunner.run`."""
-        return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
-
-    def tell(self, kind: type, *fields: Any) -> None:
-        if self.listener is not None:
-            self.listener(kind(*fields))
 
     def least(self, numbers: list[int]) -> list[int]:
         """The least of each number on all hosts of the pipeline."""

@@ -3,7 +3,8 @@
 The host knows the needs of every row. On accelerators it chooses a program by its bucket, its sampler (`Sampler`), the
 tokens that a call samples, and whether hidden states are returned. So no program has a conditional, nor a loop whose
 length is unknown to the compiler; for both, XLA:GPU would make the host wait in the middle of a step. On CPU this gains
-nothing, and each additional program delays the start. There a bucket has one program, which decides at run time.
+nothing, and each additional program delays the start. There a bucket has one program, which decides at run time, and
+for models with a draft head another one without the head.
 
 The number of programs is bounded, since each costs seconds of compiling and memory for its code. A more capable sampler
 replaces one that is not compiled. Only small batches have programs of several tokens a call: with more rows the devices

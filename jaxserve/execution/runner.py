@@ -100,7 +100,6 @@ class ModelRunner(UpkeepCalls):
         self.slots: SlotState
         self.cache: KVCache
         self.compile_seconds = 0.0
-        self.listener: Callable[[commands.Command], None] | None = None
         self.watcher: Callable[[jax.Array], None] | None = None
         self._hidden: jax.Array | None = None  # hidden states of the latest step that kept them
         self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
@@ -164,12 +163,12 @@ class ModelRunner(UpkeepCalls):
 
     def set_pages(self, pages: int, max_blocks: int) -> None:
         """`set_cache_size` with the present layout and this number of pages."""
-        self._tell(commands.SetPages, pages, max_blocks)
+        self.tell(commands.SetPages, pages, max_blocks)
         self.set_cache_size(replace(self.layout, num_pages=pages), max_blocks)
 
     def allocate(self) -> None:
         """Allocates the cache and the slots. Existing ones are freed first."""
-        self._tell(commands.Allocate)
+        self.tell(commands.Allocate)
         vars(self).pop("cache", None)  # the old and the new one may not fit together
         vars(self).pop("slots", None)
         self.slots = self._get(CREATE_SLOTS)()
@@ -225,7 +224,7 @@ class ModelRunner(UpkeepCalls):
 
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step over int32 [program.shape.words]; see `steps.run_step`."""
-        self._tell(commands.Step, program, packed)
+        self.tell(commands.Step, program, packed)
         result = self._get(program)(self._arrays, self.cache, self.slots, packed)
         self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
         self._show(result.drawn)
@@ -234,7 +233,7 @@ class ModelRunner(UpkeepCalls):
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
         its results. draws: int32 [n, DEFERRED_WORDS], and masks [n, words], as in `steps.sample_deferred`."""
-        self._tell(commands.SampleDeferred, draws, masks)
+        self.tell(commands.SampleDeferred, draws, masks)
         given, drawn = np.concatenate([draws, masks], axis=1), []
         for at, end, size in deferred_calls(draws, self.deferred_sizes):
             packed = np.zeros((size, given.shape[1]), np.int32)
@@ -248,7 +247,7 @@ class ModelRunner(UpkeepCalls):
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
         kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states. places [n]: the
         places of the rows' adapters, or -1; None: no row has one."""
-        self._tell(commands.ScorePrompt, rows, targets, places)
+        self.tell(commands.ScorePrompt, rows, targets, places)
         hidden = self._hidden
         assert hidden is not None, "the latest step kept no hidden states"
         tokens = hidden.shape[0]
@@ -265,23 +264,15 @@ class ModelRunner(UpkeepCalls):
     def propose(self, name: Upkeep, slots: np.ndarray, count: int) -> jax.Array:
         """Proposes `count` tokens for each of these slots [n] with a program of `draft_programs`; see
         `drafting.propose`. Returns int32 [name.passes, name.size]."""
-        self._tell(commands.Propose, name, slots, count)
+        self.tell(commands.Propose, name, slots, count)
         packed = np.full(2 + name.size, self.num_slots, np.int32)
         packed[:2], packed[2 : 2 + len(slots)] = (len(slots), count), slots
         tokens, self.cache[-1] = self._get(name)(self._arrays, self.cache[-1], self.slots, packed)
         return tokens
 
-    def _tell(self, kind: type, *fields: Any) -> None:
-        if self.listener is not None:
-            self.listener(kind(*fields))
-
     def _show(self, drawn: Sampled) -> None:
         if self.watcher is not None:
             self.watcher(drawn.tokens)
-
-    def run(self, command: commands.Command) -> Any:
-        """Repeats the call of another runner whose listener received this command. Returns what the method returns."""
-        return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
 
     # Compilation
 
@@ -328,7 +319,7 @@ class ModelRunner(UpkeepCalls):
 
     def compile(self, names: Sequence[ProgramName]) -> None:
         """Compiles these programs in this order, several at a time, unless they are compiled already."""
-        self._tell(commands.Compile, list(names))
+        self.tell(commands.Compile, list(names))
         with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
             list(pool.map(self._get, names))
 

@@ -70,7 +70,7 @@ def run_step(
       tokens_per_call: passes of the model over a batch of decodes. None: as many as rows need, at most as many as the
         buffer says.
       proposals: most tokens proposed for a row of a mixed step; see `_verify`.
-      drafter: a draft head, whose entries every step writes (`drafting`).
+      drafter: a draft head that reads the tokens: the step writes its entries (`drafting`).
       keeps_hidden: a mixed step returns its hidden states, or with `pooling` the result of `pool_rows`.
     """
     field, slots, batch, num_new = read_buffer(packed, slots, shape, x)

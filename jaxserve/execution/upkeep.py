@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from jaxserve.types import NO_PENALTY_ROW
 COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, beside the largest call
 
 
-class UpkeepCalls:
+class UpkeepCalls(commands.Commanded):
     """The part of a `ModelRunner` that runs programs which are not steps. They are dispatched and return at once."""
 
     model: Decoder
@@ -40,9 +39,6 @@ class UpkeepCalls:
 
     @abstractmethod
     def _get(self, name: ProgramName) -> Compiled: ...
-
-    @abstractmethod
-    def _tell(self, kind: type, *fields: Any) -> None: ...
 
     @property
     def slot_sizes(self) -> list[int]:
@@ -60,14 +56,14 @@ class UpkeepCalls:
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots. Each row is the result of `encode_slot`."""
         if rows:
-            self._tell(commands.SetSlots, rows)
+            self.tell(commands.SetSlots, rows)
         for some, size in calls(len(rows), self.slot_sizes):
             padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
             self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
     def count_tokens(self, counted: np.ndarray) -> None:
         """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
-        self._tell(commands.CountTokens, counted)
+        self.tell(commands.CountTokens, counted)
         for some, size in calls(counted.shape[1], self.count_sizes):
             packed = np.full((3, size), self.model.config.vocab_size, np.int32)
             packed[0] = NO_PENALTY_ROW
@@ -80,7 +76,7 @@ class UpkeepCalls:
         calls = [(copies[at : at + TABLE_COPIES], entries[:, :0]) for at in range(0, len(copies), TABLE_COPIES)]
         calls += [([], entries[:, at : at + TABLE_UPDATES]) for at in range(0, entries.shape[1], TABLE_UPDATES)]
         if calls:
-            self._tell(commands.UpdateTables, copies, entries)
+            self.tell(commands.UpdateTables, copies, entries)
         for rows, some in calls:
             packed_rows = np.full((TABLE_COPIES, 2), self.num_slots, np.int32)
             packed = np.zeros((3, TABLE_UPDATES), np.int32)
@@ -92,13 +88,13 @@ class UpkeepCalls:
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, given as (source, target), before the next step writes."""
         if pairs:
-            self._tell(commands.CopyPages, pairs)
+            self.tell(commands.CopyPages, pairs)
             self._copy("copy_pages", pairs, COPIES, NULL_PAGE)
 
     def read_pages(self, pages: list[int]) -> list[tuple[int, list[jax.Array]]]:
         """The contents of pages after the steps dispatched so far, in calls of `CacheLayout.copy_sizes`: the number of
         pages that a call read, and the arrays with their contents first, see `CacheLayout.contents`."""
-        self._tell(commands.ReadPages, pages)
+        self.tell(commands.ReadPages, pages)
         results = []
         for some, size in calls(len(pages), self.layout.copy_sizes):
             packed = np.full(size, NULL_PAGE, np.int32)
@@ -109,7 +105,7 @@ class UpkeepCalls:
     def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:
         """Writes contents as `read_pages` has returned them to pages, in one call. There is room for one of
         `CacheLayout.copy_sizes` pages in `contents`, which must not change any more: the copy may be under way."""
-        self._tell(commands.WritePages, pages, contents)
+        self.tell(commands.WritePages, pages, contents)
         packed = np.full(len(contents[0]), NULL_PAGE, np.int32)
         packed[: len(pages)] = pages
         self.cache = self._get(Upkeep("write_pages", len(packed)))(self.cache, packed, contents)
@@ -118,7 +114,7 @@ class UpkeepCalls:
         """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so
         far."""
         if pairs:
-            self._tell(commands.CopyStates, pairs)
+            self.tell(commands.CopyStates, pairs)
             self._copy("copy_states", pairs, STATE_COPIES, self.num_slots)
 
     def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, nobody: int) -> None:
@@ -144,7 +140,7 @@ class UpkeepCalls:
     def write_adapter(self, target: int, place: int, a: np.ndarray, b: np.ndarray) -> None:
         """Writes an adapter's matrices for one product, see `Matrices`, to a place of the pool."""
         assert self.stacks is not None
-        self._tell(commands.WriteAdapter, target, place, a, b)
+        self.tell(commands.WriteAdapter, target, place, a, b)
         new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
         first = self._first_stack + 1 + 2 * target
         program = self._get(Upkeep("write_adapter", self.stacks.kind_of(target)))
@@ -152,7 +148,7 @@ class UpkeepCalls:
 
     def write_ranks(self, place: int, ranks: np.ndarray) -> None:
         """Writes the ranks, int32 [products, parts], of a place of the pool."""
-        self._tell(commands.WriteRanks, place, ranks)
+        self.tell(commands.WriteRanks, place, ranks)
         at = self._first_stack
         self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
