@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import ConfigError, EngineConfig, check_combined
+from jaxserve.config import ConfigError, EngineConfig, check_combined, check_lookup
 from jaxserve.devices.mesh import by_host, make_mesh, num_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
@@ -31,7 +31,6 @@ from jaxserve.models.weights import abstract_params
 log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several stages
-    "speculative_config": None,
     "enable_lora": False,
     "kv_offload_gib": 0,
     "decode_context_parallel_size": 1,
@@ -145,7 +144,8 @@ def _load_stage(
     else:
         params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
-    runner = StageRunner(decoder, params, mesh, config.max_num_seqs, rows, max_tokens_per_call=1, static=static)
+    options: Any = {"max_tokens_per_call": 1, "static": static, "proposals": config.num_proposals}
+    runner = StageRunner(decoder, params, mesh, config.max_num_seqs, rows, **options)
     one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
     runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
     return runner, params
@@ -159,6 +159,7 @@ def _is_here(devices: Sequence[jax.Device]) -> bool:
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that pipelines are not made for yet."""
     check_combined(config, "pipeline_parallel_size", 1, NOT_COMBINED)
+    check_lookup(config, "pipeline_parallel_size")
 
 
 def check_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
