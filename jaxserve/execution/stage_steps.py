@@ -60,6 +60,6 @@ def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotSta
     kept, nobody = tokens >= 0, slots.progress.shape[0] - 1
     goes_on = jnp.append(kept[1:] & (slot[1:] == slot[:-1]), False)
     stopped = jnp.any(tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
-    progress = slots.progress.at[slot, LENGTH].add(kept & (slot < nobody))
+    progress = slots.progress.at[slot, LENGTH].add((kept & (slot < nobody)).astype(jnp.int32))
     target = jnp.where(kept & ~goes_on, slot, nobody)
     return slots._replace(progress=progress.at[target, LAST_TOKEN].set(jnp.where(stopped, -1, tokens)))

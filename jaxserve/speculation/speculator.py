@@ -130,9 +130,9 @@ class Speculator:
         return self._gaining[min(int(np.searchsorted(HOPES, hope)), len(HOPES) - 1)]
 
     def wants(self, scheduler: Scheduler, host_seconds: float) -> bool:
-        """Whether a sequence that decodes in the next step is in a step in flight, and proposals would pay for it as far
-        as its known tokens tell. The step may add tokens, for which it is too early to wait if not. `host_seconds` as for
-        `propose`."""
+        """Whether a sequence that decodes in the next step is in a step in flight, and proposals would pay for it, as
+        far as its known tokens tell. The step in flight may add tokens, for which it is too early to wait if not.
+        `host_seconds` as for `propose`."""
         running = scheduler.running
         return any(count and _is_pending(seq, running) for seq, _, count in self._look(scheduler, host_seconds))
 
