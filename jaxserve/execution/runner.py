@@ -53,7 +53,7 @@ class ModelRunner(UpkeepCalls):
       num_slots: sequences that can run at a time.
       penalty_rows: sequences with penalties that can run at a time.
       max_tokens_per_call: tokens that a row may sample in one call.
-      static: programs are specialised to what the host knows, see `programs`; None: on accelerators they are.
+      static: programs are specialised to what the host knows, see `programs`; None: on GPUs they are.
       proposals: most tokens that are proposed for a row, see `verify`.
       drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
@@ -81,8 +81,9 @@ class ModelRunner(UpkeepCalls):
         adapters: PoolSizes | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
-        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
-        static = not self._on_cpu if static is None else static
+        platform = mesh.devices.flat[0].platform
+        self._on_cpu = platform == "cpu"
+        static = platform not in ("cpu", "tpu") if static is None else static
         costly = model.ops.draw is None
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
