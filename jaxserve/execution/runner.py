@@ -64,6 +64,7 @@ class ModelRunner(UpkeepCalls):
     programs_kind: type[StepPrograms] = StepPrograms
     num_stages = 1  # of a pipeline
     streamed_bytes = 0  # of weights that each step copies to each device
+    decodes_ahead = False  # proposals are made in the slots, see `verifying`
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class ModelRunner(UpkeepCalls):
             self.penalty_rows,
             proposals=self._proposals,
             feature_size=None if self.drafter is None else self.drafter.config.hidden_size,
+            decodes_ahead=self.decodes_ahead,
         )
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
