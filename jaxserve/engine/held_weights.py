@@ -78,7 +78,7 @@ class HeldWeights(commands.Commanded):
         self, config: EngineConfig, plan: ModelPlan, runners: Sequence[ModelRunner], draft: ModelRunner | None = None
     ):
         self._config, self._plan, self._of_model = config, plan, list(runners)
-        self._runners = [*runners] if draft is None else [*runners, draft]
+        self._draft, self._runners = draft, [*runners] if draft is None else [*runners, draft]
         self._forms = [_forms(one.weights) for one in self._runners]
         self._kept: list[list[Aside | jax.Array]] = []  # for each runner, while the engine sleeps
         self._new: list[list[jax.Array]] = []  # for each runner, between `read` and `take`
@@ -176,8 +176,8 @@ class HeldWeights(commands.Commanded):
             start = self.files
             files = replace(start, tensors=given_tensors(source, start.family.every_name))
         made = [self._read_for(runner, plan, files) for runner in self._of_model]
-        if len(self._runners) > len(made):
-            draft = load_draft(config, plan, list(plan.mesh.devices.flat))
+        if self._draft is not None:
+            draft = load_draft(config, plan, list(self._draft.mesh.devices.flat))
             assert draft is not None
             made.append(draft.runner.weights)
         return made
@@ -188,7 +188,9 @@ class HeldWeights(commands.Commanded):
             return streaming.read_anew(config, plan, runner, files)
         params = make_params(runner.model, plan.folder, runner.mesh, config, progress=False, source=files)
         _, params = trust_matmul(runner.model, params, runner.mesh, config.matmul_backend)
-        if (head := load_head(config, plan)) is not None:
+        if runner.drafter is not None:
+            head = load_head(config, plan)
+            assert head is not None
             params["draft"] = head[1]
         return runner.bundled(params)
 

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from jaxserve import heap
 from jaxserve.checkpoints.errors import CheckpointError
@@ -29,8 +29,6 @@ from jaxserve.speculation.speculator import Proposer
 from jaxserve.types import InvalidRequestError, QueueFullError
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class OfWeights(Protocol):
@@ -165,22 +163,17 @@ class Weights:
             self._engine.speculator.restore()
         self.level = 0
 
-    def _asked(self, call: Callable[[], T]) -> None:
+    def _asked(self, call: Callable[[], dict[str, str] | None]) -> None:
         """Makes a call that the other hosts repeat and answer. Raises the error of a host that could not do it, or that
         found something else than this one."""
-        mine: T | None = None
-        error: Exception | None = None
+        answers = {}
         try:
-            mine = call()
-        except Exception as caught:  # the other hosts' answers are awaited in any case
-            error = caught
-        answers = {} if self._engine.hosts is None else self._engine.hosts.answers()
-        if error is not None:
-            raise error
+            mine = call() or {}
+        finally:  # after an error the others are waited for, too
+            if self._engine.hosts is not None:
+                answers = self._engine.hosts.answers()
         for host, (found, why_not) in answers.items():
-            if isinstance(mine, dict):
-                why_not = why_not or difference(mine, found)
-            if why_not:
+            if why_not := why_not or difference(mine, found):
                 raise CheckpointError(f"{host} cannot take the new weights: {why_not}")
 
     def _everywhere(self, change: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ ones; and a host that is lost meanwhile ends the replica."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -38,12 +39,16 @@ from jaxserve.types import SamplingParams
 model, prompts, settings = json.loads(sys.argv[1])
 read = HeldWeights.read
 def slowly(*arguments):
-    HeldWeights.read = read
+    HeldWeights.read = fails
     time.sleep(3)
     read(*arguments)
+def fails(held, folder):
+    if folder == "lost":
+        raise OSError("the disk is gone")
+    read(held, folder)
 if int(sys.argv[2]):
     HeldWeights.read = slowly
-llm = LLM(model, **settings, num_hosts=2, host_id=int(sys.argv[2]), host_timeout=2)
+llm = LLM(model, **settings, host_id=int(sys.argv[2]), host_timeout=2)
 llm.engine.compile()
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 def answer():
@@ -54,17 +59,16 @@ for level in (1, 2):
     llm.sleep(level)
     llm.wake_up()
     answer()
-for folder in ("other", "missing", {}):
-    try:
-        llm.update_weights(folder)
-    except ValueError as error:
-        print("refused", error)
-answer()
-llm.sleep(2)
-try:
-    llm.update_weights("other")
-except ValueError as error:
-    print("refused", error)
+for level in (0, 2):
+    if level:
+        llm.sleep(level)
+    for folder in ("other", "missing", "short", "lost", {}):
+        try:
+            llm.update_weights(folder)
+        except ValueError as error:
+            print("refused", error)
+    if not level:
+        answer()
 llm.update_weights("new")
 answer()
 llm.sleep(2)
@@ -86,10 +90,10 @@ def start_replica(model_folders, tmp_path):
         replica.stop()
 
 
-def other_weights(folder: Path, target: Path, factor: float = 1.0) -> Path:
-    """Other weights of the same model."""
+def other_weights(folder: Path, target: Path, factor: float = 1.0, without: str = "") -> Path:
+    """Other weights of the same model, of which one is missing."""
     shutil.copytree(folder, target)
-    values = {name: tensor.read() for name, tensor in read_folder(folder).items()}
+    values = {name: tensor.read() for name, tensor in read_folder(folder).items() if name != without}
     changed = {name: np.ascontiguousarray(value[::-1] * value.dtype.type(factor)) for name, value in values.items()}
     save_file(changed, target / "model.safetensors")
     return target
@@ -104,44 +108,55 @@ def answers(folder: Path, **settings: Any) -> list[list[int]]:
 
 @slow
 @pytest.mark.parametrize(
-    "own",
+    ("count", "devices", "own"),
     [
-        {},
-        {"pipeline_parallel_size": 2},
-        {"data_parallel_size": 2},
-        {"quantization": "int8"},
-        {"speculative_config": DRAFT},
+        (2, 1, {}),
+        (2, 2, {"quantization": "int8"}),
+        (2, 1, {"pipeline_parallel_size": 2}),
+        (4, 1, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        (2, 1, {"data_parallel_size": 2}),
+        (2, 1, {"speculative_config": DRAFT}),
     ],
-    ids=["shards", "stages", "groups", "int8", "draft"],
+    ids=["shards", "int8 shards", "stages", "stages of hosts", "groups", "draft"],
 )
-def test_llm(start_replica, model_folders, tmp_path, own):
+def test_llm(start_replica, model_folders, tmp_path, count, devices, own):
     folder = model_folders(CASE)
     own = {
         name: value | {"model": str(folder)} if name == "speculative_config" else value for name, value in own.items()
     }
     new = other_weights(folder, tmp_path / "new")
-    for host in ("0", "1"):
-        (tmp_path / host).mkdir()
-        (tmp_path / host / "new").symlink_to(new)
-        other_weights(folder, tmp_path / host / "other", 1.1 + int(host))
+    short = other_weights(folder, tmp_path / "short", without="model.norm.weight")  # the last stage reads it
+    for i in range(count):
+        (tmp_path / f"{i}").mkdir()
+        for name, target in {"new": new, "lost": new, "short": short}.items():
+            (tmp_path / f"{i}" / name).symlink_to(target)
+        other_weights(folder, tmp_path / f"{i}" / "other", 1.1 + i)
     (tmp_path / "0" / "missing").symlink_to(new)
-    settings = SIZES | own | {"coordinator": f"127.0.0.1:{free_port()}", "command_port": free_port()}
-    given = json.dumps([str(folder), PROMPTS, settings])
-    replica = start_replica()
-    hosts = [replica.run([sys.executable, "-c", SCRIPT, given, str(i)], folder=tmp_path / str(i)) for i in range(2)]
-    assert [host.wait(200) for host in hosts] == [0, 0], replica.said()
+    ports = {"coordinator": f"127.0.0.1:{free_port()}", "command_port": free_port()}
+    given = json.dumps([str(folder), PROMPTS, SIZES | own | ports | {"num_hosts": count}])
+    replica = start_replica(devices=devices)
+    hosts = [replica.run([sys.executable, "-c", SCRIPT, given, str(i)], folder=tmp_path / f"{i}") for i in range(count)]
+    assert [host.wait(200) for host in hosts] == [0] * count, replica.said()
     said = hosts[0].said().splitlines()
     found = [json.loads(line.removeprefix("answer ")) for line in said if line.startswith("answer ")]
-    shards = {} if {"pipeline_parallel_size", "data_parallel_size"} & own.keys() else {"tensor_parallel_size": 2}
-    before, after = (answers(one, **shards, **own) for one in (folder, new))
+    stages, groups = (own.get(f"{name}_parallel_size", 1) for name in ("pipeline", "data"))
+    shards = {"tensor_parallel_size": count * devices // stages // groups}
+    before, after = (answers(one, **own | shards) for one in (folder, new))
     assert [tokens for tokens, _ in found] == [before] * 4 + [after] * 2
     assert before != after
     assert len({executables for _, executables in found}) == 1
+    cannot = r"host 1 \(127.0.0.1\) cannot take the new weights: "
+    last = rf"host {count // 2} \(127.0.0.1\) cannot take the new weights: " if stages > 1 else ""
+    reasons = [
+        cannot + r"its checkpoint \(model.safetensors\) is .* bytes with digest .*, and that of the first host is",
+        cannot + "missing",
+        last + ".*model.norm.weight",
+        cannot + "the disk is gone",
+        "arrays replace only weights of one host",
+    ]
     refused = [line for line in said if line.startswith("refused ")]
-    differs = "refused host 1 (127.0.0.1) cannot take the new weights: its checkpoint (model.safetensors) is"
-    assert [refused[i].startswith(differs) for i in (0, 3)] == [True, True], refused
-    assert refused[1].startswith("refused host 1 (127.0.0.1) cannot take the new weights: missing")
-    assert refused[2].startswith("refused arrays replace only weights of one host")
+    for line, reason in zip(refused, 2 * reasons, strict=True):
+        assert re.match("refused " + reason, line)
 
 
 @slow
