@@ -179,6 +179,7 @@ class ModelRunner(UpkeepCalls):
 
     def release(self) -> None:
         """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
+        self.tell(commands.Release)
         for x in jax.tree.leaves((self._arrays, self.cache, self.slots)):
             x.delete()
         self._hidden = None
