@@ -297,11 +297,6 @@ class RunningTable:
         self.proposed[slot] = len(tokens)
         self.proposes |= len(tokens) > 0
 
-    def make_room(self, slot: np.ndarray, count: np.ndarray) -> None:
-        """As `propose`, for several slots, of `count` tokens each that are not known yet."""
-        self.proposed[slot] = count
-        self.proposes |= len(slot) > 0
-
     def drop_proposals(self) -> None:
         """Forgets all proposals."""
         self.proposed[:], self.proposes = 0, False

@@ -106,7 +106,7 @@ class OwnDecodes:
         decodes = (known == total) & (total == computed + 1) & ~running.beams[slot]
         answers = np.fromiter((seq.num_outputs > 0 for seq in running.lineup.seqs), bool, len(slot))
         fits = np.flatnonzero((room > 0) & decodes & answers)
-        running.make_room(slot[fits], room[fits])
+        running.proposed[slot[fits]], running.proposes = room[fits], len(fits) > 0
 
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
         """Decodes ahead for the rows of a plan with proposals. The devices know the tokens; the host waits for them,
