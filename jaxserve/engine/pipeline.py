@@ -14,8 +14,8 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig, check_combined
-from jaxserve.devices.mesh import by_host, make_mesh, num_devices
-from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.devices.mesh import by_host, num_devices
+from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import commands, memory
 from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
@@ -34,7 +34,6 @@ NOT_COMBINED = {  # settings that must have these values beside several stages
     "speculative_config": None,
     "enable_lora": False,
     "kv_offload_gib": 0,
-    "decode_context_parallel_size": 1,
 }
 
 
@@ -134,7 +133,7 @@ def _load_stage(
     static: bool | None,
 ) -> tuple[StageRunner, dict[str, Any]]:
     """The runner of a stage on its devices, with a cache of a single page, and its parameters."""
-    mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel)
+    mesh = mesh_of(config, devices)
     sizes: Any = {"page_size": plan.one_page.page_size, "kv_dtype": plan.one_page.dtype}
     backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend}
     backends["checks"] = _is_here(devices)

@@ -10,9 +10,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import make_mesh, num_devices
 from jaxserve.engine.loading import buckets
-from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.pipeline import check_devices, check_model, check_settings, choose_stages
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.memory import Needs
@@ -64,7 +63,7 @@ def tightest(stages: Sequence[Deployment], needs: Sequence[Needs]) -> int:
 
 def _of_stage(config: EngineConfig, whole: ModelPlan, stage: Stage, devices: list[Any]) -> ModelPlan:
     """The plan of one stage on its devices."""
-    mesh = make_mesh(num_devices(whole.mesh), devices, config.enable_expert_parallel)
+    mesh = mesh_of(config, devices)
     model = replace(whole.model, layers=whole.model.layers[stage.begin : stage.end])
     one_page = replace(whole.one_page, groups=whole.one_page.groups.of_stage(stage.layers))
     sizes: Any = {"page_size": one_page.page_size, "kv_dtype": one_page.dtype}
