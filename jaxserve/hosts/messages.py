@@ -69,6 +69,6 @@ def encode(message: Message) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(body: bytes) -> Message:
+def decode(body: bytes | memoryview) -> Message:
     """Raises msgspec.DecodeError for what is no message."""
     return msgspec.msgpack.decode(body, type=Message)
