@@ -21,6 +21,7 @@ _MAGIC = b"jaxserve hosts 2"
 _NONCE, _PROOF, _CODE = 32, 32, 16  # bytes
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 2**31
+_MOST_PARTS = 1024  # that the system takes in one call
 
 
 class WrongSecretError(HostError):
@@ -39,7 +40,7 @@ class Channel:
     def send(self, *parts: bytes | memoryview) -> None:
         """A frame of these parts, which are not copied. Memoryviews must be of bytes."""
         frame = [_LENGTH.pack(sum(map(len, parts))) + self._code(0, *parts), *parts]
-        sent = self._socket.sendmsg(frame)
+        sent = self._socket.sendmsg(frame[:_MOST_PARTS])
         for part in frame:
             if sent < len(part):
                 self._socket.sendall(memoryview(part)[sent:])
