@@ -127,6 +127,13 @@ class PipelineRunner(commands.Commanded):
         for one in self.here:
             one.allocate()
 
+    def release(self) -> None:
+        """Frees weights, caches and slots, see `ModelRunner.release`."""
+        self.tell(commands.Release)
+        self._returning.clear()
+        for one in self.here:
+            one.release()
+
     def restore(self) -> None:
         """Allocates what a failed step has destroyed, see `ModelRunner.restore`."""
         self._returning.clear()

@@ -13,7 +13,6 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.pipeline import check_devices
 from jaxserve.models.stages import split_layers
-from jaxserve.types import InvalidRequestError
 
 PLAIN = "llama3_gqa"
 PP2 = {"pipeline_parallel_size": 2}
@@ -175,11 +174,6 @@ def test_stages_of_whole_hosts(stages, tensor, devices, fits):
     else:
         with pytest.raises(ConfigError, match=f"pipeline_parallel_size {stages} over .* needs stages of whole hosts"):
             check_devices(config, of_hosts)
-
-
-def test_sleep_is_refused(deep_folders):
-    with pytest.raises(InvalidRequestError, match="not possible with pipeline_parallel_size"):
-        make_engine(deep_folders(PLAIN, 2), **PP2).weights.sleep()
 
 
 @pytest.mark.parametrize(
