@@ -160,15 +160,13 @@ def _is_here(devices: Sequence[jax.Device]) -> bool:
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that pipelines are not made for yet."""
     check_combined(config, "pipeline_parallel_size", 1, NOT_COMBINED)
-    if config.pipeline_parallel_size > 1 and config.data_parallel_size > 1:
-        both = (
-            f"pipeline_parallel_size {config.pipeline_parallel_size} x data_parallel_size {config.data_parallel_size}"
+    stages, groups = config.pipeline_parallel_size, config.data_parallel_size
+    if stages > 1 and groups > 1 and config.num_hosts > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size {stages} x data_parallel_size {groups} must be on one host, but num_hosts is "
+            f"{config.num_hosts}: transfers between hosts know no groups with their own sequences; leave one of the "
+            "two sizes at 1"
         )
-        if config.num_hosts > 1:
-            raise ConfigError(
-                f"{both} must be on one host, but num_hosts is {config.num_hosts}: transfers between hosts' stages know "
-                "no groups with their own sequences; leave one of the two sizes at 1"
-            )
 
 
 def devices_of_stage(config: EngineConfig) -> int:
