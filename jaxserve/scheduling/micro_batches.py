@@ -47,10 +47,10 @@ class MicroBatches:
         for group in range(len(self.held_back)):
             some, here = decodes & (owner == group), np.flatnonzero(ready & (owner == group))
             under_way = len(np.unique(planned[some & ~ready]))  # turns on their way through the stages
-            count = np.count_nonzero(some), len(here)
-            size = min(-(-count[0] // self.stages), -(-count[1] // max(self.stages - under_way, 1)))
+            count, most = int(np.count_nonzero(some)), max(self.stages - under_way, 1)
+            size = min(-(-count // self.stages), -(-len(here) // most))
             chosen[here[np.argsort(planned[here], kind="stable")[:size]]] = True
-            self.held_back[group] = count[0] - min(size, count[1])
+            self.held_back[group] = count - size
         return chosen
 
     def begin(self, rows: Rows) -> None:
