@@ -36,8 +36,8 @@ MODES: dict[str, dict[str, Any]] = {
     "kernels": {"deterministic": True},
     "verify": {"deterministic": True, "deterministic_mode": "verify"},
 }
-# Of the host between a check and the next call: measured for 32 rows with steps that do nothing, on the core of a server
-# (Zen 4), whose dispatch of an empty step on CPU, 0.19 ms, is included.
+# Of the host between a check and the next call: measured for 32 rows with steps that do nothing, on a Zen 4 core of a
+# server. XLA's call of an empty step on CPU, 0.19 ms, is included.
 HOST_SECONDS = 0.7e-3
 
 

@@ -229,7 +229,7 @@ def _load_pipeline(
     if hosts is not None:
         _tell_hosts(hosts, [loaded.runner], held)
     # A token takes the time of all stages, as if the devices of one stage had all layers.
-    cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], num_devices(plan.mesh), plan.dtype)
+    cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], config.tensor_parallel_size, plan.dtype)
     shapes = buckets(config, plan, cost)
     sizing = loaded.sizing(config, shapes)
     sizing.begin()
@@ -260,6 +260,7 @@ def make_scheduler(
         "prefill_bursts": parts.cost is None,
         "max_model_len": longest,
         "penalty_rows": runner.penalty_rows,
+        "stages": runner.num_stages,
     }
     if config.data_parallel_size > 1:
         return data_parallel.group_scheduler(
@@ -269,7 +270,6 @@ def make_scheduler(
         BlockManager(layout.num_pages, layout.page_size, states=states, tiers=tiers, **pages),
         recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
-        stages=runner.num_stages,
         **sizes,
     )
 

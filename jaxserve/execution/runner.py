@@ -114,6 +114,11 @@ class ModelRunner(UpkeepCalls):
         self._lock = threading.Lock()
 
     @property
+    def nobody(self) -> int:
+        """The number of the slot that no sequence owns."""
+        return self.num_slots
+
+    @property
     def params(self) -> Any:
         """The model's parameter tree. Vectors in it are copies, because they are stored in stacks."""
         return jax.tree.map(value_of, self._unbundle(self._arrays), is_leaf=lambda x: isinstance(x, Row))
