@@ -37,8 +37,8 @@ from jaxserve.models.load import trust_matmul
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
-# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Llama 3.1 8B in bf16 have 3.7 GiB
-# on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled they have 3.6 and 8.0 (docs/plan.md).
+# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Llama 3.1 8B in bf16 have
+# 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled they have 3.6 and 8.0 (docs/plan.md).
 TPU_CODE, TPU_LAYER_CODE = 20 << 20, 9 << 19
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
