@@ -30,11 +30,12 @@ def answers(engine):
     return tokens | {("again", 0): again.token_ids}, scores, again.num_cached
 
 
-def check_equal(folder, options, others):
+def check_equal(folder, options, others, *, reuses=True):
+    """`reuses`: a prefix stays cached until a later request asks for it."""
     alone = answers(make_engine(folder, **others))
     engine = make_engine(folder, **others, **options)
     made = answers(engine)
     assert made[0] == alone[0]
     np.testing.assert_allclose(made[1], alone[1], atol=1e-5)
-    assert made[2] > 0
+    assert made[2] > 0 or not reuses
     return engine

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import make_mesh, num_devices
+from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_devices, target_memory
 from jaxserve.engine.loading import buckets
-from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.engine.verify_mode import runner_kind
 from jaxserve.execution import memory
@@ -89,8 +89,7 @@ def _weights(config: EngineConfig, plan: ModelPlan, forms: Any) -> Any:
     hosts = jax.devices("cpu")
     if len(hosts) < count:
         raise ConfigError(f"a bundle for {count} devices needs as many here; set JAX_NUM_CPU_DEVICES={count}")
-    shares = config.decode_context_parallel_size
-    mesh = make_mesh(config.tensor_parallel_size, hosts[:count], config.enable_expert_parallel, shares)
+    mesh = mesh_of(config, hosts[:count])
     rounding = Rounding(config.rounding, Device.of(plan.mesh.devices.flat[0]), plan.decoder.dtype)
     if config.load_format == "dummy":
         scheme = None if config.quantization == "auto" or config.dequantize else config.quantization

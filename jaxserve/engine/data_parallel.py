@@ -13,7 +13,6 @@ from jaxserve.scheduling.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several groups
-    "pipeline_parallel_size": 1,
     "role": "both",
     "enable_lora": False,
     "kv_offload_gib": 0,

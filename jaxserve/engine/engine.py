@@ -71,7 +71,7 @@ class Engine:
         self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
         self.pooler, self._draft, self.hosts = plan.pooler, parts.draft and parts.draft.runner, parts.hosts
         self.model_folder, self.tokenizer_folder = plan.folder, plan.tokenizer
-        self.weights = Weights(self, plan, self._draft)
+        self.weights = Weights(self, parts.held, self._draft)
         self.vocab_size, self.eos_token_ids = model.vocab_size, model.eos_token_ids
         self.dtype = np.dtype(runner.model.dtype).name
         queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.held_weights import HeldWeights
 from jaxserve.engine.loading import load_runners
 from jaxserve.execution import commands
 from jaxserve.hosts.environment import found_hosts
@@ -33,15 +34,18 @@ def follow(config: EngineConfig) -> int:
         signal.signal(number, _note)
     host.wait_start()
     try:
-        runners = load_runners(start_jax(config))
+        runners, held = load_runners(start_jax(config))
         runners[0].watcher = host.digests.add
         host.compiles = lambda: any(runner.compiling for runner in runners)
         host.busy = False
         for call in host.calls():
             command = commands.decode(call.command)
-            host.busy = isinstance(command, commands.Prepare)
-            runners[call.runner].run(command)
-            host.busy = False
+            host.busy = isinstance(command, commands.Long)
+            target = [*runners, held][call.runner]
+            if isinstance(command, commands.Answered):
+                host.answer(*_attempt(target, command))
+            else:
+                target.run(command)
     except (ValueError, OSError) as error:
         host.fail(str(error))
     except Exception as error:
@@ -49,6 +53,15 @@ def follow(config: EngineConfig) -> int:
         host.fail(f"{type(error).__name__}: {error}")
     stop_jax()
     return 0
+
+
+def _attempt(held: HeldWeights, command: commands.Answered) -> tuple[dict[str, str], str | None]:
+    """What a call that may fail returns, and why it has failed; None: it has not."""
+    try:
+        return held.run(command) or {}, None
+    except Exception as error:
+        log.warning("the weights cannot be replaced: %s", error)
+        return {}, str(error) or type(error).__name__
 
 
 def leave(code: int) -> NoReturn:

@@ -19,6 +19,7 @@ from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
 from jaxserve.engine import data_parallel, streaming, verify_mode
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
+from jaxserve.engine.held_weights import HeldWeights
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.pipeline import LoadedPipeline, check_settings
 from jaxserve.engine.prepared import Prepared
@@ -51,6 +52,7 @@ class EngineParts:
     Attributes:
       shapes: the buckets that steps are padded to.
       cost: estimates the time of a step; None on CPU.
+      held: the weights of the models.
       draft: the draft model of speculative decoding.
       hosts: the other hosts of the replica; None: there are none.
       listener: where a prefill server waits for decode servers; see `role.begin_role`.
@@ -61,6 +63,7 @@ class EngineParts:
     shapes: list[StepShape]
     cost: StepCost | None
     sizing: Sizing
+    held: HeldWeights
     draft: Sized | None = None
     hosts: FirstHost | None = None
     listener: socket.socket | None = None
@@ -79,6 +82,10 @@ class LoadedModels:
     @property
     def runners(self) -> list[ModelRunner]:
         return [self.runner] if self.draft is None else [self.runner, self.draft.runner]
+
+    def held(self, config: EngineConfig) -> HeldWeights:
+        """The weights of the models. On several hosts, the settings have the number of all devices."""
+        return HeldWeights(config, self.plan, [self.runner], self.draft and self.draft.runner)
 
 
 def load_models(
@@ -161,16 +168,16 @@ def load_parts(
         return _load_pipeline(config, hosts, devices, progress=progress, static_steps=static_steps)
     loaded = load_models(config, devices, progress=progress, static_steps=static_steps)
     plan, runner, draft = loaded.plan, loaded.runner, loaded.draft
-    mesh, model = plan.mesh, plan.model
+    mesh, model, held = plan.mesh, plan.model, loaded.held(config)
     if hosts is not None:
-        _tell_hosts(hosts, loaded.runners)
+        _tell_hosts(hosts, loaded.runners, held)
     device = mesh.devices.flat[0]
     sharing = num_devices(mesh) // num_groups(mesh)
     cost = StepCost.of(loaded.params, model, device, sharing, plan.dtype, streamed=runner.streamed_bytes)
     shapes = buckets(config, plan, cost)
     models = [Sized(runner, plan.one_page)] + ([draft] if draft is not None else [])
-    held = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)
-    budget = memory.budget(config, device, num_devices(mesh), *held, plan.one_page.state_bytes(mesh))
+    taken = sum(one.runner.weight_bytes for one in models), sum(one.runner.slot_bytes for one in models)
+    budget = memory.budget(config, device, num_devices(mesh), *taken, plan.one_page.state_bytes(mesh))
     prepared = loaded.prepared
     given = _with_pages(config, prepared)
     sizing = Sizing(given, models, budget, shapes, plan.longest)
@@ -180,26 +187,27 @@ def load_parts(
         if given != _with_pages(config, prepared):  # chosen for programs that are not used
             sizing = Sizing(config, models, budget, shapes, plan.longest)
             sizing.begin()
-    return EngineParts(plan, runner, shapes, cost, sizing, draft, hosts, listener)
+    return EngineParts(plan, runner, shapes, cost, sizing, held, draft, hosts, listener)
 
 
-def load_runners(config: EngineConfig) -> list[Any]:
-    """The runners of a host that is not the first one, which repeat the calls of those of the first host."""
+def load_runners(config: EngineConfig) -> tuple[list[Any], HeldWeights]:
+    """The runners and the weights of a host that is not the first one, which repeat the calls of the first host's."""
     options: Any = {"progress": False, "static_steps": None}
     if config.pipeline_parallel_size == 1:
-        return list(load_models(config, None, **options).runners)
+        models = load_models(config, None, **options)
+        return list(models.runners), models.held(config)
     enable_compile_cache()
     loaded = LoadedPipeline.load(config, None, progress=False, static=None)
     heap.trim()
     assert isinstance(loaded.runner, HostPipelineRunner)
     loaded.runner.sizing_of = partial(loaded.sizing, config)
-    return [loaded.runner]
+    return [loaded.runner], HeldWeights(config, loaded.plan, loaded.runner.here)
 
 
-def _tell_hosts(hosts: FirstHost, runners: list[Any]) -> None:
-    """Passes on the calls of the first host's runners, and the tokens that the model's runner samples."""
+def _tell_hosts(hosts: FirstHost, runners: list[Any], held: HeldWeights) -> None:
+    """Passes on the calls of the first host's runners and weights, and the tokens that the model's runner samples."""
     runners[0].watcher = hosts.digests.add
-    for number, one in enumerate(runners):
+    for number, one in enumerate([*runners, held]):
         one.listener = partial(hosts.tell, number)
 
 
@@ -217,15 +225,15 @@ def _load_pipeline(
     loaded = LoadedPipeline.load(config, devices, progress=progress, static=static_steps)
     heap.trim()
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
-    plan = loaded.plan
+    plan, held = loaded.plan, HeldWeights(config, loaded.plan, loaded.runner.here)
     if hosts is not None:
-        _tell_hosts(hosts, [loaded.runner])
+        _tell_hosts(hosts, [loaded.runner], held)
     # A token takes the time of all stages, as if the devices of one stage had all layers.
-    cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], num_devices(plan.mesh), plan.dtype)
+    cost = StepCost.of(loaded.params, plan.model, plan.mesh.devices.flat[0], config.tensor_parallel_size, plan.dtype)
     shapes = buckets(config, plan, cost)
     sizing = loaded.sizing(config, shapes)
     sizing.begin()
-    return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing), hosts=hosts)
+    return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing), held, hosts=hosts)
 
 
 def _with_pages(config: EngineConfig, prepared: Prepared | None) -> EngineConfig:
@@ -252,6 +260,7 @@ def make_scheduler(
         "prefill_bursts": parts.cost is None,
         "max_model_len": longest,
         "penalty_rows": runner.penalty_rows,
+        "stages": runner.num_stages,
     }
     if config.data_parallel_size > 1:
         return data_parallel.group_scheduler(
@@ -261,7 +270,6 @@ def make_scheduler(
         BlockManager(layout.num_pages, layout.page_size, states=states, tiers=tiers, **pages),
         recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
-        stages=runner.num_stages,
         **sizes,
     )
 

@@ -62,8 +62,7 @@ class ModelPlan:
         if config.enable_expert_parallel and not model.num_experts:
             raise ConfigError("enable_expert_parallel must be False for a model without experts")
         shares = config.decode_context_parallel_size
-        sizes = shares, config.data_parallel_size
-        mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, *sizes)
+        mesh = mesh_of(config, devices)
         pooler = read_pooler(config, folder, model, lambda text: _token_of(tokenizer, folder, text))
         check_model(config, model, pools=pooler is not None)
         if pooler is not None:
@@ -102,6 +101,12 @@ class ModelPlan:
         own = jnp.dtype(stored) if self.dtype == np.float32 and stored == "bfloat16" else self.dtype
         dtype = own if config.lora_dtype == "auto" else jnp.dtype(config.lora_dtype)
         return PoolSizes(config.max_loras, config.max_lora_rank, dtype)
+
+
+def mesh_of(config: EngineConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a model, or of one stage of a pipeline. Raises ConfigError as `make_mesh`."""
+    sizes = config.decode_context_parallel_size, config.data_parallel_size
+    return make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, *sizes)
 
 
 def decoder_and_page(

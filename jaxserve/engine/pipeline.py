@@ -14,10 +14,11 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig, check_combined, check_lookup
-from jaxserve.devices.mesh import by_host, make_mesh, num_devices
-from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.devices.mesh import by_host, num_devices, num_groups
+from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import commands, memory
+from jaxserve.execution.group_stage_runner import GroupStageRunner
 from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
 from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.stage_runner import StageRunner
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 NOT_COMBINED = {  # settings that must have these values beside several stages
     "enable_lora": False,
     "kv_offload_gib": 0,
-    "decode_context_parallel_size": 1,
 }
 
 
@@ -55,7 +55,7 @@ class LoadedPipeline:
         plan = ModelPlan.of(config, found)
         check_model(config, plan)
         stages = choose_stages(config, plan)
-        runners, each = [], config.tensor_parallel_size
+        runners, each = [], devices_of_stage(config)
         params: dict[str, Any] = {}
         for number, stage in enumerate(stages):
             own = found[number * each : (number + 1) * each]
@@ -133,7 +133,7 @@ def _load_stage(
     static: bool | None,
 ) -> tuple[StageRunner, dict[str, Any]]:
     """The runner of a stage on its devices, with a cache of a single page, and its parameters."""
-    mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel)
+    mesh = mesh_of(config, devices)
     sizes: Any = {"page_size": plan.one_page.page_size, "kv_dtype": plan.one_page.dtype}
     backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend}
     backends["checks"] = _is_here(devices)
@@ -144,8 +144,9 @@ def _load_stage(
     else:
         params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
+    kind = StageRunner if num_groups(mesh) == 1 else GroupStageRunner
     options: Any = {"max_tokens_per_call": 1, "static": static, "proposals": config.num_proposals}
-    runner = StageRunner(decoder, params, mesh, config.max_num_seqs, rows, **options)
+    runner = kind(decoder, params, mesh, config.max_num_seqs, rows, **options)
     one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
     runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
     return runner, params
@@ -160,21 +161,34 @@ def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that pipelines are not made for yet."""
     check_combined(config, "pipeline_parallel_size", 1, NOT_COMBINED)
     check_lookup(config, "pipeline_parallel_size")
+    stages, groups = config.pipeline_parallel_size, config.data_parallel_size
+    if stages > 1 and groups > 1 and config.num_hosts > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size {stages} x data_parallel_size {groups} must be on one host, but num_hosts is "
+            f"{config.num_hosts}: transfers between hosts know no groups with their own sequences; leave one of the "
+            "two sizes at 1"
+        )
+
+
+def devices_of_stage(config: EngineConfig) -> int:
+    """How many devices each stage has."""
+    return config.data_parallel_size * config.tensor_parallel_size
 
 
 def check_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
     """Raises ConfigError if there are too few devices for all stages."""
-    needed = config.pipeline_parallel_size * config.tensor_parallel_size
+    each, groups = devices_of_stage(config), config.data_parallel_size
+    needed = config.pipeline_parallel_size * each
     if len(devices) < needed:
         platform = devices[0].platform
         flags = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         hint = f"; to try it on CPU, set {flags}" if platform == "cpu" else ""
         raise ConfigError(
-            f"pipeline_parallel_size {config.pipeline_parallel_size} x tensor_parallel_size "
+            f"pipeline_parallel_size {config.pipeline_parallel_size} x "
+            f"{'' if groups == 1 else f'data_parallel_size {groups} x '}tensor_parallel_size "
             f"{config.tensor_parallel_size} needs {needed} devices, but JAX sees {len(devices)} {platform} "
             f"device(s){hint}"
         )
-    each = config.tensor_parallel_size
     stages_of_host: dict[int, set[int]] = {}
     for place, device in enumerate(devices[:needed]):
         stages_of_host.setdefault(device.process_index, set()).add(place // each)

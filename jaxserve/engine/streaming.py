@@ -147,5 +147,19 @@ def load_streaming(
     return plan, params | read, runner
 
 
+def read_anew(
+    config: EngineConfig, plan: ModelPlan, runner: StreamingRunner, source: Checkpoint | None
+) -> list[jax.Array]:
+    """Other weights for a runner, as `StreamingRunner.weights`. One of the layers for host memory is on the devices at
+    a time. plan: with the other weights' folder."""
+    parts, on_host = _Parts(config, plan, source, {config.matmul_backend: plan.decoder}, {}), list[jax.Array]()
+    for layer in runner.layers:
+        number = layer.number
+        _, read = parts.read(Part(range(number, number + 1), around=False), progress=False)
+        on_host += map(move_to_host, jax.tree.leaves(read[f"layers_{number}"]))
+    _, read = parts.read(Part(range(runner.layers[0].number), around=True), progress=False)
+    return runner.bundled(read) + on_host
+
+
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -95,6 +95,10 @@ class Allocate(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "allocate"
 
 
+class Release(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "release"
+
+
 class Compile(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "compile"
     names: list[ProgramName]
@@ -141,10 +145,44 @@ class WriteRanks(msgspec.Struct, tag=True, frozen=True):
     ranks: np.ndarray
 
 
+class KeepWeights(msgspec.Struct, tag=True, frozen=True):
+    """Copies weights to host memory. This and the next commands are calls of `engine.held_weights.HeldWeights`."""
+
+    method: ClassVar = "keep"
+    level: int
+
+
+class BringBackWeights(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "bring_back"
+
+
+class CheckWeights(msgspec.Struct, tag=True, frozen=True):
+    """folder: None is each host's own one, from which it started; as in the next command."""
+
+    method: ClassVar = "check"
+    folder: str | None
+
+
+class ReadWeights(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "read"
+    folder: str | None
+
+
+class TakeWeights(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "take"
+
+
+class DropWeights(msgspec.Struct, tag=True, frozen=True):
+    method: ClassVar = "drop"
+
+
 Copy = CopyPages | CopyStates | ReadPages | WritePages
 Change = SetSlots | CountTokens | UpdateTables | Copy | WriteAdapter | WriteRanks
-Prepare = SetPages | Allocate | Compile | BeginPages | FinishPages | CompileStages  # these may take long
-Command = Step | SampleDeferred | ScorePrompt | Propose | Change | Prepare | TakeAll
+Answered = CheckWeights | ReadWeights  # these may fail, and then nothing has changed
+OfWeights = KeepWeights | BringBackWeights | Answered | TakeWeights | DropWeights
+Prepare = SetPages | Allocate | Release | Compile | BeginPages | FinishPages | CompileStages
+Long = Prepare | OfWeights  # these may take long
+Command = Step | SampleDeferred | ScorePrompt | Propose | Change | Long | TakeAll
 
 
 class Commanded:

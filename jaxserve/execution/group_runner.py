@@ -28,6 +28,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signature, Signatures, Upkeep
 from jaxserve.execution.slots import RowParams, padding_slot
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import calls
 from jaxserve.scheduling.block_manager import NULL_PAGE
 from jaxserve.types import NO_PENALTY_ROW
@@ -98,48 +99,51 @@ class GroupRunner(ModelRunner):
     def num_groups(self) -> int:
         return num_groups(self.mesh)
 
+    @property
+    def nobody(self) -> int:
+        return self.num_groups * self.num_slots
+
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step over int32 [groups, program.shape.words]; or over [program.shape.words] with numbers within a
         group, which all groups then run. Row r of group g samples in the column g * program.shape.rows + r of the
         results. Hidden states of all groups follow each other."""
         self.tell(commands.Step, program, packed)
-        if packed.ndim == 1:
-            local = np.tile(packed, (self.num_groups, 1))
-        else:
-            local, fields = packed.copy(), program.shape.fields
-            for name, convert in (("slot", self._slot), ("update_slot", self._slot), ("update_page", self._page)):
-                at, size = fields[name]
-                local[:, at : at + size] = convert(packed[:, at : at + size])
-        result = self._get(program)(self._arrays, self.cache, self.slots, local.reshape(-1))
+        result = self._get(program)(self._arrays, self.cache, self.slots, self._of_devices(program.shape, packed))
         self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
         self._show(result.drawn)
-        drawn: Any = result.drawn
-        tokens = Picked([drawn.tokens], self._side_by_side)
-        scores = None if drawn.scores is None else Picked([drawn.scores], self._side_by_side)
-        return Sampled(tokens, scores, drawn.expert_load), result.hidden  # type: ignore[arg-type]
+        return self._side_by_side(result.drawn), result.hidden
 
-    def _side_by_side(self, x: np.ndarray) -> np.ndarray:
-        """[groups * calls, rows, …] -> [calls, groups * rows, …]."""
-        parts = x.reshape(self.num_groups, -1, *x.shape[1:])
-        return np.concatenate(list(parts), axis=1)
+    def _of_devices(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
+        """The buffers of `step`, one after the other, with numbers within a group."""
+        if packed.ndim == 1:
+            return np.tile(packed, self.num_groups)
+        local, fields = packed.copy(), shape.fields
+        for name, convert in (("slot", self._slot), ("update_slot", self._slot), ("update_page", self._page)):
+            at, size = fields[name]
+            local[:, at : at + size] = convert(packed[:, at : at + size])
+        return local.reshape(-1)
+
+    def _side_by_side(self, drawn: Sampled) -> Sampled:
+        """Results of a step [groups * calls, rows, …] as [calls, groups * rows, …]."""
+
+        def joined(x: np.ndarray) -> np.ndarray:
+            return np.concatenate(list(x.reshape(self.num_groups, -1, *x.shape[1:])), axis=1)
+
+        tokens, scores = (None if x is None else Picked([x], joined) for x in drawn[:2])
+        return drawn._replace(tokens=tokens, scores=scores)  # type: ignore[arg-type]
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """As in `ModelRunner`. All draws are in one result."""
         self.tell(commands.SampleDeferred, draws, masks)
-        given, owner = np.concatenate([draws, masks], axis=1), draws[:, 0] // self.num_slots
-        left = [np.flatnonzero(owner == group) for group in range(self.num_groups)]
-        drawn: list[Sampled] = []
+        given, drawn = np.concatenate([draws, masks], axis=1), []
         place, before = np.empty(len(draws), np.intp), 0
-        while any(map(len, left)):
-            some = [self._whole_rows(index, draws) for index in left]
-            size = next(size for size in self.deferred_sizes if size >= max(map(len, some)))
+        for some, size in self._deferred_calls(draws):
             packed = np.zeros((self.num_groups, size, given.shape[1]), np.int32)
             packed[:, :, 0] = self.num_slots
             for group, index in enumerate(some):
                 packed[group, : len(index)] = given[index]
                 packed[group, : len(index), 0] -= group * self.num_slots
                 place[index] = before + group * size + np.arange(len(index))
-                left[group] = left[group][len(index) :]
             name = Upkeep("sample_deferred", size)
             one, self.slots = self._get(name)(self._arrays, self.slots, packed.reshape(-1, given.shape[1]))
             drawn.append(one)
@@ -151,6 +155,16 @@ class GroupRunner(ModelRunner):
 
         tokens, scores = (Picked([one[i] for one in drawn], in_order) for i in range(2))  # type: ignore[misc]
         return [(len(draws), Sampled(tokens, scores))] if drawn else []  # type: ignore[arg-type]
+
+    def _deferred_calls(self, draws: np.ndarray) -> Iterator[tuple[list[np.ndarray], int]]:
+        """Cuts draws into calls. Yields each group's draws of a call, by index, and the smallest of `deferred_sizes`
+        that holds them."""
+        owner = draws[:, 0] // self.num_slots
+        left = [np.flatnonzero(owner == group) for group in range(self.num_groups)]
+        while any(map(len, left)):
+            some = [self._whole_rows(index, draws) for index in left]
+            yield some, next(size for size in self.deferred_sizes if size >= max(map(len, some)))
+            left = [index[len(taken) :] for index, taken in zip(left, some, strict=True)]
 
     def _whole_rows(self, index: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """The first of these draws that one call has room for. It ends where a row ends."""
@@ -250,10 +264,10 @@ class GroupRunner(ModelRunner):
     # Numbers within a group
 
     def _slot(self, slot: Any) -> Any:
-        return np.where(slot == self.num_groups * self.num_slots, self.num_slots, slot % self.num_slots)
+        return np.where(slot == self.nobody, self.num_slots, slot % self.num_slots)
 
     def _page(self, page: Any) -> Any:
         return page % self.layout.num_pages
 
     def _penalty_row(self, row: Any) -> Any:
-        return np.where(row == NO_PENALTY_ROW, NO_PENALTY_ROW, (row - 1) % self.penalty_rows + 1)
+        return np.where(row == NO_PENALTY_ROW, NO_PENALTY_ROW, (row - 1) % max(self.penalty_rows, 1) + 1)

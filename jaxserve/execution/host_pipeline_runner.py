@@ -111,6 +111,10 @@ class HostPipelineRunner(PipelineRunner):
         self._take(self._steps)
         super().allocate()
 
+    def release(self) -> None:
+        self._take(self._steps)
+        super().release()
+
     def restore(self) -> None:
         if not self.is_whole():
             self.allocate()

@@ -64,8 +64,7 @@ class LayerUploads:
         After a failed step any layer may be taken."""
         found = next((one for one in self._present if one.number == number and one.result is None), None)
         if found is None:
-            while self._present:
-                self._drop_oldest()
+            self.clear()
             found = self._bring(number)
         return found.arrays
 
@@ -79,6 +78,11 @@ class LayerUploads:
             jax.block_until_ready(self._present[0].result)
             self._drop_oldest()
         self._bring((number + 1) % len(self._layers))
+
+    def clear(self) -> None:
+        """Frees the devices' memory of all layers. Nothing may be computing with them, unless it has failed."""
+        while self._present:
+            self._drop_oldest()
 
     def _bring(self, number: int) -> Present:
         arrays = jax.device_put(self._layers[number], self._places[number])

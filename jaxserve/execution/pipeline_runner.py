@@ -17,9 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jaxserve.devices.mesh import replicated
+from jaxserve.devices.mesh import by_group
 from jaxserve.execution import commands
+from jaxserve.execution.group_stage_runner import tokens_of
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.programs import StepProgram, compile_threads
 from jaxserve.execution.sampling import Sampled
@@ -56,7 +58,7 @@ class PipelineRunner(commands.Commanded):
     def __init__(self, stages: list[StageRunner], one_page: CacheLayout):
         self.stages, self._whole, self.here = stages, one_page, stages
         self._last, self._others = stages[-1], stages[:-1]
-        self._places = [replicated(one.mesh) for one in stages]
+        self._places = [by_group(one.mesh, PartitionSpec()) for one in stages]
         self._returning: list[Any] = []
         self.watcher: Callable[[jax.Array], None] | None = None
 
@@ -133,6 +135,13 @@ class PipelineRunner(commands.Commanded):
         for one in self.here:
             one.allocate()
 
+    def release(self) -> None:
+        """Frees weights, caches and slots, see `ModelRunner.release`."""
+        self.tell(commands.Release)
+        self._returning.clear()
+        for one in self.here:
+            one.release()
+
     def restore(self) -> None:
         """Allocates what a failed step has destroyed, see `ModelRunner.restore`."""
         self._returning.clear()
@@ -169,17 +178,14 @@ class PipelineRunner(commands.Commanded):
             x = jax.device_put(one.advance(program.shape, packed, x), place)
         assert x is not None
         drawn, hidden = self._last.finish(program, packed, x)
-        self._keep(taken_by(program), sampling, drawn.tokens)
+        self._keep(taken_by(program), sampling, tokens_of(drawn))
         return drawn, hidden
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """As `ModelRunner.sample_deferred`, in the last stage."""
-        results, at = self._last.sample_deferred(draws, masks), 0
-        for count, one in results:
-            slot = np.full(one.tokens.shape[0], self._last.num_slots)
-            slot[:count] = draws[at : at + count, 0]
-            self._keep("take_deferred", slot, one.tokens)
-            at += count
+        results = self._last.sample_deferred(draws, masks)
+        for slot, tokens in self._last.returned(draws, results):
+            self._keep("take_deferred", slot, tokens)
         return results
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
@@ -190,7 +196,7 @@ class PipelineRunner(commands.Commanded):
             self.tell(commands.SetSlots, rows)
         taken = [int(row[_SLOT]) for row in rows]
         for some in self._returning:  # what a slot's last sequence sampled must not reach the new one
-            some.slot[np.isin(some.slot, taken)] = self._last.num_slots
+            some.slot[np.isin(some.slot, taken)] = self._last.nobody
         self._returning = [some for some in self._returning if self._matters(some)]
         for one in self.here:
             one.set_slots(rows)
@@ -221,13 +227,13 @@ class PipelineRunner(commands.Commanded):
 
     def _slots_of(self, shape: StepShape, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(slots of a step's rows; for each row of its bucket the slot if it samples a token, or that of nobody)."""
-        fields = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
-        num_rows = int(np.count_nonzero(np.diff(fields["q_start"])))
-        return fields["slot"][:num_rows], np.where(fields["num_new"] > 0, fields["slot"], self._last.num_slots)
+        fields, nobody = shape.fields, self._last.nobody
+        slot, num_new = (packed[..., at : at + size].ravel() for at, size in (fields["slot"], fields["num_new"]))
+        return slot[slot < nobody], np.where(num_new > 0, slot, nobody)
 
     def _matters(self, sampled: Any) -> bool:
         """Whether tokens on their way belong to a sequence that still has its slot."""
-        return bool((sampled.slot < self._last.num_slots).any())
+        return bool((sampled.slot < self._last.nobody).any())
 
     def _keep(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """Sends tokens of the last stage on their way, for the slots [n] that need them."""

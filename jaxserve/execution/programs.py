@@ -1,10 +1,10 @@
 """Chooses which programs are compiled for steps, and which of them runs a batch (host side).
 
-The host knows the needs of every row. On accelerators it chooses a program by its bucket, its sampler (`Sampler`), the
-tokens that a call samples, and whether hidden states are returned. So no program has a conditional, nor a loop whose
-length is unknown to the compiler; for both, XLA:GPU would make the host wait in the middle of a step. On CPU this gains
-nothing, and each additional program delays the start. There a bucket has one program, which decides at run time, and
-for models with a draft head another one without the head.
+The host knows the needs of every row. On GPUs it chooses a program by its bucket, its sampler (`Sampler`), the tokens
+that a call samples, and whether hidden states are returned. So no program has a conditional, nor a loop whose length is
+unknown to the compiler; for both, XLA:GPU would make the host wait in the middle of a step. CPUs and TPUs decide by
+themselves. There each additional program only delays the start, and on TPUs its code takes memory: a bucket has one
+program, which decides at run time, and for models with a draft head another one without the head.
 
 The number of programs is bounded, since each costs seconds of compiling and memory for its code. A more capable sampler
 replaces one that is not compiled. Only small batches have programs of several tokens a call: with more rows the devices
@@ -62,7 +62,7 @@ class StepPrograms:
     """Chooses programs.
 
     Args:
-      static: a program is specialised to everything that the host knows; for accelerators.
+      static: a program is specialised to everything that the host knows; for GPUs.
       most: tokens that a call may sample per row, by the settings.
       costly_filters: filters take many passes over the logits, instead of one or two in a kernel.
       pools: nothing is sampled, and every step returns pooled hidden states.

@@ -53,7 +53,7 @@ class ModelRunner(UpkeepCalls):
       num_slots: sequences that can run at a time.
       penalty_rows: sequences with penalties that can run at a time.
       max_tokens_per_call: tokens that a row may sample in one call.
-      static: programs are specialised to what the host knows, see `programs`; None: on accelerators they are.
+      static: programs are specialised to what the host knows, see `programs`; None: on GPUs they are.
       proposals: most tokens that are proposed for a row, see `verify`.
       drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
@@ -64,6 +64,7 @@ class ModelRunner(UpkeepCalls):
     programs_kind: type[StepPrograms] = StepPrograms
     num_stages = 1  # of a pipeline
     streamed_bytes = 0  # of weights that each step copies to each device
+    decodes_ahead = False  # proposals are made in the slots, see `verifying`
 
     def __init__(
         self,
@@ -81,8 +82,9 @@ class ModelRunner(UpkeepCalls):
         adapters: PoolSizes | None = None,
     ):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
-        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
-        static = not self._on_cpu if static is None else static
+        platform = mesh.devices.flat[0].platform
+        self._on_cpu = platform == "cpu"
+        static = platform not in ("cpu", "tpu") if static is None else static
         costly = model.ops.draw is None
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
@@ -110,6 +112,11 @@ class ModelRunner(UpkeepCalls):
         ] = {}  # may come from elsewhere, for these sizes of cache and slots
         self._slot_shapes = ""
         self._lock = threading.Lock()
+
+    @property
+    def nobody(self) -> int:
+        """The number of the slot that no sequence owns."""
+        return self.num_slots
 
     @property
     def params(self) -> Any:
@@ -150,6 +157,7 @@ class ModelRunner(UpkeepCalls):
             self.penalty_rows,
             proposals=self._proposals,
             feature_size=None if self.drafter is None else self.drafter.config.hidden_size,
+            decodes_ahead=self.decodes_ahead,
         )
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
@@ -176,6 +184,7 @@ class ModelRunner(UpkeepCalls):
 
     def release(self) -> None:
         """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
+        self.tell(commands.Release)
         for x in jax.tree.leaves((self._arrays, self.cache, self.slots)):
             x.delete()
         self._hidden = None

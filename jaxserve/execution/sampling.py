@@ -1,9 +1,10 @@
 """From logits to tokens, on the device, within the step.
 
 Every row follows its own parameters, which its slot holds (`jaxserve.execution.slots`). Work that no row of a batch
-asks for is skipped. On accelerators the host chooses a program for each `Sampler`, because XLA:GPU makes the host wait
-for the predicate of a conditional. On CPU `lax.cond` decides at run time, which needs fewer programs. A row's token is
-a function of its logits, parameters, seed and position, in every implementation (`jaxserve.pallas_kernels.draw_noise`).
+asks for is skipped. On GPUs the host chooses a program for each `Sampler`, because XLA:GPU makes the host wait for the
+predicate of a conditional. On CPUs and TPUs `lax.cond` decides at run time, which needs fewer programs. A row's token
+is a function of its logits, parameters, seed and position, in every implementation
+(`jaxserve.pallas_kernels.draw_noise`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def sample(
     before: jax.Array | None = None,
     kernels: RowKernels = NO_KERNELS,
     ids: jax.Array | None = None,
+    sorts: bool = True,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
@@ -85,6 +87,7 @@ def sample(
     `masks`, int32 [rows, words], has a bit for each token: whether it may be sampled.
     `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary that is a part of the model's; the
     sampled tokens are columns.
+    `sorts`: see `score_tokens`, for programs that decide at run time. Others never sort.
     """
     if sampler is Sampler.ANY and masks is None and kernels.arg_max is not None:
         # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
@@ -96,10 +99,10 @@ def sample(
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, before, sampler, kernels, ids),
+            lambda logits: _sample(logits, words, seen, position, None, before, sampler, kernels, ids, sorts),
             logits,
         )
-    return _sample(logits, words, seen, position, masks, before, sampler, kernels, ids)
+    return _sample(logits, words, seen, position, masks, before, sampler, kernels, ids, sorts)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -120,6 +123,7 @@ def _sample(
     sampler: Sampler,
     kernels: RowKernels,
     ids: jax.Array | None,
+    sorts: bool,
 ) -> Sampled:
     raw, params = logits, decode_slots(words)
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
@@ -137,7 +141,7 @@ def _sample(
     tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
-    score = partial(score_tokens, sorts=any_, log_softmax=kernels.log_softmax)
+    score = partial(score_tokens, sorts=any_ and sorts, log_softmax=kernels.log_softmax)
     return Sampled(tokens, _where_any(any_, params.logprobs, score, _no_scores, raw, tokens))
 
 
@@ -155,7 +159,7 @@ def score_tokens(
 ) -> jax.Array:
     """Packed log-probabilities of `tokens` [rows] and of the most likely tokens. See Sampled.scores.
 
-    `sorts` finds the most likely tokens by `lax.top_k`, which is fast on CPU. On GPUs XLA sorts whole rows for it.
+    `sorts` finds the most likely tokens by `lax.top_k`, which is fast on CPU. Elsewhere XLA sorts whole rows for it.
     """
     logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,6 +77,15 @@ class StageRunner(ModelRunner):
     def take(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """Notes tokens of the last stage, see `stage_steps.take_tokens`. `kind`: which of its programs."""
         self.slots = self._get(Upkeep(kind, len(slot)))(self.slots, slot, tokens)
+
+    def returned(self, draws: np.ndarray, results: list[tuple[int, Sampled]]) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        """Of each call of `sample_deferred` the slots [n] of its draws, that of nobody for padding, and the tokens."""
+        at = 0
+        for count, one in results:
+            slot = np.full(one.tokens.shape[0], self.nobody)
+            slot[:count] = draws[at : at + count, 0]
+            at += count
+            yield slot, one.tokens
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         names = super().names(shapes)

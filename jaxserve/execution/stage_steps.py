@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.devices.mesh import replicated
 from jaxserve.execution.forward import run_layers
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.logits import replicate
 from jaxserve.execution.slots import LAST_TOKEN, LENGTH, SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.steps import read_buffer
@@ -48,8 +48,7 @@ def run_stage(
     length = ran.inputs.placed.kv_len - jnp.abs(num_new)
     slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(length))
     # One array instead of two goes to the next stage, and all of its devices need it whole.
-    sent = jax.lax.with_sharding_constraint(added(ran.x, ran.y), replicated(mesh))
-    return StageResult(sent, ran.cache, slots)
+    return StageResult(replicate(added(ran.x, ran.y), mesh), ran.cache, slots)
 
 
 def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotState:

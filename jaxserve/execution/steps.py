@@ -291,8 +291,10 @@ def _sample(
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
         given = words, seen, position, masks
-        return sample(logits, *given, sampler=sampler, before=before, kernels=RowKernels.of(model.ops))
+        options: Any = {"before": before, "kernels": RowKernels.of(model.ops), "sorts": on_cpu}
+        return sample(logits, *given, sampler=sampler, **options)
 
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -134,15 +135,34 @@ class StreamingRunner(ModelRunner):
 
     def __init__(self, model: Decoder, params: Any, layers: Sequence[HostLayer], *args: Any, **options: Any):
         super().__init__(model, params, *args, max_tokens_per_call=1, **options)
-        self.layers = list(layers)
+        self._set_layers(list(layers))
         self.streamed_bytes = sum(layer.device_bytes for layer in layers)
         kinds: list[LayerKind] = []
         for layer in layers:
             if layer.kind not in kinds:
                 kinds.append(layer.kind)
         self.kinds, self._parts_of = tuple(kinds), [kinds.index(layer.kind) for layer in layers]
+
+    def _set_layers(self, layers: list[HostLayer]) -> None:
         arrays, places = [one.arrays for one in layers], [[form[2] for form in one.kind.forms] for one in layers]
-        self.uploads = LayerUploads(arrays, places)
+        self.layers, self.uploads = layers, LayerUploads(arrays, places)
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        """As in `ModelRunner`, and behind them the weights in host memory."""
+        return [*self._arrays, *(x for layer in self.layers for x in layer.arrays)]
+
+    @weights.setter
+    def weights(self, arrays: list[jax.Array]) -> None:
+        self.uploads.clear()
+        rest = iter(arrays)
+        self._arrays = list(islice(rest, len(self._arrays)))
+        self._set_layers([one._replace(arrays=list(islice(rest, len(one.arrays)))) for one in self.layers])
+
+    def release(self) -> None:
+        """As in `ModelRunner`. Weights in host memory stay there."""
+        self.uploads.clear()
+        super().release()
 
     def set_cache_size(self, layout: CacheLayout, max_blocks: int) -> None:
         super().set_cache_size(layout, max_blocks)

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -65,20 +66,40 @@ def _of_all_rows(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 
 
 def decode_ahead(
-    params: Any, cache: KVCache, slots: SlotState, packed: jax.Array, *, mesh: Mesh, **options: Any
-) -> tuple[jax.Array, KVCache]:
-    """`steps.run_step` over a batch of decodes, without its change of the slots. Returns the sampled tokens, int32
-    [tokens per call, rows], and the cache, in which keys and values behind the rows' lengths have changed."""
-    made = steps.run_step(params, cache, slots, packed, mesh=mesh, **options)
-    return replicate(made.drawn.tokens, mesh), made.cache
+    params: Any, cache: KVCache, slots: SlotState, packed: jax.Array, *, shape: StepShape, mesh: Mesh, **options: Any
+) -> tuple[jax.Array, KVCache, SlotState]:
+    """`steps.run_step` over a batch of decodes, of whose changes of the slots only the drawn tokens stay, as `ahead`.
+    Returns the tokens, int32 [tokens per call, rows], the cache, in which keys and values behind the rows' lengths have
+    changed, and the slots."""
+    assert slots.ahead is not None
+    made = steps.run_step(params, cache, slots, packed, shape=shape, mesh=mesh, **options)
+    tokens = jnp.maximum(made.drawn.tokens[: slots.ahead.shape[1]], 0)  # behind a stop token any token will do
+    at, size = shape.fields["slot"]
+    ahead = slots.ahead.at[packed[at : at + size], : len(tokens)].set(tokens.T)
+    return replicate(tokens, mesh), made.cache, slots._replace(ahead=ahead)
 
 
 def check(
     params: Any, cache: KVCache, slots: SlotState, packed: jax.Array, *, shape: StepShape, **options: Any
 ) -> steps.StepResult:
-    """`steps.run_step`, with rows of one token computed like those of several."""
+    """`steps.run_step` over rows whose proposals are in their slots, with rows of one token computed like those of
+    several."""
     at, _ = shape.fields["num_decodes"]
-    return steps.run_step(params, cache, slots, packed.at[at].set(0), shape=shape, **options)
+    packed = with_proposals(packed.at[at].set(0), slots, shape)
+    return steps.run_step(params, cache, slots, packed, shape=shape, **options)
+
+
+def with_proposals(packed: jax.Array, slots: SlotState, shape: StepShape) -> jax.Array:
+    """A step's buffer with the tokens of `SlotState.ahead` as the proposals, which are the last tokens of rows."""
+    assert slots.ahead is not None
+    field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
+    row = jnp.minimum(jnp.searchsorted(field["q_start"], jnp.arange(shape.tokens), side="right") - 1, shape.rows - 1)
+    end, count = field["q_start"][row + 1], jnp.abs(field["num_new"][row]) - 1
+    number = jnp.arange(shape.tokens) - (end - count)
+    ahead = slots.ahead[field["slot"][row], jnp.clip(number, 0, slots.ahead.shape[1] - 1)]
+    tokens = jnp.where((number >= 0) & (number < count), ahead, field["tokens"])
+    at, size = shape.fields["tokens"]
+    return packed.at[at : at + size].set(tokens)
 
 
 class VerifyingPrograms(StepPrograms):
@@ -134,8 +155,8 @@ class VerifyingSignatures(Signatures):
         options: Any = {"model": self.model, "shape": shape, "layout": self.layout, "mesh": self.mesh}
         options |= {"sampler": sampler, "tokens_per_call": passes if self.static else None}
         arguments = self.params, self._cache, self.slots, self._host(shape.words)
-        results: Any = self._everywhere, self._cache_sharding
-        return Signature(self._with_params(partial(decode_ahead, **options)), (1,), arguments, results)
+        results: Any = self._everywhere, self._cache_sharding, self._everywhere
+        return Signature(self._with_params(partial(decode_ahead, **options)), (1, 2), arguments, results)
 
     def sample_deferred(self, rows: int) -> Signature:
         return self._that_count.sample_deferred(rows)
@@ -156,6 +177,7 @@ class VerifyingRunner(ModelRunner):
     signatures_kind = VerifyingSignatures
     programs_kind = VerifyingPrograms
     programs: VerifyingPrograms
+    decodes_ahead = True
 
     def __init__(self, *args: Any, tokens: int, **options: Any):
         super().__init__(*args, **options)
@@ -174,12 +196,13 @@ class VerifyingRunner(ModelRunner):
 
     def decode_ahead(self, name: Upkeep, slots: np.ndarray, tokens: np.ndarray, count: np.ndarray) -> jax.Array:
         """Samples up to `count` [n] tokens for each of these slots [n], whose last known tokens are `tokens` [n], with
-        one of `draft_programs`. Returns int32 [tokens per call, rows], -1 behind the end of a row."""
+        one of `draft_programs`. They are proposals of the next step, which finds them in the slots. Returns int32
+        [tokens per call, rows], 0 behind the end of a row."""
         shape, n = ahead_shape(name.size, self.layout), len(slots)
         packed = shape.empty(self.num_slots)
         field = {key: packed[at : at + size] for key, (at, size) in shape.fields.items()}
         field["tokens"][:n], field["slot"][:n], field["num_new"][:n] = tokens, slots, count
         field["q_start"][:] = np.minimum(np.arange(name.size + 1), n)
         field["tokens_per_call"][0], field["num_decodes"][0] = count.max(), n
-        ahead, self.cache = self._get(name)(self._arrays, self.cache, self.slots, packed)
+        ahead, self.cache, self.slots = self._get(name)(self._arrays, self.cache, self.slots, packed)
         return ahead

@@ -50,6 +50,7 @@ class FirstHost:
         self.on_end: Callable[[str], None] = end_process
         self._peers: dict[int, Peer] = {}
         self._beats: dict[int, messages.Beat] = {}  # the latest of each host
+        self._answers: dict[int, messages.Answer] = {}  # the latest of each host
         self._sent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # calls sent so far, at each look
         self._calls, self._started, self._over = 0, False, False
         self._changed = threading.Condition()  # guards all of these
@@ -82,6 +83,15 @@ class FirstHost:
         """Waits until all hosts have run the calls so far. A host that does not is lost, which ends this process."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or all(self._done(i) >= self._calls for i in self._peers))
+
+    def answers(self) -> dict[str, tuple[dict[str, str], str | None]]:
+        """Waits until all hosts have answered the latest call, which must be of the kind `commands.Answered`. Returns
+        each host's name, and the fields of `messages.Answer`. A host that is lost meanwhile ends this process."""
+        with self._changed:
+            latest = self._calls - 1
+            self._changed.wait_for(lambda: [one.call for one in self._answers.values()] == [latest] * len(self._peers))
+            given = sorted(self._answers.items())
+        return {f"host {i} ({self._peers[i].address})": (one.found, one.why_not) for i, one in given}
 
     def fail(self, reason: str) -> None:
         """Ends the replica after something failed here or on a host. If a host is lost meanwhile, that is why."""
@@ -162,6 +172,10 @@ class FirstHost:
             case messages.Beat():
                 with self._changed:
                     self._beats[host] = message
+                    self._changed.notify_all()
+            case messages.Answer():
+                with self._changed:
+                    self._answers[host] = message
                     self._changed.notify_all()
             case messages.Tokens(count, digest):
                 self._compare(host, count, digest)

@@ -21,7 +21,8 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """A call of a runner (0: the model's, 1: the draft model's), as `jaxserve.execution.commands` encodes it."""
+    """A call, as `jaxserve.execution.commands` encodes it. `runner`: whose; 0: the model's runner, 1: the draft model's
+    if there is one, the last number: the weights."""
 
     runner: int
     command: bytes
@@ -32,6 +33,14 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
 
     done: int = 0
     busy: bool = True
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """To a call of the kind `commands.Answered`: its number, what it has returned, or why it has failed."""
+
+    call: int
+    found: dict[str, str]
+    why_not: str | None
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
@@ -53,13 +62,13 @@ class End(msgspec.Struct, tag=True, frozen=True):
     reason: str | None = None
 
 
-Message = Join | Refused | Start | Call | Beat | Tokens | Failed | End
+Message = Join | Refused | Start | Call | Beat | Answer | Tokens | Failed | End
 
 
 def encode(message: Message) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(body: bytes) -> Message:
+def decode(body: bytes | memoryview) -> Message:
     """Raises msgspec.DecodeError for what is no message."""
     return msgspec.msgpack.decode(body, type=Message)

@@ -59,6 +59,11 @@ class OtherHost:
         while isinstance(message := self._inbox.get(), messages.Call):
             yield message
             self._done += 1
+            self.busy = False  # not before, as a host that is not busy and has not run a call lags
+
+    def answer(self, found: dict[str, str], why_not: str | None) -> None:
+        """Answers the present call."""
+        self._peer.send(messages.encode(messages.Answer(self._done, found, why_not)))
 
     def fail(self, reason: str) -> None:
         """Tells the first host that this one cannot go on. Does not return."""

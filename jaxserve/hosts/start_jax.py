@@ -48,7 +48,7 @@ def start_jax(config: EngineConfig) -> EngineConfig:
 def with_all_devices(config: EngineConfig, total: int) -> EngineConfig:
     """The settings with a tensor_parallel_size that uses all `total` devices. Raises ConfigError if the given sizes
     leave some unused."""
-    groups = config.data_parallel_size * config.pipeline_parallel_size  # one of the two is 1
+    groups = config.data_parallel_size * config.pipeline_parallel_size
     size = total // groups if config.tensor_parallel_size == 1 else config.tensor_parallel_size
     if size * groups != total:
         raise ConfigError(

@@ -25,6 +25,7 @@ from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.group_runner import GroupRunner
+from jaxserve.execution.group_stage_runner import GroupStageRunner
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
@@ -36,8 +37,8 @@ from jaxserve.models.load import trust_matmul
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
-# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Mixtral 8x7B and of Gemma 3 27B
-# have 8.6 and 17.5 GiB on v6e-8; compiled they have 7.6 and 19.4 (benchmarks/LOG.md).
+# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Llama 3.1 8B in bf16 have
+# 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled they have 3.6 and 8.0 (docs/plan.md).
 TPU_CODE, TPU_LAYER_CODE = 20 << 20, 9 << 19
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
@@ -234,7 +235,8 @@ def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -
     penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
     most = config.decode_steps if stage is None else 1
     options: Any = {"max_tokens_per_call": most, "adapters": plan.adapter_pool(config)}
-    kind = StageRunner if stage is not None else ModelRunner if num_groups(plan.mesh) == 1 else GroupRunner
+    kinds = (ModelRunner, GroupRunner) if stage is None else (StageRunner, GroupStageRunner)
+    kind = kinds[num_groups(plan.mesh) > 1]
     runner = kind(decoder, tree, plan.mesh, config.max_num_seqs, penalized, **options)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))

@@ -31,8 +31,9 @@ class PipelineRoofline:
         and when the slowest stage has computed all other groups. The total is the longer of the two, of which waiting
         is what exceeds the first. Other parts are sums over the stages. Bytes and operations are those of all groups
         on the devices that have the most."""
-        groups = min(batch, self.num_stages)
-        rows = -(-batch // groups)
+        each = -(-batch // self._stages[0].groups)  # of a group of devices with its own sequences
+        groups = min(each, self.num_stages)
+        rows = -(-each // groups)
         times = self._times(rows, rows, np.full(rows, context), 1)
         parts = StepTime(*map(sum, zip(*times, strict=True)))
         total = max(parts.total, groups * max(one.total for one in times))

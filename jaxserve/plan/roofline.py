@@ -159,7 +159,7 @@ class Roofline:
         self.constants = constants
         self._launches = assumed_launches(deployment) if launches is None else launches
         plan, model, params = deployment.plan, deployment.plan.model, deployment.params
-        self._groups, self._each = deployment.groups, deployment.devices // deployment.groups
+        self.groups, self._each = deployment.groups, deployment.devices // deployment.groups
         self._hidden, self.layers = model.hidden_size, model.num_layers
         self._mixtures = sum(layer.mlp.experts is not None for layer in model.layers)
         self._itemsize = np.dtype(plan.dtype).itemsize
@@ -180,7 +180,7 @@ class Roofline:
         """What `step` does, for the same arguments."""
         read, pairs = self._attended(np.asarray(contexts, float), np.asarray(counts, float))
         weights = self.weights
-        used = weights.dense_bytes + weights.expert_bytes * (1 - self._unused ** (tokens * self._groups))
+        used = weights.dense_bytes + weights.expert_bytes * (1 - self._unused ** (tokens * self.groups))
         flops = (tokens * weights.token_flops + rows * weights.head_flops) / self._each
         return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._each)
 
@@ -202,7 +202,7 @@ class Roofline:
 
     def decode(self, batch: int, context: int) -> StepTime:
         """The step in which each of `batch` sequences of all groups gains a token: its total is the TPOT."""
-        rows = -(-batch // self._groups)
+        rows = -(-batch // self.groups)
         return self.step(rows, rows, np.full(rows, context))
 
     def _attended(self, contexts: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
@@ -216,7 +216,7 @@ class Roofline:
         """Seconds of a step's collectives: in a group of several devices two sums a layer, and between groups, for each
         mixture, a gather of all tokens before it and a scatter of its results."""
         within = SUMS * self.layers * self._exchange(tokens, self._each)
-        return within + self._mixtures * self._exchange(tokens * self._groups, self._groups)
+        return within + self._mixtures * self._exchange(tokens * self.groups, self.groups)
 
     def hand_over(self, tokens: int) -> float:
         """Seconds until the next stage of a pipeline has the hidden states of these tokens."""

@@ -10,10 +10,9 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import make_mesh, num_devices
 from jaxserve.engine.loading import buckets
-from jaxserve.engine.model_plan import ModelPlan
-from jaxserve.engine.pipeline import check_devices, check_model, check_settings, choose_stages
+from jaxserve.engine.model_plan import ModelPlan, mesh_of
+from jaxserve.engine.pipeline import check_devices, check_model, check_settings, choose_stages, devices_of_stage
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.memory import Needs
 from jaxserve.models.abstract_weights import abstract_weights
@@ -28,7 +27,7 @@ def deployments(config: EngineConfig, target: str) -> list[Deployment]:
     if config.pipeline_parallel_size == 1:
         return [Deployment.of(config, target)]
     check_settings(config)
-    devices, each = plan_devices(target), config.tensor_parallel_size
+    devices, each = plan_devices(target), devices_of_stage(config)
     check_devices(config, devices)
     config, whole = model_plan(config, devices)
     check_model(config, whole)
@@ -36,7 +35,9 @@ def deployments(config: EngineConfig, target: str) -> list[Deployment]:
     plans = [_of_stage(config, whole, one, devices[i * each : (i + 1) * each]) for i, one in enumerate(stages)]
     params = [abstract_weights(plan.decoder, plan.folder, plan.mesh, config) for plan in plans]
     together: dict[str, Any] = {path: w for some in params for path, w in some.items()}
-    cost = StepCost.of(unflatten_dict(together, sep="/"), whole.model, devices[0], each, whole.dtype)
+    cost = StepCost.of(
+        unflatten_dict(together, sep="/"), whole.model, devices[0], config.tensor_parallel_size, whole.dtype
+    )
     shapes = buckets(config, whole, cost)
     # As `LoadedPipeline.sizing` counts what is on its way between stages.
     most = max(shape.tokens for shape in shapes)
@@ -64,7 +65,7 @@ def tightest(stages: Sequence[Deployment], needs: Sequence[Needs]) -> int:
 
 def _of_stage(config: EngineConfig, whole: ModelPlan, stage: Stage, devices: list[Any]) -> ModelPlan:
     """The plan of one stage on its devices."""
-    mesh = make_mesh(num_devices(whole.mesh), devices, config.enable_expert_parallel)
+    mesh = mesh_of(config, devices)
     model = replace(whole.model, layers=whole.model.layers[stage.begin : stage.end])
     one_page = replace(whole.one_page, groups=whole.one_page.groups.of_stage(stage.layers))
     sizes: Any = {"page_size": one_page.page_size, "kv_dtype": one_page.dtype}

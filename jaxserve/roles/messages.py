@@ -43,12 +43,12 @@ class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Pages(msgspec.Struct, tag=True, frozen=True):
-    """Contents of pages. `places`: their indices in `Ask.wanted`. `keys`: the key of each (see `page_tiers`), one after
-    the other. `data`: the arrays of the first page, one after the other, then those of the second, and so on."""
+    """Pages whose contents are the next frame: the arrays of the first page, one after the other, then those of the
+    second, and so on. `places`: their indices in `Ask.wanted`. `keys`: the key of each (see `page_tiers`), one after
+    the other."""
 
     places: list[int]
     keys: bytes
-    data: memoryview
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -73,6 +73,6 @@ encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 
 
-def decode(body: bytes) -> Message:
+def decode(body: bytes | memoryview) -> Message:
     """Raises msgspec.DecodeError for what is no message."""
     return _decode(body)

@@ -149,7 +149,9 @@ class PageListener:
         link.set_timeout(SEND_SECONDS)
         try:
             while not isinstance(item := self._next(export, connection), messages.Done):
-                link.send(messages.encode(_frame(item)))
+                parts = _parts(item)
+                link.send(messages.encode(messages.Pages(item.places, item.keys)))
+                link.send(*parts)
                 with export.lock:
                     export.unsent -= len(item.places)
                 self._wake()
@@ -168,11 +170,11 @@ class PageListener:
                     raise EOFError("it gives up") from None
 
 
-def _frame(contents: Contents) -> messages.Pages:
-    """Waits for the devices' copies. Raises OSError if they failed with the step that should have computed them."""
+def _parts(contents: Contents) -> list[memoryview]:
+    """The contents of the pages, in their order. Waits for the devices' copies. Raises OSError if they failed with the
+    step that should have computed them."""
     try:
-        arrays = [np.asarray(x) for x in contents.arrays]
+        arrays = [np.ascontiguousarray(x) for x in contents.arrays]
     except Exception as error:
         raise HostError(f"pages could not be read: {error}") from error
-    data = b"".join(array[i].tobytes() for i in range(len(contents.places)) for array in arrays)
-    return messages.Pages(contents.places, contents.keys, memoryview(data))
+    return [memoryview(array[i].reshape(-1).view(np.uint8)) for i in range(len(contents.places)) for array in arrays]

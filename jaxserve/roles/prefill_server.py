@@ -94,21 +94,21 @@ class Transfer:
                     return
                 if not isinstance(message, messages.Pages):
                     raise HostError("it answers what it was not asked")
-                self._take(message)
+                self._take(message, link.receive())
         finally:
             with self._lock:
                 self._connection = None
 
-    def _take(self, pages: messages.Pages) -> None:
+    def _take(self, pages: messages.Pages, data: memoryview) -> None:
         each = self._page_bytes
-        if len(pages.data) != each * len(pages.places) or len(pages.keys) != KEY_BYTES * len(pages.places):
+        if len(data) != each * len(pages.places) or len(pages.keys) != KEY_BYTES * len(pages.places):
             raise HostError("it sends pages of another size")
         for i, place in enumerate(pages.places):
             if place not in self._left:
                 raise HostError("it sends pages that were not asked for, or twice")
             if pages.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] != self.keys[place]:
                 raise HostError("it sends pages of another prompt")
-            self._store(self.places[place], pages.data[each * i : each * (i + 1)])
+            self._store(self.places[place], data[each * i : each * (i + 1)])
             del self._left[place]
             self._arrived.append(self.places[place])
             self.received += 1

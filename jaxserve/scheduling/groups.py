@@ -111,7 +111,7 @@ class GroupScheduler(Scheduler):
         groups, sizes = len(blocks.parts), (blocks.page_size, max_model_len)
         windows = blocks.windows
         self.running = RunningTable(groups * max_num_seqs, *sizes, groups * penalty_rows, windows, groups)
-        self.turns = MicroBatches(1, groups * max_num_seqs)
+        self.turns = MicroBatches(self.turns.stages, groups * max_num_seqs, groups)
         self._own_prefixes = [Prefixes(part) for part in blocks.parts]
         self._further = max(1, max_num_seqs // FURTHER)
 

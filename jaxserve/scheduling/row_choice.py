@@ -58,7 +58,9 @@ def choose_rows(
     group, parts = running.group_of(lineup.slot), []
     for number in range(running.device_groups):
         here, decoded = group == number, one[group[decoding] == number]
-        others = np.count_nonzero(here) - len(decoded) - turns.held_back + -(-num_waiting // running.device_groups)
+        others = (
+            np.count_nonzero(here) - len(decoded) - turns.held_back[number] + -(-num_waiting // running.device_groups)
+        )
         room = budget.for_prompts(int(decoded.sum()), int(others))
         parts.append(_prompt_chunks(np.flatnonzero(prompts & here), left, most, spare, room))
     chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
@@ -92,7 +94,7 @@ def prompt_budgets(
     for number in range(groups):
         count = rows.count[group == number]
         decodes = int(np.count_nonzero(count == 1))
-        others = running.num_running(number) - decodes - turns.held_back + -(-num_waiting // groups)
+        others = running.num_running(number) - decodes - int(turns.held_back[number]) + -(-num_waiting // groups)
         budgets.append(budget.for_prompts(decodes, others) - (int(count.sum()) - decodes))
     return budgets
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import msgspec
+import numpy as np
 
 
 class Histogram(msgspec.Struct):
@@ -108,14 +109,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
         self.moe_busiest_tokens += busiest
         self.moe_active_experts += active
 
-    def count_draft(self, proposed: int, accepted: int) -> None:
-        """Counts a row whose `proposed` tokens were checked, and the first `accepted` kept."""
-        self.spec_drafts += 1
-        self.spec_proposed += proposed
-        self.spec_accepted += accepted
-        self.spec_accepted_at += [0] * (proposed - len(self.spec_accepted_at))
-        for at in range(accepted):
-            self.spec_accepted_at[at] += 1
+    def count_drafts(self, proposed: np.ndarray, accepted: np.ndarray) -> None:
+        """Counts rows of whose `proposed` [rows] tokens, which were checked, the first `accepted` [rows] were kept."""
+        self.spec_drafts += len(proposed)
+        self.spec_proposed += int(proposed.sum())
+        self.spec_accepted += int(accepted.sum())
+        self.spec_accepted_at += [0] * (int(proposed.max(initial=0)) - len(self.spec_accepted_at))
+        for at in range(int(accepted.max(initial=0))):
+            self.spec_accepted_at[at] += int(np.count_nonzero(accepted > at))
 
     def after(self, past: EngineStats) -> EngineStats:
         """These statistics with counters continued from `past`, the last ones of an earlier engine."""

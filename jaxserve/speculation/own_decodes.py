@@ -102,15 +102,17 @@ class OwnDecodes:
         if not (count := self._count(scheduler, host_seconds)):
             return
         running = scheduler.running
-        for seq in running.lineup.seqs:
-            slot, known = seq.slot, int(running.known[seq.slot])
-            room = min(count, int(running.limit[slot]) - known - 1, int(running.ahead(slot)) - 1)
-            decodes = known == running.total[slot] == running.computed[slot] + 1
-            if room > 0 and decodes and seq.num_outputs and not seq.params.use_beam_search:
-                running.propose(slot, np.zeros(room, np.int32))
+        slot = running.lineup.slot
+        known, total, computed = running.known[slot], running.total[slot], running.computed[slot]
+        room = np.minimum(np.minimum(running.limit[slot] - known, running.ahead(slot)) - 1, count)
+        decodes = (known == total) & (total == computed + 1) & ~running.beams[slot]
+        answers = np.fromiter((seq.num_outputs > 0 for seq in running.lineup.seqs), bool, len(slot))
+        fits = np.flatnonzero((room > 0) & decodes & answers)
+        running.proposed[slot[fits]], running.proposes = room[fits], len(fits) > 0
 
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
-        """Decodes ahead for the rows of a plan with proposals, and writes the tokens behind the known ones."""
+        """Decodes ahead for the rows of a plan with proposals. The devices know the tokens; the host waits for them,
+        and writes them behind the known ones, only if grammars need them for their masks."""
         if not running.proposes:
             return
         self._runner.update_tables(plan.table_copies, plan.table_updates)
@@ -123,12 +125,11 @@ class OwnDecodes:
             name = next(name for name in programs if name.size >= len(some))
             last = running.tokens[some.slot, running.known[some.slot] - 1]
             made.append((some, self._runner.decode_ahead(name, some.slot, last, some.num_new - 1)))
-        for some, tokens in made:
-            ahead = np.maximum(np.asarray(tokens), 0)  # behind a stop token, which ends the row, any token will do
-            for i, (slot, known, new) in enumerate(
-                zip(some.slot, running.known[some.slot], some.num_new - 1, strict=True)
-            ):
-                running.tokens[slot, known : known + new] = ahead[:new, i]
+        for some, tokens in made if running.masked[rows.slot].any() else ():
+            for number, drawn in enumerate(np.asarray(tokens)[: some.num_new.max() - 1]):
+                has = np.flatnonzero(some.num_new - 1 > number)
+                slot = some.slot[has]
+                running.tokens[slot, running.known[slot] + number] = drawn[has]
 
     def _programs(self, rows: Rows, running: RunningTable) -> list[Upkeep]:
         """The least capable programs that serve all rows, by size."""
@@ -140,8 +141,9 @@ class OwnDecodes:
 
     def learn(self, rows: Rows, tokens: np.ndarray, stats: EngineStats) -> None:
         """Counts what a step kept. tokens: int32 [rows, any], -1 where a row sampled none."""
-        for i in np.flatnonzero(rows.checks).tolist():
-            stats.count_draft(int(rows.num_new[i]) - 1, max(int(np.count_nonzero(tokens[i] >= 0)) - 1, 0))
+        checks = rows.checks
+        kept = np.count_nonzero(tokens[checks] >= 0, axis=1)
+        stats.count_drafts(rows.num_new[checks] - 1, np.maximum(kept - 1, 0))
 
     def restore(self) -> None:
         """After a step that failed: nothing is kept on the devices."""

@@ -230,9 +230,11 @@ class Speculator:
 
     def learn(self, rows: Rows, tokens: np.ndarray, stats: EngineStats) -> None:
         """Takes in what a step kept, and counts it. tokens: int32 [rows, any], -1 where a row sampled none."""
-        for i in np.flatnonzero(rows.checks).tolist():
-            proposed, kept = int(rows.num_new[i]) - 1, max(int(np.count_nonzero(tokens[i] >= 0)) - 1, 0)
-            stats.count_draft(proposed, kept)
+        index = np.flatnonzero(rows.checks)
+        all_proposed = rows.num_new[index] - 1
+        all_kept = np.maximum(np.count_nonzero(tokens[index] >= 0, axis=1) - 1, 0)
+        stats.count_drafts(all_proposed, all_kept)
+        for i, proposed, kept in zip(index.tolist(), all_proposed.tolist(), all_kept.tolist(), strict=True):
             if (record := self._records.get(rows.seqs[i])) is not None:
                 record.learn(proposed, kept, int(rows.end[i]) - proposed + kept + 1)
                 self._acceptance[record.kind].learn(proposed, kept)

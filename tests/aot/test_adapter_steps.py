@@ -10,7 +10,6 @@ from test_steps import make_runner
 
 from jaxserve.devices.launches import count, describe
 from jaxserve.execution.adapter_stacks import AdapterStacks
-from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import PoolSizes
 from jaxserve.scheduling.sampler import Sampler
@@ -32,7 +31,7 @@ def compiled(folder, layers: int, places: int, target: tuple[str, str, int] = ("
     sizes = PoolSizes(places, RANK, jnp.dtype(jnp.bfloat16))
     runner, _ = make_runner(folder, *target, layers, adapters=sizes)
     shape = StepShape.of(ROWS, ROWS, target[2], decode_only=True)
-    return runner, runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()
+    return runner, runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
 
 
 @pytest.mark.parametrize("places", [32, pytest.param(8, marks=pytest.mark.slow)])

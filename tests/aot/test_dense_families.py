@@ -6,7 +6,6 @@ from test_launches import SHAPES
 from test_steps import make_runner
 
 from jaxserve.devices.launches import count, describe
-from jaxserve.execution.programs import StepProgram
 from jaxserve.scheduling.sampler import Sampler
 
 GEMMA3_27B = {
@@ -33,7 +32,7 @@ SMALLEST = 16 * 2**20  # bytes of the smallest matrix of these models, and more 
 def compiled(folder, name: str, target: str, layers: int):
     backend, page_size = ("mosaic_gpu", 16) if target.startswith("h200") else ("mosaic_tpu", 128)
     runner, _ = make_runner(folder, target, backend, page_size, layers, **MODELS[name])
-    return runner.lower(StepProgram(SHAPES["decode"], Sampler.GREEDY, 1, keeps_hidden=False)).compile()
+    return runner.lower(runner.programs.choose(SHAPES["decode"], Sampler.GREEDY, 1, scores=False)).compile()
 
 
 # Llama takes 9 launches a layer on one device.

@@ -7,11 +7,15 @@ that is as wide as the vocabulary. With two layers; no kernel runs here.
 
 import math
 import re
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 from test_steps import make_runner
 
+from jaxserve.devices.mesh import replicated
 from jaxserve.execution.programs import LENGTHS, StepProgram
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
@@ -98,12 +102,12 @@ def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
 
 
 def test_what_is_searched_for_would_be_found(tmp_path):
-    """In the program that decides at run time, which a CPU runs."""
+    """The first in the program that decides at run time, which CPUs and TPUs run."""
     runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
     shape = StepShape.of(ROWS, ROWS, 16, decode_only=True)
-    text = text_of(runner, StepProgram(shape, Sampler.ANY, None, keeps_hidden=False))
-    assert len(host_waits(text)) >= 6
-    assert len(sorts(text)) >= 1
+    assert len(host_waits(text_of(runner, StepProgram(shape, Sampler.ANY, None, keeps_hidden=False)))) >= 6
+    logits = jax.ShapeDtypeStruct((ROWS, VOCAB), jnp.float32, sharding=replicated(runner.mesh))
+    assert len(sorts(jax.jit(partial(lax.top_k, k=20)).lower(logits).compile().as_text())) >= 1
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_logits_are_exchanged_by_rows(target, backend, page_size, sampler, tmp_p
     """Each of eight devices receives its rows of the logits once, and no other array is nearly as large."""
     runner, _ = make_runner(tmp_path, target, backend, page_size, 2)
     shape = StepShape.of(ROWS, ROWS, page_size, decode_only=True)
-    arrays = exchanged(text_of(runner, StepProgram(shape, sampler, 1, keeps_hidden=False)))
+    arrays = exchanged(text_of(runner, runner.programs.choose(shape, sampler, 1, scores=False)))
     logits = [(dtype, size) for dtype, size, name in arrays if name == "all-to-all"]
     assert logits
     assert sum(size for dtype, size in logits if dtype == "f32") <= 2 * ROWS * VOCAB // 8  # a start names both sides

@@ -9,7 +9,6 @@ from test_host_free_steps import host_waits
 from test_steps import make_runner
 
 from jaxserve.execution.kv_cache import STATE_COPIES
-from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
@@ -56,7 +55,7 @@ OTHERS = [(False, "h200x1", 16)] + [
 def test_states_stay_in_place(decode, target, page_size, tmp_path):
     runner, _ = make_runner(tmp_path, target, "auto", page_size, 4, "bf16", slots=SLOTS, **QWEN3_NEXT)
     shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), page_size, decode_only=decode)
-    compiled = runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()
+    compiled = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
     text, memory, mesh = compiled.as_text(), compiled.memory_analysis(), runner.mesh
     assert target.startswith("v") or host_waits(text) == []
     states = 3 * (SLOTS + 1)

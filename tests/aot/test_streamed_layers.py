@@ -60,7 +60,7 @@ def test_programs(target, scheme, step, tmp_path):
     pages, cache = (x // layout.ways(runner.mesh) for x in (stored_bytes(array), array.size))
     of_layer = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=0)).compile()
     begin = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=BEGIN)).compile()
-    last = runner.lower(StepProgram(shape, Sampler.GREEDY, 1, keeps_hidden=False)).compile()
+    last = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
     figures = of_layer.memory_analysis()
     text = of_layer.as_text()
     print(

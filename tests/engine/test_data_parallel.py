@@ -197,8 +197,8 @@ def test_a_failed_step_ends_one_request(model_folders, monkeypatch):
     [
         (
             EXPERTS,
-            {"pipeline_parallel_size": 2},
-            "data_parallel_size 2 cannot be combined with pipeline_parallel_size 2",
+            {"pipeline_parallel_size": 2, "num_hosts": 2, "coordinator": "127.0.0.1:1"},
+            "pipeline_parallel_size 2 x data_parallel_size 2 must be on one host, but num_hosts is 2",
         ),
         (EXPERTS, {"enable_lora": True}, "cannot be combined with enable_lora"),
         (EXPERTS, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),

@@ -13,7 +13,6 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.pipeline import check_devices
 from jaxserve.models.stages import split_layers
-from jaxserve.types import InvalidRequestError
 
 PLAIN = "llama3_gqa"
 PP2 = {"pipeline_parallel_size": 2}
@@ -150,7 +149,6 @@ def test_after_a_failed_step(deep_folders):
         (PLAIN, {"enable_lora": True}, "cannot be combined with enable_lora True: leave enable_lora at False"),
         (PLAIN, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
         (PLAIN, {"speculative_config": {"method": "ngram"}}, "cannot be combined with speculative_config"),
-        (PLAIN, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "with decode_context_parallel_size"),
         (PLAIN, {"pipeline_parallel_size": 3}, "needs as many layers; the model has 2"),
         (PLAIN, {"tensor_parallel_size": 8}, "needs 16 devices, but JAX sees 8 cpu"),
         ("qwen3_next_groups", {}, "must be 1 for models that have recurrent layers"),
@@ -176,11 +174,6 @@ def test_stages_of_whole_hosts(stages, tensor, devices, fits):
     else:
         with pytest.raises(ConfigError, match=f"pipeline_parallel_size {stages} over .* needs stages of whole hosts"):
             check_devices(config, of_hosts)
-
-
-def test_sleep_is_refused(deep_folders):
-    with pytest.raises(InvalidRequestError, match="not possible with pipeline_parallel_size"):
-        make_engine(deep_folders(PLAIN, 2), **PP2).weights.sleep()
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,8 @@ def test_a_draft_model_after_a_long_rest(model_folders):
 
 def test_statistics_continue_after_a_restart():
     past, present = EngineStats(), EngineStats()
-    past.count_draft(4, 2)
-    present.count_draft(3, 3)
+    past.count_drafts(np.array([4]), np.array([2]))
+    present.count_drafts(np.array([3]), np.array([3]))
     both = present.after(past)
     assert (both.spec_drafts, both.spec_proposed, both.spec_accepted) == (2, 7, 5)
     assert both.spec_accepted_at == [2, 2, 1, 0]

@@ -14,6 +14,7 @@ from jaxserve.execution import host_pipeline_runner, pipeline_runner
 from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import SLOT_WORDS
+from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
@@ -25,7 +26,8 @@ KINDS = ["step", "take_all", "sample_deferred", "score_prompt", "set_slots"]
 class NullStage:
     """A stage whose devices do nothing."""
 
-    num_slots, deferred_sizes, _on_cpu = SLOTS, [4], True
+    num_slots = nobody = SLOTS
+    deferred_sizes, _on_cpu, returned = [4], True, StageRunner.returned
 
     def __init__(self, number: int, count: int):
         self.mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=number)]), number=number)
@@ -70,7 +72,7 @@ class RecordedLink:
 def pipeline(count, monkeypatch):
     """The runners of all hosts, and the transfers of each stage so far."""
     runners, logs = [], [[] for _ in range(count)]
-    monkeypatch.setattr(pipeline_runner, "replicated", lambda mesh: None)
+    monkeypatch.setattr(pipeline_runner, "by_group", lambda mesh, rest: None)
     for number, log in enumerate(logs):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)
         monkeypatch.setattr(host_pipeline_runner, "MeshLink", lambda a, b, log=log: RecordedLink(a, b, log))

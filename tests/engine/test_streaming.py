@@ -1,14 +1,18 @@
 """Weights of some layers in host memory: the tokens of an engine that has all weights on its devices."""
 
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
+from safetensors.numpy import save_file
 from same_answers import PROMPTS, answers, check_equal
 
 from jaxserve import checkpoints
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.commands.bundling import make_bundle
 from jaxserve.config import HOST_POOL, ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
@@ -17,7 +21,6 @@ from jaxserve.engine.streaming import GIB, check_host
 from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import HOST, LayerUploads, move_to_host
 from jaxserve.plan.deployment import Deployment
-from jaxserve.types import InvalidRequestError
 
 PLAIN = "llama3_gqa"
 SOME = {"cpu_offload_gib": 1e-9}  # as few layers as possible: three
@@ -69,7 +72,7 @@ def test_where_weights_are(engine):
     assert held == {"layers_0", "layers_1"}
     layer = sum(map(device_bytes, runner.layers[0].arrays))
     assert runner.streamed_bytes == 3 * layer
-    assert runner.weight_bytes == sum(map(device_bytes, runner.weights)) + 2 * layer
+    assert runner.weight_bytes == sum(map(device_bytes, runner.weights)) - layer  # two of three layers
     assert engine._sizing.budget.weights == runner.weight_bytes
     assert len(runner.kinds) == 1  # equal layers share a program
 
@@ -95,10 +98,44 @@ def test_after_a_failed_step(engine):
     assert [one.token_ids for one in made] == expected
 
 
-def test_what_the_engine_refuses_later(engine):
-    for call in (engine.weights.sleep, lambda: engine.weights.update({})):
-        with pytest.raises(InvalidRequestError, match="not possible with weights in host memory"):
-            call()
+def test_weights_are_put_aside_and_replaced(engine, deep_folders, tmp_path):
+    """At level 1 the layers in host memory stay where they are, at level 2 they are freed too. Nothing compiles."""
+    folder, runner = deep_folders(PLAIN, 5), engine.runner
+    asked = request("0", PROMPTS[1], max_tokens=8)
+    before, compiled = generate(engine, asked)[0].token_ids, runner.num_executables
+    for level in (1, 2):
+        on_devices = [*runner._arrays, *jax.tree.leaves(runner.cache), *runner.uploads._present[-1].arrays]
+        on_host = [x for layer in runner.layers for x in layer.arrays]
+        engine.weights.sleep(level)
+        assert all(x.is_deleted() for x in on_devices)
+        assert {x.is_deleted() for x in on_host} == {level == 2}
+        with pytest.raises(CheckpointError):
+            engine.weights.update(other_folder(folder, tmp_path / f"cut{level}", cut=True))
+        engine.weights.wake_up()
+        assert generate(engine, asked)[0].token_ids == before
+    other = other_folder(folder, tmp_path / "other")
+    engine.weights.update(other)
+    after = generate(engine, asked)[0].token_ids
+    assert after == generate(make_engine(other, **SOME, **TIGHT), asked)[0].token_ids != before
+    with pytest.raises(CheckpointError):
+        engine.weights.update(tmp_path / "cut1")
+    assert generate(engine, asked)[0].token_ids == after
+    engine.weights.sleep()
+    engine.weights.update(folder)
+    assert generate(engine, asked)[0].token_ids == before
+    assert {x.sharding.memory_kind for layer in runner.layers for x in layer.arrays} == {HOST}
+    assert (runner.num_executables, engine.weights.version) == (compiled, 2)
+
+
+def other_folder(folder, out, *, cut: bool = False):
+    """A folder with other weights of a model, of which the file ends too early if `cut` is set."""
+    shutil.copytree(folder, out)
+    values = {name: tensor.read()[::-1] for name, tensor in read_folder(folder).items()}
+    save_file({name: np.ascontiguousarray(value) for name, value in values.items()}, out / "model.safetensors")
+    if cut:
+        data = (out / "model.safetensors").read_bytes()
+        (out / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return out
 
 
 def test_uploads_of_sharded_arrays():

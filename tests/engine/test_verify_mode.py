@@ -3,6 +3,7 @@ them again: the same bits whatever else runs, also where kernels keep no order."
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -157,9 +158,12 @@ def test_wrong_proposals_only_cost_time(model_folders, monkeypatch):
     expected, before = together(engine, 3), engine.stats()
     rng, ahead = np.random.default_rng(0), VerifyingRunner.decode_ahead
 
-    def sometimes_wrong(*arguments):
-        tokens = np.asarray(ahead(*arguments))
-        return np.where(rng.random(tokens.shape) < 0.3, (tokens + 1) % 400, tokens)
+    def sometimes_wrong(runner, *arguments):
+        ahead(runner, *arguments)
+        tokens = runner.slots.ahead
+        wrong = jnp.where(rng.random(tokens.shape) < 0.3, (tokens + 1) % 400, tokens)
+        runner.slots = runner.slots._replace(ahead=jax.device_put(wrong, tokens.sharding))
+        return wrong
 
     monkeypatch.setattr(VerifyingRunner, "decode_ahead", sometimes_wrong)
     engine.reset_prefix_cache()

@@ -18,6 +18,7 @@ from jaxserve.config import ConfigError
 from jaxserve.types import InvalidRequestError, QueueFullError
 
 CASE = "llama3_gqa"
+SLOW = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 PROMPTS = [list(range(5 + i, 40 + 3 * i)) for i in range(3)]
 
@@ -25,6 +26,10 @@ PROMPTS = [list(range(5 + i, 40 + 3 * i)) for i in range(3)]
 def answers(engine):
     results = generate(engine, *(request(str(i), p, max_tokens=8) for i, p in enumerate(PROMPTS)))
     return [one.token_ids for one in results]
+
+
+def runners_of(engine):
+    return getattr(engine.runner, "stages", [engine.runner])
 
 
 def other_weights(folder, out, **changes):
@@ -50,8 +55,11 @@ def other(model_folders, tmp_path_factory):
         {"quantization": "int8"},
         {"tensor_parallel_size": 2, "quantization": "int8"},
         {"speculative_config": NGRAM, "kv_offload_gib": 0.01},
+        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "quantization": "int4"}, marks=SLOW),
+        pytest.param({"data_parallel_size": 2, "tensor_parallel_size": 2}, marks=SLOW),
     ],
-    ids=["plain", "panels", "int8 on two devices", "speculation and lower tiers"],
+    ids=["plain", "panels", "int8 on two devices", "speculation and lower tiers", "stages", "int4 stages", "groups"],
 )
 def test_other_weights(options, model_folders, other):
     engine = make_engine(model_folders(CASE), **options)
@@ -66,12 +74,22 @@ def test_other_weights(options, model_folders, other):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_sleep(level, devices, model_folders, other):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "quantization": "int4"}, marks=SLOW),
+        pytest.param({"data_parallel_size": 2}, marks=SLOW),
+    ],
+    ids=["alone", "two devices", "stages", "int4 stages", "groups"],
+)
+def test_sleep(level, options, model_folders, other):
     others = jax.live_arrays()  # of other tests; kept in a list, so that no new array gets the id of one of them
-    engine = make_engine(model_folders(CASE), tensor_parallel_size=devices)
+    engine = make_engine(model_folders(CASE), **options)
     before, compiled = answers(engine), engine.runner.num_executables
-    held = engine.runner.weights + jax.tree.leaves(engine.runner.cache)
+    held = engine.runner.weights + jax.tree.leaves([one.cache for one in runners_of(engine)])
     for _ in range(2):
         engine.weights.sleep(level)
         engine.weights.sleep(level)
@@ -88,9 +106,11 @@ def test_sleep(level, devices, model_folders, other):
     assert engine.runner.num_executables == compiled
 
 
-def test_what_cannot_be_used_changes_nothing(model_folders, other, tmp_path):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_cannot_be_used_changes_nothing(stages, model_folders, other, tmp_path):
+    """What is missing is read by the last stage, after the first one has read its weights."""
     folder = model_folders(CASE)
-    engine = make_engine(folder)
+    engine = make_engine(folder, pipeline_parallel_size=stages)
     before = answers(engine)
     short = other_weights(folder, tmp_path / "short", **{"model.norm.weight": None})
     longer = other_weights(folder, tmp_path / "longer", **{"model.norm.weight": np.ones(7, np.float32)})
@@ -127,7 +147,9 @@ def test_refusals(model_folders, other):
     engine.weights.sleep()
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "quantization": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tensor_parallel_size": 2, "quantization": "int8"}, {"pipeline_parallel_size": 2}]
+)
 def test_weights_from_arrays(options, model_folders, other):
     """Arrays by the names of a checkpoint's tensors serve like the files with them. Each is asked for by itself."""
     arrays = {name: jax.numpy.asarray(tensor.read()) for name, tensor in read_folder(other).items()}

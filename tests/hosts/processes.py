@@ -50,14 +50,13 @@ def expected(folder: Path, devices: int, **settings: Any) -> list[list[int]]:
 class Host:
     """A process that runs `arguments` as a host of a replica, and its log."""
 
-    def __init__(self, arguments: list[str], log: Path, devices: int, secret: str):
+    def __init__(self, arguments: list[str], log: Path, devices: int, secret: str, folder: Path | None = None):
         self.log = log
         flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAXSERVE_HOST_SECRET": secret}
+        options: Any = {"env": os.environ | own, "cwd": folder, "start_new_session": True}
         with log.open("w") as output:
-            self.process = subprocess.Popen(
-                arguments, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self.process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, **options)
 
     def wait(self, seconds: float = 30) -> int:
         """The process's exit code."""
@@ -96,9 +95,9 @@ class Replica:
         serve = ("serve", str(folder or self._folder), f"--port={self.http}", "--served-model-name=m")
         return self.run([sys.executable, "-c", MAIN, *(command or serve), *settings], secret)
 
-    def run(self, arguments: list[str], secret: str = SECRET) -> Host:
-        """Starts a host that runs another program."""
-        host = Host(arguments, self._logs / f"host{len(self.hosts)}.log", self._devices, secret)
+    def run(self, arguments: list[str], secret: str = SECRET, folder: Path | None = None) -> Host:
+        """Starts a host that runs another program, in a folder."""
+        host = Host(arguments, self._logs / f"host{len(self.hosts)}.log", self._devices, secret, folder)
         self.hosts.append(host)
         return host
 

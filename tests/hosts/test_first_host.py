@@ -81,6 +81,24 @@ def test_calls_reach_all(group):
     assert not waiting.is_alive()
 
 
+def test_answers(group):
+    """Those of the latest call. A host that answers late is waited for."""
+    hosts = group()
+    hosts.first.tell(0, commands.CheckWeights(None))
+    hosts.send(1, messages.Answer(0, {"file": "old"}, None))
+    hosts.first.tell(0, commands.CheckWeights("folder"))
+    assert commands.decode(hosts.received(1, messages.Call).command) == commands.CheckWeights(None)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(hosts.first.answers()))
+    waiting.start()
+    hosts.send(2, messages.Answer(1, {}, "no such folder"))
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    hosts.send(1, messages.Answer(1, {"file": "new"}, None))
+    waiting.join(5)
+    assert found == [{"host 1 (127.0.0.1)": ({"file": "new"}, None), "host 2 (127.0.0.1)": ({}, "no such folder")}]
+
+
 def test_other_tokens(group):
     hosts = group()
     for _ in range(EVERY):

@@ -95,6 +95,7 @@ def stages(count: int, devices: int = 1, **others: Any) -> dict[str, Any]:
         pytest.param(DENSE, 2, 2, stages(2, 2), marks=slow),
         pytest.param(DENSE, 4, 1, stages(2, 2), marks=slow),
         pytest.param(EXPERTS, 2, 2, stages(2, 2, enable_expert_parallel=True), marks=slow),
+        pytest.param(LATENT, 2, 2, stages(2, 2, decode_context_parallel_size=2), marks=slow),
         pytest.param(LATENT, 3, 1, stages(3), marks=slow),
         pytest.param(LATENT, 3, 1, stages(3, async_scheduling=False), marks=slow),
     ],

@@ -47,9 +47,9 @@ def channels(first: bytes = GOOD, other: bytes = GOOD):
 
 def test_frames_arrive_both_ways():
     first, other = channels()
-    sender = threading.Thread(target=lambda: [first.send(b"x" * 3_000_000), first.send(b"")])
+    sender = threading.Thread(target=lambda: [first.send(b"a", b"x" * 3_000_000, memoryview(b"yz")), first.send(b"")])
     sender.start()
-    assert other.receive() == b"x" * 3_000_000
+    assert other.receive() == b"a" + b"x" * 3_000_000 + b"yz"
     assert other.receive() == b""
     sender.join()
     other.send(b"back")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from adapter_folders import save_adapter
 from processes import SIZES, Replica, bodies, expected
@@ -51,8 +52,8 @@ def other_checkpoint(folder: Path, target: Path) -> Path:
 
 def test_from_start_to_end(start_replica, model_folders, tmp_path):
     """Hosts that do not fit are refused, and one that comes late is waited for. Together they answer as one process
-    does, until one is killed. Another takes its place, until it stands still."""
-    replica = start_replica(engine_restarts=1, host_timeout=5)
+    does, also after they have slept, until one is killed. Another takes its place, until it stands still."""
+    replica = start_replica(engine_restarts=1, host_timeout=5, admin_key="admin")
     first = replica.start(0)
     other = other_checkpoint(model_folders(CASE), tmp_path / "other")
     refused = [
@@ -71,6 +72,9 @@ def test_from_start_to_end(start_replica, model_folders, tmp_path):
     assert answers == expected(model_folders(CASE), 2)
     assert twin.wait(60) == 1
     assert "host 1 is here already, at 127.0.0.1" in twin.said()
+    assert replica.answers() == answers
+    for path in ("/sleep", "/wake_up", "/sleep?level=2", "/wake_up"):
+        assert httpx.post(replica.url + path, headers={"Authorization": "Bearer admin"}, timeout=60).status_code == 200
     assert replica.answers() == answers
     error, seconds = replica.error_when(second.process.kill)
     assert "host 1 (127.0.0.1) is lost: its process has ended" in error
