@@ -1,5 +1,5 @@
 """Requests of every kind to an `LLM`, in a process that is one of several hosts, or alone: `asking.py SETTINGS HOST_ID`
-prints the first host's answers, and how often it told the others each command."""
+prints the first host's answers, how often it told the others each command, and how many tokens were proposed."""
 
 from __future__ import annotations
 
@@ -58,4 +58,6 @@ if __name__ == "__main__":
         tell(command)
 
     runner.listener = counting
-    print("answers", json.dumps([answers(llm), told]), flush=True)
+    found = answers(llm)
+    told["proposals"] = llm.engine.stats().spec_proposed
+    print("answers", json.dumps([found, told]), flush=True)
