@@ -44,14 +44,14 @@ def choose_rows(
     num_new = np.minimum(spare, tokens_per_call)
     if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
         num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
-    decoding = np.flatnonzero(decodes)
-    proposed = running.proposes and running.proposed[lineup.slot[decoding]]
-    if decodes.all() and not np.any(proposed):  # the usual case
+    checks = running.proposes and bool(running.proposed[lineup.slot[decodes]].any())
+    if decodes.all() and not checks:  # the usual case
         columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
         return Rows(lineup.seqs, *columns, only_decodes=True)
+    decoding = np.flatnonzero(decodes)
     one = lineup.one[decoding]
-    if np.any(proposed):  # the step samples a token after each proposal, and one after the row's last known token
-        one = 1 + proposed
+    if checks:  # the step samples a token after each proposal, and one after the row's last known token
+        one = 1 + running.proposed[lineup.slot[decoding]]
     elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
     most = np.minimum(left, running.ahead(lineup.slot))
