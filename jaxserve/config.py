@@ -20,6 +20,7 @@ POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the sh
 HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable: GiB of host memory that JAX pins for GPUs
 USUAL_HOST_POOL = 64  # its default
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
+LOOKUP = ("ngram", "suffix")  # methods of speculation without a model of their own
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
 AUTO_COORDINATOR = "auto"  # as the coordinator: the hosts are those of the environment
@@ -384,3 +385,13 @@ def check_combined(config: EngineConfig, name: str, off: Any, others: Mapping[st
                 f"{name} {own:g} cannot be combined with {other} {value!r}: leave {other} at {only!r}, or {name} at "
                 f"{off}"
             )
+
+
+def check_lookup(config: EngineConfig, name: str) -> None:
+    """Raises ConfigError if the setting `name` is above 1 and speculation needs a draft, which has other layers."""
+    size, given = getattr(config, name), config.speculative_config
+    if size > 1 and given is not None and given.method not in LOOKUP:
+        raise ConfigError(
+            f"{name} {size} cannot be combined with speculation by {given.method!r}: choose one of "
+            f"{', '.join(LOOKUP)}, or leave {name} at 1"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from jaxserve.config import ConfigError, EngineConfig, check_combined
+from jaxserve.config import ConfigError, EngineConfig, check_combined, check_lookup
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
 from jaxserve.scheduling.scheduler import Scheduler
@@ -19,20 +19,12 @@ NOT_COMBINED = {  # settings that must have these values beside several groups
     "deterministic": False,
     "bundle_key_file": None,
 }
-SPECULATION = ("ngram", "suffix")  # methods without a model of their own
 
 
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that data parallelism is not made for yet."""
-    size = config.data_parallel_size
-    if size == 1:
-        return
     check_combined(config, "data_parallel_size", 1, NOT_COMBINED)
-    if (given := config.speculative_config) is not None and given.method not in SPECULATION:
-        raise ConfigError(
-            f"data_parallel_size {size} cannot be combined with speculation by {given.method!r}: choose one of "
-            f"{', '.join(SPECULATION)}, or leave data_parallel_size at 1"
-        )
+    check_lookup(config, "data_parallel_size")
 
 
 def check_model(config: EngineConfig, model: ModelConfig, *, pools: bool) -> None:

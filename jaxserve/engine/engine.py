@@ -94,8 +94,7 @@ class Engine:
         tiers = None if self.copies is None else self.copies.tiers
         self.scheduler = make_scheduler(config, self._parts, self.max_model_len, pool, tiers)
         self.blocks = self.scheduler.blocks
-        models = Models(runner, self._draft, self.shapes)
-        self.speculator = make_speculator(config, self.scheduler, models)
+        self.speculator = make_speculator(config, self.scheduler, Models(runner, self._draft, self.shapes))
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
         self._admission = Admission(*rules, pools=self.pooler is not None)
@@ -270,13 +269,15 @@ class Engine:
             output.updates += ended(self, request_id, reason, "model")
 
     def _propose(self, speculator: Proposer, output: StepOutput) -> None:
-        """Proposes tokens for the next step if that may pay. All steps before must be committed for that, and so must a
-        step that checks proposals."""
-        if self.scheduler.running.proposes or speculator.wants(self.scheduler.running, self.pace.host_seconds):
-            while self.in_flight:
-                output.extend(self._commit_oldest())
-            with self.timeline.phase("schedule"):
-                speculator.propose(self.scheduler.running, self.pace.host_seconds)
+        """Proposes tokens for the next step if that may pay. The steps that its sequences are in must be committed for
+        that, and so must a step that checks proposals when it is its sequences' turn again."""
+        scheduler, host_seconds = self.scheduler, self.pace.host_seconds
+        if len(self.in_flight) == self.runner.num_stages and self.in_flight[0].checks:
+            output.extend(self._commit_oldest())
+        while self.in_flight and speculator.wants(scheduler, host_seconds):
+            output.extend(self._commit_oldest())
+        with self.timeline.phase("schedule"):
+            speculator.propose(scheduler, host_seconds)
 
     def _commit_oldest(self) -> StepOutput:
         """Waits for the oldest step in flight and commits it."""
@@ -287,10 +288,9 @@ class Engine:
 
     def _tokens_per_call(self) -> int:
         """How many tokens a row may sample in the next call."""
-        scheduler, lineup = self.scheduler, self.scheduler.running.lineup
-        lengths = self.runner.programs.lengths(self.shapes, scheduler.running.most_in_a_group, lineup.sampler)
+        scheduler, running = self.scheduler, self.scheduler.running
+        lengths = self.runner.programs.lengths(self.shapes, running.most_in_a_group, running.lineup.sampler)
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
-        holds_up = holds_up or bool(scheduler.loads.active)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:

@@ -81,6 +81,11 @@ class InFlightStep:
     tokens_per_call: int  # the most tokens that a row may have sampled
     dispatched: float  # time.perf_counter()
 
+    @property
+    def checks(self) -> bool:
+        """Whether it checks proposals. How many tokens its rows have is known once it is committed."""
+        return any(batch.rows.checks.any() for batch in self.batches)
+
     def tokens(self) -> list[np.ndarray]:
         """Waits for the tokens of all batches, and returns those of each batch."""
         return [batch.tokens() for batch in self.batches]

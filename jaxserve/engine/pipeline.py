@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import ConfigError, EngineConfig, check_combined
+from jaxserve.config import ConfigError, EngineConfig, check_combined, check_lookup
 from jaxserve.devices.mesh import by_host, num_devices, num_groups
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
@@ -32,7 +32,6 @@ from jaxserve.models.weights import abstract_params
 log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several stages
-    "speculative_config": None,
     "enable_lora": False,
     "kv_offload_gib": 0,
 }
@@ -146,7 +145,8 @@ def _load_stage(
         params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
     kind = StageRunner if num_groups(mesh) == 1 else GroupStageRunner
-    runner = kind(decoder, params, mesh, config.max_num_seqs, rows, max_tokens_per_call=1, static=static)
+    options: Any = {"max_tokens_per_call": 1, "static": static, "proposals": config.num_proposals}
+    runner = kind(decoder, params, mesh, config.max_num_seqs, rows, **options)
     one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
     runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
     return runner, params
@@ -160,6 +160,7 @@ def _is_here(devices: Sequence[jax.Device]) -> bool:
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that pipelines are not made for yet."""
     check_combined(config, "pipeline_parallel_size", 1, NOT_COMBINED)
+    check_lookup(config, "pipeline_parallel_size")
     stages, groups = config.pipeline_parallel_size, config.data_parallel_size
     if stages > 1 and groups > 1 and config.num_hosts > 1:
         raise ConfigError(

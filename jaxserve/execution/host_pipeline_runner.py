@@ -28,7 +28,7 @@ import numpy as np
 from jaxserve.devices.mesh_links import MeshLink, least_of_processes
 from jaxserve.execution import commands, steps
 from jaxserve.execution.kv_cache import CacheLayout
-from jaxserve.execution.pipeline_runner import PipelineRunner, StageProgram
+from jaxserve.execution.pipeline_runner import PipelineRunner, StageProgram, taken_by
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
 from jaxserve.execution.stage_runner import StageRunner
@@ -151,7 +151,7 @@ class HostPipelineRunner(PipelineRunner):
             self._onward[own].send([x])
             drawn = None
             hidden = self._passed(shape) if program.keeps_hidden and not shape.decode_only else None
-        return self._sampled("take_tokens", sampling, self._drawn(program), drawn), hidden
+        return self._sampled(taken_by(program), sampling, self._drawn(program), drawn), hidden
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         self.tell(commands.SampleDeferred, draws, masks)
@@ -249,11 +249,11 @@ class HostPipelineRunner(PipelineRunner):
 
     def _drawn(self, program: StepProgram) -> Sampled:
         """What the last stage's part of a step samples."""
-        rows, last = program.shape.rows, self._last.stage
-        scores = Form((1, rows, SCORE_WORDS), jnp.int32) if program.sampler >= Sampler.FULL else None
+        (most, rows), last = (1 + program.proposals, program.shape.rows), self._last.stage
+        scores = Form((most, rows, SCORE_WORDS), jnp.int32) if program.sampler >= Sampler.FULL else None
         some_experts = any(self._last.model.config.layers[i].mlp.experts is not None for i in last.layers)
         load = Form((1, 3), jnp.int32) if some_experts else None
-        forms: Any = Form((1, rows), jnp.int32), scores, load
+        forms: Any = Form((most, rows), jnp.int32), scores, load
         return Sampled(*forms)
 
     def _drawn_later(self, size: int) -> Sampled:

@@ -90,6 +90,14 @@ class PipelineRunner(commands.Commanded):
         return self._last.slots
 
     @property
+    def num_slots(self) -> int:
+        return self._last.num_slots
+
+    @property
+    def max_len(self) -> int:
+        return self._last.max_len
+
+    @property
     def penalty_rows(self) -> int:
         return self._last.penalty_rows
 
@@ -170,7 +178,7 @@ class PipelineRunner(commands.Commanded):
             x = jax.device_put(one.advance(program.shape, packed, x), place)
         assert x is not None
         drawn, hidden = self._last.finish(program, packed, x)
-        self._keep("take_tokens", sampling, tokens_of(drawn))
+        self._keep(taken_by(program), sampling, tokens_of(drawn))
         return drawn, hidden
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
@@ -242,3 +250,8 @@ class PipelineRunner(commands.Commanded):
             for one, tokens in zip(self._others, some.tokens, strict=True):
                 one.take(some.kind, some.slot, tokens)
         del self._returning[:count]
+
+
+def taken_by(program: StepProgram) -> str:
+    """The kind of the program that takes what a step has sampled, see `StageRunner.take`."""
+    return "take_checked" if program.proposals else "take_tokens"

@@ -28,11 +28,12 @@ class StageSignatures(Signatures):
     """The programs of a stage. A step takes one more argument, unless the stage is the first: x [tokens, hidden]."""
 
     def of(self, name: ProgramName) -> Signature:
-        if isinstance(name, Upkeep) and name.kind == "take_tokens":
-            return self._take(name.size, (1, name.size))
-        if isinstance(name, Upkeep) and name.kind == "take_deferred":
-            return self._take(name.size, (name.size,))
-        return super().of(name)
+        if not isinstance(name, Upkeep) or not name.kind.startswith("take_"):
+            return super().of(name)
+        most = {"take_tokens": (1,), "take_checked": (1 + self.proposals,), "take_deferred": ()}[name.kind]
+        tokens = jax.ShapeDtypeStruct((*most, name.size), jnp.int32, sharding=self._everywhere)
+        arguments = self.slots, self._host(name.size), tokens
+        return Signature(stage_steps.take_tokens, (0,), arguments, self._everywhere)
 
     def step(self, program: StepProgram) -> Signature:
         stage = self.model.stage
@@ -47,10 +48,6 @@ class StageSignatures(Signatures):
         run = self._with_params(partial(stage_steps.run_stage, **options))
         results: Any = stage_steps.StageResult(place, self._cache_sharding, place)  # type: ignore[arg-type]
         return Signature(run, made.donated, arguments, results)
-
-    def _take(self, count: int, shape: tuple[int, ...]) -> Signature:
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
-        return Signature(stage_steps.take_tokens, (0,), (self.slots, self._host(count), tokens), self._everywhere)
 
 
 class StageRunner(ModelRunner):
@@ -78,7 +75,7 @@ class StageRunner(ModelRunner):
         return result.drawn, result.hidden
 
     def take(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
-        """Notes tokens of the last stage, see `stage_steps.take_tokens`. `kind`: which of its two programs."""
+        """Notes tokens of the last stage, see `stage_steps.take_tokens`. `kind`: which of its programs."""
         self.slots = self._get(Upkeep(kind, len(slot)))(self.slots, slot, tokens)
 
     def returned(self, draws: np.ndarray, results: list[tuple[int, Sampled]]) -> Iterator[tuple[np.ndarray, jax.Array]]:
@@ -95,7 +92,9 @@ class StageRunner(ModelRunner):
         if self.stage.is_last:
             return names
         kept = [n for n in names if isinstance(n, Upkeep) and n.kind not in SAMPLES]
-        kept += [Upkeep("take_tokens", rows) for rows in sorted({shape.rows for shape in shapes})]
+        checking = {program.shape for program in self.programs.all(shapes) if program.proposals}
+        for kind, some in (("take_tokens", shapes), ("take_checked", checking)):
+            kept += [Upkeep(kind, rows) for rows in sorted({shape.rows for shape in some})]
         kept += [Upkeep("take_deferred", size) for size in self.deferred_sizes]
         return [*kept, *sorted(map(_part, shapes), key=lambda part: -part.shape.tokens)]
 

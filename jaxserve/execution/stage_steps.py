@@ -2,6 +2,7 @@
 
 Each stage has slots of its own, and all stages get the same buffers. A sequence's length advances in every stage when
 its tokens are computed there. What it sampled is known to the last stage only: `take_tokens` brings it to the others.
+So is how many proposals it keeps: in the other stages, the tokens behind which a row samples count when it is taken.
 """
 
 from __future__ import annotations
@@ -40,19 +41,24 @@ def run_stage(
     mesh: Mesh,
 ) -> StageResult:
     """The part of a step of a stage that is not the last. `cache` and `slots` are donated. See `steps.run_step`."""
-    _, slots, batch, _ = read_buffer(packed, slots, shape, x)
+    _, slots, batch, num_new = read_buffer(packed, slots, shape, x)
     model = model.counting(batch.q_start[-1])
     ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
     writes = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
-    slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(ran.inputs.placed.kv_len))
+    length = ran.inputs.placed.kv_len - jnp.abs(num_new)
+    slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(length))
     # One array instead of two goes to the next stage, and all of its devices need it whole.
     return StageResult(replicate(added(ran.x, ran.y), mesh), ran.cache, slots)
 
 
 def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotState:
-    """Notes what the last stage has sampled: tokens [1, n] or [n] for the slots `slot`, int32 [n]. -1 is no token. A
-    stop token of a slot becomes -1, as in the last stage. Entries without a meaning name the slot of nobody."""
-    tokens = tokens.reshape(-1)
+    """Notes what the last stage has sampled: tokens [most of a row, n] or [n] for the slots `slot`, int32 [n]. Those of
+    a slot follow each other; -1 is none, and none comes after it. Each adds one to its slot's length. The last one is
+    the slot's last token, or -1 if it is a stop token. Entries without a meaning name the slot of nobody."""
+    slot, tokens = jnp.repeat(slot, tokens.size // len(slot)), tokens.reshape(-1, len(slot)).T.reshape(-1)
+    kept, nobody = tokens >= 0, slots.progress.shape[0] - 1
+    goes_on = jnp.append(kept[1:] & (slot[1:] == slot[:-1]), False)
     stopped = jnp.any(tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
-    target = jnp.where(tokens >= 0, slot, slots.progress.shape[0] - 1)
-    return slots._replace(progress=slots.progress.at[target, LAST_TOKEN].set(jnp.where(stopped, -1, tokens)))
+    progress = slots.progress.at[slot, LENGTH].add((kept & (slot < nobody)).astype(jnp.int32))
+    target = jnp.where(kept & ~goes_on, slot, nobody)
+    return slots._replace(progress=progress.at[target, LAST_TOKEN].set(jnp.where(stopped, -1, tokens)))

@@ -134,7 +134,7 @@ class GroupScheduler(Scheduler):
                 break
             if len(rows) and rows.num_new.max() > 1:
                 tokens_per_call = 1
-                running.drop_proposals()
+                running.drop_proposals(rows.slot)
             else:
                 for group in short:
                     self._preempt(running.last_of(group))

@@ -110,7 +110,10 @@ class Prefixes:
 
     def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
         blocks, lineup, released = self._blocks, running.lineup, running.num_released[:, group]
-        first = first_needed(running.computed[lineup.slot], window, blocks.page_size)
+        computed, known = running.computed[lineup.slot], running.known[lineup.slot]
+        checked = (running.proposed[lineup.slot] > 0) & (running.total[lineup.slot] > known)
+        computed = np.where(checked, known - 1, computed)  # a step in flight may keep no proposal
+        first = first_needed(computed, window, blocks.page_size)
         for i in np.flatnonzero(first > released[lineup.slot]).tolist():
             seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
             if seq.unforked:

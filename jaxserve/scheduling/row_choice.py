@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.scheduling.micro_batches import MicroBatches
 from jaxserve.scheduling.running_table import RunningTable
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import Rows
 
 
@@ -39,20 +40,17 @@ def choose_rows(
     lineup = running.lineup
     total, start = running.total[lineup.slot], running.computed[lineup.slot]
     left, spare = total - start, lineup.limit - total  # tokens to compute; tokens that may still be sampled
+    decodes, prompts = _decodes_and_prompts(running, num_waiting, turns)
     num_new = np.minimum(spare, tokens_per_call)
     if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
         num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
-    decodes = (left == 1) & (spare > 0)
-    if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
-        decodes &= ~running.beams[lineup.slot] | (running.known[lineup.slot] == total)
-    prompts = (left > 0) & ~decodes & (running.known[lineup.slot] == total)
-    decodes = turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any())
-    if decodes.all() and not running.proposes:  # the usual case
+    checks = running.proposes and bool(running.proposed[lineup.slot[decodes]].any())
+    if decodes.all() and not checks:  # the usual case
         columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
         return Rows(lineup.seqs, *columns, only_decodes=True)
     decoding = np.flatnonzero(decodes)
     one = lineup.one[decoding]
-    if running.proposes:  # the step samples a token after each proposal, and one after the row's last known token
+    if checks:  # the step samples a token after each proposal, and one after the row's last known token
         one = 1 + running.proposed[lineup.slot[decoding]]
     elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
@@ -68,6 +66,24 @@ def choose_rows(
     chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
+
+
+def next_decodes(running: RunningTable, num_waiting: int, turns: MicroBatches) -> list[Sequence]:
+    """The sequences that decode in the next step."""
+    seqs, (decodes, _) = running.lineup.seqs, _decodes_and_prompts(running, num_waiting, turns)
+    return [seqs[i] for i in np.flatnonzero(decodes).tolist()]
+
+
+def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBatches) -> tuple[np.ndarray, np.ndarray]:
+    """Which sequences of the lineup decode in the next step, and which have a prompt to compute; bool each."""
+    lineup = running.lineup
+    total, known = running.total[lineup.slot], running.known[lineup.slot]
+    left = total - running.computed[lineup.slot]
+    decodes = (left == 1) & (lineup.limit > total)
+    if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
+        decodes &= ~running.beams[lineup.slot] | (known == total)
+    prompts = (left > 0) & ~decodes & (known == total)
+    return turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any()), prompts
 
 
 def prompt_budgets(

@@ -289,17 +289,18 @@ class RunningTable:
         return [i for i in index if rows.seqs[i].advance(tokens[i][tokens[i] >= 0].tolist())]
 
     def propose(self, slot: int, tokens: np.ndarray) -> None:
-        """Proposes tokens to follow the known ones of a slot. No step may be in flight for it. The next step checks
-        them, and no other step may be planned before that one is committed."""
+        """Proposes tokens to follow the known ones of a slot. No step may be in flight for it. The slot's next step
+        checks them, and no other step of the slot may be planned before that one is committed."""
         known = self.known[slot]
         assert known == self.total[slot] == self.computed[slot] + 1, "the last token must be the only one to compute"
         self.tokens[slot, known : known + len(tokens)] = tokens
         self.proposed[slot] = len(tokens)
         self.proposes |= len(tokens) > 0
 
-    def drop_proposals(self) -> None:
-        """Forgets all proposals."""
-        self.proposed[:], self.proposes = 0, False
+    def drop_proposals(self, slot: np.ndarray | int) -> None:
+        """Forgets the proposals for these slots."""
+        self.proposed[slot] = 0
+        self.proposes = bool(self.proposed.any())
 
     def append(self, slot: np.ndarray, tokens: np.ndarray, num_new: np.ndarray | int) -> None:
         """Appends the first `num_new` of the sampled tokens [slots, any], which are known from now on."""
@@ -321,7 +322,7 @@ class RunningTable:
         if not rows.only_decodes and (checks := rows.checks).any():  # only the last known token is left to compute
             slot = rows.slot[held & checks]
             self.total[slot], self.computed[slot] = self.known[slot], self.known[slot] - 1
-            self.drop_proposals()
+            self.drop_proposals(slot)
 
     def say_only_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
         """Whether the rows are all running sequences and none has more to say than its tokens.
@@ -366,6 +367,7 @@ class RunningTable:
         if seq.penalty_row != NO_PENALTY_ROW:
             self._free_penalty_rows[seq.group].append(seq.penalty_row)
             seq.penalty_row = NO_PENALTY_ROW
+        self.drop_proposals(slot)
         self.maybe_shared.discard(seq)
         self.needs_detail.discard(seq)
         if seq in self.newcomers:
@@ -378,8 +380,7 @@ class RunningTable:
         owned = [seq.penalty_row for seq in self._ordered if seq.params.has_penalties]
         rows = [*owned, *chain(*self._free_penalty_rows)]
         assert sorted(rows) == list(range(1, len(rows) + 1))
-        slots = [*self.lineup.slot.tolist(), *chain(*self._free)]
-        assert sorted(slots) == list(range(self.num_slots))
+        assert sorted([*self.lineup.slot.tolist(), *chain(*self._free)]) == list(range(self.num_slots))
         assert all(self.group_of(seq.slot) == seq.group for seq in self._ordered)
         assert self.maybe_shared | self.needs_detail <= set(self._ordered)
         assert self._ordered == sorted(self._ordered, key=lambda seq: seq.order)

@@ -79,7 +79,7 @@ class Scheduler:
     def holds_up(self) -> bool:
         """Whether a waiting sequence or a row would continue sooner if every step sampled one token per row."""
         lineup = self.running.lineup
-        return bool(lineup.seqs and (self.waiting or lineup.any_masked or lineup.any_beams))
+        return bool((lineup.seqs and (self.waiting or lineup.any_masked or lineup.any_beams)) or self.loads.active)
 
     @property
     def has_work(self) -> bool:
@@ -201,7 +201,7 @@ class Scheduler:
                 break
             if len(rows) and rows.num_new.max() > 1:
                 tokens_per_call = 1
-                running.drop_proposals()
+                running.drop_proposals(rows.slot)
             elif not self.loads.give_way(self.waiting):
                 self._preempt(running.last)
         copies = unshare(rows, shared, running, self.blocks)

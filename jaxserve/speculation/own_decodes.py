@@ -46,8 +46,8 @@ class Times(NamedTuple):
 class OwnDecodes:
     """Takes the place of a `Speculator`. most: tokens that a sequence decodes ahead."""
 
-    def __init__(self, runner: VerifyingRunner, shapes: List[StepShape], scheduler: Scheduler, most: int):
-        self._runner, self._shapes, self._scheduler, self._most = runner, shapes, scheduler, most
+    def __init__(self, runner: VerifyingRunner, shapes: List[StepShape], most: int):
+        self._runner, self._shapes, self._most = runner, shapes, most
         self._times: list[Times] = []  # ascending by rows
 
     def measure(self, _: ModelRunner, shapes: List[StepShape]) -> None:
@@ -81,25 +81,27 @@ class OwnDecodes:
         """How many tokens so many rows may decode ahead so that one step checks them all."""
         return min(self._most, self._runner.tokens // rows - 1)
 
-    def wants(self, running: RunningTable, host_seconds: float) -> bool:
+    def wants(self, scheduler: Scheduler, host_seconds: float) -> bool:
         """Whether some sequence may decode ahead, once the steps in flight are committed."""
-        return self._count(running, host_seconds) > 0
+        return self._count(scheduler, host_seconds) > 0
 
-    def _count(self, running: RunningTable, host_seconds: float) -> int:
+    def _count(self, scheduler: Scheduler, host_seconds: float) -> int:
         """How many tokens each sequence may decode ahead; 0 if steps decode faster, or prompts are computed or could
         be. host_seconds: between two steps of which the second one checks proposals."""
+        running = scheduler.running
         slot, rows = running.lineup.slot, len(running)
-        if not rows or (running.total[slot] - running.computed[slot] > 1).any() or self._scheduler.next_admissible():
+        if not rows or (running.total[slot] - running.computed[slot] > 1).any() or scheduler.next_admissible():
             return 0
         times = next((times for times in self._times if times.rows >= rows), None)
         if times is not None and not times.gains(host_seconds):
             return 0
         return max(self._fitting(rows), 0)
 
-    def propose(self, running: RunningTable, host_seconds: float) -> None:
-        """Places for tokens, which `prepare` computes once the step has pages for them. No step is in flight."""
-        if not (count := self._count(running, host_seconds)):
+    def propose(self, scheduler: Scheduler, host_seconds: float) -> None:
+        """Places for tokens, which `prepare` computes once the step has pages for them."""
+        if not (count := self._count(scheduler, host_seconds)):
             return
+        running = scheduler.running
         slot = running.lineup.slot
         known, total, computed = running.known[slot], running.total[slot], running.computed[slot]
         room = np.minimum(np.minimum(running.limit[slot] - known, running.ahead(slot)) - 1, count)

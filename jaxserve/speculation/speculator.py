@@ -14,6 +14,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verifying import VerifyingRunner
 from jaxserve.grammars.grammar import Matcher
+from jaxserve.scheduling.row_choice import next_decodes
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -82,13 +83,17 @@ class Speculator:
     first whether any are wanted (`wants`): not where many rows fill the devices, not where all sequences rest because
     their proposals did not pay, and not where those for the tokens known so far would not.
 
+    In a pipeline, sequences take turns, so a step has one of `stages` parts of them. Steps are measured from the first
+    stage to the last, which is how long a sequence waits for its next turn if the stages take equally long. Waiting for
+    the host delays the steps of all turns, so that it counts once for each.
+
     Attributes:
       times: seconds of steps; None: they are not measured, and few rows get all that is likely to be kept.
     """
 
-    def __init__(self, method: Method, most: int, budget: int):
+    def __init__(self, method: Method, most: int, budget: int, stages: int = 1):
         """most: proposals of a sequence in a step. budget: tokens of a step."""
-        self._method, self._most, self._budget = method, most, budget
+        self._method, self._most, self._budget, self._stages = method, most, budget, stages
         self._records: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
         # Of all sequences; new ones begin with it. The last kind are tokens that a grammar forces.
         self._acceptance = [Acceptance(chance) for chance in (*method.chances, FORCED_CHANCE)]
@@ -124,10 +129,12 @@ class Speculator:
         hope = self._acceptance[0].chance + HOPE if self._method.proposes_later else 1.0
         return self._gaining[min(int(np.searchsorted(HOPES, hope)), len(HOPES) - 1)]
 
-    def wants(self, running: RunningTable, host_seconds: float) -> bool:
-        """Whether proposals would pay for some running sequence, as far as its known tokens tell. Steps in flight may
-        add tokens, for which it is too early to wait if not. `host_seconds` as for `propose`."""
-        return len(running) <= self._most_rows and any(count for *_, count in self._look(running, host_seconds))
+    def wants(self, scheduler: Scheduler, host_seconds: float) -> bool:
+        """Whether a sequence that decodes in the next step is in a step in flight, and proposals would pay for it, as
+        far as its known tokens tell. The step in flight may add tokens, for which it is too early to wait if not.
+        `host_seconds` as for `propose`."""
+        running = scheduler.running
+        return any(count and _is_pending(seq, running) for seq, _, count in self._look(scheduler, host_seconds))
 
     def _is_open(self, seq: Sequence, running: RunningTable) -> bool:
         params = seq.params
@@ -136,25 +143,37 @@ class Speculator:
         record = self._records.get(seq)
         return record is None or bool(running.known[seq.slot] >= record.next_look)
 
-    def propose(self, running: RunningTable, host_seconds: float) -> None:
-        """Proposes tokens before a step is planned; no step may be in flight. `host_seconds`: time between two steps in
-        which the devices wait, if each is committed before the next one."""
-        for seq, proposal, count in self._look(running, host_seconds):
+    def propose(self, scheduler: Scheduler, host_seconds: float) -> None:
+        """Proposes tokens for sequences that decode in the next step and are in no step in flight. `host_seconds`: time
+        between two steps in which the devices wait, if each is committed before the next one."""
+        for seq, proposal, count in self._look(scheduler, host_seconds, may_be_pending=False):
             if count:
                 self._records[seq].kind = proposal.kind
-                running.propose(seq.slot, proposal.tokens[:count])
+                scheduler.running.propose(seq.slot, proposal.tokens[:count])
 
-    def _look(self, running: RunningTable, host_seconds: float) -> Iterator[tuple[Sequence, Proposal, int]]:
+    def _look(
+        self, scheduler: Scheduler, host_seconds: float, *, may_be_pending: bool = True
+    ) -> Iterator[tuple[Sequence, Proposal, int]]:
         """Proposals for sequences that may have some, and how many tokens of each pay. If none do, the sequence is left
         alone for some tokens; not if there are few sequences, and nothing to propose was found."""
-        looked = {seq: self._proposal(seq, running) for seq in running.lineup.seqs if self._is_open(seq, running)}
+        running = scheduler.running
+        rows, cost = -(-len(running) // self._stages), host_seconds * min(self._stages, len(running))
+        if rows > self._most_rows:
+            return
+        seqs = next_decodes(running, scheduler.num_waiting, scheduler.turns)
+        looked = {
+            seq: self._proposal(seq, running)
+            for seq in seqs
+            if self._is_open(seq, running) and (may_be_pending or not _is_pending(seq, running))
+        }
         found = [(seq, one) for seq, one in looked.items() if one is not None]
-        waits = host_seconds if running.lineup.any_masked else 0.0  # masks need the tokens before, as proposals do
-        counts = self._counts([self._chances(*one) for one in found], len(running), host_seconds, waits)
-        rest = LOOK_AGAIN * max(len(running) // FEW_ROWS, 1)  # so that many rows cause no more looks than a few
+        # Masks need the tokens before, as proposals do; in a pipeline other steps run meanwhile.
+        waits = host_seconds if running.lineup.any_masked and self._stages == 1 else 0.0
+        counts = self._counts([self._chances(*one) for one in found], rows, cost, waits)
+        rest = LOOK_AGAIN * max(rows // FEW_ROWS, 1)  # so that many rows cause no more looks than a few
         paying = {seq for (seq, _), count in zip(found, counts, strict=True) if count}
         for seq, one in looked.items():
-            if seq in self._records and seq not in paying and (one is not None or len(running) > FEW_ROWS):
+            if seq in self._records and seq not in paying and (one is not None or rows > FEW_ROWS):
                 self._records[seq].next_look = int(running.known[seq.slot]) + rest
         for (seq, proposal), count in zip(found, counts, strict=True):
             yield seq, proposal, count
@@ -235,6 +254,11 @@ class Speculator:
         self._method.finished(seq)
 
 
+def _is_pending(seq: Sequence, running: RunningTable) -> bool:
+    """Whether a step in flight samples tokens of a running sequence."""
+    return bool(running.known[seq.slot] < running.total[seq.slot])
+
+
 class Models(NamedTuple):
     """What methods may run: the target, and the draft model if there is one; and the buckets of their steps."""
 
@@ -265,8 +289,9 @@ METHODS: dict[str, Callable[[SpeculativeConfig, Models], Method]] = {
 def make_speculator(config: EngineConfig, scheduler: Scheduler, models: Models) -> Proposer | None:
     """What proposes tokens, by the settings; None: nothing does."""
     if isinstance(models.target, VerifyingRunner):
-        return OwnDecodes(models.target, models.shapes, scheduler, config.num_proposals)
+        return OwnDecodes(models.target, models.shapes, config.num_proposals)
     given = config.speculative_config
     if given is None:
         return None
-    return Speculator(METHODS[given.method](given, models), given.num_speculative_tokens, scheduler.budget.most)
+    method, stages = METHODS[given.method](given, models), models.target.num_stages
+    return Speculator(method, given.num_speculative_tokens, scheduler.budget.most, stages)

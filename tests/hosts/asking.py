@@ -1,5 +1,5 @@
 """Requests of every kind to an `LLM`, in a process that is one of several hosts, or alone: `asking.py SETTINGS HOST_ID`
-prints the first host's answers, and how often it told the others each command."""
+prints the first host's answers, how often it told the others each command, and how many tokens were proposed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from jaxserve.llm import LLM
+from jaxserve.speculation import speculator
 from jaxserve.types import Grammar, SamplingParams
 
 SHARED = list(range(40, 80))  # the first tokens of several prompts
@@ -58,4 +59,10 @@ if __name__ == "__main__":
         tell(command)
 
     runner.listener = counting
-    print("answers", json.dumps([answers(llm), told]), flush=True)
+    if llm.engine.speculator is not None:
+        llm.engine.speculator.set_times(None)  # as many proposals as can be, whatever pays
+        for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+            setattr(speculator, name, 0)
+    found = answers(llm)
+    told["proposals"] = llm.engine.stats().spec_proposed
+    print("answers", json.dumps([found, told]), flush=True)

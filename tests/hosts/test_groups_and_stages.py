@@ -22,6 +22,7 @@ from jaxserve.llm import LLM
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 slow = pytest.mark.slow
 EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "tp_gqa"
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 ASKING = str(Path(__file__).parent / "asking.py")
 
 
@@ -98,12 +99,15 @@ def stages(count: int, devices: int = 1, **others: Any) -> dict[str, Any]:
         pytest.param(LATENT, 2, 2, stages(2, 2, decode_context_parallel_size=2), marks=slow),
         pytest.param(LATENT, 3, 1, stages(3), marks=slow),
         pytest.param(LATENT, 3, 1, stages(3, async_scheduling=False), marks=slow),
+        pytest.param(DENSE, 2, 1, stages(2, speculative_config=LOOKUP), marks=slow),
+        pytest.param(LATENT, 3, 1, stages(3, speculative_config=LOOKUP), marks=slow),
     ],
 )
 def test_stages(start_replica, model_folders, case, hosts, devices, options):
     """There are as many sequences as stages or more, so tokens seldom have to be fetched from the last stage early."""
     told = commands_of_same(start_replica, model_folders, case, hosts, devices, options)
-    assert told["TakeAll"] < told["Step"] / 3 or "async_scheduling" in options
+    assert told["TakeAll"] < told["Step"] / 3 or {"async_scheduling", "speculative_config"} & set(options)
+    assert (told["proposals"] > 20) == ("speculative_config" in options)
 
 
 @slow
