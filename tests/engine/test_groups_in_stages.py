@@ -1,7 +1,13 @@
 """Stages of several groups of devices, and stages that share out the cache's tokens: the tokens of one device."""
 
+import json
+
 import pytest
-from same_answers import check_equal
+from engines import generate, make_engine, request
+from json_schemas import PERSON
+from same_answers import PROMPTS, check_equal
+
+from jaxserve.types import Grammar
 
 DENSE, ONE_HEAD, EXPERTS, LATENT = "llama3_gqa", "llama_mqa", "qwen3_moe_plain", "deepseek_v3_groups"
 SLOW = pytest.mark.slow
@@ -46,3 +52,40 @@ def stages(count, devices=1, *, groups=1, shares=1, whole=False):
 def test_the_same_answers(case, layers, split, others, deep_folders):
     engine = check_equal(deep_folders(case, layers), split, others, reuses=others.get("kv_pages") != FEW["kv_pages"])
     assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in others
+
+
+def test_each_step_has_its_share_of_every_group(deep_folders):
+    engine = make_engine(deep_folders(EXPERTS, 2), rows=8, **stages(2, groups=2))
+    for i in range(8):
+        engine.add_request(request(str(i), PROMPTS[0][:8], max_tokens=20, ignore_eos=True))
+    steady = []
+    while engine.has_work:
+        engine.step()
+        if len(engine.in_flight) == 2 and not engine.scheduler.num_waiting:
+            rows = [batch.rows for batch in engine.in_flight[-1].batches]
+            if all(one.only_decodes for one in rows):
+                steady.append(sorted(seq.group for one in rows for seq in one.seqs))
+    assert len(steady) > 20
+    assert steady.count([0, 0, 1, 1]) >= len(steady) - 4, "but for the last ones"
+
+
+def test_grammars_and_a_failed_step(deep_folders):
+    """Tokens that are drawn apart go back to their groups; those of a step that failed are forgotten."""
+    folder = deep_folders(EXPERTS, 2)
+    schema = Grammar("json", json.dumps(PERSON))
+    asked = [request(str(i), PROMPTS[i], max_tokens=12, seed=i, grammar=schema) for i in range(4)]
+    asked += [request(f"free {i}", PROMPTS[i], max_tokens=12) for i in range(4)]
+    expected = [one.token_ids for one in generate(make_engine(folder, rows=8), *asked)]
+    engine, calls = make_engine(folder, rows=8, **stages(2, groups=2)), 0
+    finish = engine.runner.stages[-1].finish
+
+    def failing(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise RuntimeError("a device failed")
+        return finish(*args)
+
+    engine.runner.stages[-1].finish = failing
+    assert [one.token_ids for one in generate(engine, *asked)] == expected
+    assert engine.counters.failed_steps == 1

@@ -59,6 +59,21 @@ def test_memory_of_each_stage_is_that_of_the_engine(folder, tied):
     assert room["cache_bytes"] in {one.cache_bytes for one in own}
 
 
+@pytest.mark.parametrize("split", [{"data_parallel_size": 2}, {"decode_context_parallel_size": 2}])
+def test_groups_in_stages_and_shared_tokens(folder, split):
+    """Two stages of two groups with two devices each, or of two devices that share out the cache's tokens."""
+    (folder / "config.json").write_text(json.dumps(SMALL | {"num_key_value_heads": 1}))
+    config, devices = settings(folder, 2, tensor_parallel_size=2, **split), 4 * split.get("data_parallel_size", 1)
+    engine, stages = Engine.load(config, progress=False), deployments(config, f"cpu:{devices}")
+    plan, own = make_plan(config, f"cpu:{devices}", estimate=True), engine.runner.stages
+    assert [one.budget.weights for one in stages] == [one.weight_bytes for one in own]
+    assert all(one.groups == split.get("data_parallel_size", 1) for one in stages)
+    room = plan["capacity"]
+    assert plan["devices"] == devices
+    assert room["cache_bytes"] in {one.cache_bytes for one in own}
+    assert engine.stats().pages_total == (room["pages"] - 1) * stages[0].groups
+
+
 @pytest.mark.slow
 def test_compiled_stages_need_what_the_engine_finds(folder):
     config = settings(folder, tensor_parallel_size=2, kv_pages=100)
