@@ -51,7 +51,7 @@ class Channel:
         if length > MAX_FRAME:
             raise HostError(f"a frame of {length} bytes")
         given = _exactly(self._socket, _CODE)
-        body = memoryview(np.empty(length, np.uint8))
+        body = np.empty(length, np.uint8).data
         _fill(self._socket, body)
         if not hmac.compare_digest(given, self._code(1, body)):
             raise HostError("a frame whose code is wrong: somebody has changed it on the way")
