@@ -78,3 +78,17 @@ def generate(engine: Engine, *requests: Request) -> list[Completion]:
         engine.add_request(one)
     results = drain(engine)
     return [results[one.request_id, 0] for one in requests]
+
+
+def fail_at(call: int, stage) -> None:
+    """Lets the last stage of a pipeline fail once, in this call of `finish`."""
+    calls, finish = 0, stage.finish
+
+    def failing(*args):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("a device failed")
+        return finish(*args)
+
+    stage.finish = failing

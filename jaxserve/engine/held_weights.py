@@ -6,7 +6,6 @@ first host's are commands for the others.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -33,8 +32,6 @@ from jaxserve.hosts.identity import checkpoint_files
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params, read_model, trust_matmul
 from jaxserve.models.spec import ModelConfig
-
-log = logging.getLogger(__name__)
 
 # A folder or file, or arrays by the names of a checkpoint's tensors; None: the files from which the engine started.
 Source = str | Mapping[str, Any] | None

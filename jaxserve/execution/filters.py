@@ -5,7 +5,7 @@ probabilities. The threshold of this set is found exactly, in rounds that each s
 In one pass over the logits, a round computes the sum of weights above each pattern that these bits may have. Sums have
 a fixed order, without atomics, so that equal rows give equal sets.
 
-On accelerators a round settles ROUND_BITS = 4 bits with 15 sums in one kernel, and all rounds are unrolled. XLA's
+On GPUs and TPUs a round settles ROUND_BITS = 4 bits with 15 sums in one kernel; on GPUs all rounds are unrolled. XLA's
 program for an H200 passes 20 times over the logits: 8 rounds for top-k; 8 for top-p, which also read the exponentials;
 4 before and after. It moves 140 bytes for each logit, sampling included. For 256 rows of 128,256 tokens this is 4.6 GB,
 or 1.1 ms at 4.3 TB/s; one bit a round would take 64 passes and 3.5 ms. These estimates follow from the compiled program
@@ -23,23 +23,23 @@ from jax import lax
 from jaxserve.pallas_kernels.types import DrawSettings
 
 EXCLUDED = -1e30  # finite, so that a row without allowed tokens still samples one
-ROUND_BITS = 4  # bits of a threshold that a round settles, where rounds are unrolled
+ROUND_BITS = 4  # bits of a threshold that a round settles, where passes over the logits cost more than sums
 
 
-def filter_logits(logits: jax.Array, settings: DrawSettings, *, unrolled: bool = False) -> jax.Array:
+def filter_logits(logits: jax.Array, settings: DrawSettings, *, unrolled: bool, bits: int = ROUND_BITS) -> jax.Array:
     """Applies top-k, then top-p and min-p to the tokens that are left, as in transformers and vLLM. Dropped tokens
     become EXCLUDED. Ties at a threshold are all kept.
 
-    logits: float32 [rows, vocab]. `unrolled` unrolls the rounds, for accelerators. Otherwise they are one loop, which
-    compiles faster.
+    logits: float32 [rows, vocab]. `unrolled` unrolls the rounds, for GPUs. Otherwise they are one loop, which compiles
+    faster. bits: of a threshold that a round settles, a power of two.
     """
     peak = logits.max(axis=-1)
     keep = keep_unrolled if unrolled else keep_in_loop
-    kept = keep(logits, peak, settings) & (jnp.exp(logits - peak[:, None]) >= settings.min_p[:, None])
+    kept = keep(logits, peak, settings, bits) & (jnp.exp(logits - peak[:, None]) >= settings.min_p[:, None])
     return jnp.where(kept, logits, EXCLUDED)
 
 
-def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> jax.Array:
+def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings, bits: int) -> jax.Array:
     """The tokens that top-k and top-p keep, bool [rows, vocab], in one loop of two iterations for both."""
 
     def narrow(i: jax.Array, least_logit: jax.Array) -> jax.Array:
@@ -48,10 +48,11 @@ def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> 
         weights = jnp.where(left, jnp.where(by_mass, jnp.exp(logits - peak[:, None]), 1.0), 0.0)
         total = jnp.sum(weights, axis=-1)
         least = jnp.where(by_mass, settings.top_p * total, _most_kept(settings, logits.shape[1]))
+        weigh = lambda keep: jnp.where(keep, weights, 0.0)  # noqa: E731
         found = lax.fori_loop(
             0,
-            32,
-            lambda bit, found: _round(logits, lambda keep: jnp.where(keep, weights, 0.0), least, found, 31 - bit, 1),
+            32 // bits,
+            lambda i, found: _round(logits, weigh, least, found, 32 - bits * (i + 1), bits),
             jnp.zeros(logits.shape[0], jnp.uint32),
         )
         off = by_mass & (settings.top_p >= 1)
@@ -61,13 +62,13 @@ def keep_in_loop(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> 
     return logits >= least_logit[:, None]
 
 
-def keep_unrolled(logits: jax.Array, peak: jax.Array, settings: DrawSettings) -> jax.Array:
+def keep_unrolled(logits: jax.Array, peak: jax.Array, settings: DrawSettings, bits: int) -> jax.Array:
     """The tokens that top-k and top-p keep, bool [rows, vocab], with all rounds unrolled."""
 
     def threshold(weigh: Callable[[jax.Array], jax.Array], least: jax.Array) -> jax.Array:
         found = jnp.zeros(logits.shape[0], jnp.uint32)
-        for shift in range(32 - ROUND_BITS, -1, -ROUND_BITS):
-            found = _round(logits, weigh, least, found, jnp.int32(shift), ROUND_BITS)
+        for shift in range(32 - bits, -1, -bits):
+            found = _round(logits, weigh, least, found, jnp.int32(shift), bits)
         return _at_most(found, peak)
 
     def mass(keep: jax.Array) -> jax.Array:

@@ -7,8 +7,8 @@ themselves. There each additional program only delays the start, and on TPUs its
 program, which decides at run time, and for models with a draft head another one without the head.
 
 The number of programs is bounded, since each costs seconds of compiling and memory for its code. A more capable sampler
-replaces one that is not compiled. Only small batches have programs of several tokens a call: with more rows the devices
-take longer for one token than the host takes to prepare the next call meanwhile.
+replaces one that is not compiled. On GPUs only small batches have programs of several tokens a call: with more rows
+they take longer for one token than the host takes to prepare the next call meanwhile.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.execution.filters import EXCLUDED, filter_logits
+from jaxserve.execution.filters import EXCLUDED, ROUND_BITS, filter_logits
 from jaxserve.execution.slots import RowParams, decode_slots
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
@@ -77,7 +77,7 @@ def sample(
     before: jax.Array | None = None,
     kernels: RowKernels = NO_KERNELS,
     ids: jax.Array | None = None,
-    sorts: bool = True,
+    on_cpu: bool = True,
 ) -> Sampled:
     """Samples one token per row of float32 logits [rows, vocab].
 
@@ -87,7 +87,8 @@ def sample(
     `masks`, int32 [rows, words], has a bit for each token: whether it may be sampled.
     `ids`, int32 [vocab], are the tokens of the logits' columns, in a vocabulary that is a part of the model's; the
     sampled tokens are columns.
-    `sorts`: see `score_tokens`, for programs that decide at run time. Others never sort.
+    `on_cpu`: programs that decide at run time use what is fast on a CPU alone: `lax.top_k`, and filters that settle one
+    bit in a round.
     """
     if sampler is Sampler.ANY and masks is None and kernels.arg_max is not None:
         # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
@@ -99,10 +100,10 @@ def sample(
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, before, sampler, kernels, ids, sorts),
+            lambda logits: _sample(logits, words, seen, position, None, before, sampler, kernels, ids, on_cpu),
             logits,
         )
-    return _sample(logits, words, seen, position, masks, before, sampler, kernels, ids, sorts)
+    return _sample(logits, words, seen, position, masks, before, sampler, kernels, ids, on_cpu)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -123,7 +124,7 @@ def _sample(
     sampler: Sampler,
     kernels: RowKernels,
     ids: jax.Array | None,
-    sorts: bool,
+    on_cpu: bool,
 ) -> Sampled:
     raw, params = logits, decode_slots(words)
     any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
@@ -136,12 +137,12 @@ def _sample(
         logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
     if sampler is Sampler.GREEDY:
         return Sampled(_greedy(logits) if kernels.draw is None else kernels.draw(logits, None), None)
-    plainly = partial(draw_plainly, sampler=sampler, keep=kernels.filter_logits)
+    plainly = partial(draw_plainly, sampler=sampler, keep=kernels.filter_logits, on_cpu=on_cpu)
     draw = partial(_draw, kernel=kernels.draw or plainly, ids=ids)
     tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
-    score = partial(score_tokens, sorts=any_ and sorts, log_softmax=kernels.log_softmax)
+    score = partial(score_tokens, sorts=any_ and on_cpu, log_softmax=kernels.log_softmax)
     return Sampled(tokens, _where_any(any_, params.logprobs, score, _no_scores, raw, tokens))
 
 
@@ -271,15 +272,17 @@ def draw_plainly(
     *,
     sampler: Sampler = Sampler.FILTERED,
     keep: Callable[..., jax.Array] | None = None,
+    on_cpu: bool = True,
 ) -> jax.Array:
     """Draws a token int32 [rows] of each row of float32 logits [rows, vocab], in plain XLA. `keep` is a kernel that
-    takes the place of `filter_logits`, as `Ops.filter_logits`."""
+    takes the place of `filter_logits`, as `Ops.filter_logits`. `on_cpu` as for `sample`."""
     hot = settings.temperature >= 1e-5
     scaled = logits / jnp.where(hot, settings.temperature, 1.0)[:, None]
     if sampler is not Sampler.PLAIN:
         any_ = sampler is Sampler.ANY
         filtered = hot & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
-        keep = partial(keep, excluded=EXCLUDED) if keep else partial(filter_logits, unrolled=not any_)
+        bits = 1 if any_ and on_cpu else ROUND_BITS
+        keep = partial(keep, excluded=EXCLUDED) if keep else partial(filter_logits, unrolled=not any_, bits=bits)
         scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, settings)
     return _greedy(jnp.where(hot[:, None], _race(scaled, settings), logits))
 

@@ -90,7 +90,7 @@ def delta_net(
     """`Ops.delta_net` for the heads of each device. `first` is the index of the layer's first state in `state`."""
     net = layer.spec.attention
     assert isinstance(net, GatedDeltaSpec)
-    static = mesh.devices.flat[0].platform != "cpu"  # on accelerators a loop of unknown length waits for the host
+    static = mesh.devices.flat[0].platform != "cpu"  # on a GPU a loop of unknown length waits for the host
     options = {"key_dim": net.key_dim, "activation": ACTIVATIONS[net.activation]}
     advance = partial(layer.ops.delta_net, **options, decode_only=decode_only, static=static)
     if not is_split(mesh):

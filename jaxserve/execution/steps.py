@@ -291,7 +291,7 @@ def _sample(
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
         given = words, seen, position, masks
-        options: Any = {"before": before, "kernels": RowKernels.of(model.ops), "sorts": on_cpu}
+        options: Any = {"before": before, "kernels": RowKernels.of(model.ops), "on_cpu": on_cpu}
         return sample(logits, *given, sampler=sampler, **options)
 
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -324,8 +324,8 @@ def score_prompt(
 
     packed: int32 [1 + 2 x rows]: the number of rows that count, each row's index in `hidden`, and the token that
     follows each; with adapters 1 + 3 x rows, and the place of each row's adapter is last. Logits of `each` rows exist
-    at a time. Accelerators go through all rows of the buffer, because a loop runs without the host only if the compiler
-    knows its length. A CPU goes through the rows that count.
+    at a time. GPUs and TPUs go through all rows of the buffer, because a GPU runs a loop without the host only if the
+    compiler knows its length. A CPU goes through the rows that count.
     """
     count, (rows, targets, *places) = packed[0], jnp.split(packed[1:], 2 if model.ops.add_adapters is None else 3)
 

@@ -110,9 +110,11 @@ class Prefixes:
 
     def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
         blocks, lineup, released = self._blocks, running.lineup, running.num_released[:, group]
-        computed, known = running.computed[lineup.slot], running.known[lineup.slot]
-        checked = (running.proposed[lineup.slot] > 0) & (running.total[lineup.slot] > known)
-        computed = np.where(checked, known - 1, computed)  # a step in flight may keep no proposal
+        computed = running.computed[lineup.slot]
+        if running.proposes:  # a step in flight may keep none of the proposals that it checks
+            known = running.known[lineup.slot]
+            checked = (running.proposed[lineup.slot] > 0) & (running.total[lineup.slot] > known)
+            computed = np.where(checked, known - 1, computed)
         first = first_needed(computed, window, blocks.page_size)
         for i in np.flatnonzero(first > released[lineup.slot]).tolist():
             seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])

@@ -146,10 +146,14 @@ class Speculator:
     def propose(self, scheduler: Scheduler, host_seconds: float) -> None:
         """Proposes tokens for sequences that decode in the next step and are in no step in flight. `host_seconds`: time
         between two steps in which the devices wait, if each is committed before the next one."""
+        running = scheduler.running
+        slot = running.lineup.slot
+        if (running.known[slot] < running.total[slot]).all():
+            return  # all are in steps in flight
         for seq, proposal, count in self._look(scheduler, host_seconds, may_be_pending=False):
             if count:
                 self._records[seq].kind = proposal.kind
-                scheduler.running.propose(seq.slot, proposal.tokens[:count])
+                running.propose(seq.slot, proposal.tokens[:count])
 
     def _look(
         self, scheduler: Scheduler, host_seconds: float, *, may_be_pending: bool = True

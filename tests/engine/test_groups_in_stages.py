@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from engines import generate, make_engine, request
+from engines import fail_at, generate, make_engine, request
 from json_schemas import PERSON
 from same_answers import PROMPTS, check_equal
 
@@ -76,16 +76,7 @@ def test_grammars_and_a_failed_step(deep_folders):
     asked = [request(str(i), PROMPTS[i], max_tokens=12, seed=i, grammar=schema) for i in range(4)]
     asked += [request(f"free {i}", PROMPTS[i], max_tokens=12) for i in range(4)]
     expected = [one.token_ids for one in generate(make_engine(folder, rows=8), *asked)]
-    engine, calls = make_engine(folder, rows=8, **stages(2, groups=2)), 0
-    finish = engine.runner.stages[-1].finish
-
-    def failing(*args):
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise RuntimeError("a device failed")
-        return finish(*args)
-
-    engine.runner.stages[-1].finish = failing
+    engine = make_engine(folder, rows=8, **stages(2, groups=2))
+    fail_at(9, engine.runner.stages[-1])
     assert [one.token_ids for one in generate(engine, *asked)] == expected
     assert engine.counters.failed_steps == 1

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from engines import generate, make_engine, request
+from engines import fail_at, generate, make_engine, request
 from flax.traverse_util import flatten_dict
 from same_answers import PROMPTS, answers, check_equal
 
@@ -127,17 +127,8 @@ def test_after_a_failed_step(deep_folders):
     folder = deep_folders(PLAIN, 2)
     asked = [request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)]
     expected = [one.token_ids for one in generate(make_engine(folder), *asked)]
-    engine, calls = make_engine(folder, **PP2), 0
-    finish = engine.runner.stages[-1].finish
-
-    def failing(*args):
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise RuntimeError("a device failed")
-        return finish(*args)
-
-    engine.runner.stages[-1].finish = failing
+    engine = make_engine(folder, **PP2)
+    fail_at(9, engine.runner.stages[-1])
     made = generate(engine, *(request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)))
     assert engine.counters.failed_steps == 1
     assert [one.token_ids for one in made] == expected

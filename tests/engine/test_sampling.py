@@ -37,7 +37,7 @@ VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
 
 jit_sample = jax.jit(sample)
-jit_filter = jax.jit(filter_logits, static_argnames="unrolled")
+jit_filter = jax.jit(filter_logits, static_argnames=("unrolled", "bits"))
 jit_set_slots = jax.jit(set_slots)
 jit_count_tokens = jax.jit(count_tokens)
 
@@ -134,7 +134,8 @@ def filter_rows(draw_):
 
 
 FILTERS = {
-    "loop": partial(jit_filter, unrolled=False),
+    "loop": partial(jit_filter, unrolled=False, bits=1),
+    "loop of four bits": partial(jit_filter, unrolled=False),
     "unrolled": partial(jit_filter, unrolled=True),
     "cpu": jax.jit(partial(cpu.filter_logits, excluded=EXCLUDED)),
 }

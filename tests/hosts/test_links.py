@@ -45,6 +45,15 @@ def channels(first: bytes = GOOD, other: bytes = GOOD):
         return tuple(future.result() for future in made)
 
 
+def test_a_frame_of_more_parts_than_the_system_takes_at_once():
+    first, other = channels()
+    parts = [bytes([i % 256]) * (i % 700) for i in range(3000)]
+    with ThreadPoolExecutor() as pool:
+        sent = pool.submit(first.send, *parts)
+        assert other.receive() == b"".join(parts)
+        sent.result()
+
+
 def test_frames_arrive_both_ways():
     first, other = channels()
     sender = threading.Thread(target=lambda: [first.send(b"a", b"x" * 3_000_000, memoryview(b"yz")), first.send(b"")])
