@@ -140,7 +140,7 @@ def checked_matmul(
                 checks.append(pool.submit(check_grouped, multiply, problem))
         ways = (False, True) if device.platform == "gpu" else (False,)
         checks += [
-            pool.submit(check_matmul, partial(_rounding_product, parts), problem)
+            pool.submit(check_matmul, partial(rounding_product, parts), problem)
             for problem in rounding
             for parts in ways
         ]
@@ -148,7 +148,7 @@ def checked_matmul(
     return backend if right else "xla"
 
 
-def _rounding_product(parts: bool, x: jax.Array, w: QuantArray) -> jax.Array:
+def rounding_product(parts: bool, x: jax.Array, w: QuantArray) -> jax.Array:
     rows = w8a8.quantize(x, w)
     return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if parts else w8a8.quant_matmul(rows, w)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from light.record import OutOfTimeError, Record, read
 
 from jaxserve.pallas_kernels import selfcheck
 from jaxserve.pallas_kernels.registry import Device
+from jaxserve.pallas_kernels.types import BLOCK_KINDS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPT = str(BENCHMARKS / "first_light.py")
@@ -214,6 +216,32 @@ def test_the_cases_of_a_device_begin_with_what_matters_most():
     assert len(correctness.LARGE.decodes) > 48, "so many that rows are not split"
 
 
+def test_the_cases_have_every_kernel_in_the_forms_that_engines_use():
+    keys = [case.key for case in correctness.cases(Device("gpu", "NVIDIA H200", (9, 0)), rehearse=False)]
+    for kernel in ("int4 g128 shuffled, bfloat16", "int8 channel shuffled, float16", "fp8 tensor, bfloat16"):
+        assert any(kernel in key and key.endswith("mosaic_gpu") for key in keys), kernel
+    assert "latent bfloat16, same cache, 16 heads, mosaic_gpu" in keys
+    assert "matmul fp8 dynamic, bfloat16 in parts, w8a8" in keys
+    on_tpu = [case.key for case in correctness.cases(Device("tpu", "TPU v6 lite"), rehearse=False)]
+    for kernel in ("write-and-attend bfloat16, same cache", "latent bfloat16, int8 cache, 128 heads",
+                   "latent-write bfloat16, same cache, 16 heads", "matmul mxfp4, bfloat16",
+                   "adapters bfloat16"):  # fmt: skip
+        assert f"{kernel}, mosaic_tpu" in on_tpu
+    assert not [key for key in on_tpu if "shuffled" in key]
+
+
+def test_the_cases_have_every_triton_kernel():
+    pytest.importorskip("jax_triton")
+    keys = [case.key for case in correctness.cases(Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0)), rehearse=False)]
+    blocks = [f"matmul{by} {kind}, bfloat16" for kind in BLOCK_KINDS for by in ("", " by expert")]
+    for kernel in (*blocks, "matmul mxfp4, bfloat16 in parts", "matmul nvfp4, bfloat16", "fused bfloat16, int8 cache",
+                   "draw from 128256 tokens", "adapters bfloat16",
+                   "latent bfloat16, int8 cache, 128 heads"):  # fmt: skip
+        assert f"{kernel}, triton" in keys
+    assert "matmul int8 dynamic, bfloat16, w8a8" in keys
+    assert "matmul fp8 dynamic, bfloat16, w8a8" not in keys, "float8 products need a newer GPU"
+
+
 def test_a_wrong_kernel_becomes_a_wrong_row(tmp_path, monkeypatch):
     stage = Record(tmp_path / "correctness.json", "correctness")
     wrong = selfcheck.Finding("mixed rows", 0.5, 0.016, "row 0")
@@ -349,5 +377,7 @@ def test_a_rehearsal(tmp_path, only):
             assert {row["status"] for row in document["rows"]} == {"ok"}
     if only[0] == "correctness":
         assert "| attention | xla | 2 | 0 | 0 |" in done.stdout
+        assert re.search(r"\| adapters \| (cpu|reference) \| 1 \| 0 \| 0 \|", done.stdout)
+        assert re.search(r"\| latent \| xla \| \d \| 0 \| 0 \|", done.stdout)
     else:
         assert "| decode | 4 x 300 | xla |" in done.stdout

@@ -21,6 +21,7 @@ from jaxserve.bench.kernel_shapes import FORMATS, WEIGHTS
 from jaxserve.pallas_kernels import kv_write, selfcheck
 from jaxserve.pallas_kernels.registry import BACKENDS, AttentionProblem, Device, MatmulProblem, explain, load
 from jaxserve.pallas_kernels.selfcheck_cases import DECODES, PROMPTS, STARTUP, Rows
+from light import other_kernels
 from light.record import Record
 
 CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}
@@ -76,6 +77,7 @@ def cases(device: Device, rehearse: bool) -> Iterator[Case]:
             if hasattr(matmul, "grouped_quant_matmul"):
                 grouped = partial(selfcheck.check_grouped, matmul.grouped_quant_matmul, w)
                 yield Case(f"matmul by expert {name}, {backend}", distance + 1, grouped)
+    yield from (Case(*found) for found in other_kernels.cases(device, rehearse))
 
 
 def _attend(module: Any, problem: AttentionProblem, rows: Rows, rehearse: bool) -> list[selfcheck.Finding]:
