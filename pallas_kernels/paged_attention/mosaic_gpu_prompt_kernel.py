@@ -20,8 +20,9 @@ from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, POSITION, SLOT, TOKEN
 
 LOG2E = math.log2(math.e)
-# Score of a masked key. Compilers fuse its product with a factor and the subtraction of the peak. If the product were
-# not exact, a row whose keys are all masked would have the power of its rounding error for a probability: 0 or infinity.
+# Score of a masked key, a power of two, so that its product with any factor is exact. Compilers fuse this product with
+# the subtraction of the peak. So the exponent of a row whose keys are all masked would be the product's rounding error,
+# of about 1e21, and its probabilities 0 or infinite.
 MASKED = -(2.0**100)
 
 
