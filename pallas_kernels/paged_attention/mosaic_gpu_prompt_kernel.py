@@ -16,11 +16,14 @@ from jaxserve.pallas_kernels import hopper_rules
 from jaxserve.pallas_kernels.hopper_rules import Span
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_fetch import code_width, fetch, fetch_codes
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, WARPGROUPS, PromptTile
-from jaxserve.pallas_kernels.paged_attention.reference import MASKED
 from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, POSITION, SLOT, TOKEN
 
 LOG2E = math.log2(math.e)
+# Score of a masked key, a power of two, so that its product with any factor is exact. Compilers fuse this product with
+# the subtraction of the peak. So the exponent of a row whose keys are all masked would be the product's rounding error,
+# of about 1e21, and its probabilities 0 or infinite.
+MASKED = -(2.0**100)
 
 
 def launch(
@@ -140,22 +143,27 @@ def _across(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(rows, shape, (0,))
 
 
+def _factor(tile: PromptTile) -> float:
+    """What scores are multiplied with before the exponential."""
+    return 1.0 if tile.softcap else tile.scale * LOG2E
+
+
 def _softmax(tile: PromptTile, work, newest, block, scores, peak, total, masked):
     """One step of the running softmax. Returns probabilities, peak, total, and the factor for the values so far.
 
     Peaks are of scores times log2(e), so that the exponentials are powers of two.
     """
-    factor = tile.scale * LOG2E
+    factor = _factor(tile)
     if tile.softcap:
         tanh = 2.0 / (1.0 + jnp.exp2(scores * (-2.0 * LOG2E * tile.scale / tile.softcap))) - 1.0
-        scores, factor = tanh * (tile.softcap * LOG2E), 1.0  # the hardware's approximate tanh is exact to 11 bits
+        scores = tanh * (tile.softcap * LOG2E)  # the hardware's approximate tanh is exact to 11 bits
     if masked:
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * tile.block
         seen = key <= _across(newest, scores.shape)
         if tile.window:
             seen &= key > _across(newest - tile.window, scores.shape)
         scores = jnp.where(seen, scores, MASKED)
-    # A row whose keys were all masked so far holds meaningless sums; its first unmasked key multiplies them by 0.
+    # A row whose keys were all masked so far holds finite sums of them; its first unmasked key multiplies them by 0.
     higher = jnp.maximum(peak, scores.max(axis=1) * factor)
     keep = jnp.exp2(peak - higher)
     p = jnp.exp2(scores * factor - _across(higher, scores.shape))
@@ -266,7 +274,7 @@ def _compute(tile: PromptTile, work, group, *, q_smem, kv_smem, q_full, full, fr
 
     row_layout = plgpu.Layout.WGMMA.reduce(1)
     values = plgpu.layout_cast(jnp.zeros((LANES, tile.head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    peak = plgpu.layout_cast(jnp.full((LANES,), MASKED, jnp.float32), row_layout)
+    peak = plgpu.layout_cast(jnp.full((LANES,), MASKED * _factor(tile), jnp.float32), row_layout)
     total = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), row_layout)
     plgpu.barrier_wait(q_full)
     state = (values, *begin(peak, total))

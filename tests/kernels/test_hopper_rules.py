@@ -240,6 +240,7 @@ def test_registers_of_attention(head_dim, codes, decode_spills, prompt_spills, m
     found = assembled_kernels(log)
     assert found.keys() == {"paged_prompts"} | ({"paged_decode"} if head_dim % 64 == 0 else set())
     assert programs(kernels["paged_prompts"], found["paged_prompts"].registers) >= 1
+    assert found["paged_prompts"].registers * 3 == 504, "a warpgroup would wait for ever for registers beyond these"
     assert found["paged_prompts"].spilled <= prompt_spills
     if head_dim % 64 == 0:
         two = 2 if head_dim <= 128 else 1

@@ -65,7 +65,7 @@ def short_ring(monkeypatch):
     monkeypatch.setattr(PromptTile, "stages", 2)
 
 
-def attend(batch, config: Config, tables, kv_len, *, races: bool = False, **options):
+def attend(batch, config: Config, tables, kv_len, *, scale: float | None = None, races: bool = False, **options):
     """What the interpreted kernel makes of a batch; rules that it breaks raise RuleError."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip("JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2")
@@ -77,7 +77,7 @@ def attend(batch, config: Config, tables, kv_len, *, races: bool = False, **opti
             jnp.asarray(batch.q_start(config.rows)),
             jnp.asarray(kv_len, jnp.int32),
             jnp.asarray(batch.num_decodes, jnp.int32),
-            scale=config.head_dim**-0.5,
+            scale=config.head_dim**-0.5 if scale is None else scale,
             window=config.window,
             softcap=config.softcap,
             sinks=None if batch.sinks is None else jnp.asarray(batch.sinks),
@@ -89,7 +89,7 @@ def attend(batch, config: Config, tables, kv_len, *, races: bool = False, **opti
         return np.asarray(out).astype(np.float64)
 
 
-def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = False, **options) -> None:
+def interpreted(config: Config, rows: list[tuple[int, int]], *, scale: float | None = None, races=False, **options):
     """Table entries that no row owns point nowhere; what no row owns, or lies beyond its length, is NaN."""
     config = replace(config, dtype="bfloat16")
     batch = make_batch(config, rows, 0)
@@ -97,9 +97,10 @@ def interpreted(config: Config, rows: list[tuple[int, int]], *, races: bool = Fa
     for table, length in zip(tables, [*batch.kv_len, *[0] * config.rows], strict=False):
         table[-(-length // config.page_size) :] = 1_000_000
     kv_len = [*batch.kv_len, *[0] * (config.rows - len(rows))]
-    out = attend(batch, config, tables, kv_len, races=races, **options)
+    scale = config.head_dim**-0.5 if scale is None else scale
+    out = attend(batch, config, tables, kv_len, scale=scale, races=races, **options)
     assert np.isfinite(out).all(), "padding too must be finite"
-    expected = gold(config, batch, config.head_dim**-0.5)
+    expected = gold(config, batch, scale)
     np.testing.assert_allclose(out[: len(expected)], expected, rtol=4e-3, atol=1e-2)
     if races:
         from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
@@ -192,6 +193,20 @@ def test_a_prompt_with_a_window_and_sinks():
     # Blocks of keys that some tokens of a tile see and others do not, on both sides; pages larger than a block.
     config = Config(256, 96, group=3, kv_heads=1, tokens=50, rows=1, max_pages=2, window=100, sinks=True)
     interpreted(config, [(50, 420)], races=True)
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_keys_that_a_token_does_not_see_fill_blocks():
+    # Tokens of a tile begin in other blocks. This head_dim's factor rounds such that masked keys would become infinite.
+    config = Config(group=1, kv_heads=1, tokens=200, rows=1, max_pages=40, window=100)
+    interpreted(config, [(200, 500)])
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_a_part_of_which_a_token_sees_nothing():
+    # The second of two parts begins at token 256, within a tile. A factor above 1 makes masked scores lower.
+    config = Config(head_dim=256, group=1, kv_heads=1, tokens=304, rows=1, max_pages=32)
+    interpreted(config, [(300, 512)], scale=1.0)
 
 
 @pytest.mark.usefixtures("one_program")
