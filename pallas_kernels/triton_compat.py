@@ -18,15 +18,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax_triton
 import triton
 
-_ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-if _ASSEMBLER.exists():
+from jaxserve.pallas_kernels import gpu_assembler
+
+gpu_assembler.prefer()
+if (_ASSEMBLER := gpu_assembler.of_triton()) is not None:
     os.environ.setdefault("TRITON_PTXAS_BLACKWELL_PATH", str(_ASSEMBLER))
 
 _PARAMETERS = inspect.signature(jax_triton.triton_call).parameters
