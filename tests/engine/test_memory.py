@@ -113,6 +113,23 @@ def test_pages_are_what_all_programs_leave(start, code, temporaries):
     check_serves(engine)
 
 
+def test_the_cache_leaves_its_memory_to_the_compiler(start, monkeypatch):
+    """XLA:GPU tries products while it compiles them, with operands as large as the output head."""
+    engine, seen = start(Gpu()), []
+    compile_one = runner.ModelRunner._compile
+
+    def compile_and_look(self, name):
+        seen.append((name, "cache" in vars(self)))
+        return compile_one(self, name)
+
+    monkeypatch.setattr(runner.ModelRunner, "_compile", compile_and_look)
+    monkeypatch.setattr(engine.runner, "_on_cpu", False)
+    engine.compile()
+    assert [name for name, has_cache in seen if has_cache] == []
+    assert any(isinstance(name, programs.StepProgram) for name, _ in seen)
+    check_serves(engine)
+
+
 def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
     """Four times as many programs as are compiled before the pages are chosen; then nothing compiles any more."""
     monkeypatch.setattr(StepCost, "of", lambda *_: StepCost(weights=0.003, token=2e-4))
