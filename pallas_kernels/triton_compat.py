@@ -35,13 +35,13 @@ _RENAMED = "out_type" in _PARAMETERS
 
 # Compute capability by a part of device_kind, for programs compiled without the device. The first match counts.
 KINDS = {
+    "RTX A": 86,  # RTX A1000, RTX A3000
     "A100": 80,
     "A800": 80,
     "A30": 80,
     "A10": 86,
     "A40": 86,
     "A16": 86,
-    "RTX A": 86,
     "RTX 30": 86,
     "L4": 89,  # also L40, L40S
     "RTX 40": 89,

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engines import generate, request
+from jaxlib import xla_client
 
+from jaxserve import jax_pools
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import memory, programs, runner
@@ -96,6 +98,22 @@ def used(engine: Engine, gpu: Gpu) -> float:
 def check_serves(engine: Engine) -> None:
     (completion,) = generate(engine, request("a", [1, 2, 3], max_tokens=4))
     assert len(completion.token_ids) == 4
+
+
+@pytest.mark.parametrize("name", jax_pools.FRACTIONS)
+def test_the_share_of_gpu_memory_that_jax_reserves(monkeypatch, name):
+    """JAX does not start if both variables are set."""
+    for one in jax_pools.FRACTIONS:
+        monkeypatch.setenv(one, "")
+    assert jax_pools.fraction() == 0.75
+    jax_pools.reserve(0.9, environment := {})
+    assert jax_pools.fraction(environment) == 0.9
+    monkeypatch.setenv(name, "0.5")
+    jax_pools.reserve(0.9)
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 40 * MIB})
+    found = memory.budget(EngineConfig(model="demo"), device, 1, weights=0, slots=0)
+    assert (found.total, found.utilization) == (80 * MIB, 0.5)
 
 
 @pytest.mark.parametrize("code", [0, 60 * MIB // 10])
