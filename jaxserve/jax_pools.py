@@ -1,4 +1,4 @@
-"""The memory that JAX reserves on GPUs, and pins for them on the host. JAX reads this when it starts devices."""
+"""The memory that JAX reserves on GPUs, and pins for them on the host; JAX reads it when it starts devices."""
 
 from __future__ import annotations
 
