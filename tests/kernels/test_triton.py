@@ -655,6 +655,9 @@ def test_why_not():
     assert matmul.why_not(old, MatmulProblem(**asked)) is None
     assert "tpu" in matmul.why_not(Device("tpu", "v5e"), MatmulProblem(**asked))
     assert "multiples of 32" in matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16)}))
+    shared = asked | {"x_dtype": f32, "block": (1, 96)}
+    assert matmul.why_not(gpu, MatmulProblem(**shared)) is None
+    assert "Triton 3.9" in matmul.why_not(gpu, MatmulProblem(**shared, has_zero=True))
     assert "even" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 31}))
     assert "int32" in matmul.why_not(gpu, MatmulProblem(**asked | {"codes_dtype": np.dtype("int32")}))
     e8m0, e4m3 = np.dtype("float8_e8m0fnu"), np.dtype("float8_e4m3fn")
