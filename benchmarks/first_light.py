@@ -140,8 +140,8 @@ def in_process(name: str, out: Path, rehearse: bool, seconds: float) -> tuple[in
     environment = {**os.environ, **(resources.ENVIRONMENT if name == "resources" else {})}
     if name in ("kernels", "peers"):
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # peers need memory too
-    if name.startswith("engine-"):
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # as in `jaxserve serve`
+    if name.startswith("engine-") and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")  # as in `jaxserve serve`
     with tempfile.TemporaryFile() as errors:
         command += ["--rehearse"] * rehearse
         process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)

@@ -16,9 +16,6 @@ from jaxserve.config_parts import SpeculativeConfig as SpeculativeConfig
 from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
 
-POOL_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment variable: the share of GPU memory that JAX reserves
-HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable: GiB of host memory that JAX pins for GPUs
-USUAL_HOST_POOL = 64  # its default
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
 LOOKUP = ("ngram", "suffix")  # methods of speculation without a model of their own
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +14,6 @@ from tqdm import tqdm
 from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
-from jaxserve.engine.engine import Engine
-from jaxserve.engine.following import follow, leave
 from jaxserve.hosts.environment import found_hosts
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
@@ -25,6 +22,7 @@ from jaxserve.offline import (
     LoRARequest,
     Prompt,
     RequestOutput,
+    load_engine,
     prompt_list,
     serve_adapter,
     token_ids_of,
@@ -46,14 +44,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **config: Any):
-        settings = found_hosts(EngineConfig(model=str(model), **config))
-        if settings.host_id:
-            leave(follow(settings))
-        self.engine = Engine.load(settings)
-        if self.engine.hosts is not None:
-            atexit.register(self.engine.hosts.close)
-        if self.engine.speculator is not None:  # it compares the times of steps, so these are compiled before
-            self.engine.compile()
+        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **config)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,
             source=self.engine.tokenizer_folder,

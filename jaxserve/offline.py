@@ -1,17 +1,23 @@
-"""What `LLM` takes and returns: prompts, adapters, completions."""
+"""What `LLM` takes and returns: prompts, adapters, completions. How its engine is loaded."""
 
 from __future__ import annotations
 
+import atexit
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxserve import jax_pools
 from jaxserve.adapters.registry import ServedAdapter
-from jaxserve.config import LoRAModule
+from jaxserve.config import EngineConfig, LoRAModule
+from jaxserve.devices.jax_versions import has_started
 from jaxserve.engine.adapter_places import Adapters
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.following import follow, leave
 from jaxserve.types import FinishReason, InvalidRequestError, TokenLogprob
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -96,3 +102,18 @@ def serve_adapter(adapters: Adapters | None, wanted: LoRARequest | None) -> Serv
         adapter = adapters.registry.read(wanted.lora_name, wanted.lora_path).result()
         found = adapters.registry.add(adapter, wanted.lora_path)
     return found
+
+
+def load_engine(settings: EngineConfig) -> Engine:
+    """The engine of an `LLM`. On all hosts but the first this does not return."""
+    if not has_started():
+        jax_pools.reserve(settings.memory_utilization)
+    if settings.host_id:
+        leave(follow(settings))
+    engine = Engine.load(settings)
+    if engine.hosts is not None:
+        atexit.register(engine.hosts.close)
+    # Speculation compares the times of steps. XLA:GPU needs memory to compile, which a cache in use would not leave.
+    if engine.speculator is not None or jax.default_backend() == "gpu":
+        engine.compile()
+    return engine

@@ -29,6 +29,7 @@ import triton.language as tl
 from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.kv_write_triton import QUANTIZED, codes
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.quant_matmul.w8a8 import TINY, TOPS
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.triton_compat import pad
@@ -254,6 +255,15 @@ def _like(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
+def rounding_reader(reader: QuantArray | None) -> QuantArray | None:
+    """The reader, if a kernel here can round as it says; Triton has float8_e4m3fn from capability 8.9 on. Without it
+    kernels return floats, which `quantize` rounds for the product."""
+    if reader is None or reader.activations is None:
+        return None
+    unknown = reader.activations.dtype == "float8_e4m3fn" and triton_compat.target().capability < 89
+    return None if unknown else reader
+
+
 def _rounding(
     reader: QuantArray | None, tokens: int, size: int, dtype: Any
 ) -> tuple[jax.Array, list[jax.ShapeDtypeStruct], dict[str, Any]]:
@@ -280,6 +290,8 @@ def _made(reader: QuantArray | None, made: jax.Array, scale: jax.Array, dtype: A
 
 def quantize(x: jax.Array, w: QuantArray, axes: tuple[str | None, str | None] = (None, None)) -> QuantRows:
     """`quant_matmul.w8a8.quantize` for x [tokens, size]. `axes` as in `ops.quant_matmul`."""
+    if rounding_reader(w) is None:
+        return w8a8.quantize(x, w)
     (tokens, size), dtype = x.shape, x.dtype
     given, outputs, constants = _rounding(w, tokens, size, dtype)
     made, scale = triton_compat.call(
@@ -300,7 +312,7 @@ def add_norm(
     x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
 ) -> tuple[jax.Array, jax.Array | QuantRows]:
     """See `Ops.add_norm`. x: [tokens, size]."""
-    (tokens, size), (scales, scale_row) = x.shape, _row(scale)
+    (tokens, size), (scales, scale_row), reader = x.shape, _row(scale), rounding_reader(reader)
     bias, bias_row = (scales, scale_row) if y is None or y.bias is None else _row(y.bias)
     given, outputs, constants = _rounding(reader, tokens, size, x.dtype)
     total, normed, of_normed = triton_compat.call(
@@ -315,8 +327,8 @@ def add_norm(
 
 def gate(y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
     """See `Ops.gated`. Sums: [parts, tokens, 2 * size]."""
-    (parts, tokens, double), wanted = y.sums.shape, None if reader is None else reader.activations
-    size = double // 2
+    reader, (parts, tokens, double) = rounding_reader(reader), y.sums.shape
+    wanted, size = None if reader is None else reader.activations, double // 2
     block, warps = min(GATE_BLOCK, pad(size)), 4
     if wanted is not None and wanted.group is None and not wanted.static:
         if size > WHOLE_GATE:

@@ -33,6 +33,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels import gpu_assembler
+
+gpu_assembler.prefer()
+
 MOST = 256  # elements of a box in one dimension
 MOST_DIMENSIONS = 5  # of a box
 ALIGNMENT = 128  # bytes of an address in shared memory

@@ -18,15 +18,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax_triton
 import triton
 
-_ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-if _ASSEMBLER.exists():
+from jaxserve.pallas_kernels import gpu_assembler
+
+gpu_assembler.prefer()
+if (_ASSEMBLER := gpu_assembler.of_triton()) is not None:
     os.environ.setdefault("TRITON_PTXAS_BLACKWELL_PATH", str(_ASSEMBLER))
 
 _PARAMETERS = inspect.signature(jax_triton.triton_call).parameters
@@ -34,13 +35,13 @@ _RENAMED = "out_type" in _PARAMETERS
 
 # Compute capability by a part of device_kind, for programs compiled without the device. The first match counts.
 KINDS = {
+    "RTX A": 86,  # RTX A1000, RTX A3000
     "A100": 80,
     "A800": 80,
     "A30": 80,
     "A10": 86,
     "A40": 86,
     "A16": 86,
-    "RTX A": 86,
     "RTX 30": 86,
     "L4": 89,  # also L40, L40S
     "RTX 40": 89,

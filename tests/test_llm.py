@@ -3,14 +3,16 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import tiny_models
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, jax_pools
 from jaxserve.checkpoints.safetensors import read_folder
+from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
@@ -376,3 +378,17 @@ def test_dummy_weights_need_only_a_config(tmp_path):
     assert len(output.outputs[0].token_ids) == 3
     with pytest.raises(ValueError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_on_a_gpu(model_folders, monkeypatch, started):
+    """All programs are compiled before the first request: XLA:GPU needs memory for it, which a full cache leaves not.
+    JAX reserves as much memory as for a server, if it has not reserved any."""
+    compiled, reserved = [], []
+    monkeypatch.setattr("jaxserve.offline.jax", SimpleNamespace(default_backend=lambda: "gpu"))
+    monkeypatch.setattr("jaxserve.offline.has_started", lambda: started)
+    monkeypatch.setattr(jax_pools, "reserve", reserved.append)
+    monkeypatch.setattr(Engine, "compile", lambda self: compiled.append(self))
+    llm = LLM(model_folders(CASE), max_num_seqs=ROWS, kv_pages=200, max_model_len=256, memory_utilization=0.8)
+    assert compiled == [llm.engine]
+    assert reserved == ([] if started else [0.8])

@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.config import CHOICES, HOST_POOL, POOL_FRACTION, USUAL_HOST_POOL, ConfigError, EngineConfig, LoRAModule
+from jaxserve import jax_pools
+from jaxserve.config import CHOICES, ConfigError, EngineConfig, LoRAModule
 from jaxserve.hosts.environment import found_hosts
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
@@ -224,8 +225,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     config = found_hosts(EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__dataclass_fields__}))
-    os.environ.setdefault(POOL_FRACTION, str(config.memory_utilization))  # works because JAX starts its devices later
+    jax_pools.reserve(config.memory_utilization)
     if config.cpu_offload_gib:
         weights = math.ceil(2 * config.cpu_offload_gib * config.tensor_parallel_size)  # twice: the pool has gaps
-        os.environ.setdefault(HOST_POOL, str(USUAL_HOST_POOL + weights))
+        os.environ.setdefault(jax_pools.HOST_POOL, str(jax_pools.USUAL_HOST_POOL + weights))
     return config

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.devices.jax_versions import JAX
 from jaxserve.pallas_kernels.cache_folder import open_cache
 
 
@@ -58,6 +59,10 @@ def enable_compile_cache() -> Path | None:
     if not present:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if cache.is_private else math.inf)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # XLA:GPU fails to compile where it cannot write the results of its autotuner. This is part of JAX 0.10's keys, so
+    # that it would find no program.
+    if not cache.is_private and JAX >= (0, 11):
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return cache.path
 
 

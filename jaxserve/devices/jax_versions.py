@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 from jax.stages import Compiled
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -22,6 +22,11 @@ def with_int4_arguments(compiled: Compiled) -> Compiled:
         layouts = executable._xla_in_layouts
         executable._xla_in_layouts = [x if x is None or not x.sub_byte_element_size_in_bits else None for x in layouts]
     return compiled
+
+
+def has_started() -> bool:
+    """Whether JAX has started its devices, whose settings it reads no more."""
+    return xla_bridge.backends_are_initialized()
 
 
 def write_compile_cache_here() -> None:

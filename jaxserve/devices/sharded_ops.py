@@ -220,6 +220,7 @@ class FusedSharded:
             return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
 
         bias, mlp = None if y.bias is None else value_of(y.bias), spec("mlp")[0]
+        reader = self.kernels.rounding_reader(reader)
         out: Any = PartitionSpec(None, mlp)  # also the spec of codes and their scales, unless scales are static
         if reader is not None and reader.activations is not None and reader.activations.static:
             out = rows_spec(reader, mlp, jnp.dtype(dtype))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import make_mesh
+from jaxserve.devices.mesh import make_mesh, tell_devices
 from jaxserve.engine.data_parallel import check_model
 from jaxserve.engine.determinism import ordered
 from jaxserve.execution import memory
@@ -106,7 +106,9 @@ class ModelPlan:
 def mesh_of(config: EngineConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a model, or of one stage of a pipeline. Raises ConfigError as `make_mesh`."""
     sizes = config.decode_context_parallel_size, config.data_parallel_size
-    return make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, *sizes)
+    mesh = make_mesh(config.tensor_parallel_size, devices, config.enable_expert_parallel, *sizes)
+    tell_devices(mesh)
+    return mesh
 
 
 def decoder_and_page(

@@ -11,13 +11,14 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import HOST_POOL, USUAL_HOST_POOL, ConfigError, EngineConfig, check_combined
+from jaxserve.config import ConfigError, EngineConfig, check_combined
 from jaxserve.devices import layouts
 from jaxserve.devices.mesh import num_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import MOST, move_to_host
 from jaxserve.execution.streaming_runner import HostLayer, StreamingRunner
+from jaxserve.jax_pools import HOST_POOL, USUAL_HOST_POOL
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.decoder import Decoder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxserve.config import POOL_FRACTION, ConfigError, EngineConfig
+from jaxserve import jax_pools
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.spec import ModelConfig
@@ -126,7 +126,7 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
         raise ConfigError(f"{device.device_kind} does not tell its memory size: set --kv-pages")
     utilization = config.memory_utilization
     if device.platform == "gpu":  # bytes_limit is the size of JAX's pool, which is a fraction of the memory
-        pool = float(os.environ.get(POOL_FRACTION, 0.75))
+        pool = jax_pools.fraction()
         total, utilization = int(total / pool), min(utilization, pool)
     reserve = RESERVE_BYTES + (OFFLOAD_BYTES if config.kv_offload_gib else 0)
     return Budget(total or 2**62, utilization, weights, slots, reserve, None, True, states)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -160,7 +161,10 @@ class PipelineRunner(commands.Commanded):
         """Compiles these programs, several at a time, unless they are compiled already."""
         self.tell(commands.CompileStages, list(names))
         jobs, on_cpu = self._jobs(names), self._last.mesh.devices.flat[0].platform == "cpu"
-        with ThreadPoolExecutor(compile_threads(len(jobs), on_cpu=on_cpu)) as pool:
+        with ExitStack() as rooms, ThreadPoolExecutor(compile_threads(len(jobs), on_cpu=on_cpu)) as pool:
+            for number, one in enumerate(self.stages):
+                if one in self.here:
+                    rooms.enter_context(one.room_to_compile([name for stage, name in names if stage == number]))
             list(pool.map(lambda job: job(), jobs))
 
     def _jobs(self, names: Sequence[StageProgram]) -> list[Callable[[], Any]]:

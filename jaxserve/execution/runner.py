@@ -329,7 +329,8 @@ class ModelRunner(UpkeepCalls):
     def compile(self, names: Sequence[ProgramName]) -> None:
         """Compiles these programs in this order, several at a time, unless they are compiled already."""
         self.tell(commands.Compile, list(names))
-        with ThreadPoolExecutor(compile_threads(len(names), on_cpu=self._on_cpu)) as pool:
+        threads = compile_threads(len(names), on_cpu=self._on_cpu)
+        with self.room_to_compile(names), ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._get, names))
 
     def _get(self, name: ProgramName | StepShape) -> Compiled:

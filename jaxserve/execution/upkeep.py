@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from jaxserve.adapters.adapter import Adapter
 from jaxserve.execution import commands
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
-from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Upkeep
+from jaxserve.execution.signatures import CREATE_CACHE, TABLE_COPIES, TABLE_UPDATES, ProgramName, Upkeep
 from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, padding_slot
 from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.block_manager import NULL_PAGE
@@ -33,12 +34,24 @@ class UpkeepCalls(commands.Commanded):
     layout: CacheLayout
     cache: KVCache
     stacks: AdapterStacks | None
+    executables: dict[ProgramName, Compiled]
     _on_cpu: bool
     _arrays: list[jax.Array]
     _first_stack: int  # place of the pool's first array in `_arrays`
 
     @abstractmethod
     def _get(self, name: ProgramName) -> Compiled: ...
+
+    @contextmanager
+    def room_to_compile(self, names: Sequence[ProgramName]) -> Iterator[None]:
+        """On accelerators frees the cache while any of these programs is compiled, and creates it again, empty. XLA:GPU
+        tries a product in several ways on the device, and fails without memory for its operands and results."""
+        frees = not self._on_cpu and "cache" in vars(self) and any(name not in self.executables for name in names)
+        if frees:
+            del self.cache
+        yield
+        if frees:
+            self.cache = self._get(CREATE_CACHE)()
 
     @property
     def slot_sizes(self) -> list[int]:

@@ -47,7 +47,7 @@ def why_not(device: Device) -> str | None:
 @triton.jit
 def _tokens(place, count, at, ROWS: tl.constexpr):
     """The rows of this program's tile, and which of them use the place `at`."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times OUTPUTS they exceed int32
     return rows, tl.load(place + rows, mask=rows < tl.load(count), other=-1) == at
 
 

@@ -55,6 +55,8 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
         return f"float8 needs compute capability 8.9 or newer, {device.kind} has {device.capability}; use int8"
     if problem.head_dim > 256 or problem.group > 64:
         return f"head_dim can be up to 256 and the group up to 64, not {problem.head_dim} and {problem.group}"
+    if q == "float32" and problem.head_dim > 128 and problem.group > 32:
+        return f"in float32 with head_dim {problem.head_dim} the group can be up to 32, not {problem.group}"
     return None
 
 

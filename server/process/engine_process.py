@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from jaxserve import entry
+from jaxserve import entry, jax_pools
 from jaxserve.adapters.registry import ServedAdapter
-from jaxserve.config import POOL_FRACTION, EngineConfig, LoRAModule
+from jaxserve.config import EngineConfig, LoRAModule
 from jaxserve.server.ipc.messages import ServedWeights
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
@@ -123,7 +123,7 @@ def main() -> int:
     if not line:  # the parent has ended, or does not serve
         return 0
     launch = msgspec.json.decode(line, type=Launch)
-    os.environ.setdefault(POOL_FRACTION, str(launch.config["memory_utilization"]))  # JAX starts its devices later
+    jax_pools.reserve(float(launch.config["memory_utilization"]))  # type: ignore[arg-type]
     watch_parent()
     config = EngineConfig(**launch.config)  # type: ignore[arg-type]
     return run_engine(config, launch.socket_path, launch.engine_class, launch.weights)

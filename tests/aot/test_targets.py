@@ -55,3 +55,10 @@ def test_steps_of_other_generations(target, scheme, shared, tmp_path):
         assert "mosaic_gpu" not in text
     assert shared
     assert max(shared) <= GPUS[target.split("x")[0]].shared - 1 << 10
+
+
+@pytest.mark.parametrize("target", ["a100x1", pytest.param("a100x8", marks=pytest.mark.slow)])
+def test_inputs_rounded_to_a_type_that_triton_lacks(target, tmp_path):
+    """As `--activation-quantization checkpoint` asks for with float8, which Triton has from capability 8.9 on."""
+    runner, _ = make_runner(tmp_path, target, "auto", 16, 2, "fp8-dynamic")
+    runner.lower(StepProgram(STEPS[0], Sampler.GREEDY, 1, keeps_hidden=False)).compile()

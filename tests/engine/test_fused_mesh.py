@@ -29,6 +29,9 @@ class Kernels:
     def __init__(self):
         self.seen = {}
 
+    def rounding_reader(self, reader):
+        return reader
+
     def add_norm(self, x, y, scale, eps, reader=None):
         self.seen["add_norm"] = x.shape, type(scale)
         total, normed = Ops().add_norm(x, y, scale, eps)

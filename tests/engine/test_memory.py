@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engines import generate, request
+from jaxlib import xla_client
 
+from jaxserve import jax_pools
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import memory, programs, runner
@@ -98,6 +100,22 @@ def check_serves(engine: Engine) -> None:
     assert len(completion.token_ids) == 4
 
 
+@pytest.mark.parametrize("name", jax_pools.FRACTIONS)
+def test_the_share_of_gpu_memory_that_jax_reserves(monkeypatch, name):
+    """JAX does not start if both variables are set."""
+    for one in jax_pools.FRACTIONS:
+        monkeypatch.setenv(one, "")
+    assert jax_pools.fraction() == 0.75
+    jax_pools.reserve(0.9, environment := {})
+    assert jax_pools.fraction(environment) == 0.9
+    monkeypatch.setenv(name, "0.5")
+    jax_pools.reserve(0.9)
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 40 * MIB})
+    found = memory.budget(EngineConfig(model="demo"), device, 1, weights=0, slots=0)
+    assert (found.total, found.utilization) == (80 * MIB, 0.5)
+
+
 @pytest.mark.parametrize("code", [0, 60 * MIB // 10])
 @pytest.mark.parametrize("temporaries", [1 * MIB, 150 * MIB])
 def test_pages_are_what_all_programs_leave(start, code, temporaries):
@@ -110,6 +128,23 @@ def test_pages_are_what_all_programs_leave(start, code, temporaries):
     assert engine.runner.layout.num_pages == pages == engine.blocks.capacity + 1
     assert 0.9 < used(engine, gpu) <= 1
     assert early < len(gpu.compiled), "some are compiled after the pages were chosen"
+    check_serves(engine)
+
+
+def test_the_cache_leaves_its_memory_to_the_compiler(start, monkeypatch):
+    """XLA:GPU tries products while it compiles them, with operands as large as the output head."""
+    engine, seen = start(Gpu()), []
+    compile_one = runner.ModelRunner._compile
+
+    def compile_and_look(self, name):
+        seen.append((name, "cache" in vars(self)))
+        return compile_one(self, name)
+
+    monkeypatch.setattr(runner.ModelRunner, "_compile", compile_and_look)
+    monkeypatch.setattr(engine.runner, "_on_cpu", False)
+    engine.compile()
+    assert [name for name, has_cache in seen if has_cache] == []
+    assert any(isinstance(name, programs.StepProgram) for name, _ in seen)
     check_serves(engine)
 
 

@@ -14,12 +14,13 @@ from jaxserve import checkpoints
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.commands.bundling import make_bundle
-from jaxserve.config import HOST_POOL, ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.streaming import GIB, check_host
 from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import HOST, LayerUploads, move_to_host
+from jaxserve.jax_pools import HOST_POOL
 from jaxserve.plan.deployment import Deployment
 
 PLAIN = "llama3_gqa"

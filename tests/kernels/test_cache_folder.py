@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from jaxserve.devices.compile_cache import enable_compile_cache
+from jaxserve.devices.jax_versions import JAX
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.pallas_kernels.cache_folder import CacheFolder, open_cache
 
@@ -104,6 +107,23 @@ def test_a_read_only_cache_is_read_and_nothing_is_run_from_it(tmp_path, monkeypa
     assert not mark.exists()
     assert [path.suffix for path in folder.iterdir()] == [".so"]  # the planted one
     assert not Path(library._name).exists()  # the folder it was built in is gone
+
+
+@pytest.mark.skipif(JAX < (0, 11), reason="JAX 0.10 would find no program in the cache then")
+def test_xla_writes_nothing_to_a_read_only_cache(tmp_path):
+    """XLA:GPU's autotuner would, and would fail."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches"
+    before = {name: jax.config.values[name] for name in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert enable_compile_cache() == tmp_path
+        assert jax.config.values[names[1]] == before[names[1]]
+        tmp_path.chmod(0o555)
+        assert enable_compile_cache() == tmp_path
+        assert jax.config.values[names[1]] == "none"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 @pytest.mark.parametrize("shared", ["folder", "file"])

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -643,6 +644,9 @@ def test_why_not():
     assert "float32" in attention.why_not(gpu, AttentionProblem(**asked | {"kv_dtype": f32}))
     assert "scales" in attention.why_not(gpu, AttentionProblem(**asked | {"kv_dtype": int8}))
     assert "512" in attention.why_not(gpu, AttentionProblem(**asked | {"head_dim": 512}))
+    wide = {"q_dtype": f32, "kv_dtype": f32, "head_dim": 256}
+    assert attention.why_not(gpu, AttentionProblem(**asked | wide | {"group": 32})) is None
+    assert "up to 32" in attention.why_not(gpu, AttentionProblem(**asked | wide | {"group": 33}))
     quantized = AttentionProblem(**asked | {"kv_dtype": fp8, "has_scale": True})
     assert attention.why_not(gpu, quantized) is None
     assert "8.9" in attention.why_not(old, quantized)
@@ -651,6 +655,9 @@ def test_why_not():
     assert matmul.why_not(old, MatmulProblem(**asked)) is None
     assert "tpu" in matmul.why_not(Device("tpu", "v5e"), MatmulProblem(**asked))
     assert "multiples of 32" in matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16)}))
+    shared = asked | {"x_dtype": f32, "block": (1, 96)}
+    assert matmul.why_not(gpu, MatmulProblem(**shared)) is None
+    assert "Triton 3.9" in matmul.why_not(gpu, MatmulProblem(**shared, has_zero=True))
     assert "even" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 31}))
     assert "int32" in matmul.why_not(gpu, MatmulProblem(**asked | {"codes_dtype": np.dtype("int32")}))
     e8m0, e4m3 = np.dtype("float8_e8m0fnu"), np.dtype("float8_e4m3fn")
@@ -691,6 +698,28 @@ def compile_for(mesh, monkeypatch, tmp_path):
         return program
 
     return compile
+
+
+@compiled
+def test_the_largest_attention_fits_small_gpus(monkeypatch):
+    """99 KiB of shared memory, of which a kernel is refused more when it is loaded."""
+    library, found = pytest.importorskip("jax_triton.triton_lib"), []
+    result = library.CompilationResult
+    monkeypatch.setattr(library, "CompilationResult", lambda **made: found.append(made) or result(**made))
+    monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(120, 188))
+    mesh = mesh_of("h200x1")
+
+    def like(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    pages, tables = KVPages(like((64, 2, 2, 8, 256), "float32"), None), like((4, 256), "int32")
+    rows = like((5,), "int32"), like((4,), "int32"), like((), "int32")
+    with jax.set_mesh(mesh):
+        jax.jit(partial(attention.paged_attention, scale=0.1)).lower(
+            like((64, 2, 32, 256), "float32"), pages, tables, *rows
+        )
+    assert {made["name"] for made in found} >= {"_decode", "_prompt"}
+    assert max(made["shared_mem_bytes"] for made in found) <= 99 << 10
 
 
 @compiled

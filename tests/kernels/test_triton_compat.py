@@ -1,0 +1,45 @@
+"""What `triton_compat` hides of a machine: which assembler its kernels get, and which GPU they are compiled for."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+
+from devices import devices_of
+
+OLD = """#!/bin/sh
+[ "$1" = --version ] && echo "Cuda compilation tools, release 12.4, V12.4.131" && exit 0
+echo "Unsupported .version 8.8; current version is '8.4'" && exit 1
+"""
+COMPILE = """
+import jax, jax.numpy as jnp
+from devices import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxserve.pallas_kernels import draw_triton
+mesh = mesh_of("h200x1")
+with jax.set_mesh(mesh):
+    logits = jax.ShapeDtypeStruct((2, 300), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    text = jax.jit(lambda x: draw_triton.draw(x, None)).lower(logits).compile().as_text()
+assert "triton_kernel_call" in text
+"""
+
+
+def test_an_older_toolkit_beside_jax(tmp_path):
+    """An assembler in PATH that is too old for Triton's PTX is not used."""
+    devices_of("h200x1")
+    (tmp_path / "ptxas").write_text(OLD)
+    (tmp_path / "ptxas").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.path.dirname(devices_of.__code__.co_filename),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
