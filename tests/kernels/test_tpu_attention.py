@@ -363,6 +363,19 @@ def test_tables_that_do_not_fit_smem_are_refused():
     attend(2048, 1024)
 
 
+def test_caches_may_have_more_elements_than_32_bits_count():
+    """A copy of a part of a tile from or to one of the cache's arrays would raise."""
+
+    def shape(*size, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    rows, count = 4, (1 << 32) // (2 * 8 * 128 * 128) + 1
+    pages = KVPages(shape(count, 2, 8, 128, 128, dtype=jnp.int8), shape(count, 2, 8, 128, dtype=jnp.float32))
+    q, kv = shape(64, 8, 4, 128, dtype=jnp.bfloat16), shape(64, 8, 128, dtype=jnp.bfloat16)
+    rest = shape(64), shape(rows, 8), shape(rows + 1), shape(rows), shape()
+    jax.eval_shape(lambda *a: tpu.write_and_attend(*a, scale=1.0), q, kv, kv, pages, *rest)
+
+
 def compile_for(target: str, config: Config, pages: int = 4001, *, fused: bool = False):
     """One layer, the write and the attention, `fused` or not, heads split over the devices of a machine that is not
     here."""
