@@ -35,6 +35,10 @@ LANES = 128
 TILE_ROWS = 8  # words of 4 bytes in the direction of a tile's rows
 TILE_BYTES = 32  # bytes of a tile in the direction of its rows, for all dtypes
 MOST_ELEMENTS = 1 << 32  # of an array, where a copy moves a part of one of its tiles
+# MiB of VMEM that a kernel may take, three quarters of all, by the kinds of devices that JAX lists.
+VMEM_MIB = dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 96)
+VMEM_MIB |= dict.fromkeys(("TPU v5", "TPU v5p", "TPU7x"), 48)
+OTHER_VMEM_BYTES = 14 << 20
 SMEM_BYTES = 1 << 20
 SMEM_RESERVED = 64 << 10  # for the compiler's own use: spilled scalars, the grid's indices
 SMEM_GRANULE = 512  # an array of scalars takes a multiple of this many bytes
@@ -44,6 +48,11 @@ _violations: ContextVar[list[str] | None] = ContextVar("violations", default=Non
 
 class CopyError(ValueError):
     """A copy that the hardware would do wrong."""
+
+
+def vmem_bytes(kind: str) -> int:
+    """Bytes of VMEM that a kernel may take on a device of this kind."""
+    return VMEM_MIB[kind] << 20 if kind in VMEM_MIB else OTHER_VMEM_BYTES
 
 
 def word_rows(dtype: Any) -> int:

@@ -84,8 +84,11 @@ RATES = {
     "A100": Rates(2.04e12, 312e12),
     "L40S": Rates(0.864e12, 362e12),
     "L4": Rates(0.3e12, 121e12),
+    "TPU7x": Rates(3.69e12, 1153e12),  # of a device, which is half a chip
     "TPU v6 lite": Rates(1.64e12, 918e12),
+    "TPU v6e": Rates(1.64e12, 918e12),
     "TPU v5 lite": Rates(0.819e12, 197e12),
+    "TPU v5e": Rates(0.819e12, 197e12),
     "TPU v5": Rates(2.765e12, 459e12),
     "TPU v4": Rates(1.228e12, 275e12),
 }

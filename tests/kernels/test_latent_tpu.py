@@ -99,7 +99,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("device", "change", "reason"), REFUSED)
 def test_refusals_name_the_reason(device, change, reason):
-    assert tpu.why_not(V5E, PROBLEM) is None
+    for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "TPU7x"):
+        assert tpu.why_not(Device("tpu", kind), PROBLEM) is None
     assert re.search(reason, tpu.why_not(device, replace(PROBLEM, **change)))
 
 

@@ -343,8 +343,8 @@ def test_refusals_name_the_reason(device, change, reason):
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 def test_usual_shapes_are_accepted(head_dim, page_size, group):
     problem = replace(PROBLEM, head_dim=head_dim, page_size=page_size, group=group)
-    for device in (V5E, Device("tpu", "TPU v6 lite")):
-        assert tpu.why_not(device, problem) is None
+    for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "TPU7x"):
+        assert tpu.why_not(Device("tpu", kind), problem) is None
 
 
 def test_tables_that_do_not_fit_smem_are_refused():
