@@ -16,7 +16,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is used, so p
 
 def devices_of(target: str) -> list:
     """The devices of a target. Skips the test if its compiler is not installed, but fails if it is broken."""
-    package = "libtpu" if target.startswith("v") else "jax_cuda12_plugin"
+    package = "libtpu" if target.startswith(("v", "tpu")) else "jax_cuda12_plugin"
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package}, the compiler for {target}, is not installed")
     return target_devices(target)

@@ -111,6 +111,8 @@ COMPILED = [
     ("v5e-8", "bfloat16", "int8", 16, 128, False),
     ("v6e-1", "bfloat16", "float8_e4m3fn", 16, 128, False),
     ("v6e-1", "float32", None, 40, 16, False),
+    ("v5p-1", "bfloat16", "int8", 16, 128, False),
+    ("tpu7x-1", "bfloat16", None, 128, 128, False),
 ]
 
 

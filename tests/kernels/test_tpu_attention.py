@@ -431,6 +431,8 @@ COMPILED = [
     # 256 rows of 131,072 tokens in pages of 16
     ("v5e-4", Config(head_dim=128, kv_dtype=BF16, **MANY)),
     ("v6e-4", Config(head_dim=128, kv_dtype=BF16, **MANY, lengths=((1, 9),) * 256, num_decodes=256)),
+    ("v5p-1", Config(head_dim=128, kv_dtype=BF16, page_size=128, **MIXED)),
+    ("tpu7x-1", Config(head_dim=128, kv_dtype=ml_dtypes.float8_e4m3fn, page_size=128, has_scale=True, **MIXED)),
 ]
 
 
