@@ -87,7 +87,7 @@ def check_copies(arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
     if narrow:
         raise ConfigError(
             f"cpu_offload_gib must be 0 on a TPU for weights in {', '.join(sorted(narrow))}, which JAX "
-            f"{jax.__version__} cannot copy from host memory: take 16-bit weights, or JAX 0.11 or newer, which needs Python 3.12"
+            f"{jax.__version__} cannot copy from host memory: take 16-bit weights, or JAX 0.11 or newer (Python 3.12)"
         )
 
 
