@@ -10,14 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.pallas_kernels.lora.reference import add_expert_adapters
+from jaxserve.pallas_kernels.lora.reference import add_expert_adapters, grouped_product
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
-
-_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down", "gate_up_bias"], meta_fields=[])
@@ -52,7 +48,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray | BlockArray, group_s
     """
     if isinstance(w, QuantArray | BlockArray):
         return quantized.grouped_quant_matmul(x, w, group_sizes)
-    return jax.lax.ragged_dot_general(x, w, group_sizes, _TRANSPOSED, preferred_element_type=jnp.float32)
+    return grouped_product(x, w, group_sizes, 2)
 
 
 def as_codes(w: jax.Array) -> QuantArray:

@@ -166,7 +166,7 @@ def _kernel(plan: Plan, *refs: Any) -> None:
         """The tile of a group (rows of a tile), or the word of its first token (rows of a word)."""
         slot = slots[start[group]]
         row = aligned(slot % plan.page_size // rows * rows, rows)
-        return target.at[scalars.first_page[0] + slot // plan.page_size, :, :, pl.ds(row, rows)]
+        return target.at[scalars.first_page[0] + slot // plan.page_size].at[:, :, pl.ds(row, rows)]
 
     def in_kind(group, *, one, some, whole):
         """Calls the function for the group's number of tokens; None does nothing."""

@@ -10,13 +10,19 @@ An array in HBM or VMEM is stored in tiles over its last two axes: lanes of 128 
 Mosaic proves the sizes itself. For offsets unknown at compile time it believes `multiple_of`, and a wrong one moves
 other bytes. So all kernels declare their offsets with `aligned`. It checks known offsets while tracing, and the others
 while interpreting within `checking`.
+
+Where a copy moves a part of a tile, Mosaic computes the address of each indexing in numbers of elements, in 32 bits
+(libtpu 0.0.42 and 0.0.48). A cache is larger than that, so its page is chosen by an indexing of its own, whose address
+is in tiles: `cache.at[page].at[:, :, rows]`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +34,11 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 TILE_ROWS = 8  # words of 4 bytes in the direction of a tile's rows
 TILE_BYTES = 32  # bytes of a tile in the direction of its rows, for all dtypes
+MOST_ELEMENTS = 1 << 32  # of an array, where a copy moves a part of one of its tiles
+# MiB of VMEM that a kernel may take, three quarters of all, by the kinds of devices that JAX lists.
+VMEM_MIB = dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 96)
+VMEM_MIB |= dict.fromkeys(("TPU v5", "TPU v5p", "TPU7x"), 48)
+OTHER_VMEM_BYTES = 14 << 20
 SMEM_BYTES = 1 << 20
 SMEM_RESERVED = 64 << 10  # for the compiler's own use: spilled scalars, the grid's indices
 SMEM_GRANULE = 512  # an array of scalars takes a multiple of this many bytes
@@ -37,6 +48,11 @@ _violations: ContextVar[list[str] | None] = ContextVar("violations", default=Non
 
 class CopyError(ValueError):
     """A copy that the hardware would do wrong."""
+
+
+def vmem_bytes(kind: str) -> int:
+    """Bytes of VMEM that a kernel may take on a device of this kind."""
+    return VMEM_MIB[kind] << 20 if kind in VMEM_MIB else OTHER_VMEM_BYTES
 
 
 def word_rows(dtype: Any) -> int:
@@ -90,6 +106,10 @@ def _check_sizes(ref: Any) -> None:
             raise CopyError(
                 f"a copy takes {ref.shape[axis]} of {whole[axis]} along axis {axis}: no multiple of {multiple}"
             )
+    if len(ref.shape) > 1 and ref.shape[-2] != whole[-2] and ref.shape[-2] % (TILE_BYTES // ref.dtype.itemsize):
+        indexed = replace(ref, transforms=ref.transforms[:-1]).shape
+        if math.prod(indexed) > MOST_ELEMENTS:
+            raise CopyError(f"a copy of a part of a tile from or to {indexed}, which has more than 2^32 elements")
 
 
 def block(array: Any, shape: Sequence[int | None], index: Callable[..., Any]) -> pl.BlockSpec:

@@ -16,7 +16,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is used, so p
 
 def devices_of(target: str) -> list:
     """The devices of a target. Skips the test if its compiler is not installed, but fails if it is broken."""
-    packages = ("libtpu",) if target.startswith("v") else ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    packages = ("libtpu",) if target.startswith(("v", "tpu")) else ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not any(importlib.util.find_spec(package) for package in packages):
         pytest.skip(f"{' or '.join(packages)}, the compiler for {target}, is not installed")
     return target_devices(target)

@@ -58,7 +58,8 @@ def test_a_dry_run_prints_the_commands(tmp_path, capsys, monkeypatch):
         "--project p"
     )
     assert len(lines) == 4
-    assert "pip install --quiet" in lines[1]
+    assert "uv venv --quiet --python 3.12 ~/jaxserve && " in lines[1]  # the images' own Python is 3.10
+    assert "uv pip install --quiet --python ~/jaxserve/bin/python " in lines[1]
     assert "a [b]" in lines[1]
     assert fleet.main(["start", *PLACE, "--dry-run", str(requests), "--model", "a b", "--", "--kv-pages", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -28,6 +28,7 @@ from shards import ShardError, merge, split
 
 # Images by the beginning of the accelerator's type, from Google's table of TPU software versions.
 IMAGES = {"v5litepod-": "v2-alpha-tpuv5-lite", "v6e-": "v2-alpha-tpuv6e"}
+PYTHON = "3.12"
 MOST_CHIPS = 8  # of one host
 MISSING = 3  # exit status: not all requests have an answer
 FOLDER = "jaxserve-batch"  # in the home of each VM
@@ -73,7 +74,12 @@ def create(fleet: Fleet, kind: str, spot: bool, source: str) -> None:
     image = next((image for prefix, image in IMAGES.items() if kind.startswith(prefix)), None)
     if image is None or not 1 <= int(kind.rsplit("-", 1)[1]) <= MOST_CHIPS:
         raise FleetError(f"--type must be one host, {' or '.join(IMAGES)} with 1 to {MOST_CHIPS} chips, not {kind}")
-    install = f"python3 -m venv ~/jaxserve && ~/jaxserve/bin/pip install --quiet {shlex.quote(source)}"
+    # The images have Python 3.10, without venv. uv brings a newer one.
+    install = (
+        "python3 -m pip install --quiet --user uv && "
+        f"python3 -m uv venv --quiet --python {PYTHON} ~/jaxserve && "
+        f"python3 -m uv pip install --quiet --python ~/jaxserve/bin/python {shlex.quote(source)}"
+    )
     for vm in map(fleet.vm, fleet.only):
         fleet.run("create", vm, "--accelerator-type", kind, "--version", image, *(["--spot"] if spot else []))
         fleet.run("ssh", vm, "--command", f"{install} && mkdir -p {FOLDER}")

@@ -11,6 +11,11 @@ from jax.stages import Compiled
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
+# Bits of the narrowest numbers that programs for TPUs can copy from the host's memory. With narrower ones the libtpu of
+# JAX 0.10 (0.0.42) gives both ends of a copy different tiles, and refuses the program; that of 0.11 (0.0.48) does not.
+NARROWEST_FROM_HOST = 16 if JAX < (0, 11) else 4
+
+
 def with_int4_arguments(compiled: Compiled) -> Compiled:
     """The same function, callable with int4 arrays.
 

@@ -59,11 +59,14 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 2048, 228, 126, 8.0e12, 1.96, 178 << 30),
 }
 GPUS_OF_HOST = 8  # targets of more GPUs, in multiples of this, are several hosts
-TPUS = {"v5e": {1: "2x2", 4: "2x2", 8: "2x4"}, "v6e": {1: "2x2", 4: "2x2", 8: "2x4"}}  # devices -> topology
-
+# Number of devices -> topology. On a TPU7x half a chip is a device.
+FLAT = {1: "2x2", 4: "2x2", 8: "2x4"}
+TPUS = {"v5e": FLAT, "v6e": FLAT, "v5p": {1: "2x2x1", 4: "2x2x1"}, "tpu7x": {1: "2x2x1", 8: "2x2x1"}}
+# GiB of memory for programs, which libtpu's compiler names when it refuses one that is larger.
+TPU_MEMORY = {"TPU v5 lite": 15.75, "TPU v6 lite": 31.25, "TPU v5": 95.74, "TPU7x": 94.75}
 
 # Bytes by kind of device.
-MEMORY = {gpu.kind: gpu.memory for gpu in GPUS.values()} | {"TPU v5 lite": 16 << 30, "TPU v6 lite": 32 << 30}
+MEMORY = {gpu.kind: gpu.memory for gpu in GPUS.values()} | {kind: int(n * 2**30) for kind, n in TPU_MEMORY.items()}
 
 
 class Rates(NamedTuple):
@@ -84,8 +87,11 @@ RATES = {
     "A100": Rates(2.04e12, 312e12),
     "L40S": Rates(0.864e12, 362e12),
     "L4": Rates(0.3e12, 121e12),
+    "TPU7x": Rates(3.69e12, 1153e12),  # of a device, which is half a chip
     "TPU v6 lite": Rates(1.64e12, 918e12),
+    "TPU v6e": Rates(1.64e12, 918e12),
     "TPU v5 lite": Rates(0.819e12, 197e12),
+    "TPU v5e": Rates(0.819e12, 197e12),
     "TPU v5": Rates(2.765e12, 459e12),
     "TPU v4": Rates(1.228e12, 275e12),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig, check_combined
 from jaxserve.devices import layouts
+from jaxserve.devices.jax_versions import NARROWEST_FROM_HOST
 from jaxserve.devices.mesh import num_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
@@ -64,17 +66,30 @@ def first_on_host(config: EngineConfig, plan: ModelPlan, weights: dict[str, Any]
     """The number of the first layer whose weights stay in host memory, by the forms of all weights (path -> shape).
 
     These are the last layers: as few as hold `cpu_offload_gib`, at least LEAST; all layers if they hold less. Raises
-    ConfigError if the host has too little memory.
+    ConfigError if the host has too little memory, or the devices cannot copy these weights from there.
     """
-    sizes = [0] * plan.model.num_layers
+    sizes, platform = [0] * plan.model.num_layers, plan.mesh.devices.flat[0].platform
     for path, w in weights.items():
         if (layer := layer_of(path)) is not None:
             sizes[layer] += sum(map(layouts.device_bytes, jax.tree.leaves(w)))
     first = len(sizes) - LEAST
     while first and sum(sizes[first:]) < config.cpu_offload_gib * GIB:
         first -= 1
-    check_host(sum(sizes[first:]) * num_devices(plan.mesh), plan.mesh.devices.flat[0].platform)
+    check_host(sum(sizes[first:]) * num_devices(plan.mesh), platform)
+    if platform == "tpu":
+        on_host = [w for path, w in weights.items() if (layer := layer_of(path)) is not None and layer >= first]
+        check_copies(jax.tree.leaves(on_host))
     return first
+
+
+def check_copies(arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Raises ConfigError if a TPU cannot copy these weights from host memory."""
+    narrow = {x.dtype.name for x in arrays if jax.dtypes.itemsize_bits(x.dtype) < NARROWEST_FROM_HOST}
+    if narrow:
+        raise ConfigError(
+            f"cpu_offload_gib must be 0 on a TPU for weights in {', '.join(sorted(narrow))}, which JAX "
+            f"{jax.__version__} cannot copy from host memory: take 16-bit weights, or JAX 0.11 or newer (Python 3.12)"
+        )
 
 
 def check_host(needed: int, platform: str) -> None:

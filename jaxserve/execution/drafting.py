@@ -122,9 +122,9 @@ def propose(
 
     def one_pass(i: jax.Array | int, state: Any) -> Any:
         pages, features, token, drawn = state
-        place = jnp.maximum(length - 1 + i, 0)
-        block = jnp.minimum(place // layout.page_size, table.shape[1] - 1)
-        page = jnp.take_along_axis(table, block[:, None], axis=1)[:, 0]
+        # A sequence at its limit may have room for fewer tokens than others. Its table ends there.
+        place = jnp.clip(length - 1 + i, 0, table.shape[1] * layout.page_size - 1)
+        page = jnp.take_along_axis(table, place[:, None] // layout.page_size, axis=1)[:, 0]
         written = jnp.where(real, page * layout.page_size + place % layout.page_size, -1)
         where = (written, table, q_start, jnp.where(real, place + 1, 0), count, jnp.int32(0))
 

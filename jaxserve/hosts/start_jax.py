@@ -21,7 +21,7 @@ SHUTDOWN_SECONDS = 5  # for all hosts to end
 
 def start_jax(config: EngineConfig) -> EngineConfig:
     """Connects JAX's processes; returns the settings with the number of all devices. Must be called before JAX has
-    looked for devices. Raises HostError, or ConfigError for a number of devices that leaves some unused."""
+    looked for devices. Raises HostError, or ConfigError for settings that do not fit the devices."""
     assert config.coordinator is not None
     host, port = split_address(config.coordinator)
     # The notice of a preemption would replace our handlers of signals. Our own watch over the hosts is faster than
@@ -40,9 +40,20 @@ def start_jax(config: EngineConfig) -> EngineConfig:
         )
     except RuntimeError as error:
         raise HostError(f"JAX could not connect the hosts through {config.coordinator}: {error}") from error
+    check_place(config, jax.process_index(), jax.process_count())
     total = jax.device_count()
     write_compile_cache_here()
     return with_all_devices(config, total)
+
+
+def check_place(config: EngineConfig, index: int, count: int) -> None:
+    """Raises ConfigError unless the devices belong to hosts as the settings say. TPUs know their hosts by themselves:
+    JAX numbers them as libtpu does, and VMs of no common slice do not see each other's devices."""
+    if (index, count) != (config.host_id, config.num_hosts):
+        raise ConfigError(
+            f"host_id {config.host_id} of num_hosts {config.num_hosts} was given, but to its devices this is host "
+            f"{index} of {count}: number the hosts of a TPU slice as TPU_WORKER_ID does, and start all of them"
+        )
 
 
 def with_all_devices(config: EngineConfig, total: int) -> EngineConfig:

@@ -21,7 +21,8 @@ from jaxserve.plan.deployment import Deployment
 
 # Bytes per second that a device sends to the others, by parts of a device_kind; the first match counts. From NVIDIA's
 # data sheets (NVLink, PCIe) and Google Cloud's pages on TPU versions, as of late 2026; half of what both ways give.
-LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 224e9, "v5 lite": 100e9}
+LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "A100": 300e9, "v6 lite": 224e9, "v5 lite": 100e9,
+         "TPU v5": 300e9, "TPU7x": 300e9}  # fmt: skip
 OTHER_LINK = 25e9
 LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed

@@ -32,10 +32,10 @@ from jaxserve.pallas_kernels import kv_write_tpu
 from jaxserve.pallas_kernels.latent_attention.reference import as_stored
 from jaxserve.pallas_kernels.latent_attention.tpu_kernel import kernel
 from jaxserve.pallas_kernels.latent_attention.tpu_plan import TILE, LatentPlan, LatentScratch, make_plan
-from jaxserve.pallas_kernels.paged_attention.tpu import VMEM_BYTES, _prompt_items
-from jaxserve.pallas_kernels.paged_attention.tpu_plan import BLOCK, LANES, OTHER_VMEM_BYTES, Scalars
+from jaxserve.pallas_kernels.paged_attention.tpu import _prompt_items
+from jaxserve.pallas_kernels.paged_attention.tpu_plan import BLOCK, LANES, Scalars
 from jaxserve.pallas_kernels.registry import Device, LatentProblem
-from jaxserve.pallas_kernels.tpu_dma import TILE_BYTES, word_rows
+from jaxserve.pallas_kernels.tpu_dma import TILE_BYTES, vmem_bytes, word_rows
 from jaxserve.pallas_kernels.types import LatentPages
 
 
@@ -56,7 +56,7 @@ def why_not(device: Device, problem: LatentProblem) -> str | None:
     least = LANES if problem.has_scale else 16
     if problem.page_size not in (16, 32, 64, 128, 256) or problem.page_size < least:
         return f"the page size must be a power of two from {least} to 256, not {problem.page_size}"
-    limit = VMEM_BYTES.get(device.kind, OTHER_VMEM_BYTES)
+    limit = vmem_bytes(device.kind)
     need = max(make_plan(problem, tokens, BLOCK, 1.0).vmem_bytes for tokens in (1, TILE))
     if need > limit:
         return f"the kernels need {need >> 20} MiB of VMEM, {device.kind} gives them {limit >> 20}"

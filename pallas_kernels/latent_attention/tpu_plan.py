@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.paged_attention.tpu_plan import OTHER_VMEM_BYTES, TABLES, Plan, _round_up
+from jaxserve.pallas_kernels.paged_attention.tpu_plan import TABLES, Plan, _round_up
 from jaxserve.pallas_kernels.registry import LatentProblem
-from jaxserve.pallas_kernels.tpu_dma import LANES
+from jaxserve.pallas_kernels.tpu_dma import LANES, OTHER_VMEM_BYTES
 
 TILE = 1024  # most queries in a tile of a prompt; a query is one head of one token
 BLOCK = 512  # cached tokens in a block

@@ -65,21 +65,24 @@ def add_expert_adapters(
     owner, delta = part_of_outputs(stack.widths, out), jnp.zeros((rows, out), jnp.float32)
     for number in range(len(stack.a)):
         mine = (place == number)[:, None]
-        low = _ragged(jnp.where(mine, x, 0), stack.a[number].astype(x.dtype), sizes, 2)
+        low = grouped_product(jnp.where(mine, x, 0), stack.a[number].astype(x.dtype), sizes, 2)
         used = jnp.arange(rank) < stack.ranks[number, :parts, None]
         low = jnp.where(used, low.reshape(rows, parts, rank), 0).astype(x.dtype)
         for part in range(parts):
-            made = _ragged(low[:, part], stack.b[number].astype(x.dtype), sizes, 1)
+            made = grouped_product(low[:, part], stack.b[number].astype(x.dtype), sizes, 1)
             delta = delta + jnp.where(owner == part, made, 0)
     return y + delta.astype(y.dtype)
 
 
-def _ragged(x: jax.Array, w: jax.Array, sizes: jax.Array, axis: int) -> jax.Array:
-    """Rows of x, sorted by group, each times its group's matrix in w [groups, …], over this axis of w; in float32."""
+def grouped_product(x: jax.Array, w: jax.Array, sizes: jax.Array, axis: int) -> jax.Array:
+    """Rows of x, sorted by group, each times its group's matrix in w [groups, …], over this axis of w; in float32.
+    Rows beyond all groups give 0."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (axis,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
-    return jax.lax.ragged_dot_general(x, w, sizes, dimensions, preferred_element_type=jnp.float32)
+    made = jax.lax.ragged_dot_general(x, w, sizes, dimensions, preferred_element_type=jnp.float32)
+    # XLA:TPU (libtpu 0.0.42 and 0.0.48) does not compute rows of no group, which then hold anything.
+    return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), made, 0)
 
 
 def part_of_outputs(widths: tuple[int, ...], out: int) -> jax.Array:

@@ -38,7 +38,6 @@ from jaxserve.pallas_kernels.paged_attention.tpu_kernel import kernel
 from jaxserve.pallas_kernels.paged_attention.tpu_plan import (
     BLOCK,
     LANES,
-    OTHER_VMEM_BYTES,
     TILE,
     Plan,
     Scalars,
@@ -46,11 +45,10 @@ from jaxserve.pallas_kernels.paged_attention.tpu_plan import (
     make_plan,
 )
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.tpu_dma import vmem_bytes
 from jaxserve.pallas_kernels.types import KVPages
 
 __all__ = ["paged_attention", "why_not", "write_and_attend", "write_kv"]
-
-VMEM_BYTES = {"TPU v5 lite": 96 << 20, "TPU v5e": 96 << 20, "TPU v6 lite": 96 << 20, "TPU v6e": 96 << 20}
 
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
@@ -71,7 +69,7 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
             f"scales need a page size of at least {LANES}, not {problem.page_size}, because copies move whole tiles; "
             f"take --page-size {LANES}"
         )
-    limit = VMEM_BYTES.get(device.kind, OTHER_VMEM_BYTES)
+    limit = vmem_bytes(device.kind)
     options = {"scale": 1.0, "window": None, "softcap": None}
     need = max(make_plan(problem, tokens, BLOCK, **options, writes=tokens == 1).vmem_bytes for tokens in (1, TILE))
     need = max(need, write_vmem_bytes(problem.kv_heads, problem.head_dim))

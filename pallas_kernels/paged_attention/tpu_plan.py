@@ -12,13 +12,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.registry import AttentionProblem
-from jaxserve.pallas_kernels.tpu_dma import LANES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
+from jaxserve.pallas_kernels.tpu_dma import LANES, OTHER_VMEM_BYTES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
 
 TILE = 128  # maximum of query tokens in a tile of a prompt
 TILE_ELEMENTS = 4096 * LANES  # maximum of float32 elements in a tile's result, all heads
 BLOCK = 512  # cached tokens in a block, unless BLOCK_BYTES allows fewer
 BLOCK_BYTES = 2 << 20
-OTHER_VMEM_BYTES = 14 << 20
 UNIT = 128  # maximum of queries whose scores are computed at once; a larger tile's tokens are not divided
 UNITS = 4  # units of a prompt that the program interleaves
 TABLES = 3  # rows of the block tables in SMEM: the current one, and two in flight

@@ -45,7 +45,7 @@ def start(
     page = scalars.first_page[0] + scratch.table[item % TABLES * plan.table_entries + entry]
     word = word_rows(plan.kv_dtype)
     source = scratch.kv.at[slot, :, :, pl.ds(aligned(at // word * word, word), word)]
-    target = refs.data.at[page, :, :, pl.ds(aligned(position % plan.page_size // word * word, word), word)]
+    target = refs.data.at[page].at[:, :, pl.ds(aligned(position % plan.page_size // word * word, word), word)]
     copy(source, target, scratch.written).start()
     if plan.has_scale:
         copy(scratch.kv_scale.at[slot, at // plan.page_size], refs.data_scale.at[page], scratch.written).start()
@@ -54,6 +54,6 @@ def start(
 def await_written(plan: Plan, refs: Refs, scratch: Scratch) -> None:
     """Waits for the copies that the last `start` began."""
     word = pl.ds(0, word_rows(plan.kv_dtype))
-    copy(scratch.kv.at[0, :, :, word], refs.data.at[0, :, :, word], scratch.written).wait()
+    copy(scratch.kv.at[0, :, :, word], refs.data.at[0].at[:, :, word], scratch.written).wait()
     if plan.has_scale:
         copy(scratch.kv_scale.at[0, 0], refs.data_scale.at[0], scratch.written).wait()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from devices import devices_of
 
 from jaxserve.config import EngineConfig
+from jaxserve.devices.targets import target_memory
 from jaxserve.plan.report import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,6 +57,16 @@ def test_compiled_plan(target, tmp_path):
         assert decode["exchanges"] == {}
     else:
         assert 2 * 6 <= decode["exchanges"]["all-reduce"]["number"] <= 2 * 6 + 8
+
+
+@pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p-1", "tpu7x-1"])
+def test_the_memory_of_a_tpu_is_what_its_compiler_allows(target):
+    (device,) = devices_of(target)
+    x = jax.ShapeDtypeStruct((1 << 18, 1 << 18), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="exceeds available HBM") as refused:
+        jax.jit(lambda x: x @ x).lower(x).compile()
+    available = re.search(r"available HBM \(([\d.]+)G\)", str(refused.value))[1]
+    assert target_memory(device) / 2**30 == pytest.approx(float(available), abs=0.02)  # versions of libtpu differ by it
 
 
 @pytest.mark.parametrize(

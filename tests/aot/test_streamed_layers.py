@@ -2,13 +2,22 @@
 takes on a device, and how long a step is at least. Nothing runs."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from devices import mesh_of
 from flax.traverse_util import flatten_dict
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
 from test_launches import SHAPES
 from test_steps import cache_copies, copied_parameters, make_runner
 
+from jaxserve.config import ConfigError
+from jaxserve.devices.jax_versions import NARROWEST_FROM_HOST
 from jaxserve.devices.launches import launches
+from jaxserve.engine.streaming import check_copies
 from jaxserve.execution.cost import LINK
+from jaxserve.execution.layer_uploads import HOST
 from jaxserve.execution.memory import stored_bytes
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.streaming_runner import BEGIN, HostLayer, StreamingRunner
@@ -38,6 +47,27 @@ def streaming_runner(folder, target: str, scheme: str, layers: int = 4) -> Strea
     runner.set_cache_size(whole.layout, whole.max_len // whole.layout.page_size)
     assert len(flatten_dict(tree)) == len(params)
     return runner
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.float4_e2m1fn])
+@pytest.mark.parametrize("target", ["v5e-1", "v6e-1"])
+def test_what_a_tpu_cannot_copy_from_the_host_is_refused(target, dtype):
+    """The copy is that of `LayerUploads`. What is refused is what does not compile, with each version of JAX."""
+    place = NamedSharding(mesh_of(target), PartitionSpec())
+    host, device = (Format(Layout((0, 1)), at) for at in (place.with_memory_kind(HOST), place))
+    x = jax.ShapeDtypeStruct((512, 1024), dtype, sharding=host)
+
+    def compile_copy():
+        return jax.jit(lambda x: x, out_shardings=device).lower(x).compile()
+
+    if jax.dtypes.itemsize_bits(dtype) >= NARROWEST_FROM_HOST:
+        compile_copy()
+        check_copies([x])
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="CopyDone"):
+            compile_copy()
+        with pytest.raises(ConfigError, match=f"must be 0 on a TPU for weights in {np.dtype(dtype).name}"):
+            check_copies([x, jax.ShapeDtypeStruct((8,), jnp.float32)])
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def check(runner, compiled, *, kernels: int, loops: int) -> None:
     of_layers = body_of(text, bodies[0]) if loops else around
     assert launches(of_layers) == launches(text) == kernels * LAYERS
     assert " while(" not in of_layers
-    assert memory.temp_size_in_bytes < 3 * 2**29  # of 2,048 rows, five arrays of a fourth of their logits in float32
+    assert memory.temp_size_in_bytes < 13 * 2**27  # of 2,048 rows, five arrays of a fourth of their logits in float32
 
 
 @pytest.mark.parametrize("target", ["v5e-8", pytest.param("v6e-4", marks=pytest.mark.slow)])
@@ -65,7 +65,9 @@ def test_a_few_decodes(target, tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, pytest.param(jnp.int8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("target", ["v5e-8", pytest.param("v6e-4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target", ["v5e-8", *(pytest.param(other, marks=pytest.mark.slow) for other in ("v6e-4", "v5p-4", "tpu7x-8"))]
+)
 def test_all_slots_decode(target, kv_dtype, tmp_path):
     shape = StepShape.of(SLOTS, SLOTS, PAGE, decode_only=True)
     check(*compile_step(tmp_path, target, shape, kv_dtype=kv_dtype), kernels=1, loops=1)

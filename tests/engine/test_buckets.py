@@ -102,7 +102,8 @@ def test_the_cost_of_a_model_that_is_loaded(model_folders, case, quantization):
 
 
 def test_rates_by_kind():
-    kinds = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "TPU v5 lite": "TPU v5 lite"}
+    kinds = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe"}
+    kinds |= {kind: kind for kind in ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x")}
     assert all(rates(SimpleNamespace(device_kind=kind)) is RATES[name] for kind, name in kinds.items())
     assert rates(SimpleNamespace(device_kind="NVIDIA L4")) is RATES["L4"]
     assert rates(SimpleNamespace(device_kind="NVIDIA L40S")) is RATES["L40S"]

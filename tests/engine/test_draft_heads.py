@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import draft_heads
+import jax
 import numpy as np
 import pytest
 import tiny_models
@@ -16,6 +17,7 @@ from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.checkpoints.load import check
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.cache_kinds import KeysAndValues
 from jaxserve.models.config import HFConfig
 from jaxserve.models.draft_files import open_eagle
 from jaxserve.models.drafter import Drafter
@@ -114,6 +116,23 @@ def test_the_same_tokens(case, options, model_folders, tmp_path, eager):
         ours = [entry.logprob for entry in found[key].logprobs]
         np.testing.assert_allclose(ours, [entry.logprob for entry in one.logprobs], atol=1e-3)
     assert quick.counters.spec_proposed > 100
+
+
+def test_proposals_end_where_block_tables_do(model_folders, tmp_path, monkeypatch, eager):
+    """A sequence with room for fewer proposals than others in the call does not attend beyond its table, of which
+    kernels would read no pages."""
+    seen, attend = [], KeysAndValues.attend
+
+    def noting(kind, layer, heads, pages, where, *rest):
+        jax.debug.callback(lambda most: seen.append(int(most)), where[3].max() - where[1].shape[1] * pages.page_size)
+        return attend(kind, layer, heads, pages, where, *rest)
+
+    monkeypatch.setattr(KeysAndValues, "attend", noting)
+    engine = with_head("llama3_gqa", model_folders, tmp_path, count=8, page_size=16)
+    longest = SETTINGS["max_model_len"]
+    run_all(engine, request("end", list(range(3, longest - 5)), max_tokens=8), request("middle", [5, 6], max_tokens=20))
+    assert engine.counters.spec_proposed > 10
+    assert max(seen) == 0
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"kv_pages": 24}, marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ from jaxserve.hosts.environment import SECRET, command_address, found_hosts, rea
 from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.identity import difference, identity_of
 from jaxserve.hosts.peer import Peer
-from jaxserve.hosts.start_jax import with_all_devices
+from jaxserve.hosts.start_jax import check_place, with_all_devices
 from jaxserve.hosts.token_digests import EVERY, TokenDigests
 
 GOOD = b"a secret of sixteen or more bytes"
@@ -272,6 +272,15 @@ def test_all_devices_are_used(settings, found):
     else:
         with pytest.raises(ConfigError, match="must be 16, the number of all hosts' devices"):
             with_all_devices(config, 16)
+
+
+@pytest.mark.parametrize(("index", "count"), [(0, 2), (1, 4), (0, 1)])
+def test_hosts_are_those_of_the_devices(index, count):
+    """Numbered in another order; a part of a slice; TPU VMs without a common slice."""
+    config = EngineConfig(model="m", coordinator="h:1", num_hosts=2, host_id=1)
+    check_place(config, 1, 2)
+    with pytest.raises(ConfigError, match=f"host_id 1 of num_hosts 2 .* this is host {index} of {count}"):
+        check_place(config, index, count)
 
 
 def test_addresses_and_secrets(tmp_path):

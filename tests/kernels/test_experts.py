@@ -14,6 +14,8 @@ from jaxserve.models.quantized import FORMS
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.device_ops import grouped_matmul_of, mixture_of
 from jaxserve.pallas_kernels.experts import ExpertWeights, grouped_matmul, mixture
+from jaxserve.pallas_kernels.lora.reference import add_expert_adapters
+from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
 from jaxserve.pallas_kernels.registry import Device
@@ -49,6 +51,23 @@ def exact_mixture(x, chosen, weights, gate_up, down):
             gate, up = (gate_up[expert].astype(np.float64) @ token).reshape(-1, 2).T
             out[i] += share * (down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
     return out
+
+
+def test_rows_of_no_expert_are_zero_where_xla_leaves_them_unset(monkeypatch):
+    """As XLA:TPU does. A device that has some of the experts adds its rows to those of other devices."""
+    product = jax.lax.ragged_dot_general
+
+    def unset(x, w, sizes, *args, **options):
+        return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), product(x, w, sizes, *args, **options), jnp.nan)
+
+    monkeypatch.setattr(jax.lax, "ragged_dot_general", unset)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((5, INPUTS), (2, SIZE, INPUTS)))
+    out = np.asarray(grouped_matmul(x, w, jnp.array([1, 2], jnp.int32)))
+    np.testing.assert_allclose(out[:3], np.concatenate([x[:1] @ w[0].T, x[1:3] @ w[1].T]), rtol=1e-5)
+    assert not out[3:].any()
+    stack = AdapterStack(w[None, :, :4], w[None, :, :4, :SIZE], jnp.full((1, 1), 4, jnp.int32), (SIZE,))
+    nobody = jnp.zeros(5, jnp.int32), jnp.full(5, 2), jnp.array([1, 2], jnp.int32)
+    assert not np.asarray(add_expert_adapters(jnp.zeros((5, SIZE)), x, stack, *nobody))[3:].any()
 
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])

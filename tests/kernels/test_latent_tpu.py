@@ -99,7 +99,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("device", "change", "reason"), REFUSED)
 def test_refusals_name_the_reason(device, change, reason):
-    assert tpu.why_not(V5E, PROBLEM) is None
+    for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "TPU7x"):
+        assert tpu.why_not(Device("tpu", kind), PROBLEM) is None
     assert re.search(reason, tpu.why_not(device, replace(PROBLEM, **change)))
 
 
@@ -110,6 +111,8 @@ COMPILED = [
     ("v5e-8", "bfloat16", "int8", 16, 128, False),
     ("v6e-1", "bfloat16", "float8_e4m3fn", 16, 128, False),
     ("v6e-1", "float32", None, 40, 16, False),
+    ("v5p-1", "bfloat16", "int8", 16, 128, False),
+    ("tpu7x-1", "bfloat16", None, 128, 128, False),
 ]
 
 

@@ -84,7 +84,9 @@ def test_devices():
     assert "v5e" in tpu.why_not(Device("gpu", "NVIDIA H200", (9, 0)))
 
 
-@pytest.mark.parametrize("target", ["v5e-1", "v6e-1"])
+@pytest.mark.parametrize(
+    "target", ["v5e-1", "v6e-1", *(pytest.param(x, marks=pytest.mark.slow) for x in ("v5p-1", "tpu7x-1"))]
+)
 @pytest.mark.parametrize(
     ("tokens", "inputs", "widths", "rank"),
     [

@@ -343,8 +343,8 @@ def test_refusals_name_the_reason(device, change, reason):
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 def test_usual_shapes_are_accepted(head_dim, page_size, group):
     problem = replace(PROBLEM, head_dim=head_dim, page_size=page_size, group=group)
-    for device in (V5E, Device("tpu", "TPU v6 lite")):
-        assert tpu.why_not(device, problem) is None
+    for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "TPU7x"):
+        assert tpu.why_not(Device("tpu", kind), problem) is None
 
 
 def test_tables_that_do_not_fit_smem_are_refused():
@@ -361,6 +361,19 @@ def test_tables_that_do_not_fit_smem_are_refused():
     with pytest.raises(ValueError, match="SMEM"):
         attend(1, 10**6)
     attend(2048, 1024)
+
+
+def test_caches_may_have_more_elements_than_32_bits_count():
+    """A copy of a part of a tile from or to one of the cache's arrays would raise."""
+
+    def shape(*size, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    rows, count = 4, (1 << 32) // (2 * 8 * 128 * 128) + 1
+    pages = KVPages(shape(count, 2, 8, 128, 128, dtype=jnp.int8), shape(count, 2, 8, 128, dtype=jnp.float32))
+    q, kv = shape(64, 8, 4, 128, dtype=jnp.bfloat16), shape(64, 8, 128, dtype=jnp.bfloat16)
+    rest = shape(64), shape(rows, 8), shape(rows + 1), shape(rows), shape()
+    jax.eval_shape(lambda *a: tpu.write_and_attend(*a, scale=1.0), q, kv, kv, pages, *rest)
 
 
 def compile_for(target: str, config: Config, pages: int = 4001, *, fused: bool = False):
@@ -418,6 +431,8 @@ COMPILED = [
     # 256 rows of 131,072 tokens in pages of 16
     ("v5e-4", Config(head_dim=128, kv_dtype=BF16, **MANY)),
     ("v6e-4", Config(head_dim=128, kv_dtype=BF16, **MANY, lengths=((1, 9),) * 256, num_decodes=256)),
+    ("v5p-1", Config(head_dim=128, kv_dtype=BF16, page_size=128, **MIXED)),
+    ("tpu7x-1", Config(head_dim=128, kv_dtype=ml_dtypes.float8_e4m3fn, page_size=128, has_scale=True, **MIXED)),
 ]
 
 

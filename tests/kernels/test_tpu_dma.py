@@ -1,5 +1,7 @@
 """The rules for copies on TPU: known offsets are refused while tracing, others while interpreted."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,25 @@ def test_known_offsets_and_sizes_are_checked_while_tracing():
     call = pl.pallas_call(kernel, out_shape=shape, scratch_shapes=[pltpu.SemaphoreType.DMA])
     with pytest.raises(CopyError, match=r"a copy of float32\(8, 64\) to float32\(8, 128\)"):
         call(X[:8])
+
+
+def test_a_part_of_a_tile_is_addressed_within_32_bits():
+    """Whole tiles are not: their addresses are counted in tiles."""
+
+    def kernel(part, x, out, semaphore):
+        copy(part(x), out, semaphore).start()
+
+    def trace(part):
+        shape = jax.ShapeDtypeStruct((2, 128), jnp.bfloat16)
+        hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+        call = pl.pallas_call(
+            partial(kernel, part), shape, in_specs=[hbm], out_specs=hbm, scratch_shapes=[pltpu.SemaphoreType.DMA]
+        )
+        jax.eval_shape(call, jax.ShapeDtypeStruct(((1 << 21) + 1, 16, 128), jnp.bfloat16))
+
+    with pytest.raises(CopyError, match=r"part of a tile from or to \(2097153, 16, 128\), which has more than 2\^32"):
+        trace(lambda x: x.at[5, pl.ds(2, 2)])
+    trace(lambda x: x.at[5].at[pl.ds(2, 2)])
 
 
 def test_blocks_are_whole_tiles_or_whole_axes():
