@@ -30,11 +30,13 @@ from jaxserve.pallas_kernels.registry import (
     explain,
     load,
 )
+from jaxserve.pallas_kernels.selfcheck_cases import Rows
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, Activations, stored_latent_width
 
 Check = Callable[[], Any]
 Found = tuple[str, int, Check]  # key, number of unusual settings, check
 
+SMALL_ROWS = Rows((300, 1, 16, 65), ((41, 90), (9, 0)))  # of a rehearsal
 VOCABULARIES = (128256, 32000)
 SMALL_VOCABULARY = 1000
 SHAPE, SMALL_SHAPE = (4096, 14336), (320, 256)  # outputs and inputs of a weight
@@ -138,8 +140,8 @@ def _latents(device: Device, dtype: np.dtype, unusual: int, rehearse: bool) -> I
             for backend in BACKENDS:
                 if explain("latent", device, problem).get(backend, "") is not None:
                     continue
-                module, rows = load("latent", backend), selfcheck_latent.STARTUP
-                check = partial(selfcheck_latent.check_latent, module.latent_attention, problem, rows=rows)
+                module, options = load("latent", backend), {"rows": SMALL_ROWS, "repeats": 2} if rehearse else {}
+                check = partial(selfcheck_latent.check_latent, module.latent_attention, problem, **options)
                 yield f"latent {name}, {backend}", distance, check
                 if module.write_latent is not latent.write_latent or backend == "xla":
                     write = partial(selfcheck_latent.check_write_latent, module.write_latent, problem)

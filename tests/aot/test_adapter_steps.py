@@ -51,6 +51,15 @@ def test_launches_and_bytes(places, tmp_path):
     assert temporaries[1] - temporaries[0] < of_layer / 4, "no stack of the pool is copied"
 
 
+@pytest.mark.slow
+def test_the_host_waits_nowhere_in_a_mixed_step(tmp_path):
+    sizes = PoolSizes(32, RANK, jnp.dtype(jnp.bfloat16))
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, adapters=sizes)
+    shape = StepShape.of(576, ROWS, 16, decode_only=False)
+    program = runner.programs.choose(shape, Sampler.FULL, 1, scores=False)
+    assert host_waits(runner.lower(program).compile().as_text()) == []
+
+
 def test_on_a_tpu(tmp_path):
     """Two kernels for each product, and no copy of the pool."""
     programs, pools = [], []

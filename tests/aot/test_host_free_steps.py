@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from test_steps import make_runner
+from test_steps import PAGES, cache_copies, make_runner
 
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution.programs import LENGTHS, StepProgram
@@ -99,6 +99,27 @@ def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
     text = text_of(runner, name)
     assert host_waits(text) == []
     assert sorts(text) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "decode"),
+    [(2048, True), pytest.param(2048 + 512, False, marks=pytest.mark.slow)],
+    ids=["decode", "mixed"],
+)
+def test_many_slots_and_long_contexts(tokens, decode, tmp_path):
+    """2,048 slots with contexts of 131,072 tokens, whose block tables have 16.8 million entries."""
+    context, slots = 131072, 2048
+    runner, _ = make_runner(
+        tmp_path, "h200x1", "mosaic_gpu", 16, 2, slots=slots, context=context, max_position_embeddings=context
+    )
+    shape = StepShape.of(tokens, slots, 16, decode_only=decode)
+    program = runner.programs.choose(shape, Sampler.FILTERED, 1, scores=False)
+    compiled = runner.lower(program).compile()
+    text, memory, cache = compiled.as_text(), compiled.memory_analysis(), PAGES * runner.layout.page_bytes
+    assert host_waits(text) == []
+    assert memory.alias_size_in_bytes >= cache
+    assert cache_copies(text, cache // 4) == []
+    assert memory.temp_size_in_bytes < 2**31  # 2,048 rows of logits in float32 take 1 GB
 
 
 def test_what_is_searched_for_would_be_found(tmp_path):

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from test_host_free_steps import host_waits
 from test_steps import PAGES, cache_copies, make_runner
 
 from jaxserve.execution.step_shape import StepShape
@@ -59,6 +60,7 @@ def test_latents(target, backend, page_size, scheme, row, decode, tmp_path):
     assert memory.alias_size_in_bytes >= cache
     assert cache_copies(text, cache // LAYERS // 2) == []
     assert memory.temp_size_in_bytes < 2**30
+    assert backend == "mosaic_tpu" or host_waits(text) == []
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2 * LAYERS + 8
     up_projection = 128 * 128 * 512 // runner.mesh.size  # of a device's heads, the smallest weight that is split
     gathered = re.findall(r"= (?:\()?(?:bf16|s8)\[([\d,]+)\]\S* all-gather", text)
