@@ -40,6 +40,7 @@ from jaxserve.pallas_kernels.types import QuantArray
 OUTS_STEP = 256  # outputs of a tile that are multiplied at a time, which bounds the size of the program
 VMEM_LIMIT = 48 << 20
 CODES = ("int4", "int8", "float8_e4m3fn", "float4_e2m1fn")
+FINITE = ("int4", "int8", "float4_e2m1fn")  # of others, what lies beyond the inputs may be NaN, and NaN * 0 is NaN
 
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
@@ -331,7 +332,7 @@ def _accumulate(plan: Plan, k, x, codes, scales, total) -> None:
 
 def _plain_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """The product for many tokens, float32 [tokens, outs], not scaled."""
-    weights = _inside(plan, left, numbers(codes[...], x.dtype), only=codes.dtype == jnp.float8_e4m3fn)
+    weights = _inside(plan, left, numbers(codes[...], x.dtype), only=codes.dtype.name not in FINITE)
     return _dot(_inside(plan, left, x[...]), weights)
 
 
@@ -339,7 +340,7 @@ def _scaled_weights(plan: Plan, left, x, codes, scales) -> jax.Array:
     """The product for many tokens, float32 [tokens, outs]. The MXU repeats scales for each input: it multiplies them
     by a matrix of ones and zeros.
     """
-    weights = _inside(plan, left, numbers(codes[...], jnp.float32), only=codes.dtype == jnp.float8_e4m3fn)
+    weights = _inside(plan, left, numbers(codes[...], jnp.float32), only=codes.dtype.name not in FINITE)
     if plan.groups == 1:
         weights *= scales[...].T[:, :1]
     else:
@@ -374,7 +375,7 @@ def _parts(plan: Plan, left, x, codes, scales) -> jax.Array:
         stop = min(start + width, plan.ins)
         piece = _inside(plan, left - start, x[:, start:stop])
         weights = numbers(codes[:, start:stop], x.dtype)
-        weights = _inside(plan, left - start, weights, only=codes.dtype == jnp.float8_e4m3fn)
+        weights = _inside(plan, left - start, weights, only=codes.dtype.name not in FINITE)
         first, end = start // plan.group, -(-stop // plan.group)
         if end - first > 1:
             group = lax.broadcasted_iota(jnp.int32, piece.shape, 1) // plan.group
