@@ -235,7 +235,7 @@ def _rotate_and_write(
     left, right = new_left.to(tl.float32), new_right.to(tl.float32)
     if HAS_SCALES:
         peak = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
-        scale = tl.where(peak > 0, peak / TOP, 1.0)
+        scale = tl.where(peak > 1e-30, peak / TOP, 1.0)  # as `kv_write.TINY`
         left, right = codes(left / scale[:, None], TOP), codes(right / scale[:, None], TOP)
         tl.store(scales + place, scale, mask=kept)
     elif TOP > 0:

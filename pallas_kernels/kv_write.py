@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.types import KVPages
 
+TINY = 1e-30  # a smaller peak counts as zero: its scale could be subnormal, which devices replace by 0, and 0 / 0 is NaN
+
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
     """Writes k, v [tokens, kv_heads, head_dim] at slots int32 [tokens] (page * page_size + offset; -1 is padding).
@@ -33,6 +35,6 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(wide), axis=-1)
-    scale = jnp.where(peak > 0, peak / largest, 1.0)
+    scale = jnp.where(peak > TINY, peak / largest, 1.0)
     codes = wide / scale[..., None]
     return (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), scale

@@ -32,7 +32,7 @@ def codes(values, TOP: tl.constexpr):
 def _quantized(new, TOP: tl.constexpr):
     """Values [heads, head_dim] as codes, the largest of which is TOP, and their scales."""
     amax = tl.max(tl.abs(new), 1)
-    scale = tl.where(amax > 0, amax / TOP, 1.0)
+    scale = tl.where(amax > 1e-30, amax / TOP, 1.0)  # as `kv_write.TINY`
     return codes(new / scale[:, None], TOP), scale
 
 

@@ -344,7 +344,7 @@ def _write_part(new, part, to, scale_to, live, TOP: tl.constexpr, HAS_SCALES: tl
     """Writes a part of a row to `to` where `live`, with its scale if there is one; other numbers of `new` are zero."""
     if HAS_SCALES:
         amax = tl.max(tl.abs(new), 0)
-        scale = tl.where(amax > 0, amax / TOP, 1.0)
+        scale = tl.where(amax > 1e-30, amax / TOP, 1.0)  # as `kv_write.TINY`
         tl.store(scale_to, scale)
         new = codes(new / scale, TOP)
     tl.store(to + part, new.to(to.dtype.element_ty), mask=live)

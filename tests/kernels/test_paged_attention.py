@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.kv_write import write_kv
+from jaxserve.pallas_kernels.kv_write import quantize, write_kv
 from jaxserve.pallas_kernels.paged_attention import cpu, reference
 from jaxserve.pallas_kernels.paged_attention.reference import KV_BLOCK, TILE
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device
@@ -310,3 +310,10 @@ def test_write_kv(dtype, first_page):
             assert (np.abs(read - kv) <= np.abs(kv).max(-1, keepdims=True) / steps + 1e-6).all()
     written[first_page, :, :, 0] = True  # padding writes at the null page's first place only
     np.testing.assert_array_equal(data[~written], before[~written])
+
+
+def test_codes_of_tiny_numbers_are_numbers():
+    """A scale of 1e-36 / 448 would be subnormal, which a device may replace by 0."""
+    codes, scale = jax.jit(quantize, static_argnums=1)(jnp.array([[0.0, 1e-36]]), jnp.float8_e4m3fn)
+    assert np.isfinite(np.asarray(codes, np.float32)).all()
+    assert scale > 0
