@@ -52,9 +52,10 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
 
 def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
-    its form, if it supports stacks; otherwise plain XLA does."""
+    its form, if it supports stacks; otherwise plain XLA does. `xla` multiplies stacks of floats with plain XLA, too."""
 
-    floats = _grouped_floats(device)
+    floats = None if backend == "xla" else _grouped_floats(device)
+    unread = jnp.float16 if device.platform == "tpu" else None  # Mosaic loads no float16
 
     def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
         if isinstance(w, PanelArray):
@@ -67,7 +68,7 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
             if hasattr(module, "grouped_quant_matmul"):
                 return module.grouped_quant_matmul(x, w, group_sizes)
-        elif floats is not None and x.dtype == w.dtype:
+        elif floats is not None and x.dtype == w.dtype != unread:
             return floats(x, w, group_sizes)
         return experts.grouped_matmul(x, w, group_sizes)
 

@@ -235,6 +235,14 @@ def test_panels(kind):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3 * first_scale)
 
 
+@pytest.mark.parametrize(("dtype", "backend"), [("float16", "auto"), ("bfloat16", "xla")])
+def test_stacks_of_floats_that_tpus_multiply_in_plain_xla(dtype, backend):
+    """Mosaic loads no float16. Its kernel would not run here."""
+    x, w, sizes = jnp.ones((4, 8), dtype), jnp.ones((2, 3, 8), dtype), jnp.array([1, 2])
+    found = grouped_matmul_of(Device("tpu", "TPU v5 lite"), backend)(x, w, sizes)
+    np.testing.assert_array_equal(found, np.repeat([[8.0], [8], [8], [0]], 3, axis=1))
+
+
 def test_clamped_gate():
     pairs = (rng.standard_normal((4, 5, 2)) * 5).astype(np.float32)
     gate, up = np.minimum(pairs[..., 0], 2.0).astype(np.float64), np.clip(pairs[..., 1], -2, 2)
