@@ -291,7 +291,8 @@ def test_hosts_of_gpus_compile_at_each_start(platform, cached, monkeypatch):
         monkeypatch.setattr(jax, name, lambda value=value: value)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: None)
     monkeypatch.setattr(start_jax, "write_compile_cache_here", lambda: None)
-    before = {name: jax.config.values[name] for name in ("jax_enable_compilation_cache", "jax_enable_preemption_service")}
+    changed = "jax_enable_compilation_cache", "jax_enable_preemption_service"
+    before = {name: jax.config.values[name] for name in changed}
     try:
         jax.config.update("jax_enable_compilation_cache", True)
         start_jax.start_jax(EngineConfig(model="m", coordinator="h:1", num_hosts=2, host_id=1))
