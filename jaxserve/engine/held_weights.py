@@ -132,11 +132,15 @@ class HeldWeights(commands.Commanded):
 
     def read(self, source: Source) -> None:
         """Reads weights beside the present ones, as they were read at the start, for `take` or `drop`. Weights that
-        arrays do not give, those of drafts, are read from the files of the start.
+        arrays do not give, those of drafts, are read from the files of the start. Until then there is no cache, unless
+        the engine sleeps.
 
         Raises CheckpointError or ConfigError for weights that cannot take the place of the present ones.
         """
         self.tell(commands.ReadWeights, source)
+        if not self._kept:
+            for runner in self._runners:  # the cache fills the memory that the present weights leave
+                runner.free_cache()
         path = self._plan.folder if source is None else Path(source) if isinstance(source, str) else None
         made = self._read(path, source)
         heap.trim()
@@ -155,11 +159,17 @@ class HeldWeights(commands.Commanded):
                 pool = runner.pool_arrays
             runner.weights = read + pool
         self._new, self._kept = [], []
+        self._create_caches()
 
     def drop(self) -> None:
         """Forgets weights that were read."""
         self.tell(commands.DropWeights)
         self._new = []
+        self._create_caches()
+
+    def _create_caches(self) -> None:
+        for runner in self._runners:
+            runner.create_cache()
 
     def _read(self, path: Path | None, source: Source) -> list[list[jax.Array]]:
         """The weights of each runner, without its pool of adapters. path: None if `source` is arrays."""

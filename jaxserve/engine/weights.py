@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,7 +102,7 @@ class Weights:
         a digest of the files; "" for arrays.
 
         Raises InvalidRequestError while there are requests, and CheckpointError or ConfigError for weights that cannot
-        be used. Then nothing has changed.
+        be used. Then nothing has changed, but cached pages may be forgotten.
         """
         start = time.perf_counter()
         self._require_rest("update")
@@ -137,15 +138,14 @@ class Weights:
                 assert source is None or isinstance(source, str)
                 folder = source
                 self._asked(lambda: self._held.check(folder))
+            if not self.level:
+                self._engine.reset_prefix_cache()
             self._asked(lambda: self._held.read(source))
-        except BaseException:
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # what was read would stay in memory with them
             self._held.drop()
             raise
-        self._everywhere(lambda: self._wake(self._held.take) if self.level else self._exchange())
-
-    def _exchange(self) -> None:
-        self._held.take()
-        self._engine.reset_prefix_cache()
+        self._everywhere(lambda: self._wake(self._held.take) if self.level else self._held.take())
 
     def _put_aside(self, level: int) -> None:
         self._engine.reset_prefix_cache()

@@ -48,9 +48,17 @@ class UpkeepCalls(commands.Commanded):
         tries a product in several ways on the device, and fails without memory for its operands and results."""
         frees = not self._on_cpu and "cache" in vars(self) and any(name not in self.executables for name in names)
         if frees:
-            del self.cache
+            self.free_cache()
         yield
         if frees:
+            self.create_cache()
+
+    def free_cache(self) -> None:
+        vars(self).pop("cache", None)
+
+    def create_cache(self) -> None:
+        """Creates the cache again, empty, if `free_cache` has freed it."""
+        if "cache" not in vars(self):
             self.cache = self._get(CREATE_CACHE)()
 
     @property

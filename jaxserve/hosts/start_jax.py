@@ -43,6 +43,10 @@ def start_jax(config: EngineConfig) -> EngineConfig:
     check_place(config, jax.process_index(), jax.process_count())
     total = jax.device_count()
     write_compile_cache_here()
+    if jax.default_backend() == "gpu":
+        # XLA divides the autotuning of a program among its hosts, and each waits (up to a day) for the others' results.
+        # A host that finds the program in its cache sends none, and the cache of another host may lack it.
+        jax.config.update("jax_enable_compilation_cache", False)
     return with_all_devices(config, total)
 
 

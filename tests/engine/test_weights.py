@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError
+from jaxserve.engine.held_weights import HeldWeights
 from jaxserve.types import InvalidRequestError, QueueFullError
 
 CASE = "llama3_gqa"
@@ -71,6 +72,25 @@ def test_other_weights(options, model_folders, other):
     engine.weights.update(model_folders(CASE))
     assert answers(engine) == before
     assert (engine.runner.num_executables, engine.weights.version) == (compiled, 2)
+
+
+def test_new_weights_take_the_memory_of_the_cache(model_folders, other, tmp_path, monkeypatch):
+    """Which on an accelerator fills what the old ones leave."""
+    engine = make_engine(model_folders(CASE))
+    before, caches, read = answers(engine), [], HeldWeights._read
+
+    def reading(held, *args):
+        caches.append("cache" in vars(engine.runner))
+        return read(held, *args)
+
+    monkeypatch.setattr(HeldWeights, "_read", reading)
+    short = other_weights(model_folders(CASE), tmp_path / "short", **{"model.norm.weight": None})
+    with pytest.raises(CheckpointError):
+        engine.weights.update(short)
+    assert answers(engine) == before  # computed anew: the cache is empty
+    engine.weights.update(other)
+    assert answers(engine) != before
+    assert caches == [False, False]
 
 
 @pytest.mark.parametrize("level", [1, 2])

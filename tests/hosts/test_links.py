@@ -7,12 +7,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.hosts import channel, messages
+from jaxserve.hosts import channel, messages, start_jax
 from jaxserve.hosts.channel import WrongSecretError
 from jaxserve.hosts.environment import SECRET, command_address, found_hosts, read_secret
 from jaxserve.hosts.errors import HostError
@@ -281,6 +282,24 @@ def test_hosts_are_those_of_the_devices(index, count):
     check_place(config, 1, 2)
     with pytest.raises(ConfigError, match=f"host_id 1 of num_hosts 2 .* this is host {index} of {count}"):
         check_place(config, index, count)
+
+
+@pytest.mark.parametrize(("platform", "cached"), [("cpu", True), ("gpu", False), ("tpu", True)])
+def test_hosts_of_gpus_compile_at_each_start(platform, cached, monkeypatch):
+    place = {"process_index": 1, "process_count": 2, "device_count": 2, "default_backend": platform}
+    for name, value in place.items():
+        monkeypatch.setattr(jax, name, lambda value=value: value)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: None)
+    monkeypatch.setattr(start_jax, "write_compile_cache_here", lambda: None)
+    changed = "jax_enable_compilation_cache", "jax_enable_preemption_service"
+    before = {name: jax.config.values[name] for name in changed}
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_jax.start_jax(EngineConfig(model="m", coordinator="h:1", num_hosts=2, host_id=1))
+        assert jax.config.values["jax_enable_compilation_cache"] is cached
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_addresses_and_secrets(tmp_path):

@@ -61,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
         "nodeSelector": {"pool": "h200"},
         "imagePullSecrets": [{"name": "pull"}],
         "serviceAccountName": "server",
+        "runtimeClassName": "nvidia",
         "podLabels": {"llm-d.ai/inferenceServing": "true"},
         "podAnnotations": {"note": "a"},
         "rollout": {"maxUnavailable": 1, "maxSurge": 0},

@@ -152,6 +152,9 @@ spec:
   {{- with .serviceAccountName }}
   serviceAccountName: {{ . }}
   {{- end }}
+  {{- with .runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
   {{- with .imagePullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
