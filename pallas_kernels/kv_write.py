@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.types import KVPages
 
-TINY = 1e-30  # a smaller peak counts as zero: its scale could be subnormal, which devices replace by 0, and 0 / 0 is NaN
+TINY = 1e-30  # smaller peaks count as zero: their scales could be subnormal, hence 0 on some devices, and 0 / 0 is NaN
 
 
 def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
