@@ -29,7 +29,7 @@ from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramName, Signatures, Upkeep, draft_programs
+from jaxserve.execution.signatures import CREATE_SLOTS, ProgramName, Signatures, Upkeep, draft_programs
 from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import UpkeepCalls, deferred_calls
@@ -177,10 +177,10 @@ class ModelRunner(UpkeepCalls):
     def allocate(self) -> None:
         """Allocates the cache and the slots. Existing ones are freed first."""
         self.tell(commands.Allocate)
-        vars(self).pop("cache", None)  # the old and the new one may not fit together
+        self.free_cache()  # the old and the new one may not fit together
         vars(self).pop("slots", None)
         self.slots = self._get(CREATE_SLOTS)()
-        self.cache = self._get(CREATE_CACHE)()
+        self.create_cache()
 
     def release(self) -> None:
         """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
