@@ -33,9 +33,9 @@ static void mix_columns(const float* weights, int64_t weights_row, const typenam
       for (size_t byte = 0; byte < D * kWidth * sizeof *row; byte += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(rows[s + kAhead] + d) + byte);
     Reg right[D];
-    for (int i = 0; i < D; i++) keep(right[i] = E::load(row + i * kWidth));
+    for (int i = 0; i < D; i++) right[i] = kept(E::load(row + i * kWidth));
     for (int m = 0; m < M; m++)
-      for (int i = 0; i < D; i++) sums[m][i] += weights[m * weights_row + s] * right[i];
+      for (int i = 0; i < D; i++) sums[m][i] = fused(right[i], weights[m * weights_row + s] - Floats{}, sums[m][i]);
   }
   for (int m = 0; m < M; m++)
     for (int i = 0; i < D; i++) reg(y + m * y_row + d + i * kWidth) = sums[m][i];
@@ -77,10 +77,10 @@ static void dot_keys(const float* queries, int64_t dim, const typename E::Stored
         __builtin_prefetch(reinterpret_cast<const char*>(keys[first + n + kAhead]) + byte);
     for (int64_t d = 0; d < dim; d += kWidth) {
       Reg left[M];
-      for (int m = 0; m < M; m++) keep(left[m] = reg(queries + m * dim + d));
+      for (int m = 0; m < M; m++) left[m] = kept(reg(queries + m * dim + d));
       for (int n = 0; n < kSome; n++) {
         const Reg right = E::load(keys[first + n] + d);
-        for (int m = 0; m < M; m++) sums[m][n] += left[m] * right;
+        for (int m = 0; m < M; m++) sums[m][n] = fused(left[m], right, sums[m][n]);
       }
     }
     for (int m = 0; m < M; m++) parts[m][first / kSome] = fold<kSome>(sums[m]);

@@ -33,9 +33,9 @@ static void multiply(const float* weights, int64_t weights_row, const float* row
     for (int i = 0; i < D; i++) sums[m][i] = fresh ? Reg{} : reg(y + m * y_row + i * kWidth);
   for (int64_t k = 0; k < count; k++, rows += row) {
     Reg right[D];
-    for (int i = 0; i < D; i++) keep(right[i] = reg(rows + i * kWidth));
+    for (int i = 0; i < D; i++) right[i] = kept(reg(rows + i * kWidth));
     for (int m = 0; m < M; m++)
-      for (int i = 0; i < D; i++) sums[m][i] += weights[m * weights_row + k] * right[i];
+      for (int i = 0; i < D; i++) sums[m][i] = fused(right[i], weights[m * weights_row + k] - Floats{}, sums[m][i]);
   }
   for (int m = 0; m < M; m++)
     for (int i = 0; i < D; i++) reg(y + m * y_row + i * kWidth) = sums[m][i];

@@ -53,8 +53,7 @@ struct Full {
 struct Half {  // bfloat16, which lie in pairs in the lanes of a vector
   typedef uint16_t Number;
   static inline Two widen(const uint16_t* from) {
-    Ints both = load<Ints>(from);
-    keep(both);
+    const Ints both = kept(load<Ints>(from));
     return {(Floats)(both << 16), (Floats)(both & -65536)};
   }
   static inline Two arrange(Two v) { return apart(v, Lanes()); }

@@ -52,10 +52,10 @@ struct Product {
   }
 
   // `bytes` of each of the panels from this one to `end`, beginning at `from`, for tiles of all rows that fetch `steps`
-  // times each. Nothing if there is one tile, since memory is then busy with the panels that are used.
-  Ahead following(int64_t panel, int64_t end, int64_t from, int64_t bytes, int64_t steps) const {
+  // times each, which are `tall`. Nothing if there is one tile, since memory is then busy with the panels that are used.
+  Ahead following(int64_t panel, int64_t end, int64_t from, int64_t bytes, int64_t steps, int64_t tall) const {
     constexpr int64_t kTogether = kColumns / kParts;
-    const int64_t fetches = steps * ((tokens + kFloatTall - 1) / kFloatTall);
+    const int64_t fetches = steps * ((tokens + tall - 1) / tall);
     Ahead ahead;
     if (fetches <= steps || bytes < 64) return ahead;
     ahead.pieces = std::min(kTogether, end - panel);
@@ -67,8 +67,8 @@ struct Product {
   template <class W, int C>
   void multiply_floats(const uint8_t* const* panels, int64_t first, int64_t inputs, Ahead& ahead, float* sums) const {
     for (int64_t m = 0; m < tokens;) {
-      const int64_t height = next_height(tokens - m, kFloatTall);
-      by_height<kFloatTall>(height, [&](auto tall) {
+      const int64_t height = next_height(tokens - m, W::kTall);
+      by_height<W::kTall>(height, [&](auto tall) {
         float_tile<W, tall, C>(x + m * w.in + first, w.in, panels, inputs, ahead, later, sums + m * kColumns * kWidth);
       });
       m += height;
@@ -89,7 +89,7 @@ struct Product {
     const uint8_t* panels[kColumns];
     for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p);
     const int64_t bytes = w.in * W::kBytes / W::kInputs;
-    const Ahead ahead = following(panel + count, end, 0, bytes, (w.in + kFloatStep - 1) / kFloatStep);
+    const Ahead ahead = following(panel + count, end, 0, bytes, (w.in + kFloatStep - 1) / kFloatStep, W::kTall);
     float_panels<W>(panels, count, 0, w.in, ahead, sums);
   }
 
@@ -115,7 +115,7 @@ struct Product {
     for (int64_t first = 0; first < w.in; first += chunk) {
       const int64_t inputs = std::min(chunk, w.in - first), next = first + inputs < w.in ? first + inputs : 0;
       const int64_t bytes = std::min(chunk, w.in - next) * kBytes, steps = inputs / (2 * kShortStep);
-      Ahead ahead = following(panel + (next ? 0 : count), next ? panel + count : end, next * kBytes, bytes, steps);
+      Ahead ahead = following(panel + (next ? 0 : count), next ? panel + count : end, next * kBytes, bytes, steps, kFloatTall);
       const uint8_t* panels[kColumns];
       for (int64_t p = 0; p < count; p++) panels[p] = w.begin(panel + p) + first * kBytes;
       if (count == kTogether) multiply_pairs<kColumns>(panels, first, inputs, ahead, sums);

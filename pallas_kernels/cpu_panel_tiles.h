@@ -5,9 +5,10 @@
 
 #include "cpu_panels.h"
 
-// Columns and rows of x that are multiplied at once: as many sums as registers hold beside the operands.
+// Columns and rows of x that are multiplied at once: as many sums as registers hold beside the operands. A type of
+// floats may have fewer rows (kTall).
 constexpr int kColumns = kWidth == 8 ? 2 : 4;
-constexpr int kFloatTall = 6;
+constexpr int kFloatTall = 6 * kColumns < kRegisters ? 6 : 3;
 constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 8 ? 2 : 3;
 // Rows of x that `int_column` multiplies at once. With 32 wide registers it is the fastest for any number of rows.
 constexpr bool kOnlyColumns = kWidth == 16;
@@ -34,17 +35,17 @@ static void by_height(int64_t height, F f) {
 // Floats. Each struct unpacks the vectors of one or two inputs from a panel.
 
 struct Float32 {
-  static constexpr int kInputs = 1, kType = kFloat32;
+  static constexpr int kInputs = 1, kType = kFloat32, kTall = kFloatTall;
   static constexpr int64_t kBytes = 4 * kPanelRows, kVector = 4 * kWidth;
   static inline Floats widen(const uint8_t* from, int) { return load<Floats>(from); }
 };
 struct Float16 {
-  static constexpr int kInputs = 1, kType = kFloat16;
+  static constexpr int kInputs = 1, kType = kFloat16, kTall = kFloatTall;
   static constexpr int64_t kBytes = 2 * kPanelRows, kVector = 2 * kWidth;
   static inline Floats widen(const uint8_t* from, int) { return of_halves(from); }
 };
-struct Bfloat16 {
-  static constexpr int kInputs = 2, kType = kBfloat16;
+struct Bfloat16 {  // 16 registers hold the vectors of two inputs, and a mask, beside 4 rows' sums
+  static constexpr int kInputs = 2, kType = kBfloat16, kTall = kRegisters == 16 ? std::min(4, kFloatTall) : kFloatTall;
   static constexpr int64_t kBytes = 4 * kPanelRows, kVector = 4 * kWidth;
   static inline Floats widen(const uint8_t* from, int which) {
     const Ints both = load<Ints>(from);
@@ -90,34 +91,37 @@ struct Ahead {
 
 constexpr int64_t kFloatStep = 16;  // inputs of a step of `float_tile`
 
-// to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W. The kParts columns of a panel are
-// adjacent. Sums are [.., kColumns * kWidth].
+// to[m, c] += x[m, :in] . column c, for M rows x, `row` apart, and C columns of W, of whole panels. The kParts columns
+// of a panel are adjacent. Sums are [.., kColumns * kWidth].
+//
+// GCC keeps an array in registers only if it unrolls all loops over it early, which it does with loops inside another
+// one, and with others if told so. Otherwise it stores each sum at each input: with 16 registers four times as slow.
 template <class W, int M, int C>
 static void float_tile(const float* x, int64_t row, const uint8_t* const* panels, int64_t in, Ahead& ahead, Later* later,
                        float* to) {
   Floats sums[M][C];
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) sums[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
-  const uint8_t* from[C];
-  for (int c = 0; c < C; c++) from[c] = panels[c / kParts] + c % kParts * W::kVector;
-  const auto add = [&](int64_t k, int which) {
-    Floats w[C];
-    for (int c = 0; c < C; c++) keep(w[c] = W::widen(from[c], which));
-    for (int m = 0; m < M; m++)
-      for (int c = 0; c < C; c++) sums[m][c] = fused(w[c], x[m * row + k + which] - Floats{}, sums[m][c]);
-  };
-  int64_t k = 0;
-  for (; k + W::kInputs <= in; k += W::kInputs) {
-    if (k % kFloatStep == 0) {
-      ahead.fetch();
-      if (later) later->fetch();
+  const uint8_t* from[C / kParts];
+#pragma GCC unroll 8
+  for (int p = 0; p < C / kParts; p++) from[p] = panels[p];
+  for (int64_t k = 0; k < in;) {
+    ahead.fetch();
+    if (later) later->fetch();
+    for (const int64_t end = std::min(in, k + kFloatStep); k < end;) {
+      for (int which = 0; which < W::kInputs && k < end; which++, k++) {
+        Floats w[C];
+        for (int c = 0; c < C; c++) w[c] = kept(W::widen(from[c / kParts] + c % kParts * W::kVector, which));
+        for (int m = 0; m < M; m++)
+          for (int c = 0; c < C; c++) sums[m][c] = fused(w[c], x[m * row + k] - Floats{}, sums[m][c]);
+      }
+      for (int p = 0; p < C / kParts; p++) from[p] += W::kBytes;
     }
-    for (int which = 0; which < W::kInputs; which++) add(k, which);
-    for (int c = 0; c < C; c++) from[c] += W::kBytes;
   }
-  if (k < in) add(k, 0);
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &sums[m][c], sizeof sums[m][c]);
+    for (int c = 0; c < C; c++) reg(to + (m * kColumns + c) * kWidth) = sums[m][c];
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)

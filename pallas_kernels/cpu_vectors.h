@@ -37,9 +37,9 @@ static inline Vector load(const void* from) {
   return v;
 }
 
-// Keeps v in a register, where the compiler would load it again at each use.
+// Returns v in a register, where the compiler would load it again at each use.
 template <class Vector>
-static inline void keep(Vector& v) {
+static inline Vector kept(Vector v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
 #elif defined(__x86_64__)
@@ -47,6 +47,7 @@ static inline void keep(Vector& v) {
 #elif defined(__aarch64__)
   asm("" : "+w"(v));
 #endif
+  return v;
 }
 
 static inline Reg& reg(float* p) { return *reinterpret_cast<Reg*>(p); }
