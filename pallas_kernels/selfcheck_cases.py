@@ -244,8 +244,9 @@ def _fewer_rows(problem: MatmulProblem, experts: int) -> int:
 def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockArray:
     """A weight of the problem's form, with fewer outputs if it would have more than CODES codes.
 
-    Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Scales are
-    float32. 4-bit floats have the problem's type of scales, with a gain where files have one.
+    Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Floats of 16
+    and 32 bits are normally distributed. Scales are float32. 4-bit floats have the problem's type of scales, with a
+    gain where files have one.
     """
     if problem.kind:
         return make_blocks(problem, experts)
@@ -257,7 +258,7 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     name = problem.codes_dtype.name
     if name == "float4_e2m1fn":
         codes = rng.integers(0, 16, base, np.uint8).view(problem.codes_dtype)
-    elif name.startswith("float8"):
+    elif jnp.issubdtype(problem.codes_dtype, jnp.floating):
         codes = rng.standard_normal(base, np.float32) * 50
     else:
         codes = rng.integers(*((-8, 8) if name == "int4" else (-127, 128)), base, np.int8)
@@ -278,7 +279,6 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     return fragments.shuffle(w) if problem.shuffled else w
 
 
-def activations(problem: MatmulProblem, rows: int) -> Any:
-    """Normally distributed x [rows, inputs]."""
-    x = np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32)
-    return jnp.asarray(x.astype(problem.x_dtype))
+def activations(problem: MatmulProblem, rows: int) -> np.ndarray:
+    """Normally distributed x [rows, inputs], on the host."""
+    return np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32).astype(problem.x_dtype)
