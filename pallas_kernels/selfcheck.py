@@ -9,7 +9,8 @@ What is detected (tests/kernels/test_selfcheck.py breaks a right kernel in each 
   attention  a page or the newest token left out, in any row; a softmax scale off by 2% in 16 bits; queries that arrive
              as zeros because a prompt begins at an offset that is no multiple of 8; a window off by one; a missing
              sink; wrongly merged parts of a long row; scales of other tokens; wrong layers (`first_page`); reads of
-             stale table entries; NaN from beyond a row's end; results that differ between equal calls
+             stale table entries; NaN from beyond a row's end or before its window; results that differ between equal
+             calls
   write      a token in its neighbour's place, a stale scale, written padding, a change of anything else
   matmul     a wrong column; zero points of one group off by one; swapped rows or columns; NaN of one row in others;
              numbers in rows of no expert; errors of one plan, for few or many rows
@@ -116,12 +117,10 @@ def check_attention(
     repeats: int = REPEATS,
 ) -> list[Finding]:
     """Checks `attend`, a `paged_attention`. Returns a finding for each variant. All are compiled in parallel."""
-    batches = {name: make_batch(problem, rows) for name in ["mixed"]} | (
-        {"decode": make_batch(problem, Rows(rows.decodes))} if "decode" in variants else {}
-    )
     cases = []
     for variant in variants:
-        batch, chosen = batches.get(variant, batches["mixed"]), _options_of(variant, problem)
+        chosen = _options_of(variant, problem)
+        batch = make_batch(problem, Rows(rows.decodes) if variant == "decode" else rows, chosen.window)
         cases.append((variant, batch, chosen, _attention_call(attend, chosen)))
     programs = _compile([(call, batch.arguments()) for _, batch, _, call in cases])
     answers = [list(exact_attention(batch, chosen)) for _, batch, chosen, _ in cases]  # while compilers work
