@@ -302,7 +302,7 @@ def _judge_matmul(
     at: np.ndarray,
     program: Future,
     arguments: tuple[Any, ...],
-    fewer: np.ndarray,
+    fewer: np.ndarray | np.int32,
     repeats: int,
 ) -> Finding:
     """Compares a program's results with the rows `at` of `exact`. fewer: the program's last argument that says which
