@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.pallas_kernels.device_ops import grouped_floats
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.lora import reference as lora
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # imported only where a device is tried
     from jaxserve.pallas_kernels.selfcheck import Finding
 
 log = logging.getLogger(__name__)
+PLAIN = ("xla", "cpu")  # backends of products that are not tried
 
 
 def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:
@@ -114,8 +116,8 @@ def checked_matmul(
     """Returns the backend for products with quantized weights of these forms: `backend`, or xla where `auto` is wrong.
 
     The products are compared with plain XLA on this machine's first device, as are grouped products with experts'
-    weights of the forms `grouped`. Raises BackendError where a backend that was requested by name cannot do a form, or
-    does it wrong.
+    weights of the forms `grouped`, where floats have the form of `experts.as_codes`. Raises BackendError where a
+    backend that was requested by name cannot do a form, or does it wrong.
     """
     from jaxserve.pallas_kernels.selfcheck import check_grouped, check_matmul, check_parts
 
@@ -127,16 +129,19 @@ def checked_matmul(
     with ThreadPoolExecutor(4) as pool:  # most of the time is spent compiling
         checks = []
         for problem, name in chosen:
-            if name in ("xla", "cpu"):
+            if name in PLAIN:
                 continue
             module = load("matmul", name)
             checks.append(pool.submit(check_matmul, module.quant_matmul, problem))
             if hasattr(module, "quant_matmul_parts"):
                 checks.append(pool.submit(check_parts, module.quant_matmul_parts, problem))
         for problem in grouped:
-            name = choose("matmul", device, problem, backend)
-            multiply = getattr(load("matmul", name), "grouped_quant_matmul", None)
-            if name not in ("xla", "cpu") and multiply is not None:
+            if problem.codes_dtype == problem.x_dtype:
+                multiply = grouped_floats(device, problem.x_dtype, backend)
+            else:
+                name = choose("matmul", device, problem, backend)
+                multiply = getattr(load("matmul", name), "grouped_quant_matmul", None) if name not in PLAIN else None
+            if multiply is not None:
                 checks.append(pool.submit(check_grouped, multiply, problem))
         ways = (False, True) if device.platform == "gpu" else (False,)
         checks += [
@@ -148,7 +153,8 @@ def checked_matmul(
     return backend if right else "xla"
 
 
-def rounding_product(parts: bool, x: jax.Array, w: QuantArray) -> jax.Array:
+def rounding_product(parts: bool, x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+    del count
     rows = w8a8.quantize(x, w)
     return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if parts else w8a8.quant_matmul(rows, w)
 

@@ -35,7 +35,7 @@ static void write_head(const typename From::Stored* from, int64_t dim, typename 
       highest = size > highest ? size : highest;
     }
     const float peak = highest_of(highest);
-    *scale = by = peak > 0 ? peak / largest : 1;
+    *scale = by = peak > 1e-30f ? peak / largest : 1;  // as `kv_write.TINY`
   }
   int64_t d = 0;
   for (; d < dim; d += kWidth) {

@@ -54,9 +54,6 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
     """Returns `experts.grouped_matmul` for `device`. The backend of a single weight also multiplies quantized stacks of
     its form, if it supports stacks; otherwise plain XLA does. `xla` multiplies stacks of floats with plain XLA, too."""
 
-    floats = None if backend == "xla" else _grouped_floats(device)
-    unread = jnp.float16 if device.platform == "tpu" else None  # Mosaic loads no float16
-
     def multiply(x: jax.Array, w: Any, group_sizes: jax.Array) -> jax.Array:
         if isinstance(w, PanelArray):
             return cpu_panels.grouped_matmul(x, w, group_sizes)
@@ -68,25 +65,25 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
             if hasattr(module, "grouped_quant_matmul"):
                 return module.grouped_quant_matmul(x, w, group_sizes)
-        elif floats is not None and x.dtype == w.dtype != unread:
-            return floats(x, w, group_sizes)
+        elif x.dtype == w.dtype and (floats := grouped_floats(device, x.dtype, backend)) is not None:
+            return floats(x, experts.as_codes(w), group_sizes)
         return experts.grouped_matmul(x, w, group_sizes)
 
     return multiply
 
 
-def _grouped_floats(device: Device) -> Callable[..., jax.Array] | None:
-    """A device's kernel for grouped products with floats in the dtype of x, which XLA would transpose first in each
-    step; None: there is none."""
+def grouped_floats(device: Device, dtype: Any, backend: str = "auto") -> Callable[..., jax.Array] | None:
+    """A device's kernel for grouped products of x and weights in this dtype, given as `experts.as_codes`. XLA would
+    transpose the weights first in each step. None: there is no kernel."""
     name = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(device.platform)
+    if name is None or backend == "xla" or (device.platform == "tpu" and dtype == jnp.float16):
+        return None  # Mosaic loads no float16
     try:
-        module = None if name is None else load("matmul", name)
+        module = load("matmul", name)
     except ImportError:  # of jax_triton, which `_with_triton` tells
         return None
     probe = MatmulProblem(np.dtype("bfloat16"), np.dtype("int8"), 128, 128, (1, 128))
-    if module is None or module.why_not(device, probe) is not None:
-        return None
-    return lambda x, w, group_sizes: module.grouped_quant_matmul(x, experts.as_codes(w), group_sizes)
+    return None if module.why_not(device, probe) is not None else module.grouped_quant_matmul
 
 
 def adapters_of(device: Device, *, partitioned: bool = False) -> Callable[..., jax.Array]:

@@ -9,9 +9,11 @@ What is detected (tests/kernels/test_selfcheck.py breaks a right kernel in each 
   attention  a page or the newest token left out, in any row; a softmax scale off by 2% in 16 bits; queries that arrive
              as zeros because a prompt begins at an offset that is no multiple of 8; a window off by one; a missing
              sink; wrongly merged parts of a long row; scales of other tokens; wrong layers (`first_page`); reads of
-             stale table entries; NaN from beyond a row's end; results that differ between equal calls
+             stale table entries; NaN from beyond a row's end or before its window; results that differ between equal
+             calls
   write      a token in its neighbour's place, a stale scale, written padding, a change of anything else
-  matmul     a wrong column; zero points of one group off by one; swapped rows or columns
+  matmul     a wrong column; zero points of one group off by one; swapped rows or columns; NaN of one row in others;
+             numbers in rows of no expert; errors of one plan, for few or many rows
 
 An attention error is that of one token's head: ‖found - exact‖ / ‖exact‖ over head_dim. The largest one counts. eps is
 the distance from 1 to the next number of the queries' type. Rounding to this type has a relative error of about 0.2 eps
@@ -73,7 +75,8 @@ FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated 
 MATMUL_ROWS = (1, 17, 64, 200, 520)
 PARTS_ROWS = (1, 64, 520)  # for products in parts: 1 row is split, 64 are one part, 520 are dequantized
 COMPILING = 8  # programs that are compiled at a time
-GROUPS = (37, 0, 1, 90, 0, 64)  # tokens of each expert; some more belong to no expert
+GROUPED_ROWS = (24, 200, 1100)  # for products by expert: tiles have 16 rows, 64, and 128 or more
+SHARES = (0.27, 0.0, 0.001, 0.36, 0.0, 0.12)  # of each expert in these rows; the others belong to no expert
 
 
 Answer = tuple[slice, np.ndarray]  # tokens of a row, and their results
@@ -114,12 +117,10 @@ def check_attention(
     repeats: int = REPEATS,
 ) -> list[Finding]:
     """Checks `attend`, a `paged_attention`. Returns a finding for each variant. All are compiled in parallel."""
-    batches = {name: make_batch(problem, rows) for name in ["mixed"]} | (
-        {"decode": make_batch(problem, Rows(rows.decodes))} if "decode" in variants else {}
-    )
     cases = []
     for variant in variants:
-        batch, chosen = batches.get(variant, batches["mixed"]), _options_of(variant, problem)
+        chosen = _options_of(variant, problem)
+        batch = make_batch(problem, Rows(rows.decodes) if variant == "decode" else rows, chosen.window)
         cases.append((variant, batch, chosen, _attention_call(attend, chosen)))
     programs = _compile([(call, batch.arguments()) for _, batch, _, call in cases])
     answers = [list(exact_attention(batch, chosen)) for _, batch, chosen, _ in cases]  # while compilers work
@@ -238,20 +239,26 @@ def check_matmul(
     plain XLA's in full precision, with codes in the inputs' order."""
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
     in_order = make_weight(replace(problem, shuffled=False)) if problem.shuffled else w
-    parts = [(lambda x, w: multiply(x, w), (x[:count], w)) for count in rows]
+
+    def product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array) -> jax.Array:
+        return multiply(x, w, count=count)
+
+    parts = [(product, (jnp.asarray(x[:count]), w, np.int32(count))) for count in rows]
     (plain, everything), *programs = _compile([(_plain_product, (x, in_order)), *parts])
     exact = np.asarray(plain.result()(*everything))
     return [
-        _judge_matmul(f"{count} rows", problem, exact, count, partial(program.result(), *arguments), repeats)
-        for count, (program, arguments) in zip(rows, programs, strict=True)
+        _judge_matmul(
+            f"{count} rows", problem, exact, np.arange(count), *program, np.int32(count - count // 8), repeats
+        )
+        for count, program in zip(rows, programs, strict=True)
     ]
 
 
 def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, repeats: int = REPEATS) -> list[Finding]:
     """Checks `multiply`, a `quant_matmul_parts`, whose parts are added here."""
 
-    def whole(x: jax.Array, w: QuantArray) -> jax.Array:
-        return multiply(x, w).astype(jnp.float32).sum(0)
+    def whole(x: jax.Array, w: QuantArray, count: jax.Array) -> jax.Array:
+        return multiply(x, w, count=count).astype(jnp.float32).sum(0)
 
     found = check_matmul(whole, problem, rows=PARTS_ROWS, repeats=repeats)
     return [replace(finding, what=f"parts of {finding.what}") for finding in found]
@@ -264,28 +271,49 @@ def _plain_product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
 
 
 def check_grouped(
-    multiply: Callable[..., jax.Array], problem: MatmulProblem, *, repeats: int = REPEATS
+    multiply: Callable[..., jax.Array],
+    problem: MatmulProblem,
+    *,
+    rows: Sequence[int] = GROUPED_ROWS,
+    repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Checks `multiply`, a `grouped_quant_matmul`, with experts that have many tokens, one and none."""
-    w, sizes = make_weight(problem, len(GROUPS)), jnp.asarray(GROUPS, jnp.int32)
-    x = activations(problem, 200)
-    (plain, arguments), (program, _) = _compile(
-        [(quantized.grouped_quant_matmul, (x, w, sizes)), (multiply, (x, w, sizes))]
-    )
-    exact = np.asarray(plain.result()(*arguments))
-    return [_judge_matmul("experts", problem, exact, len(x), partial(program.result(), *arguments), repeats)]
+    """Checks `multiply`, a `grouped_quant_matmul`, with each of these numbers of rows, of experts that have many, one
+    and none."""
+    w, x = make_weight(problem, len(SHARES)), activations(problem, max(rows))
+    sizes = [np.ceil(np.multiply(SHARES, count)).astype(np.int32) for count in rows]
+    largest = max(sizes, key=np.sum)
+    begins, taken = np.cumsum([0, *largest]), []  # of each expert's rows the first ones are taken
+    for own, count in zip(sizes, rows, strict=True):
+        many = [*own, count - own.sum()]
+        taken.append(np.concatenate([begin + np.arange(n) for begin, n in zip(begins, many, strict=True)]))
+    calls = [(multiply, (jnp.asarray(x[at]), w, own)) for at, own in zip(taken, sizes, strict=True)]
+    (plain, everything), *programs = _compile([(quantized.grouped_quant_matmul, (x, w, largest)), *calls])
+    exact = np.asarray(plain.result()(*everything))
+    return [
+        _judge_matmul(f"experts of {len(at)} rows", problem, exact, at, *program, own, repeats)
+        for at, program, own in zip(taken, programs, sizes, strict=True)
+    ]
 
 
 def _judge_matmul(
-    what: str, problem: MatmulProblem, exact: np.ndarray, rows: int, call: Callable[[], jax.Array], repeats: int
+    what: str,
+    problem: MatmulProblem,
+    exact: np.ndarray,
+    at: np.ndarray,
+    program: Future,
+    arguments: tuple[Any, ...],
+    fewer: np.ndarray | np.int32,
+    repeats: int,
 ) -> Finding:
-    allowed = tolerance(problem.x_dtype, MATMUL_TOLERANCE)
-    found, different = _run(call, ((rows, exact.shape[1]), np.float32), repeats, rows)
-    found = found.astype(np.float32)
+    """Compares a program's results with the rows `at` of `exact`. fewer: the program's last argument that says which
+    leading rows matter; all others and one in the middle become NaN, which must not change the rest."""
+    allowed, call, (x, w, _) = tolerance(problem.x_dtype, MATMUL_TOLERANCE), program.result(), arguments
+    rows, typical, exact = len(at), np.sqrt(np.mean(np.square(exact), 0)), exact[at]  # typical: of each column
+    result, different = _run(partial(call, *arguments), (exact.shape, np.float32), repeats, rows)
+    found = result.astype(np.float32)
     if not np.isfinite(found).all():
         return Finding(what, float("inf"), allowed, "not finite")
-    typical = np.sqrt(np.mean(np.square(exact), 0))  # of each column
-    squares, expected = np.square(found - exact[:rows]), np.square(exact[:rows]).sum(1)
+    squares, expected = np.square(found - exact), np.square(exact).sum(1)
     with np.errstate(over="ignore"):  # a row that should be zero
         of_row = np.sqrt(squares.sum(1) / np.maximum(expected, 1e-30))
     of_column = np.sqrt(squares.mean(0)) / np.maximum(typical, 1e-30) / (1 + 3 / np.sqrt(rows))
@@ -294,6 +322,14 @@ def _judge_matmul(
     )
     if different:
         return Finding(what, float("inf"), allowed, f"{different} of {repeats} equal calls gave another result")
+    used = int(fewer.sum())
+    spoilt, kept = np.array(x), np.flatnonzero(np.arange(used) != used // 2)
+    spoilt[used // 2] = spoilt[used:] = np.nan
+    again = np.asarray(call(spoilt, w, fewer)) if rows > 1 else result
+    changed = [row for row in kept if again[row].tobytes() != result[row].tobytes()]
+    if changed or (fewer.ndim and again[used:].any()):
+        said = f"NaN in other rows changes row {changed[0]}" if changed else "a row of no expert is not zero"
+        return Finding(what, float("inf"), allowed, said)
     return Finding(what, where[0], allowed, where[1])
 
 

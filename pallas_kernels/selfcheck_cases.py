@@ -80,10 +80,10 @@ class Batch(NamedTuple):
         return jnp.asarray(self.q), pages, *arrays, jnp.int32(len(self.rows.decodes))
 
 
-def make_batch(problem: AttentionProblem, rows: Rows, seed: int = 0) -> Batch:
+def make_batch(problem: AttentionProblem, rows: Rows, window: int | None = None, seed: int = 0) -> Batch:
     """A batch of normally distributed queries, keys and values. Memory that no row owns is NaN: other layers, the
-    layer's own first page, and the rest of each row's last page. Entries of the table beyond a row's pages are stale:
-    they name arbitrary pages of the layer."""
+    layer's own first page, the rest of each row's last page, and pages before the window of all its new tokens. Entries
+    of the table beyond a row's pages are stale: they name arbitrary pages of the layer."""
     rng, size = np.random.default_rng(seed), problem.page_size
     needed = [-(-length // size) for _, length in rows.lengths]
     count = sum(needed) + 1
@@ -93,17 +93,18 @@ def make_batch(problem: AttentionProblem, rows: Rows, seed: int = 0) -> Batch:
     tables = rng.integers(0, count, (len(needed) + rows.empty, max(needed))).astype(np.int32)
     owned = 1 + rng.permutation(count - 1).astype(np.int32)
     keys, values, start = [], [], 0
-    for row, ((_, length), used) in enumerate(zip(rows.lengths, needed, strict=True)):
+    for row, ((new, length), used) in enumerate(zip(rows.lengths, needed, strict=True)):
         mine = owned[start : start + used]
         tables[row, :used], start = mine, start + used
         kv = rng.standard_normal((used * size, 2, problem.kv_heads, problem.head_dim), np.float32)
         kv[[0, length - 1], 1] *= LOUD
         codes, own = quantize(kv, problem.kv_dtype) if problem.has_scale else (kv.astype(problem.kv_dtype), None)
-        pages[LAYER + mine] = _paged(codes, size, length, pages.dtype)
+        behind = 0 if window is None else max(length - new - window + 1, 0) // size * size
+        pages[LAYER + mine] = _paged(codes, size, behind, length)
         exact = codes[:length].astype(np.float64)
         if scale is not None:
             assert own is not None
-            scale[LAYER + mine] = _paged(own, size, length, scale.dtype)
+            scale[LAYER + mine] = _paged(own, size, behind, length)
             exact *= own[:length, ..., None]
         keys.append(exact[:, 0])
         values.append(exact[:, 1])
@@ -112,10 +113,10 @@ def make_batch(problem: AttentionProblem, rows: Rows, seed: int = 0) -> Batch:
     return Batch(rows, q.astype(problem.q_dtype), pages, scale, tables, keys, values)
 
 
-def _paged(kv: np.ndarray, size: int, length: int, dtype: np.dtype) -> np.ndarray:
-    """[tokens, 2, kv_heads, ...] -> [pages, 2, kv_heads, size, ...], NaN (77 in int8) from `length` on."""
+def _paged(kv: np.ndarray, size: int, begin: int, end: int) -> np.ndarray:
+    """[tokens, 2, kv_heads, ...] -> [pages, 2, kv_heads, size, ...], NaN (77 in int8) before `begin` and from `end`."""
     kv = kv.copy()
-    kv[length:] = 77 if dtype == np.int8 else np.nan
+    kv[:begin] = kv[end:] = 77 if kv.dtype == np.int8 else np.nan
     return np.moveaxis(kv.reshape(-1, size, *kv.shape[1:]), 1, 3)
 
 
@@ -244,8 +245,9 @@ def _fewer_rows(problem: MatmulProblem, experts: int) -> int:
 def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockArray:
     """A weight of the problem's form, with fewer outputs if it would have more than CODES codes.
 
-    Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Scales are
-    float32. 4-bit floats have the problem's type of scales, with a gain where files have one.
+    Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Floats of 16
+    and 32 bits are normally distributed. Scales are float32. 4-bit floats have the problem's type of scales, with a
+    gain where files have one.
     """
     if problem.kind:
         return make_blocks(problem, experts)
@@ -257,7 +259,7 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     name = problem.codes_dtype.name
     if name == "float4_e2m1fn":
         codes = rng.integers(0, 16, base, np.uint8).view(problem.codes_dtype)
-    elif name.startswith("float8"):
+    elif jnp.issubdtype(problem.codes_dtype, jnp.floating):
         codes = rng.standard_normal(base, np.float32) * 50
     else:
         codes = rng.integers(*((-8, 8) if name == "int4" else (-127, 128)), base, np.int8)
@@ -278,7 +280,6 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     return fragments.shuffle(w) if problem.shuffled else w
 
 
-def activations(problem: MatmulProblem, rows: int) -> Any:
-    """Normally distributed x [rows, inputs]."""
-    x = np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32)
-    return jnp.asarray(x.astype(problem.x_dtype))
+def activations(problem: MatmulProblem, rows: int) -> np.ndarray:
+    """Normally distributed x [rows, inputs], on the host."""
+    return np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32).astype(problem.x_dtype)

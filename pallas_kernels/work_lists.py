@@ -8,9 +8,10 @@ An item of attention is some query tokens of one row against some blocks of its 
   FIRST, LAST             the row's blocks FIRST to LAST - 1 are the item's; equal numbers: nothing to do
   FULL_FIRST, FULL_LAST   the blocks FULL_FIRST to FULL_LAST - 1 of these: all query tokens see all their keys
 
-Items of prompts have a ninth column:
+Items of prompts have two columns more:
 
   SLOT                    place of the result if other items have the same query tokens; otherwise -1
+  OLDEST                  the first position that any query token of the row sees
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 MIN_BLOCKS = 4  # minimum of blocks in a part of a row
 
-ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST, SLOT = range(9)
+ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST, SLOT, OLDEST = range(10)
 BEGIN, PARTS = FULL_FIRST, FULL_LAST  # columns of decode items, whose blocks are all masked
 
 
@@ -124,7 +125,7 @@ def prompt_items(
     kv_len: jax.Array,
     num_decodes: jax.Array,
 ) -> tuple[jax.Array, Tiles]:
-    """The items [count, 9] of tiles of up to `tile` query tokens, for rows from num_decodes on. The last tiles of rows
+    """The items [count, 10] of tiles of up to `tile` query tokens, for rows from num_decodes on. The last tiles of rows
     come first, as they have most work.
 
     tile, tokens: multiples of 8, tile <= tokens; `tokens` is the batch's capacity. Tiles begin at multiples of eight
@@ -163,15 +164,17 @@ def prompt_items(
     begin, end = (row_first[row] + at * blocks[row] // parts[row] for at in (part, part + 1))
     last = jnp.where(index >= 0, jnp.minimum(newest // block + 1, end), 0)
     if window:
-        first = jnp.maximum(jnp.maximum(oldest - window + 1, 0) // block, begin)
+        seen = jnp.maximum(oldest - window + 1, 0)
+        first = jnp.maximum(seen // block, begin)
         full_first = jnp.maximum(newest - window + block, 0) // block
     else:
-        first = full_first = begin
+        seen, first = jnp.zeros_like(begin), begin
+        full_first = first
     first = jnp.minimum(first, last)
     full_first = jnp.clip(full_first, first, last)
     full_last = jnp.clip((oldest + 1) // block, full_first, last)
     slot = jnp.where((parts[row] > 1) & (index >= 0), slots[row] + local, -1)
-    columns = [row, token, token + past, length, first, full_first, full_last, last, slot]
+    columns = [row, token, token + past, length, first, full_first, full_last, last, slot, seen]
     return jnp.stack(columns, axis=1).astype(jnp.int32), Tiles(origin, ends, parts, slots)
 
 

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.adapters.peft import read_peft
@@ -37,8 +39,9 @@ class Adapter:
         return sum(array.nbytes for some in self.matrices.values() for array in some)
 
 
-def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int) -> Adapter:
-    """Reads a folder in PEFT's layout, or a GGUF file. `targets` are those of the runner (`ModelRunner.targets`).
+def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int, dtype: Any = jnp.float32) -> Adapter:
+    """Reads a folder in PEFT's layout, or a GGUF file. `targets` are those of the runner (`ModelRunner.targets`);
+    `dtype` is that of matrices on the devices.
 
     Raises CheckpointError for files that are damaged or do not fit the model, and ConfigError for adapters of a kind
     that is not supported, or of a higher rank than `max_rank`.
@@ -56,12 +59,15 @@ def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int) 
         raise ConfigError(
             f"{path}: the adapter has rank {rank}, and at most {max_rank} is served: raise --max-lora-rank"
         )
-    _check(path, given, targets)
+    _check(path, given, targets, dtype)
     matrices = {target.path: made for target in targets.targets if (made := target.joined(given)) is not None}
     return Adapter(name, _digest(given), rank, matrices)
 
 
-def _check(path: Path, given: Mapping[str, LowRank], targets: AdapterTargets) -> None:
+def _check(path: Path, given: Mapping[str, LowRank], targets: AdapterTargets, dtype: Any) -> None:
+    """Infinite numbers in one adapter would make the results of others NaN, where products multiply by 0 the matrices
+    of the adapters that a token has not."""
+    most = float(jnp.finfo(dtype).max)
     for name, (a, b) in given.items():
         out, inputs = targets.shapes[name]
         if (a.shape[1:], b.shape) != ((inputs,), (out, len(a))):
@@ -69,8 +75,15 @@ def _check(path: Path, given: Mapping[str, LowRank], targets: AdapterTargets) ->
                 f"{path}: A {list(a.shape)} and B {list(b.shape)} do not fit {name} [{out}, {inputs}] of the model, "
                 f"which needs [rank, {inputs}] and [{out}, rank]"
             )
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise CheckpointError(f"{path}: the matrices for {name} have numbers that are not finite")
+        for matrix in (a, b):
+            largest = np.abs(matrix).max(initial=0.0)
+            if not np.isfinite(largest):
+                raise CheckpointError(f"{path}: the matrices for {name} have numbers that are not finite")
+            if largest > most:
+                raise CheckpointError(
+                    f"{path}: the matrices for {name} have numbers up to {largest:.3g}, and {np.dtype(dtype).name} "
+                    f"ends at {most:.3g}: serve the model with --dtype bfloat16 or float32"
+                )
 
 
 def _digest(given: Mapping[str, LowRank]) -> bytes:

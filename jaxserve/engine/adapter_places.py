@@ -45,10 +45,10 @@ class Adapters:
             raise ConfigError("adapters are served for models that generate, not for embeddings or scores")
 
         assert runner.stacks is not None
-        targets = runner.stacks.adapters
+        targets, dtype = runner.stacks.adapters, runner.stacks.sizes.dtype
 
         def load(path: Path, name: str) -> Adapter:
-            return load_adapter(path, name, targets, config.max_lora_rank)
+            return load_adapter(path, name, targets, config.max_lora_rank, dtype)
 
         adapters = cls(Registry(load, config.host_adapters), AdapterPool(config.max_loras), runner)
         for module in config.lora_modules:

@@ -48,7 +48,7 @@ class Aside:
     @classmethod
     def of(cls, x: jax.Array) -> Aside:
         of_devices = {_key(shard.index): shard for shard in x.addressable_shards}
-        return cls(x.shape, place_of(x), {key: np.array(shard.data) for key, shard in of_devices.items()})
+        return cls(x.shape, place_of(x), {key: _copied(shard.data) for key, shard in of_devices.items()})
 
     def back(self) -> jax.Array:
         """The array on the devices again."""
@@ -200,6 +200,13 @@ class HeldWeights(commands.Commanded):
             assert head is not None
             params["draft"] = head[1]
         return runner.bundled(params)
+
+
+def _copied(x: jax.Array) -> np.ndarray:
+    """The numbers of an array on one device. JAX copies those of an accelerator to the host, and holds this copy until
+    the array is deleted, so that another copy would need the memory twice. Of a CPU's array it gives a view."""
+    found = np.asarray(x)
+    return found if found.flags.owndata else found.copy()
 
 
 def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:

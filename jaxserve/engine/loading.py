@@ -124,6 +124,8 @@ def load_models(
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
+    if draft is not None:
+        runner.beside, draft.runner.beside = [draft.runner], [runner]
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return LoadedModels(plan, params, runner, draft, prepared)
 

@@ -35,6 +35,7 @@ class UpkeepCalls(commands.Commanded):
     cache: KVCache
     stacks: AdapterStacks | None
     executables: dict[ProgramName, Compiled]
+    beside: Sequence[UpkeepCalls] = ()  # runners of other models on the same devices
     _on_cpu: bool
     _arrays: list[jax.Array]
     _first_stack: int  # place of the pool's first array in `_arrays`
@@ -44,14 +45,18 @@ class UpkeepCalls(commands.Commanded):
 
     @contextmanager
     def room_to_compile(self, names: Sequence[ProgramName]) -> Iterator[None]:
-        """On accelerators frees the cache while any of these programs is compiled, and creates it again, empty. XLA:GPU
-        tries a product in several ways on the device, and fails without memory for its operands and results."""
-        frees = not self._on_cpu and "cache" in vars(self) and any(name not in self.executables for name in names)
-        if frees:
-            self.free_cache()
-        yield
-        if frees:
-            self.create_cache()
+        """On accelerators frees the caches on these devices while any of these programs is compiled, and creates them
+        again, empty. XLA:GPU tries a product in several ways on the device, and fails without memory for its operands
+        and results."""
+        frees = not self._on_cpu and any(name not in self.executables for name in names)
+        freed = [one for one in (self, *self.beside) if frees and "cache" in vars(one)]
+        for one in freed:
+            one.free_cache()
+        try:
+            yield
+        finally:
+            for one in freed:
+                one.create_cache()
 
     def free_cache(self) -> None:
         vars(self).pop("cache", None)

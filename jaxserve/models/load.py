@@ -42,6 +42,7 @@ from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
     FORMS,
     SCHEMES,
+    STACKS,
     Rounding,
     abstract_like,
     arranged,
@@ -58,6 +59,7 @@ from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
 from jaxserve.pallas_kernels.device_ops import choose_ops, matmul_of, mixture_of
+from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, quant_matmul
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, LatentProblem, MatmulProblem
 from jaxserve.pallas_kernels.types import (
@@ -209,7 +211,7 @@ def with_matmul(decoder: D, mesh: Mesh, backend: str) -> D:
 
 def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str) -> str:
     """The backend to use for weights of these forms: `backend`, or another if its kernels are wrong on this machine.
-    Raises ConfigError when a backend that was asked for by name cannot multiply one."""
+    Experts' weights may be floats. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
 
     def local(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
@@ -224,6 +226,9 @@ def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend:
     asked = [(len(w.shape), MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))) for w in weights]
     problems = dict.fromkeys(problem for rank, problem in asked if rank == 2)
     grouped = dict.fromkeys(problem for rank, problem in asked if rank == 3)
+    for path, w in flatten_dict(params, sep="/").items():
+        if path.endswith(STACKS) and isinstance(w, jax.Array) and w.dtype == decoder.dtype:
+            grouped[MatmulProblem.of(x, jax.eval_shape(as_codes, local(w)))] = None
     try:
         return checked_matmul(device, problems, backend, grouped)
     except BackendError as error:

@@ -128,9 +128,13 @@ def _scales(tile, arrays, work, block):
 def _pieces(tile, arrays, work, block):
     """Returns tuples (page, tokens in it, place in the block) of a block's pieces."""
     piece = min(tile.page_size, tile.block)
-    # Pages beyond the row's end do not belong to the row; its last piece replaces them.
+    # Pages beyond the row's end or before its window belong to others. Their values may be infinite, and 0 times these
+    # would be NaN. The row's last or first piece replaces them.
     places = [block * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work.length - 1, jnp.int32(piece)) * piece) for place in places]
+    if tile.window:
+        oldest = jnp.maximum(work.length - tile.window, 0)
+        places = [jnp.maximum(place, lax.div(oldest, jnp.int32(piece)) * piece) for place in places]
     base = arrays.first_page[0]
     pages = [base + arrays.table[work.row, lax.div(place, jnp.int32(tile.page_size))] for place in places]
     return [

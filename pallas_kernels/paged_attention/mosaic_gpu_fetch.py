@@ -27,10 +27,13 @@ def code_width(tile: PromptTile) -> int:
 def pieces_of(tile, work, table, step):
     """Returns tuples (page, tokens in it, place in the block) of a block's pieces."""
     piece = min(tile.page_size, tile.block)
-    # Pages beyond the row's end do not belong to the row; its last piece replaces them.
+    # Pages beyond the row's end or before its window belong to others. Their values may be infinite, and 0 times these
+    # would be NaN. The row's last or first piece replaces them.
     places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
-    table, first_page = table
+    table, first_page, oldest = table
+    if tile.window:
+        places = [jnp.maximum(place, lax.div(oldest, jnp.int32(piece)) * piece) for place in places]
     pages = [first_page[0] + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
     return [
         (page, Span(lax.rem(place, jnp.int32(tile.page_size)), piece, multiple=piece), Span(i * piece, piece))

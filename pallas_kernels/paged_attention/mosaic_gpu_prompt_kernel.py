@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.hopper_rules import Span
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_fetch import code_width, fetch, fetch_codes
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_prompt_tile import LANES, WARPGROUPS, PromptTile
 from jaxserve.pallas_kernels.types import KVPages
-from jaxserve.pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, POSITION, SLOT, TOKEN
+from jaxserve.pallas_kernels.work_lists import FIRST, FULL_FIRST, FULL_LAST, LAST, LENGTH, OLDEST, POSITION, SLOT, TOKEN
 
 LOG2E = math.log2(math.e)
 # Score of a masked key, a power of two, so that its product with any factor is exact. Compilers fuse this product with
@@ -129,7 +129,8 @@ def _kernel(tile: PromptTile, has_slots: bool, items, table, first_page, q, data
                 window = (tokens, head, share * tile.heads + i)
                 hopper_rules.fetch(q, window, scratch["q_smem"], place, scratch["q_full"], interpret=tile.interpret)
             bring = fetch_codes if tile.codes else fetch
-            bring(tile, work, head, q.shape[1], (table, first_page), data, *scale, **scratch)
+            pages = table, first_page, items[item, OLDEST] if tile.window else None
+            bring(tile, work, head, q.shape[1], pages, data, *scale, **scratch)
 
         @pl.when(group < WARPGROUPS)
         def _():

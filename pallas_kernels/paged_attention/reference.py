@@ -124,7 +124,8 @@ def paged_attention(
 
     Args:
       q: [tokens, kv_heads, group, head_dim], rows back to back.
-      pages: the layer's cache. Its head_dim may be larger than q's; the additional dimensions are ignored.
+      pages: the layer's cache. Its head_dim may be larger than q's; the additional dimensions are ignored. What no row
+        owns may be anything, also NaN: places beyond a row's end, pages before its window, and those of no row.
       block_tables: int32 [rows, max_pages], the pages of each row in order.
       q_start: int32 [rows + 1], where each row's tokens begin; a row between equal neighbours is empty.
       kv_len: int32 [rows], cached tokens of each row, its new ones included. The last of them is its last query token.

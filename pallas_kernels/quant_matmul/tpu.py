@@ -219,7 +219,8 @@ def _kernel_input(x: jax.Array) -> jax.Array:
 def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
     """Scale, and zero, bias and gain if present: [experts or 1, output tiles or 1, groups, outs or row blocks].
 
-    With `plan.outs_first`: [experts or 1, 1, outs, groups].
+    With `plan.outs_first`: [experts or 1, 1, outs, groups], except the gain [experts or 1, 1, 1, outs], which XLA would
+    pad to 128 lanes for each output.
     """
 
     def arrange(array: jax.Array) -> jax.Array:
@@ -233,13 +234,14 @@ def _side_inputs(w: QuantArray, plan: Plan) -> list[jax.Array]:
         array = jnp.pad(array, ((0, 0), (0, -array.shape[1] % per_tile), (0, 0)))
         return jnp.swapaxes(array.reshape(array.shape[0], -1, per_tile, array.shape[2]), 2, 3)
 
-    return [arrange(array) for array in (w.scale, w.zero, w.bias, w.gain) if array is not None]
+    gain = [] if w.gain is None else [jnp.swapaxes(w.gain.reshape(-1, *w.gain.shape[-2:]), 1, 2)[:, None]]
+    return [arrange(array) for array in (w.scale, w.zero, w.bias) if array is not None] + gain
 
 
 def _side_spec(array: jax.Array, plan: Plan, index) -> pl.BlockSpec:
     """The block of one array of `_side_inputs`. `index` maps the grid to an expert and an output tile."""
     _, tiles, groups, width = array.shape
-    if plan.outs_first:
+    if plan.outs_first and groups > 1:  # not the gain
         shape, place = (None, None, plan.outs, width), lambda expert, j: (expert, 0, j, 0)
     elif plan.rows == 1:
         shape, place = (None, None, groups, plan.outs), lambda expert, j: (expert, 0, 0, j)
@@ -269,7 +271,7 @@ def _begin(plan: Plan, side, scales, total) -> None:
     arrays = [_expand(plan, ref[...].astype(jnp.float32)) for ref in side[:count]]
     scale = arrays[0]
     if plan.has_gain:
-        scale *= _expand(plan, side[count][...])
+        scale *= side[count][...]
     for tile in range(scales.shape[0]):
         first = tile * plan.tile_groups
         count = min(plan.tile_groups, plan.groups - first)

@@ -134,6 +134,26 @@ def test_tensors_that_are_refused(targets, tmp_path, replace, says):
         load_adapter(folder, "a", targets("llama3_gqa"), RANK)
 
 
+@pytest.mark.parametrize("side", ["lora_A", "lora_B"])
+@pytest.mark.parametrize(("value", "refused"), [(np.inf, ("float32", "float16", "bfloat16")), (7e4, ("float16",))])
+def test_numbers_that_are_infinite_on_the_devices(targets, tmp_path, side, value, refused):
+    """Also in GGUF files. 70,000 is infinite in float16."""
+    found = targets("llama3_gqa")
+    folder, path = shutil.copytree(GOLDENS / "llama_all", tmp_path / "a"), tmp_path / "a.gguf"
+    key = KEY.replace("lora_A", side)
+    change(folder, lora_alpha=RANK, alpha_pattern={})  # a scaling of 1
+    rewrite(folder, lambda t: t | {key: np.full_like(t[key], value)})
+    as_gguf(folder, path, "llama", {"attn_q": 8, "attn_k": 2})
+    for dtype in ("float32", "float16", "bfloat16"):
+        for given in (folder, path):
+            if dtype in refused:
+                says = "not finite" if value == np.inf else "up to 7e[+]04, and float16 ends at 6.55e[+]04: serve"
+                with pytest.raises(CheckpointError, match=f"layers.0.self_attn.q_proj.weight have numbers .*{says}"):
+                    load_adapter(given, "a", found, RANK, dtype)
+            else:
+                load_adapter(given, "a", found, RANK, dtype)
+
+
 def test_rank(targets):
     with pytest.raises(ConfigError, match="rank 8, and at most 4 is served: raise --max-lora-rank"):
         load_adapter(GOLDENS / "llama_all", "a", targets("llama3_gqa"), 4)

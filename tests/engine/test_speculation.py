@@ -5,6 +5,7 @@ import pytest
 from engines import make_engine, request, run_all
 
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.execution.runner import ModelRunner
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.speculation import speculator
@@ -297,6 +298,28 @@ def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch
     counters = quick.counters
     assert counters.spec_proposed > 100
     assert counters.spec_accepted >= least * counters.spec_proposed
+
+
+def test_both_caches_leave_their_memory_to_the_compiler(model_folders, monkeypatch):
+    """Also when it fails. XLA:GPU tries products while it compiles them."""
+    folder = model_folders("llama3_gqa")
+    speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
+    engine = make_engine(folder, rows=4, tokens=32, max_model_len=96, speculative_config=speculation)
+    runners, seen = (engine.runner, engine._draft), []
+
+    def fail(self, name):
+        seen.extend("cache" in vars(one) for one in runners)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(ModelRunner, "_compile", fail)
+    for one in runners:
+        monkeypatch.setattr(one, "_on_cpu", False)
+        with pytest.raises(RuntimeError, match="no memory"):
+            one.compile(one.names(engine.shapes)[-1:])
+        assert ["cache" in vars(one) for one in runners] == [True, True]
+    assert seen == [False] * 4
+    with engine.runner.room_to_compile([]):
+        assert ["cache" in vars(one) for one in runners] == [True, True]
 
 
 def test_a_draft_model_after_a_long_rest(model_folders):

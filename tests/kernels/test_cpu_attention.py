@@ -136,6 +136,7 @@ def test_the_write_is_that_of_plain_xla(dtype, kv_dtype, head_dim, page_dim):
     scale = jnp.ones(data.shape[:-1]) if kv_dtype in CODES else None
     kv = np.float32(10) ** rng.uniform(-6, 3, (2, 500, 3, head_dim)) * rng.choice([-1, 1], (2, 500, 3, head_dim))
     kv[0, 1, 1] = 0  # a scale of 1
+    kv[0, 2, 1] = 1e-34  # the same
     kv[1, 2] = 1e-3 * (1 + np.arange(head_dim) / 2)  # ties
     k, v = jnp.asarray(kv[0], dtype), jnp.asarray(kv[1], dtype)
     slots = jnp.asarray([*(8 + rng.permutation(40)), *[-1] * 460], jnp.int32)

@@ -118,14 +118,15 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
     # Entries beyond a row's pages are stale: they point at pages of others, at poisoned ones, or nowhere.
     tables = rng.integers(0, num_pages, (config.rows, config.max_pages)).astype(np.int32)
     keys, values = [], []
-    for i, (_, length) in enumerate(rows):
+    for i, (new, length) in enumerate(rows):
         kv = rng.standard_normal((length, 2, config.kv_heads, config.head_dim))
         own = np.abs(kv).max(-1) / 127 if config.kv_dtype else np.ones(kv.shape[:-1])
         codes = (kv / own[..., None]).astype(kv_dtype)
         kv = codes.astype(np.float64) * own.astype(np.float32)[..., None]
         mine = [owned.pop() for _ in range(needed[i])]
         tables[i, : len(mine)] = mine
-        for position in range(length):
+        behind = 0 if config.window is None else max(length - new - config.window + 1, 0) // config.page_size
+        for position in range(behind * config.page_size, length):  # a page behind the window may be another row's
             page, offset = mine[position // config.page_size], position % config.page_size
             pages[page, :, :, offset] = codes[position]
             if scale is not None:

@@ -249,6 +249,19 @@ def now_and_then(period):
     return lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+def test_nan_from_before_the_window_is_seen():
+    """The page may be another row's by now. Masked keys have a probability of 0, and 0 times NaN is NaN."""
+
+    def attend(q, pages, tables, *args, first_page, **options):
+        first = pages.data[first_page + tables[:, 0], 1].astype(jnp.float32)  # of each row's values
+        out = reference.paged_attention(q, pages, tables, *args, first_page=first_page, **options)
+        return out + (0 * first[0].sum()).astype(out.dtype)
+
+    right, wrong = findings(check_attention, attend, LLAMA, rows=FEW, repeats=0)
+    assert [f.what for f in right] == ["mixed rows", "decode rows"]
+    assert [(f.what, f.error) for f in wrong] == [("window rows", float("inf"))]
+
+
 def test_races_are_seen():
     def attend(*args, **options):
         return flicker(reference.paged_attention(*args, **options))

@@ -2,18 +2,34 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from test_selfcheck import findings, is_right, now_and_then
 
+from jaxserve.devices.mesh import make_mesh
+from jaxserve.models import load
+from jaxserve.models.load import read_model
+from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels import checked_ops as operations
+from jaxserve.pallas_kernels import device_ops
 from jaxserve.pallas_kernels.checked_ops import checked_matmul
+from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.registry import BackendError, Device, MatmulProblem
-from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, REPEATS, check_grouped, check_matmul, tolerance
+from jaxserve.pallas_kernels.selfcheck import (
+    GROUPED_ROWS,
+    MATMUL_ROWS,
+    REPEATS,
+    check_grouped,
+    check_matmul,
+    tolerance,
+)
 from jaxserve.pallas_kernels.selfcheck_cases import make_weight
 
 F32, BF16, F16 = (np.dtype(name) for name in (np.float32, ml_dtypes.bfloat16, np.float16))
@@ -29,6 +45,9 @@ MATMULS = {
     "MXFP4": MatmulProblem(BF16, FP4, 320, 288, (1, 32), scale_dtype=np.dtype(ml_dtypes.float8_e8m0fnu)),
     "NVFP4": MatmulProblem(BF16, FP4, 320, 256, (1, 16), scale_dtype=FP8),
     "blocks": MatmulProblem(BF16, np.dtype(np.uint8), 320, 512, (1, 256), kind="Q4_K"),
+    "bf16": MatmulProblem(BF16, BF16, 320, 256, (320, 256)),
+    "f16": MatmulProblem(F16, F16, 96, 256, (96, 256)),
+    "f32": MatmulProblem(F32, F32, 96, 256, (96, 256)),
 }
 WIDE = MatmulProblem(BF16, INT4, 72, 8192, (1, 32), has_zero=True)
 
@@ -95,9 +114,59 @@ def test_errors_of_one_plan_and_races_are_seen():
         assert [f.what for f in wrong] == [f"{count} rows"]
     flicker = now_and_then(REPEATS)
     _, wrong = findings(
-        check_matmul, lambda x, w: flicker(quantized.quant_matmul(x, w)), MATMULS["int8 channel"], rows=(17,)
+        check_matmul, lambda x, w, **_: flicker(quantized.quant_matmul(x, w)), MATMULS["int8 channel"], rows=(17,)
     )
     assert "equal calls" in wrong[0].where
+
+
+def nothing_of(x, **axes):
+    """0 in float32, or NaN if there is NaN in x."""
+    return 0 * x.astype(jnp.float32).sum(**axes)
+
+
+def test_rows_of_nan_and_counts_are_seen():
+    """Rows of padding may hold anything. A kernel that lets them reach other rows is right as long as they are numbers,
+    and one that ends early is right as long as all rows matter."""
+
+    def leaking(x, w, **_):
+        return quantized.quant_matmul(x, w) + nothing_of(x)
+
+    def ending_early(x, w, count):
+        return jnp.where(
+            jnp.arange(len(x))[:, None] < jnp.where(count < len(x), count - 1, count), quantized.quant_matmul(x, w), 0
+        )
+
+    for wrong in (leaking, ending_early):
+        right, seen = findings(check_matmul, wrong, MATMULS["int8 channel"], repeats=0)
+        assert [f.what for f in right] == ["1 rows"]
+        assert {f.where.split(" row ")[0] for f in seen} == {"NaN in other rows changes"}
+
+
+def test_errors_of_one_plan_of_experts_are_seen():
+    def only(rows):
+        return lambda x, w, sizes: quantized.grouped_quant_matmul(x, w, sizes) * (1.02 if len(x) == rows else 1.0)
+
+    for count in GROUPED_ROWS:
+        for name in ("int4 g128", "bf16"):
+            _, wrong = findings(check_grouped, only(count), MATMULS[name], repeats=0)
+            assert [f.what for f in wrong] == [f"experts of {count} rows"]
+
+
+def test_experts_that_spread_nan_are_seen():
+    def to_all(x, w, sizes):
+        return quantized.grouped_quant_matmul(x, w, sizes) + nothing_of(x)
+
+    def to_rows_of_none(x, w, sizes):
+        mine = jnp.arange(len(x))[:, None] < sizes.sum()
+        return quantized.grouped_quant_matmul(x, w, sizes) + jnp.where(mine, 0, nothing_of(x, axis=1, keepdims=True))
+
+    for wrong, says in (
+        (to_all, "NaN in other rows changes row 0"),
+        (to_rows_of_none, "a row of no expert is not zero"),
+    ):
+        right, seen = findings(check_grouped, wrong, MATMULS["bf16"], repeats=0)
+        assert not right
+        assert {f.where for f in seen} == {says}
 
 
 def test_wrong_experts_are_seen():
@@ -147,6 +216,39 @@ def test_products_in_parts_are_tried(monkeypatch, caplog):
     Parts.lost = True
     assert checked_matmul(device, [MATMULS["int4 g128"]], "auto") == "xla"
     assert "is wrong on this device: parts of 1 rows: off by" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize(("platform", "kind"), [("gpu", "NVIDIA H200"), ("tpu", "TPU v6e")])
+def test_wrong_experts_in_floats_are_not_used(monkeypatch, dtype, platform, kind):
+    """Their kernel is the one of quantized experts."""
+
+    def wrong(x, w, group_sizes):
+        return quantized.grouped_quant_matmul(x, w, group_sizes).at[0].set(0.0)
+
+    device = Device(platform, kind, (9, 0) if platform == "gpu" else None)
+    problem = MatmulProblem.of(jnp.zeros((1, 256), dtype), as_codes(jnp.zeros((6, 96, 256), dtype)))
+    kernels = SimpleNamespace(why_not=lambda *_: None, grouped_quant_matmul=wrong)
+    monkeypatch.setattr(device_ops, "load", lambda operation, backend: kernels)
+    has_kernel = (platform, dtype) != ("tpu", F16)
+    assert checked_matmul(device, [], "auto", [problem]) == ("xla" if has_kernel else "auto")
+    assert checked_matmul(device, [], "xla", [problem]) == "xla"
+    kernels.grouped_quant_matmul = quantized.grouped_quant_matmul
+    assert checked_matmul(device, [], "auto", [problem]) == "auto"
+
+
+def test_experts_in_floats_are_tried(model_folders, monkeypatch):
+    """The stacks of a model without quantized weights, one of each shape and dtype."""
+    tried = []
+    monkeypatch.setattr(load, "checked_matmul", lambda device, problems, backend, grouped: tried.extend(grouped))
+    model, mesh = read_model(model_folders("qwen3_moe_plain")), make_mesh()
+    for dtype in (F32, BF16):
+        decoder = load.make_decoder(model, mesh, dtype)
+        abstract = abstract_params(decoder, mesh)
+        params = {path: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for path, x in abstract.items()}
+        load.trusted_matmul(decoder, unflatten_dict(params, sep="/"), mesh, "auto")
+    assert {(p.x_dtype, p.codes_dtype) for p in tried} == {(F32, F32), (BF16, BF16)}
+    assert len(tried) == 4
 
 
 def test_a_wrong_grouped_product_is_not_used(monkeypatch):

@@ -317,6 +317,20 @@ def test_compiles_without_a_copy_of_the_weights(devices, name, out, inputs, toke
     assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes(case) / 8
 
 
+@pytest.mark.parametrize("experts", [None, 8])
+@pytest.mark.parametrize("target", ["v5p-1", pytest.param("tpu7x-1", marks=pytest.mark.slow)])
+def test_compiles_without_padding_to_lanes(target, experts):
+    """A column of gains would take 128 lanes for each output, in these chips' main memory."""
+    case = replace(FORMATS["NVFP4"], out=2048, inputs=4096, tokens=16, experts=experts)
+    x, mesh = jax.ShapeDtypeStruct((16, case.inputs), jnp.bfloat16), Mesh(np.array(devices_of(target)[:1]), "x")
+    arguments, multiply = [(x, P()), (case.shapes(), P())], tpu.quant_matmul
+    if experts:
+        arguments.append((jax.ShapeDtypeStruct((experts,), jnp.int32), P()))
+        multiply = tpu.grouped_quant_matmul
+    compiled = compile_on(mesh, multiply, *arguments)
+    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes(case) / 8
+
+
 @pytest.mark.parametrize("tokens", [16, 1024])
 @pytest.mark.parametrize("split", ["outputs", "inputs"])
 def test_compiles_sharded(devices, split, tokens):

@@ -89,7 +89,7 @@ def test_prompt_items_hold_each_token_and_block_once_and_unmasked_blocks_are_see
     assert (items[:, work_lists.TOKEN] % 8 == 0).all()
     assert (items[:, work_lists.TOKEN] <= 400 - 32).all()
     used = items[: int(tiles.before[-1])]
-    slots = [slot for *_, slot in used.tolist() if slot >= 0]
+    slots = [slot for slot in used[:, work_lists.SLOT].tolist() if slot >= 0]
     assert sorted(slots) == list(range(len(slots)))
     assert len(slots) <= most * len(q_len)
     assert (items[len(used) :, FIRST] == items[len(used) :, LAST]).all()
@@ -104,7 +104,8 @@ def test_prompt_items_hold_each_token_and_block_once_and_unmasked_blocks_are_see
         low = max(0, position - window + 1) if window else 0
         blocks = []
         for part in range(count):
-            mine, start, oldest, length, begin, full_begin, full_end, end, its_slot = items[first - part].tolist()
+            mine, start, oldest, length, begin, full_begin, full_end, end, its_slot, seen = items[first - part].tolist()
+            assert (max(0, kv_len[row] - q_len[row] - window + 1) if window else 0) <= seen <= low
             assert (mine, length, its_slot) == (row, kv_len[row], of_slot + part if count > 1 else -1)
             assert start <= at < start + 32
             assert oldest + at - start == position
