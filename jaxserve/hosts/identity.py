@@ -40,8 +40,8 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
 
     found = {"version of jaxserve": __version__, "version of Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {f"version of {name}": version for name in PACKAGES if (version := _version(name)) is not None}
-    tables = folder.glob("*.json") if (folder := tuning.user_folder()) is not None else ()
-    found |= {f"table of block sizes {path.name} (from jaxserve tune)": _digest(path) for path in sorted(tables)}
+    tables = sorted(folder.glob("*.json")) if (folder := tuning.user_folder()) is not None else []
+    found |= {f"table of block sizes {path.name} (from jaxserve tune)": _digest(path) for path in tables}
     settings = asdict(config)
     draft = config.speculative_config
     if draft is not None:
