@@ -1,4 +1,5 @@
-"""What must be the same on all hosts of a replica, as texts by name: versions, settings and checkpoints.
+"""What must be the same on all hosts of a replica, as texts by name: versions, settings, tables of block sizes, and
+checkpoints. Hosts that differ in one of these would compile different programs, and wait for each other without end.
 
 Of a checkpoint this covers the bytes of config.json, and of each file with weights its name, its size, its first MiB
 (where safetensors and GGUF keep the table of tensors) and SAMPLES blocks spread evenly over it, to its end. Two
@@ -16,7 +17,13 @@ from pathlib import Path
 
 from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import EngineConfig
+from jaxserve.pallas_kernels import tuning
 
+# Programs depend on them. Those that no kernel of a host's devices needs may be missing, on all hosts.
+PACKAGES = (
+    "jax", "jaxlib", "jax-triton", "triton", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
+    "jax-cuda13-pjrt", "libtpu",
+)  # fmt: skip
 HEAD_BYTES, SAMPLES, SAMPLE_BYTES = 2**20, 16, 2**16
 CONFIGS = ("config.json", "params.json")
 WEIGHTS = (".safetensors", ".gguf")
@@ -31,9 +38,10 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     """For a host with these settings. Reads the checkpoint's files, or downloads them. Raises CheckpointError."""
     from jaxserve import __version__  # here, because the package imports `LLM`, which imports this module
 
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     found = {"version of jaxserve": __version__, "version of Python": ".".join(platform.python_version_tuple()[:2])}
-    found |= {f"version of {name}": version for name, version in packages.items()}
+    found |= {f"version of {name}": version for name in PACKAGES if (version := _version(name)) is not None}
+    tables = sorted(folder.glob("*.json")) if (folder := tuning.user_folder()) is not None else []
+    found |= {f"table of block sizes {path.name} (from jaxserve tune)": _digest(path) for path in tables}
     settings = asdict(config)
     draft = config.speculative_config
     if draft is not None:
@@ -60,6 +68,14 @@ def checkpoint_files(model: str, revision: str | None, what: str, *, weights: bo
     paths = [folder] if folder.is_file() else [path for path in sorted(folder.iterdir()) if path.is_file()]
     wanted = [path for path in paths if path.name in CONFIGS or (weights and path.suffix in WEIGHTS)]
     return {f"{what} ({_name(path)})": _digest(path) for path in wanted}
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _name(path: Path) -> str:

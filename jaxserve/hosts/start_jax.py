@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 
 import jax
@@ -27,6 +28,7 @@ def start_jax(config: EngineConfig) -> EngineConfig:
     # The notice of a preemption would replace our handlers of signals. Our own watch over the hosts is faster than
     # JAX's, and names the host.
     jax.config.update("jax_enable_preemption_service", False)
+    leave_out_source_files()
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -48,6 +50,14 @@ def start_jax(config: EngineConfig) -> EngineConfig:
         # A host that finds the program in its cache sends none, and the cache of another host may lack it.
         jax.config.update("jax_enable_compilation_cache", False)
     return with_all_devices(config, total)
+
+
+def leave_out_source_files() -> None:
+    """Has kernels be compiled without the paths and lines of their source, which JAX and Triton store in them. Hosts
+    with these files in different folders would have different programs, and GPUs that compile one wait for the hosts
+    that have the same."""
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 
 
 def check_place(config: EngineConfig, index: int, count: int) -> None:

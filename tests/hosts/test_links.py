@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import importlib.metadata
+import os
+import re
 import socket
 import threading
 import time
@@ -11,6 +15,8 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.hosts import channel, messages, start_jax
@@ -23,6 +29,7 @@ from jaxserve.hosts.start_jax import check_place, with_all_devices
 from jaxserve.hosts.token_digests import EVERY, TokenDigests
 
 GOOD = b"a secret of sixteen or more bytes"
+NO_LINES = "TRITON_DISABLE_LINE_INFO"
 
 
 def sockets() -> tuple[socket.socket, socket.socket]:
@@ -197,6 +204,27 @@ def test_identity(model_folders, tmp_path):
     assert "checkpoint (GGUF) is" in difference(before, identity_of(EngineConfig(model=str(path))))
 
 
+def test_hosts_with_other_kernels(model_folders, tmp_path, monkeypatch):
+    """They would compile other programs, and GPUs wait a day for hosts that compile the same."""
+    config = EngineConfig(model=str(model_folders("tp_gqa")))
+    monkeypatch.setenv("JAXSERVE_TUNING", str(tmp_path))
+    version = importlib.metadata.version
+
+    def found(**changed: str) -> dict[str, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", lambda name: changed.get(name) or version(name))
+            return identity_of(config)
+
+    mine = found(triton="9.9")
+    assert difference(mine, found(triton="9.8")) == "its version of triton is 9.8, and that of the first host is 9.9"
+    without = {name: value for name, value in mine.items() if name != "version of triton"}
+    assert difference(mine, without) == "its version of triton is none, and that of the first host is 9.9"
+    (tmp_path / "nvidia-h200.json").write_text("{}")
+    assert difference(found(triton="9.9"), mine).startswith("its table of block sizes nvidia-h200.json")
+    monkeypatch.setenv("JAXSERVE_TUNING", "")
+    assert difference(found(triton="9.9"), mine) is None
+
+
 # Where hosts come from
 
 LWS = {"LWS_LEADER_ADDRESS": "lead-0.svc", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
@@ -291,15 +319,39 @@ def test_hosts_of_gpus_compile_at_each_start(platform, cached, monkeypatch):
         monkeypatch.setattr(jax, name, lambda value=value: value)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: None)
     monkeypatch.setattr(start_jax, "write_compile_cache_here", lambda: None)
-    changed = "jax_enable_compilation_cache", "jax_enable_preemption_service"
+    changed = "jax_enable_compilation_cache", "jax_enable_preemption_service", "jax_traceback_in_locations_limit"
     before = {name: jax.config.values[name] for name in changed}
+    monkeypatch.setenv(NO_LINES, "0")
     try:
         jax.config.update("jax_enable_compilation_cache", True)
         start_jax.start_jax(EngineConfig(model="m", coordinator="h:1", num_hosts=2, host_id=1))
         assert jax.config.values["jax_enable_compilation_cache"] is cached
+        assert source_files(platform) == set(), "hosts with other folders would have other programs"
+        assert os.environ[NO_LINES] == "1"
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+    assert bool(source_files(platform)) is (platform != "cpu"), "what is left out would be found"
+
+
+def source_files(platform: str) -> set[bytes]:
+    """The files that a program with a kernel for this platform names."""
+
+    def add_one(x, y):
+        y[...] = x[...] + 1
+
+    jax.clear_caches()  # what was traced before knows its source
+    x = jax.ShapeDtypeStruct((8, 128), np.float32)
+    kernels = {
+        "cpu": lambda x: x + 1,
+        "gpu": lambda x: plgpu.kernel(add_one, x, grid=(1,), grid_names=("i",))(x),
+        "tpu": lambda x: pl.pallas_call(add_one, out_shape=x)(x),
+    }
+    name = {"gpu": "cuda"}.get(platform, platform)
+    lowered = jax.jit(kernels[platform]).trace(x).lower(lowering_platforms=(name,))
+    text = lowered.as_text().replace("\\22", '"').encode()
+    bodies = [base64.b64decode(body) for body in re.findall(rb'"body": *"([^"]*)"', text)]
+    return {name for part in (text, *bodies) for name in re.findall(rb"[\w/.]+\.py\b", part)}
 
 
 def test_addresses_and_secrets(tmp_path):
