@@ -98,7 +98,7 @@ def serve(
     allow_files(own)
     try:
         listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
-    except (OSError, OverflowError, UnicodeError) as error:  # such as a port above 65,535, or a name like a..b
+    except (OSError, OverflowError) as error:  # OverflowError: of a port above 65,535
         where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
         why = getattr(error, "strerror", None) or error
         say(f"jaxserve: cannot listen on {where}: {why}")

@@ -99,11 +99,10 @@ def test_no_tokenizer_beside_an_engine_that_does_not_start(start_server, tmp_pat
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65536), ("127.0.0.1", -1), ("a..b", 0)])
-def test_addresses_that_are_none(start_server, host, port):
-    server = start_server(ready=False, host=host, port=port)
+def test_a_port_that_is_none(start_server):
+    server = start_server(ready=False, port=65536)
     assert server.process.wait(30) == 1
-    assert server.log.read_text().splitlines()[-1].startswith(f"jaxserve: cannot listen on {host}:{port}: ")
+    assert server.log.read_text().splitlines()[-1].startswith("jaxserve: cannot listen on 127.0.0.1:65536: ")
 
 
 def test_port_in_use(start_server, slow):
