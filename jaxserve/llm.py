@@ -32,11 +32,17 @@ from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SamplingParams, SequenceUpdate
 
+_SETTINGS = {  # names of settings in vLLM, and here
+    "gpu_memory_utilization": "memory_utilization", "block_size": "page_size", "cpu_offload_gb": "cpu_offload_gib",
+    "enable_prefix_caching": "prefix_caching", "num_gpu_blocks_override": "kv_pages",
+}  # fmt: skip
+
 
 class LLM:
     """A model to generate with, in this process.
 
     Keyword arguments are EngineConfig's: `max_model_len`, `tensor_parallel_size`, `kv_pages`, `seed` and so on.
+    vLLM's names for the same settings are accepted.
     Raises ConfigError or CheckpointError when the model cannot be loaded with these settings.
 
     With several hosts, each runs the same script. On all but the first, the constructor does not return: it follows the
@@ -44,7 +50,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **config: Any):
-        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **config)))
+        settings = {_SETTINGS.get(name, name): value for name, value in config.items()}
+        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **settings)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,
             source=self.engine.tokenizer_folder,

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from jaxserve import limits
 
+_SMALLEST = 2.0**-126  # normal float32; devices take numbers below it for zero
 NO_PENALTY_ROW = 0  # shared row of token counts on the device, for all sequences without penalties; never read
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -224,7 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_p == 0.0
+        return self.temperature == 0.0 or self.top_p < _SMALLEST
 
     @property
     def has_mask(self) -> bool:

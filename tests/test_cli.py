@@ -14,7 +14,8 @@ import pytest
 from engines import make_engine
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.commands.cli import main
+from jaxserve.commands.cli import main, make_parser
+from jaxserve.commands.config_file import ServeParser
 from jaxserve.config import EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.step_shape import StepShape
@@ -96,7 +97,7 @@ def test_help_states_units_and_defaults(call, command):
     assert "--max-model-len TOKENS longest prompt and output together, in tokens; None: the model's own limit" in text
     assert re.search(r"--max-num-seqs N most sequences in one step \(default: 256\)", text)
     assert re.search(r"--memory-utilization FRACTION, --gpu-memory-utilization FRACTION of device memory.*0\.9\)", text)
-    assert re.search(r"--kv-pages PAGES .*in pages", text)
+    assert re.search(r"--kv-pages PAGES.*in pages", text)
     assert "--tensor-parallel-size DEVICES, -tp DEVICES" in text
 
 
@@ -104,6 +105,28 @@ def test_every_setting_of_the_engine_has_a_flag(call):
     flags = set(re.findall(r"--(?:no-)?([a-z-]+)", call("serve", "--help")[1]))
     fields = {name.replace("_", "-") for name in EngineConfig.__dataclass_fields__} - {"model"}
     assert fields <= flags
+
+
+def test_help_of_flags_that_turn_something_off(call):
+    """Their default is that of what they turn off."""
+    text = " ".join(call("serve", "--help")[1].split())
+    assert "--no-ui serve no page at / --" in text
+    assert re.search(r"--enable-lora serve LoRA adapters, .* \(default: False\)", text)
+
+
+def test_names_of_vllm():
+    """`Where vLLM has a flag for the same thing, accept its name as an alias`, also in a file."""
+    parser = make_parser()
+    usual = ["--enable-prefix-caching", "--enable-chunked-prefill", "--async-scheduling", "--enable-auto-tool-choice"]
+    assert vars(parser.parse_args(["serve", "demo", *usual])) == vars(parser.parse_args(["serve", "demo"]))
+    others = ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "50", "--disable-uvicorn-access-log"]
+    args = parser.parse_args(["serve", "demo", *others])
+    assert (args.prefix_caching, args.kv_pages, args.access_log) == (False, 50, False)
+    reader = ServeParser(args.serve_parser)
+    values = {"enable-prefix-caching": False, "enable-auto-tool-choice": True}
+    given = args.serve_parser.parse_args(["demo", *reader.arguments(values, Path("file"))])
+    assert given.prefix_caching is False
+    assert reader.chosen(given) == {"no-prefix-caching": True}
 
 
 def test_help_loads_nothing_heavy():

@@ -12,6 +12,7 @@ import tiny_models
 
 from jaxserve import LLM, SamplingParams, jax_pools
 from jaxserve.checkpoints.safetensors import read_folder
+from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.text.tokenizer import load_tokenizer
@@ -367,6 +368,15 @@ def test_models_that_cannot_be_loaded(tmp_path, model_folders):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"gpu_memory_utilization": 2.0}, "memory_utilization must be in"), ({"block_size": 17}, "page_size must be 8")],
+)
+def test_settings_by_the_names_of_vllm(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", **setting)
 
 
 def test_dummy_weights_need_only_a_config(tmp_path):

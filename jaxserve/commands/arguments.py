@@ -16,12 +16,26 @@ from jaxserve.hosts.environment import found_hosts
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not those of flags such as --no-ui, for which it would be that of the opposite."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.const is False else super()._get_help_string(action)
+
+
+class _Usual(argparse.Action):
+    """A flag for what is so without it."""
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
 def add_command(commands: Any, name: str, run: Callable, summary: str) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     command.add_argument("-v", "--verbose", action="store_true", help="log in detail")
     command.set_defaults(run=run)
@@ -92,7 +106,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="fcfs ignores requests' priorities; priority serves lower values first, and preempts others")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",
          help="of device memory, for weights, KV cache and temporaries together")  # fmt: skip
-    flag("--kv-pages", field="kv_pages", type=int, metavar="PAGES",
+    flag("--kv-pages", "--num-gpu-blocks-override", field="kv_pages", type=int, metavar="PAGES",
          help="size of the KV cache in pages; None: as many as the memory allows, on CPU at most half of what is "
          "free")  # fmt: skip
     flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS",
@@ -219,8 +233,11 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="most tokens that a sequence decodes ahead of such a step, 1 to 16")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
                        help="wait for each step's tokens before scheduling the next step")  # fmt: skip
-    group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false",
+    group.add_argument("--no-prefix-caching", "--no-enable-prefix-caching", dest="prefix_caching", action="store_false",
                        help="do not reuse the KV pages of equal prompt prefixes")  # fmt: skip
+    group.add_argument("--async-scheduling", "--enable-prefix-caching", "--enable-chunked-prefill",
+                       "--enable-auto-tool-choice", action=_Usual, nargs=0, dest=argparse.SUPPRESS,
+                       default=argparse.SUPPRESS, help="flags of vLLM for what is so without them")  # fmt: skip
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

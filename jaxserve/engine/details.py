@@ -32,8 +32,9 @@ def complete(
         update.complete = tokens[-1] not in seq.stop_ids
         if not update.complete and tokens[-1] not in eos_token_ids:
             update.stop_token = tokens[-1]
-    if seq.matcher is not None and update.finish_reason == "error":
-        update.error = f"the grammar failed: {seq.matcher.error}"
+    if (grammar := seq.params.grammar) is not None and seq.matcher is not None and update.finish_reason == "error":
+        allowed = " (allowed_token_ids may exclude all tokens that it allows)" if seq.params.allowed_token_ids else ""
+        update.error, update.error_param = f"the grammar failed{allowed}: {seq.matcher.error}", grammar.field
     if (count := seq.params.logprobs) is not None and tokens:
         accepted = len(tokens) - 1 if checks[row] else 0  # the last one was drawn behind them
         assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"

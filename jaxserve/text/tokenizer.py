@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxserve import limits
 from jaxserve.text.byte_alphabet import byte_level_alphabet
 from jaxserve.types import InvalidRequestError, SamplingParams
 
@@ -43,11 +44,11 @@ _SPIECE_SPACE = "\u2581"  # sentencepiece's character for a space
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters that generation_config.json recommends; None for those that it does not set."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: limits.Temperature | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.Fraction | None = None
+    min_p: limits.Fraction | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -62,8 +63,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             eos = data.get("eos_token_id")
-            if data.get("do_sample") is False:
-                data = {**data, "temperature": 0.0}
+            data |= {"temperature": 0.0} if data.get("do_sample") is False else {}
             known = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}
             known["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
             return msgspec.convert(known, cls)

@@ -50,6 +50,9 @@ def read_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()  # tokenizer.json may hold the lengths to which a trainer cut or padded its texts
+        backend.no_padding()
     tokenizer.init_kwargs["add_eos_token"] = _settings(path).get("add_eos_token")  # transformers 5 drops it
     return tokenizer
 

@@ -285,7 +285,7 @@ class EngineClient:
                         if update.error_param is None:
                             self._put(stream, update)
                         else:
-                            stream.running.pop(update.request_id, None)
+                            stream.close(update.request_id, update.index)
                             stream.fail(InvalidRequestError(update.error or "", update.error_param))
                 if stats is not None:
                     self.stats = stats

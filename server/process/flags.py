@@ -102,7 +102,7 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--max-header-bytes", type=int, default=64 * 2**10, metavar="BYTES", help="longest request head")
     flag("--client-timeout", type=float, default=60.0, metavar="SECONDS",
          help="time for a client to send a request's head, then its body, and to read some of the answer")  # fmt: skip
-    flag("--no-access-log", dest="access_log", action="store_false",
+    flag("--no-access-log", "--disable-uvicorn-access-log", dest="access_log", action="store_false",
          help="do not print a line of JSON for each request")  # fmt: skip
     flag("--record", metavar="FILE",
          help="append every answered request to this file, with the tokens of prompt and answer, for `jaxserve "

@@ -220,6 +220,7 @@ class Front(uvicorn.Server):
         source = model if self._settings.tokenizer is None else local_folder(self._settings.tokenizer)
         if model is not None and source is not None:
             early = asyncio.ensure_future(state.off_loop(lambda: self._tokenizer(model, source)))
+            early.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised below, if at all
         info = await self._engine.load(state)
         state.metrics.on_ready(info)
         folders = Path(info.model_folder), Path(info.tokenizer_folder)

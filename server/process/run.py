@@ -98,9 +98,10 @@ def serve(
     allow_files(own)
     try:
         listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # OverflowError: of a port above 65,535
         where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
-        say(f"jaxserve: cannot listen on {where}: {error.strerror or error}")
+        why = getattr(error, "strerror", None) or error
+        say(f"jaxserve: cannot listen on {where}: {why}")
         return 1
     if not is_bundle(config.model):
         cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX

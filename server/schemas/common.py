@@ -145,7 +145,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         for name, harmless in NOT_SERVED.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
-                raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
+                instead = "; structured_outputs does the same" if name.startswith("guided_") else ""
+                raise InvalidRequestError(
+                    f"{name} is not supported by this server{instead}", name, "unsupported_parameter"
+                )
         if self.best_of not in (None, 1, self.n):
             raise InvalidRequestError(
                 f"best_of is only supported when it equals n ({self.n or 1}), got {self.best_of}; "

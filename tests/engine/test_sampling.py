@@ -433,10 +433,11 @@ def test_a_vanishing_temperature_is_greedy(temperature):
     assert np.asarray(draw(logits, params, position=np.arange(4)).tokens).tolist() == [20] * 4
 
 
-def test_a_top_p_of_zero_is_greedy():
+@pytest.mark.parametrize("top_p", [0.0, 1e-300, 1e-45, 1e-38, 1e-37])
+def test_a_vanishing_top_p_is_greedy(top_p):
     logits = np.tile(np.linspace(-1.0, 1.0, VOCAB), (8, 1))
     logits[:, [3, 20]] = 1.5, 1.5000001
-    params = [SamplingParams(temperature=10.0, top_p=0.0, seed=seed) for seed in range(8)]
+    params = [SamplingParams(temperature=10.0, top_p=top_p, seed=seed) for seed in range(8)]
     assert np.asarray(draw(logits, params, position=np.arange(8)).tokens).tolist() == [20] * 8
 
 

@@ -8,6 +8,7 @@ import json
 import threading
 import tracemalloc
 
+import msgspec
 import pytest
 from starlette.requests import Request
 
@@ -16,6 +17,8 @@ from jaxserve.server.http.body import read_bytes
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.middleware import BodyLimit
+from jaxserve.server.schemas.common import CompletionRequest
+from jaxserve.types import InvalidRequestError
 
 USER = b'"messages":[{"role":"user","content":"hi"}]'
 
@@ -59,6 +62,13 @@ def test_bombs_are_refused_before_they_are_built(bomb):
     tracemalloc.stop()
     assert f"more than {MAX_CONTAINERS} objects and lists" in error.message
     assert peak < 3 * len(data)  # its pieces, and the whole
+
+
+def test_older_names_of_structured_outputs_are_refused_with_the_newer():
+    body = msgspec.json.decode(b'{"prompt": "x", "guided_json": {}}', type=CompletionRequest)
+    with pytest.raises(InvalidRequestError, match="structured_outputs") as refused:
+        body.check()
+    assert refused.value.param == "guided_json"
 
 
 @pytest.mark.parametrize("name", ["tools", "response_format", "structured_outputs", "input_schema", "metadata"])

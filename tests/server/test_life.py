@@ -90,6 +90,21 @@ def test_no_tokenizer(start_server, tmp_path):
     assert "no usable tokenizer" in server.log.read_text()
 
 
+def test_no_tokenizer_beside_an_engine_that_does_not_start(start_server, tmp_path):
+    """The log holds the engine's error, and no traceback of the other one."""
+    server = start_server("BrokenConfigEngine", ready=False, config={"model": str(tmp_path)})
+    assert server.process.wait(30) == 1
+    log = server.log.read_text()
+    assert "max_model_len of 5 is too small" in log
+    assert "Traceback" not in log
+
+
+def test_a_port_that_is_none(start_server):
+    server = start_server(ready=False, port=65536)
+    assert server.process.wait(30) == 1
+    assert server.log.read_text().splitlines()[-1].startswith("jaxserve: cannot listen on 127.0.0.1:65536: ")
+
+
 def test_port_in_use(start_server, slow):
     server = start_server(ready=False, port=slow.port)
     assert server.process.wait(20) == 1

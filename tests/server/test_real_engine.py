@@ -264,6 +264,15 @@ def test_a_schema_that_cannot_be_met_is_a_bad_request(client, stream):
     complete(client, max_tokens=2)
 
 
+def test_a_grammar_without_an_allowed_token_is_a_bad_request(demo_server, client):
+    """The other completions of the request end with the one that fails first."""
+    extra = {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [50]}
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids") as refused:
+        complete(client, n=3, extra_body=extra)
+    assert refused.value.param == "structured_outputs"
+    wait_until(lambda: demo_server.metric("num_requests_running") == 0)
+
+
 def test_beam_search(client):
     options = {"extra_body": {"use_beam_search": True, "ignore_eos": True}, "max_tokens": 12, "logprobs": 0}
     found = complete(client, n=3, **options).choices

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import tokenizers_for_tests as kinds
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from jaxserve.text import tokenizer as module
@@ -105,9 +106,23 @@ def test_load(tmp_path):
 def test_load_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(ValueError, match=r"generation_config\.json"):
-        GenerationDefaults.load(tmp_path)
+    for wrong in ('{"temperature": "hot"}', '{"temperature": -1}', '{"top_p": 1.5}', '{"min_p": NaN}'):
+        (tmp_path / "generation_config.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"generation_config\.json"):
+            GenerationDefaults.load(tmp_path)
+
+
+def test_lengths_of_a_trainer_do_not_count(tmp_path):
+    """tokenizer.json keeps the truncation and padding with which a model was trained."""
+    text = "the dog jumps over the lazy dog"
+    kinds.save_byte_level(tmp_path)
+    whole = load_tokenizer(tmp_path).encode(text)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(text) == whole
+    assert len(whole) > 3
 
 
 @pytest.mark.parametrize("kind", [kinds.byte_level, kinds.sentencepiece_like, kinds.unigram, kinds.word_pieces])
