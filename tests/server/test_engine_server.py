@@ -276,8 +276,8 @@ def test_many_prompt_logprobs_come_in_pieces(path, config, monkeypatch):
     assert sizes == [50, 50, 50, 50]
 
 
-def test_running_requests_go_on_while_many_new_ones_arrive(tmp_path, monkeypatch):
-    """All messages that had arrived were taken before the next step, so that 10,000 requests held it up for a second."""
+def test_running_requests_go_on_while_many_new_ones_arrive(tmp_path, monkeypatch, config):
+    """All messages that had arrived were taken before the next step: 10,000 requests held it up for a second."""
     monkeypatch.setattr(engine_server, "TAKE_SECONDS", 0.02)
     order = []
 
@@ -293,7 +293,7 @@ def test_running_requests_go_on_while_many_new_ones_arrive(tmp_path, monkeypatch
 
     async def run():
         path = str(tmp_path / "engine")
-        with engine_at(path, Slow(EngineConfig("x"))):
+        with engine_at(path, Slow(config)):
             client = await connected(path)
             streams = [client.generate([request(f"r{i}", max_tokens=2)]) for i in range(40)]
             await asyncio.gather(*(drained(stream) for stream in streams))
