@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -240,7 +240,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt with its parameters, as it is submitted to the engine.
 
     Attributes:
-      prompt_token_ids: in a server's engine, an array of the type "i".
+      prompt_token_ids: in a server's engine it is an array of the type "i", see `ipc.messages.Submit`.
       priority: lower values are served first; ties go by arrival.
       cache_salt: requests share pages of the prefix cache only if their salts are equal.
       streams: a client reads the tokens as they are generated.
@@ -252,7 +252,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
@@ -334,7 +334,7 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
         mine = [i for i, request_id in enumerate(self.request_ids) if request_id.startswith(prefix)]
         ids, indices, tokens = self.request_ids, self.indices, self.tokens
         if len(mine) < len(ids):
-            ids, indices, tokens = ([column[i] for i in mine] for column in (ids, indices, tokens))
+            ids, indices, tokens = [ids[i] for i in mine], [indices[i] for i in mine], [tokens[i] for i in mine]
         updates = [update for update in self.updates if update.request_id.startswith(prefix)]
         for update in updates:
             update.request_id = update.request_id.removeprefix(prefix)
