@@ -6,6 +6,7 @@ sequences.
 
   python benchmarks/host.py                  256, 512, 1024 and 2048 running sequences
   python benchmarks/host.py --running 256 --json host.json
+  python benchmarks/host.py --running --prompts 32768 131072    what long prompts cost instead
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -28,6 +30,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution import steps
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.scheduling.block_manager import HASH_BYTES, BlockManager, hash_pages, root_hash
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.server.ipc.messages import LENGTH_BYTES, Submit, decode_front_message, to_frame
 from jaxserve.types import Request, SamplingParams
 
 MODEL = {
@@ -109,13 +114,47 @@ def measure(running: int) -> dict[str, list[float]]:
     return parts
 
 
+def measure_prompt(tokens: int, page_size: int = 16) -> dict[str, float]:
+    """Milliseconds of processor time, the least of several, that a prompt of this length costs the engine."""
+    prompt = np.random.default_rng(0).integers(8, 1000, tokens).astype(np.int32)
+    hashes = hash_pages(prompt, None, page_size)
+    keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+    request = Request(request_id="r", prompt_token_ids=prompt.tolist(), params=SamplingParams(), page_hashes=hashes)
+    frame, windows = to_frame(Submit.of([request])), {"": (None,), " with windows": (None, 128)}
+    results = {"message": _least(lambda: decode_front_message(frame[LENGTH_BYTES:]).requests("0/"))}
+    (arrived,) = decode_front_message(frame[LENGTH_BYTES:]).requests("0/")
+    results["sequence"] = _least(lambda: Sequence(arrived, 0, 0, 1, frozenset(), 1))
+    for name, sizes in windows.items():
+        count = len(sizes)
+        blocks = BlockManager(count * len(keys) + 1, page_size, windows=sizes)
+        pages = blocks.allocate(count * len(keys))
+        for i, key in enumerate(keys):
+            blocks.register(pages[i * count : (i + 1) * count], key)
+        results["lookup" + name] = _least(lambda blocks=blocks: blocks.match(root_hash(None), keys))
+        blocks.reset_prefix_cache()
+        blocks.register_lazily(pages, root_hash(None), prompt)
+        results["hashing a tail" + name] = _least(lambda blocks=blocks: blocks.match(root_hash(None), keys), 1)
+    return results
+
+
+def _least(call: Callable[[], object], times: int = 7) -> float:
+    best = np.inf
+    for _ in range(times):
+        start = time.thread_time()
+        call()
+        best = min(best, time.thread_time() - start)
+    return 1e3 * best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--running", type=int, nargs="*", default=[256, 512, 1024, 2048], help="sequences that decode")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="lengths of prompts")
     parser.add_argument("--json", type=Path, help="write the figures, in microseconds, to this file")
     args = parser.parse_args()
     results = {}
-    print(f"{'running':>8} {'part':>10} {'p50 us':>8} {'p99 us':>8}")
+    if args.running:
+        print(f"{'running':>8} {'part':>10} {'p50 us':>8} {'p99 us':>8}")
     for running in args.running:
         parts = measure(running)
         results[running] = {
@@ -124,6 +163,9 @@ def main() -> None:
         }
         for name, figures in results[running].items():
             print(f"{running:8} {name:>10} {figures['p50_us']:8.0f} {figures['p99_us']:8.0f}", flush=True)
+    for tokens in args.prompts:
+        for name, milliseconds in measure_prompt(tokens).items():
+            print(f"{tokens:8} tokens: {name} {milliseconds:.2f} ms", flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

@@ -241,6 +241,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt with its parameters, as it is submitted to the engine.
 
     Attributes:
+      prompt_token_ids: in a server's engine it is an array of the type "i", see `ipc.messages.Submit`.
       priority: lower values are served first; ties go by arrival.
       cache_salt: requests share pages of the prefix cache only if their salts are equal.
       streams: a client reads the tokens as they are generated.
@@ -332,15 +333,13 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     def of(self, prefix: str) -> StepOutput:
         """The part for requests whose ids begin with `prefix`, which is removed from the ids."""
         mine = [i for i, request_id in enumerate(self.request_ids) if request_id.startswith(prefix)]
+        ids, indices, tokens = self.request_ids, self.indices, self.tokens
+        if len(mine) < len(ids):
+            ids, indices, tokens = [ids[i] for i in mine], [indices[i] for i in mine], [tokens[i] for i in mine]
         updates = [update for update in self.updates if update.request_id.startswith(prefix)]
         for update in updates:
             update.request_id = update.request_id.removeprefix(prefix)
-        return StepOutput(
-            [self.request_ids[i].removeprefix(prefix) for i in mine],
-            [self.indices[i] for i in mine],
-            [self.tokens[i] for i in mine],
-            updates,
-        )
+        return StepOutput([request_id.removeprefix(prefix) for request_id in ids], indices, tokens, updates)
 
     def extend(self, other: StepOutput) -> None:
         self.request_ids += other.request_ids

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxserve.config import EngineConfig
 from jaxserve.engine.constraints import Constraints
 from jaxserve.limits import MAX_STOP_TOKENS
@@ -71,7 +73,7 @@ class Admission:
         if self._pools and not (request.pools and request.params.max_tokens == 0 and request.params.n == 1):
             raise InvalidRequestError("this model is served for embeddings or scores; it does not generate", "model")
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", "prompt")
         if len(prompt) >= self._max_model_len + self._pools:  # a prompt that is pooled needs no room for an answer
@@ -81,7 +83,8 @@ class Admission:
                 "prompt",
                 "context_length_exceeded",
             )
-        if (low := min(prompt)) < 0 or (high := max(prompt)) >= self._vocab_size:
+        tokens = np.asarray(prompt)
+        if (low := int(tokens.min())) < 0 or (high := int(tokens.max())) >= self._vocab_size:
             wrong = low if low < 0 else high
             raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self._vocab_size})", "prompt")
 

@@ -112,8 +112,11 @@ class Constraints:
             draws = np.stack([slot, number, position, proposed], axis=1).astype(np.int32)
             masks = self._masks([rows.seqs[i] for i in row.tolist()], draws, running)
             deferred.sampled = runner.sample_deferred(draws, masks)
+            wants_scores = any(rows.seqs[i].params.logprobs is not None for i in set(row.tolist()))
             for _, one in deferred.sampled:
                 one.tokens.copy_to_host_async()
+                if wants_scores and one.scores is not None:
+                    one.scores.copy_to_host_async()
 
     def _masks(self, seqs: list[Sequence], draws: np.ndarray, running: RunningTable) -> np.ndarray:
         """Which tokens each draw of `seqs` may give, int32 [draws, words], a bit per token. A proposal that completes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import jax
 import numpy as np
 
 from jaxserve.engine.pooled import result_of
@@ -17,7 +16,7 @@ from jaxserve.types import SequenceUpdate
 
 def complete(
     detail: DetailedUpdate,
-    scores: jax.Array | None,
+    scores: np.ndarray | None,
     eos_token_ids: Collection[int],
     pooler: Pooler | None,
     counters: EngineStats,
@@ -38,7 +37,7 @@ def complete(
     if (count := seq.params.logprobs) is not None and tokens:
         accepted = len(tokens) - 1 if checks[row] else 0  # the last one was drawn behind them
         assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
-        update.logprobs = read_rows(np.asarray(scores)[: len(tokens), row], tokens, count, accepted)
+        update.logprobs = read_rows(scores[: len(tokens), row], tokens, count, accepted)
     if is_first and seq.index == 0:
         counters.prompt_tokens += seq.prompt_len
         update.num_cached_tokens = seq.num_cached or 0

@@ -51,6 +51,7 @@ from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
+from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
@@ -312,10 +313,8 @@ class Engine:
             )
             sampled = batch.of_rows(sampled)
             copies, updates = [], updates[:, :0]  # all copies and updates go with the first batch
-            sampled.tokens.copy_to_host_async()
-            if sampled.expert_load is not None:
-                sampled.expert_load.copy_to_host_async()
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
+            sent.send_for_results(scores=running.lineup.sampler is Sampler.FULL)
             if hidden is not None and self.pooler is not None:
                 hidden.copy_to_host_async()
                 sent.pooled = PooledRows(batch.rows, hidden)
@@ -357,11 +356,11 @@ class Engine:
                 self.speculator.learn(batch.rows, sampled, self.counters)
             part, details = self.scheduler.commit(batch.rows, sampled)
             output.extend(part)
-            scores = batch.sampled.scores
+            scores = batch.scores() if any(one.seq.params.logprobs is not None for one in details) else None
             for detail in details:
                 if detail.seq.params.use_beam_search:
                     assert scores is not None  # `Sampler.of` chooses programs that compute them, here and below
-                    self.beams.take(detail, np.asarray(scores))
+                    self.beams.take(detail, scores)
                 else:
                     if self.speculator is not None and detail.update.finish_reason is not None:
                         self.speculator.finished(detail.seq)

@@ -67,6 +67,18 @@ class InFlightBatch:
             self.sampled, self.deferred = self.deferred.join(self.rows, self.sampled), None
         return np.asarray(self.sampled.tokens)
 
+    def send_for_results(self, *, scores: bool) -> None:
+        """Has the devices send what the rows sample as soon as it is computed. scores: some row may want its own."""
+        drawn = self.sampled
+        for result in (drawn.tokens, drawn.expert_load, drawn.scores if scores else None):
+            if result is not None:
+                result.copy_to_host_async()
+
+    def scores(self) -> np.ndarray | None:
+        """The scores of all rows, int32 [tokens per call, rows of the bucket, SCORE_WORDS]; None if no row may want
+        them. To be called once: what is read again may be put together again."""
+        return None if self.sampled.scores is None else np.asarray(self.sampled.scores)
+
     def expert_load(self) -> np.ndarray | None:
         """Of all passes, int64 [3], as `routing.load`; None for a model without experts. It came with the tokens."""
         load = self.sampled.expert_load

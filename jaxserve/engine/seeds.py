@@ -26,5 +26,5 @@ class Seeds:
             return request.params.seed
         if not self._config.deterministic:
             return int(self._drawn.integers(2**63))
-        content = self._config.seed, request.prompt_token_ids, request.params, request.adapter_digest
+        content = self._config.seed, list(request.prompt_token_ids), request.params, request.adapter_digest
         return int.from_bytes(hashlib.sha256(msgspec.msgpack.encode(content)).digest()[:8], "little") >> 1

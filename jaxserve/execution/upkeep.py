@@ -21,6 +21,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.block_manager import NULL_PAGE
 from jaxserve.types import NO_PENALTY_ROW
 
+SLOT_SIZES = (SLOTS_PER_CALL, 8 * SLOTS_PER_CALL, 64 * SLOTS_PER_CALL)  # rows per call of `set_slots`
 COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, beside the largest call
 
 
@@ -68,9 +69,10 @@ class UpkeepCalls(commands.Commanded):
 
     @property
     def slot_sizes(self) -> list[int]:
-        """The numbers of rows for which `set_slots` is compiled. Accelerators fill any number of slots in one call."""
-        few = SLOTS_PER_CALL
-        return [few] if self._on_cpu or self.num_slots <= few else [few, self.num_slots]
+        """The numbers of rows for which `set_slots` is compiled. Accelerators fill any number of slots in one call. A
+        row takes 4 KiB, so there are sizes between a few slots and all."""
+        sizes = [size for size in SLOT_SIZES if size < self.num_slots]
+        return [SLOTS_PER_CALL] if self._on_cpu else [*sizes, max(self.num_slots, SLOTS_PER_CALL)]
 
     @property
     def count_sizes(self) -> list[int]:

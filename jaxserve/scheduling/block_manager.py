@@ -25,7 +25,7 @@ end at once, and clients continue few of them.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -70,7 +70,7 @@ class Tail:
 
     parent: bytes
     tokens: np.ndarray  # int32, the tokens of the blocks
-    pages: list[int]  # the pages of the blocks; the null page if a group has none
+    pages: deque[int]  # the pages of the blocks; the null page if a group has none
     num_kept: int  # how many of `pages` the tail still has; the others were evicted or belong to another tail
 
 
@@ -108,6 +108,7 @@ class BlockManager:
         self._pages_of: dict[bytes, list[int]] = {}  # block's hash -> pages; null pages if not cached
         self._tails: dict[bytes, dict[Tail, None]] = {}  # hash of the parent -> tails
         self.generation = 0  # incremented when a lookup may find a longer prefix or need fewer pages
+        self.losses = 0  # incremented when a lookup may find a shorter prefix
 
     @property
     def capacity(self) -> int:
@@ -200,6 +201,7 @@ class BlockManager:
         """Removes a page from the prefix cache's block with the hash `key`."""
         block = self._pages_of[key]
         block[block.index(page)] = NULL_PAGE
+        self.losses += 1
         if not any(block):
             del self._pages_of[key]
 
@@ -243,57 +245,54 @@ class BlockManager:
         In groups with a window, pages before the window need not be cached; the null page takes their place. If some
         group has no window, the iterator `hashes` is read no further than needed.
         """
-        return self._usable(self._cached_blocks(root, hashes))
+        return self._usable(*self._cached_blocks(root, hashes))
 
     def match_below(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
         """The same with contents that are in a lower tier. BELOW takes the place of pages that would hold them."""
-        return self._usable(self._cached_blocks(root, hashes, self.tiers))
+        return self._usable(*self._cached_blocks(root, hashes, self.tiers))
 
     def num_cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> int:
         """How many leading blocks of this chain are cached, whether or not a sequence can start from them."""
-        return len(self._cached_blocks(root, hashes))
+        return len(self._cached_blocks(root, hashes)[0])
 
     def _cached_blocks(
         self, root: bytes, hashes: Iterable[bytes], tiers: PageTiers | None = None
-    ) -> dict[bytes, list[int]]:
-        """The leading blocks of this chain that are cached in all groups without a window: hash -> pages. Contents in
-        `tiers` count as cached."""
-        missing = [NULL_PAGE] * self.num_groups
-        blocks, parent = {}, root
+    ) -> tuple[list[bytes], list[int]]:
+        """The leading blocks of this chain that are cached in all groups without a window: their hashes and their
+        pages. Contents in `tiers` count as cached. A prompt has thousands of blocks, so a block must take little."""
+        missing, pages_of = [NULL_PAGE] * self.num_groups, self._pages_of
+        keys, pages, parent = [], [], root
         for key in hashes:
-            if key not in self._pages_of and parent in self._tails:
+            if key not in pages_of and parent in self._tails:
                 self._hash_tails(parent)
-            block = self._pages_of.get(key, missing)
-            if tiers is not None and NULL_PAGE in block:
-                below = (BELOW if page_key(key, group) in tiers else NULL_PAGE for group in range(self.num_groups))
-                block = [page or lower for page, lower in zip(block, below, strict=True)]
-            if any(page == NULL_PAGE and window is None for page, window in zip(block, self.windows, strict=True)):
-                break
-            blocks[key] = block
+            block = pages_of.get(key, missing)
+            if NULL_PAGE in block:
+                if tiers is not None:
+                    below = (BELOW if page_key(key, group) in tiers else NULL_PAGE for group in range(self.num_groups))
+                    block = [page or lower for page, lower in zip(block, below, strict=True)]
+                if any(page == NULL_PAGE and window is None for page, window in zip(block, self.windows, strict=True)):
+                    break
+            keys.append(key)
+            pages += block
             parent = key
-        return blocks
+        return keys, pages
 
-    def _usable(self, by_hash: dict[bytes, list[int]]) -> list[int]:
-        """Pages of the longest run of first blocks that a sequence can start from. It can start if in each group all
-        pages within the window are cached, and if recurrent layers have a snapshot. The null page takes the place of
-        pages before the window."""
-        blocks = list(by_hash.values())
-        last_missing = [-1] * self.num_groups  # the last block before `count` whose page is not cached
-        best = 0
-        for count, (key, block) in enumerate(by_hash.items(), 1):
-            for group, page in enumerate(block):
-                if page == NULL_PAGE:
-                    last_missing[group] = count - 1
-            if self.states is not None and key not in self.states:
-                continue
-            if all(first > last for first, last in zip(self.first_blocks(count), last_missing, strict=True)):
-                best = count
-        firsts = self.first_blocks(best)
-        return [
-            page if index >= first else NULL_PAGE
-            for index, block in enumerate(blocks[:best])
-            for page, first in zip(block, firsts, strict=True)
-        ]
+    def _usable(self, keys: list[bytes], pages: list[int]) -> list[int]:
+        """The pages of the longest run of first blocks that a sequence can start from. It can start if in each group
+        all pages within the window are cached, and if recurrent layers have a snapshot. The null page takes the place
+        of pages before the window."""
+        count, groups, states = np.arange(1, len(keys) + 1), self.num_groups, self.states
+        usable = count > 0 if states is None else np.fromiter((key in states for key in keys), bool, len(keys))
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                is_missing = np.asarray(pages[group::groups]) == NULL_PAGE
+                last_missing = np.maximum.accumulate(np.where(is_missing, count - 1, -1))
+                usable &= first_needed(count * self.page_size, window, self.page_size) > last_missing
+        best = int(count[usable].max(initial=0))
+        del pages[best * groups :]
+        for group, first in enumerate(self.first_blocks(best)):
+            pages[group : first * groups : groups] = [NULL_PAGE] * first
+        return pages
 
     def first_blocks(self, count: int) -> list[int]:
         """For each group, the first block that the token after `count` full blocks still sees."""
@@ -326,7 +325,7 @@ class BlockManager:
         (int32 [blocks * page_size]) and follow the block with the hash `parent`."""
         new = [page for page in pages if page != NULL_PAGE and page not in self._hash_of]
         if self.prefix_caching and new:
-            tail = Tail(parent, tokens, list(pages), len(new))
+            tail = Tail(parent, tokens, deque(pages), len(new))
             self._hash_of.update(dict.fromkeys(new, tail))
             self._tails.setdefault(parent, {})[tail] = None
             self.generation += 1
@@ -334,8 +333,8 @@ class BlockManager:
     def _hash_tails(self, parent: bytes) -> None:
         """Hashes the first block of every tail with this parent. The tail's other blocks then follow that block."""
         for tail in self._tails.pop(parent):
-            block, tail.pages = tail.pages[: self.num_groups], tail.pages[self.num_groups :]
             key = page_hash(parent, tail.tokens[: self.page_size])
+            block = [tail.pages.popleft() for _ in range(self.num_groups)]
             block = [page if self._hash_of.get(page) is tail else NULL_PAGE for page in block]
             kept = [page for page in block if page != NULL_PAGE]
             tail.num_kept -= len(kept)
@@ -358,6 +357,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content. Pages in use keep their owners."""
+        self.losses += 1
         self._free.extend(self._evictable)
         for forgotten in (self._evictable, self._hash_of, self._pages_of, self._tails):
             forgotten.clear()

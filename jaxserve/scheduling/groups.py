@@ -20,7 +20,6 @@ from jaxserve.scheduling.prefixes import Prefixes
 from jaxserve.scheduling.row_choice import choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.sequence import Lookup
 from jaxserve.scheduling.sequence import Sequence as Completion
 from jaxserve.scheduling.step_plan import Rows
 from jaxserve.scheduling.windows import Windows
@@ -151,10 +150,10 @@ class GroupScheduler(Scheduler):
         then is the best of these."""
         if not self.waiting or (seq := self.waiting.peek()).pending_tokens:
             return None
-        best: tuple[tuple[int, int], int, Lookup | None] | None = None
+        best: tuple[tuple[int, int], int] | None = None
         least = min(map(self.running.num_running, range(len(self.blocks.parts))))
         for group, part in enumerate(self.blocks.parts):
-            seq.group, seq.lookup, running = group, None, self.running.num_running(group)
+            seq.group, running = group, self.running.num_running(group)
             if (budgets is not None and budgets[group] <= 0) or not self.running.num_places_for(seq):
                 continue
             room = part.num_available - (part.capacity // 100 if running else 0)
@@ -162,8 +161,7 @@ class GroupScheduler(Scheduler):
                 continue
             cached = len(seq.lookup.pages) if seq.lookup and running <= least + self._further else 0
             if best is None or (-cached, running) < best[0]:
-                best = (-cached, running), group, seq.lookup
-        seq.lookup = None
+                best = (-cached, running), group
         if best is not None:
-            _, seq.group, seq.lookup = best
+            seq.group = best[1]
         return seq if best is not None else None

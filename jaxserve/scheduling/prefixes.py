@@ -22,14 +22,16 @@ class Prefixes:
         them. If so, `seq.lookup` has its cached pages.
 
         The scheduler asks in every step about a sequence that does not fit. So the sequence is looked up again only
-        when it may need fewer pages than before, or when enough pages are available.
+        when it may need fewer pages than before, or when enough pages are available and some were evicted.
         """
         blocks, last = self._blocks, seq.lookup
-        if last and last.needed > room and (last.generation, last.num_tokens) == (blocks.generation, len(seq.tokens)):
+        gains = blocks.generation, len(seq.tokens)
+        is_latest = last is not None and last.gains == gains
+        if last and is_latest and last.needed > room:
             return False
-        cached = self._match(seq)
+        cached = last.pages if last and is_latest and last.losses == blocks.losses else self._match(seq)
         needed = blocks.needed_pages(len(seq.tokens), cached, step)
-        seq.lookup = Lookup(cached, needed, len(seq.tokens), blocks.generation)
+        seq.lookups[seq.group] = Lookup(cached, needed, gains, blocks.losses)
         return needed <= room
 
     def _match(self, seq: Sequence) -> list[int]:
@@ -123,7 +125,7 @@ class Prefixes:
             if end <= released[slot]:
                 continue
             self.register(running, seq, min(end * blocks.page_size, int(running.known[slot])))
-            behind = slice(group, end * blocks.num_groups, blocks.num_groups)
+            behind = slice(int(released[slot]) * blocks.num_groups + group, end * blocks.num_groups, blocks.num_groups)
             blocks.free(seq.pages[behind])
-            seq.pages[behind] = [NULL_PAGE] * end
+            seq.pages[behind] = [NULL_PAGE] * (end - int(released[slot]))
             released[slot] = end

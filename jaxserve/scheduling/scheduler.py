@@ -246,7 +246,7 @@ class Scheduler:
         that it has to compute. Returns the number of these tokens."""
         blocks = self._pages_of(seq.group)
         self.waiting.pop()
-        seq.pages, seq.lookup = (seq.lookup.pages if seq.lookup else []), None
+        seq.pages, seq.lookups = (seq.lookup.pages if seq.lookup else []), {}
         blocks.share(seq.pages)
         computed = len(seq.pages) // blocks.num_groups * blocks.page_size
         if seq.num_cached is None and seq.index == 0:

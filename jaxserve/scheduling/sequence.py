@@ -31,9 +31,9 @@ class Lookup(NamedTuple):
     """The result of looking up a waiting sequence in the prefix cache."""
 
     pages: list[int]  # cached pages that the sequence can start from
-    needed: int  # available pages that placing it takes; no fewer while the cache's generation stays the same
-    num_tokens: int  # tokens of the sequence at the lookup
-    generation: int  # `BlockManager.generation` at the lookup
+    needed: int  # available pages that placing it takes; no fewer while `gains` stay the same
+    gains: tuple[int, int]  # `BlockManager.generation` at the lookup, and the sequence's number of tokens
+    losses: int  # `BlockManager.losses` at the lookup
 
 
 class Sequence:
@@ -84,11 +84,16 @@ class Sequence:
         self.penalty_row = NO_PENALTY_ROW  # the devices' row of token counts, while it runs and has penalties
         self.pages: list[int] = []
         self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
-        self.lookup: Lookup | None = None  # while it waits
+        self.lookups: dict[int, Lookup] = {}  # while it waits: the latest for each group of devices
         self.was_set_aside = False  # while it waits: pages have been loaded for it, see `page_loads`
         self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]
+
+    @property
+    def lookup(self) -> Lookup | None:
+        """The latest lookup for its group of devices."""
+        return self.lookups.get(self.group)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -141,7 +146,8 @@ class Sequence:
     def page_hashes(self, tokens: np.ndarray, count: int, page_size: int) -> Iterator[bytes]:
         """Hashes of the first `count` pages, each computed when it is taken. The pages must be full; `tokens` are the
         sequence's."""
-        for i in range(count):
+        yield from self._page_hashes[:count]
+        for i in range(len(self._page_hashes), count):
             yield self.page_hash(tokens, i, page_size)
 
     def page_hash(self, tokens: np.ndarray, index: int, page_size: int) -> bytes:
@@ -162,7 +168,7 @@ class Sequence:
         self.slot, self.penalty_row, self.pages, self.pending_tokens = NO_SLOT, NO_PENALTY_ROW, [], 0
         self.num_scored = len(self.prompt_scores) - 1
         self.keep_hashes(0)
-        self.lookup = None
+        self.lookups = {}
         if self.matcher is not None:
             self.matcher = self.matcher.fork()
             self.advance(self.tokens[self.prompt_len :].tolist())

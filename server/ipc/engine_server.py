@@ -30,6 +30,7 @@ from jaxserve.types import InvalidRequestError, QueueFullError, Request, Sequenc
 log = logging.getLogger("jaxserve.engine")
 
 BACKLOG_SECONDS = 0.01  # between two checks whether a front's backlog has shrunk
+TAKE_SECONDS = 0.01  # for messages between two steps
 TIDY_SECONDS = 0.002  # between two pieces of an idle engine's own work
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
 STATS_SECONDS = 0.1  # engine statistics are sent at most this often
@@ -175,8 +176,9 @@ class EngineServer:
         return False
 
     def _take_messages(self, engine: EngineLike, held_up: bool, tidies: bool = False) -> None:
-        """Handles all messages that have arrived. Waits for one if the engine is idle, at most until statistics are
-        due. If a front is held up, waits at most BACKLOG_SECONDS; if the engine `tidies` up, at most TIDY_SECONDS."""
+        """Handles the messages that have arrived; if the engine has work, only those of TAKE_SECONDS, as thousands of
+        requests may arrive at once. Waits for one if the engine is idle, at most until statistics are due. If a front
+        is held up, waits at most BACKLOG_SECONDS; if the engine `tidies` up, at most TIDY_SECONDS."""
         timeout = TIDY_SECONDS if tidies else None
         if self._stats_due is not None:
             due = max(0.0, self._stats_due - time.monotonic())
@@ -186,11 +188,13 @@ class EngineServer:
         block = held_up or (not engine.has_work and not self._draining)
         if held_up:
             timeout = BACKLOG_SECONDS if timeout is None else min(timeout, BACKLOG_SECONDS)
+        end: float | None = None  # TAKE_SECONDS after the first message
         try:
-            while True:
+            while end is None or not engine.has_work or time.monotonic() < end:
                 self._turn_began = None if block else time.monotonic()
                 item = self._inbox.get(block=block, timeout=timeout)
                 self._turn_began = time.monotonic()
+                end = end or self._turn_began + TAKE_SECONDS
                 if item is None:
                     self._stats_due = self._stats_due or time.monotonic()
                 else:

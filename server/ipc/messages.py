@@ -6,6 +6,7 @@ A frame is a 4-byte little-endian length, then a message of that many bytes in m
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -27,24 +28,26 @@ _LENGTH = struct.Struct("<I")
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    """Requests that differ only in id and prompt: the first one, and (id, prompt, hashes of the prompt's pages) of each
-    other one."""
+    """Requests that differ only in id and prompt: the first one without its prompt, and (id, prompt, hashes of the
+    prompt's pages) of each. A prompt is int32 in the machine's order: as a list, one of 131,072 tokens would take each
+    side milliseconds to read and to check, and the garbage collector to visit."""
 
     first: Request
-    others: list[tuple[str, list[int], bytes]] = []
+    prompts: list[tuple[str, bytes, bytes]]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
-        first, *others = requests
-        return cls(first, [(one.request_id, one.prompt_token_ids, one.page_hashes) for one in others])
+        first = msgspec.structs.replace(requests[0], prompt_token_ids=[], page_hashes=b"")
+        prompts = [(one.request_id, array("i", one.prompt_token_ids).tobytes(), one.page_hashes) for one in requests]
+        return cls(first, prompts)
 
     def requests(self, prefix: str) -> list[Request]:
         """All requests, with `prefix` before their ids. They share one SamplingParams object."""
-        first = self.first
-        prompts = [(first.request_id, first.prompt_token_ids, first.page_hashes), *self.others]
         return [
-            msgspec.structs.replace(first, request_id=prefix + name, prompt_token_ids=prompt, page_hashes=hashes)
-            for name, prompt, hashes in prompts
+            msgspec.structs.replace(
+                self.first, request_id=prefix + name, prompt_token_ids=array("i", prompt), page_hashes=hashes
+            )
+            for name, prompt, hashes in self.prompts
         ]
 
 

@@ -86,7 +86,7 @@ class WeightChanges:
             return False
         if isinstance(self._asked.message, messages.Sleep):
             raise QueueFullError("the engine is about to sleep; try again after it was woken up")
-        if sum(1 + len(one.others) for _, one in self._held) + len(submit.others) >= self._most:
+        if sum(len(one.prompts) for _, one in self._held) + len(submit.prompts) > self._most:
             raise QueueFullError(f"{self._most} requests are waiting for new weights already; try again later")
         self._held.append((front, submit))
         return True
@@ -148,4 +148,4 @@ def _failure(message: WeightChange, error: Exception) -> messages.ChangeDone:
 
 
 def _names(submit: messages.Submit) -> list[str]:
-    return [submit.first.request_id, *(name for name, _, _ in submit.others)]
+    return [name for name, _, _ in submit.prompts]

@@ -1,7 +1,9 @@
 """What an engine takes: all of a request or nothing, its parameters checked once, priorities where they are on."""
 
+from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engines import make_engine
 from engines import request as engine_request
@@ -52,7 +54,24 @@ def test_what_requests_share_travels_once_and_is_checked_once(monkeypatch):
     assert len(checks) == 1
     assert [request.request_id for request in taken] == [f"7/r{i}" for i in range(1024)]
     assert len({id(request.params) for request in taken}) == 1
-    assert [request.prompt_token_ids for request in taken] == [[1]] * 1024
+    assert [list(request.prompt_token_ids) for request in taken] == [[1]] * 1024
+
+
+def test_prompts_travel_as_arrays():
+    """As lists, 200 waiting prompts of 131,072 tokens made each full garbage collection take 180 ms."""
+    given = [
+        Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(), page_hashes=hashes)
+        for name, prompt, hashes in [("a", [0, 1, 70_000], b"x" * 32), ("b", [5] * 1000, b""), ("c", [], b"")]
+    ]
+    frame = to_frame(Submit.of(given))
+    assert len(frame) < 4 * 1003 + 500
+    taken = decode_front_message(frame[4:]).requests("0/")
+    assert all(isinstance(request.prompt_token_ids, array) for request in taken)
+    assert [list(one.prompt_token_ids) for one in taken] == [one.prompt_token_ids for one in given]
+    assert [one.page_hashes for one in taken] == [one.page_hashes for one in given]
+    assert [one.prompt_token_ids for one in given] == [[0, 1, 70_000], [5] * 1000, []], "the front keeps its own"
+    seq = Sequence(taken[0], 0, 0, 5, frozenset(), 1)
+    assert np.shares_memory(seq.prompt, np.frombuffer(taken[0].prompt_token_ids, np.int32))
 
 
 def test_shared_parameters_are_looked_at_once(scheduler, monkeypatch):

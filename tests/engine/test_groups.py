@@ -11,6 +11,7 @@ from simulation import TOKENS_PER_CALL, Simulation
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.group_batches import split_groups
 from jaxserve.execution.step_buffer import StepBatch
+from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
 from jaxserve.scheduling.row_choice import TokenBudget
 from jaxserve.types import InvalidRequestError
@@ -214,3 +215,21 @@ def test_a_group_without_pages_preempts_its_own():
         simulation.step()
     simulation.check_end()
     assert simulation.events["preemptions"] >= 2
+
+
+def test_a_blocked_request_is_looked_up_once_in_each_group(monkeypatch):
+    """It was looked up in every group at every step."""
+    simulation = GroupSimulation(2, num_pages=12, max_num_seqs=3, budget=64)
+    for i in range(2):
+        simulation.add([i] * 5, max_tokens=16)
+    simulation.step()
+    blocked = simulation.add([2] * 36, max_tokens=2)
+    for _ in range(3):
+        simulation.step()
+    lookups, match = [], BlockManager.match
+    monkeypatch.setattr(BlockManager, "match", lambda *arguments: lookups.append(1) or match(*arguments))
+    for _ in range(8):
+        simulation.step()
+    assert blocked not in groups_of(simulation)
+    assert not lookups
+    simulation.drain()

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: right, of all prompts of a step in one call, and read when the step is taken in."""
+"""Log-probabilities: right, of all prompts of a step in one call, and read once, when the step is taken in."""
 
 import numpy as np
 import pytest
@@ -13,6 +13,21 @@ PROMPTS = {f"r{n}": RNG.integers(5, 500, n).tolist() for n in (2, 17, 40, 90)}
 @pytest.fixture(scope="module")
 def engine(model_folders):
     return make_engine(model_folders("qwen3_tied"), rows=8, tokens=160, decode_steps=False)
+
+
+class Watched:
+    """An array on the devices that notes what is done with it."""
+
+    def __init__(self, array, notes: list[str]):
+        self.array, self.notes = array, notes
+
+    def copy_to_host_async(self):
+        self.notes.append("copy")
+        self.array.copy_to_host_async()
+
+    def __array__(self, *args, **kwargs):
+        self.notes.append("read")
+        return np.asarray(self.array)
 
 
 def scored(engine, *names):
@@ -50,20 +65,8 @@ def test_scores_are_not_waited_for_when_a_step_is_dispatched(engine, monkeypatch
     scores = []
     run = engine.runner.score_prompt
 
-    class Watched:
-        def __init__(self, array):
-            self.array = array
-
-        def copy_to_host_async(self):
-            started.append("copy")
-            self.array.copy_to_host_async()
-
-        def __array__(self, *args, **kwargs):
-            started.append("read")
-            return np.asarray(self.array)
-
     def watched(*call):
-        scores.append(Watched(run(*call)))
+        scores.append(Watched(run(*call), started))
         return scores[-1]
 
     monkeypatch.setattr(engine.runner, "score_prompt", watched)
@@ -71,3 +74,22 @@ def test_scores_are_not_waited_for_when_a_step_is_dispatched(engine, monkeypatch
     assert started == ["copy"]
     drain(engine)
     assert started == ["copy", "read"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_scores_of_outputs_are_sent_with_the_tokens_and_read_once(engine, monkeypatch, wanted):
+    """Each row read them for itself: nothing had asked for them before, and groups of devices joined theirs anew."""
+    notes, run = [], engine.runner.step
+
+    def watched(*call):
+        drawn, hidden = run(*call)
+        return drawn._replace(scores=Watched(drawn.scores, notes)), hidden
+
+    monkeypatch.setattr(engine.runner, "step", watched)
+    for i in range(4):
+        engine.add_request(request(f"s{i}", PROMPTS["r17"], max_tokens=1, logprobs=2 if wanted else None))
+    engine.in_flight.append(engine.dispatch(engine.scheduler.schedule(1)))
+    assert notes == (["copy"] if wanted else [])
+    results = drain(engine)
+    assert notes == (["copy", "read"] if wanted else [])
+    assert all(bool(result.logprobs) is wanted for result in results.values())

@@ -572,6 +572,47 @@ def test_a_blocked_request_is_looked_up_once():
     assert simulation.sequences[blocked, 0].num_cached >= 80
 
 
+def test_pages_behind_a_window_are_given_up_one_after_the_other(monkeypatch):
+    """Each time, all pages from the beginning of the text were looked at."""
+    simulation = Simulation(num_pages=100, page_size=4, max_num_seqs=1, budget=64, windows=(None, 6))
+    simulation.add([1] * 5, max_tokens=70)
+    freed, free = [], simulation.blocks.free
+    monkeypatch.setattr(simulation.blocks, "free", lambda pages: freed.append(len(pages)) or free(pages))
+    while simulation.scheduler.has_work:
+        simulation.step(1)
+    *behind, _ = freed
+    assert len(behind) >= 15
+    assert set(behind) == {1}
+
+
+def test_a_newcomer_is_looked_up_once():
+    """A step that could sample several tokens a row asks first whether a newcomer can begin, then places it."""
+    simulation = Simulation(num_pages=40, page_size=4, max_num_seqs=4, budget=256)
+    simulation.add([5] * 5, max_tokens=100)
+    simulation.step()
+    before = simulation.blocks.lookups
+    name = simulation.add([1, 2, 3, 4] * 5, max_tokens=2)
+    simulation.step(4)
+    assert name in running(simulation)
+    assert simulation.blocks.lookups == before + 1
+
+
+def test_a_newcomer_finds_no_page_that_was_evicted_since_it_was_looked_up():
+    """The rows of running sequences get their pages between the first lookup and the newcomer's turn."""
+    simulation = Simulation(num_pages=12, page_size=4, max_num_seqs=2, budget=256)
+    shared, newcomers = [1, 2, 3, 4] * 4, 0
+    simulation.add(shared, max_tokens=1)
+    simulation.drain()
+    simulation.add([5] * 5, max_tokens=34)
+    while simulation.scheduler.has_work:
+        if not simulation.scheduler.waiting and len(simulation.scheduler.running) < 2 and newcomers < 9:
+            newcomers += 1
+            simulation.add([*shared, 0], max_tokens=3)
+        simulation.step(4)
+    assert simulation.blocks.evictions
+    simulation.check_end()
+
+
 def test_a_prompt_s_pages_are_hashed_as_they_are_looked_up_or_computed(monkeypatch):
     hashed = count_calls(monkeypatch, sequence, "page_hash")
     simulation = Simulation(num_pages=200, page_size=4, budget=40)

@@ -276,6 +276,38 @@ def test_many_prompt_logprobs_come_in_pieces(path, config, monkeypatch):
     assert sizes == [50, 50, 50, 50]
 
 
+def test_running_requests_go_on_while_many_new_ones_arrive(tmp_path, monkeypatch, config):
+    """All messages that had arrived were taken before the next step: 10,000 requests held it up for a second."""
+    monkeypatch.setattr(engine_server, "TAKE_SECONDS", 0.02)
+    order = []
+
+    class Slow(ParrotEngine):
+        def add_requests(self, requests):
+            order.append("add")
+            time.sleep(0.005)
+            super().add_requests(requests)
+
+        def step(self):
+            order.append("step")
+            return super().step()
+
+    async def run():
+        path = str(tmp_path / "engine")
+        with engine_at(path, Slow(config)):
+            client = await connected(path)
+            streams = [client.generate([request(f"r{i}", max_tokens=2)]) for i in range(40)]
+            await asyncio.gather(*(drained(stream) for stream in streams))
+            await client.close()
+
+    async def drained(stream):
+        async for _ in stream:
+            pass
+
+    asyncio.run(run())
+    assert order.count("add") == 40
+    assert "step" in order[: order.index("add") + 20], "steps come between the first and the last request"
+
+
 def test_frames_are_bounded(monkeypatch):
     monkeypatch.setattr(messages, "MAX_FRAME", 1000)
     with pytest.raises(ValueError, match="longer than the limit"):
