@@ -11,8 +11,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests spend more time compiling than running, so LLVM's optimizations are turned off.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
-SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
-CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+TESTS = Path(__file__).parent
+CACHE = TESTS.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
 
 # Folders of the checkout that are packages of jaxserve. Imported by these names they would exist a second time, and in
@@ -31,11 +31,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
 def pytest_collection_modifyitems(items):
-    """Marks the cases in SLOW_CASES as slow."""
-    listed = set(SLOW_CASES.read_text().splitlines())
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow)
+    """Marks the cases in broad_cases.txt as broad, and those in slow_cases.txt as slow."""
+    for group in ("broad", "slow"):
+        listed = set(TESTS.joinpath(f"{group}_cases.txt").read_text().splitlines())
+        for item in items:
+            if item.nodeid in listed:
+                item.add_marker(group)
 
 
 @pytest.fixture(autouse=True, scope="module")
