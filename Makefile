@@ -1,10 +1,9 @@
 # make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
 # make test    install the test extra and run the tests, but those of kernels
-# make test-broad   the cases in tests/broad_cases.txt, whose neighbours `make test` runs
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
-# make slow    the tests that take minutes, which neither `make test` nor `make test-broad` runs
+# make slow    the tests that take minutes
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: serve test test-broad test-engine test-kernels test-replicas slow lint types format clean
+.PHONY: serve test test-engine test-kernels test-replicas slow lint types format clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -27,13 +26,10 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(PYTEST) --ignore tests/aot --ignore tests/kernels
 
-test-broad: $(VENV)/installed-test
-	$(PYTEST) -m "broad and not slow" --ignore tests/aot --ignore tests/kernels
-
-# Tests of the engine, also broad ones; used with VENV and PYTHON of another version.
+# Tests of the engine; used with VENV and PYTHON of another version.
 test-engine: $(VENV)/installed-test
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	$(PYTEST) -m "not slow" $(ENGINE_TESTS)
+	$(PYTEST) $(ENGINE_TESTS)
 
 test-kernels: VENV = .venv-aot
 test-kernels: aot-environment

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,8 +12,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests spend more time compiling than running, so LLVM's optimizations are turned off.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
-TESTS = Path(__file__).parent
-CACHE = TESTS.parent / ".pytest_cache" / "xla"
+SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
 
 # Folders of the checkout that are packages of jaxserve. Imported by these names they would exist a second time, and in
@@ -29,14 +30,28 @@ enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
-def pytest_collection_modifyitems(items):
-    """Marks the cases in broad_cases.txt as broad, and those in slow_cases.txt as slow."""
-    for group in ("broad", "slow"):
-        listed = set(TESTS.joinpath(f"{group}_cases.txt").read_text().splitlines())
+def pytest_addoption(parser):
+    parser.addoption("--most-cases", type=int, default=None, metavar="N", help="run at most N cases of each test")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks what SLOW_CASES lists, cases and whole tests, as slow. Of what -m then chooses, --most-cases keeps N cases
+    of each test, evenly spread."""
+    listed = set(SLOW_CASES.read_text().splitlines())
+    for item in items:
+        if not listed.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker(pytest.mark.slow)
+    result = yield
+    if (most := config.getoption("most_cases")) is not None:
+        tests = defaultdict(list)
         for item in items:
-            if item.nodeid in listed:
-                item.add_marker(group)
+            tests[item.nodeid.partition("[")[0]].append(item)
+        kept = {cases[i * len(cases) // most] if len(cases) > most else cases[i] for cases in tests.values()
+                for i in range(min(most, len(cases)))}  # fmt: skip
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    return result
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -38,21 +38,12 @@ def test_every_page_is_in_the_index():
     assert "](docs/index.md)" in (ROOT / "README.md").read_text()
 
 
-def listed_cases(group):
-    return (ROOT / "tests" / f"{group}_cases.txt").read_text().splitlines()[1:]  # the first line says what they are
-
-
-@pytest.mark.parametrize("group", ["broad", "slow"])
-def test_listed_cases_exist(group):
+def test_slow_cases_exist():
     """Each names a test that there is, once and in order. A parameter that has changed goes unseen."""
-    listed = listed_cases(group)
+    listed = (ROOT / "tests" / "slow_cases.txt").read_text().splitlines()[1:]  # the first line says what they are
     assert listed
     assert listed == sorted(set(listed))
     for case in listed:
         path, *names = case.partition("[")[0].split("::")
         text = (ROOT / path).read_text()
         assert all(re.search(rf"^ *(?:async )?(?:def|class) {name}\b|^{name} = ", text, re.M) for name in names), case
-
-
-def test_no_case_is_broad_and_slow():
-    assert not set(listed_cases("broad")) & set(listed_cases("slow"))
