@@ -53,6 +53,7 @@ def test_an_older_toolkit_beside_jax(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="reads calls of Triton in the form of earlier versions")
 def test_kernels_of_several_hosts_name_no_source_files(monkeypatch):
     """Hosts with these files in other folders would have other programs. By default they are in the PTX."""
     before = jax.config.values["jax_traceback_in_locations_limit"]
