@@ -47,8 +47,10 @@ def pytest_collection_modifyitems(config, items):
         tests = defaultdict(list)
         for item in items:
             tests[item.nodeid.partition("[")[0]].append(item)
-        kept = {cases[i * len(cases) // most] if len(cases) > most else cases[i] for cases in tests.values()
-                for i in range(min(most, len(cases)))}  # fmt: skip
+        kept = set()
+        for cases in tests.values():
+            count = min(most, len(cases))
+            kept.update(cases[i * len(cases) // count] for i in range(count))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     return result
