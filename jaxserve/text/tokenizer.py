@@ -6,25 +6,22 @@ long to import, so it is imported when the first tokenizer is loaded.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import os
 import re
 import string
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from jaxserve import limits
 from jaxserve.text.byte_alphabet import byte_level_alphabet
+from jaxserve.text.time_limit import OutOfTimeError, within_time
 from jaxserve.types import InvalidRequestError, SamplingParams
-
-T = TypeVar("T")
 
 # Parameters that rendering sets itself, so clients cannot use them as the template's variables.
 TEMPLATE_INPUTS = frozenset(
@@ -195,6 +192,12 @@ class Tokenizer:
             return self.token_bytes(token_id)
         return None
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that stands for exactly this text, in the vocabulary's own spelling; None without one."""
+        if self._backend is not None:
+            return self._backend.token_to_id(text)
+        return next((i for i, added in self._added.items() if added == text), None)
+
     def _piece(self, token_id: int) -> str | None:
         if self._backend is not None:
             return self._backend.id_to_token(token_id)
@@ -277,8 +280,8 @@ class Tokenizer:
             )
 
         try:
-            return _within_time(render, TEMPLATE_SECONDS)
-        except _OutOfTimeError:
+            return within_time(render, TEMPLATE_SECONDS)
+        except OutOfTimeError:
             raise InvalidRequestError(
                 f"the chat template did not finish within {TEMPLATE_SECONDS:g} s", "messages"
             ) from None
@@ -360,32 +363,6 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
         return []
     state = json.loads(backend.decoder.__getstate__())
     return state["decoders"] if state["type"] == "Sequence" else [state]
-
-
-class _OutOfTimeError(BaseException):
-    """Raised inside a thread whose work took too long; a BaseException, so that no `except Exception` catches it."""
-
-
-def _within_time(work: Callable[[], T], seconds: float) -> T:
-    """Calls `work`, and raises _OutOfTimeError in this thread, between two bytecodes, after `seconds`."""
-    thread = ctypes.c_ulong(threading.get_ident())
-    lock = threading.Lock()
-    finished = False
-
-    def interrupt() -> None:
-        with lock:
-            if not finished:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OutOfTimeError))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        return work()
-    finally:
-        timer.cancel()
-        with lock:  # from here on the timer cannot fire
-            finished = True
 
 
 def token_strings(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:

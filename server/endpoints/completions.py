@@ -18,6 +18,7 @@ from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconn
 from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
 from jaxserve.server.schemas.common import COMPLETION_TOKENS, CompletionRequest
 from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer
+from jaxserve.text.fill_in_middle import FillInMiddle
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import SamplingParams, TokenLogprob
 
@@ -45,8 +46,13 @@ async def _prepare(
     state.accounts.check(key_of(http), len(prompts), body.n)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await state.encode(http, texts, body.add_special_tokens, body.truncate_prompt_tokens))
-    ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    middle = FillInMiddle(tokenizer) if body.suffix else None
+    if middle is not None:
+        encoded = await state.encode(http, [*texts, f"{middle.lead}{body.suffix}"], add_special_tokens=False)
+        ids = [middle.prompt(text, encoded[-1]) for text in encoded[:-1]]
+    else:
+        found = iter(await state.encode(http, texts, body.add_special_tokens, body.truncate_prompt_tokens))
+        ids = [next(found) if isinstance(prompt, str) else prompt for prompt in prompts]
     ids = [fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens) for one in ids]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -63,6 +69,8 @@ async def _prepare(
         echoes: list[_Echo | None] = [None] * len(ids)
         if body.echo:
             echoes = [_Echo(tokenizer, prompt, one, body) for prompt, one in zip(prompts, ids, strict=True)]
+        if middle is not None:
+            params = middle.with_ends(params)
         return tokenizer.with_eos(params, info.eos_token_ids), echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)

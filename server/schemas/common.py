@@ -21,7 +21,6 @@ COMPLETION_TOKENS = 16  # the default of max_tokens in /v1/completions
 
 # Known fields that are not served, with the values that are accepted because they ask for nothing.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
     "early_stopping": (False,),
     "guided_json": (),
     "guided_regex": (),
@@ -127,7 +126,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: limits.LengthPenalty | None = None
     # known fields that are not served, see NOT_SERVED
-    suffix: Any = None
     early_stopping: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -219,6 +217,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: limits.NumLogprobs | None = None
     add_special_tokens: bool = True
+    suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one entry each. Raises InvalidRequestError for an empty or mixed list."""
@@ -228,6 +227,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
+        if self.suffix:
+            for name, allowed in (("echo", (None, False)), ("truncate_prompt_tokens", (None,))):
+                if getattr(self, name) not in allowed:
+                    raise InvalidRequestError(f"{name} cannot be combined with suffix", name)
+            if not all(isinstance(prompt, str) for prompt in self.prompts()):
+                raise InvalidRequestError("with suffix, prompt must be text, not token ids", "prompt")
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

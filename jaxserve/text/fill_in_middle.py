@@ -1,0 +1,83 @@
+"""Prompts that ask for the text between a prefix and a suffix, for models that were trained with markers around both.
+
+Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", https://arxiv.org/abs/2207.14255. The
+markers and their order are those of the models' own cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError, SamplingParams
+
+
+class _Form(NamedTuple):
+    """Texts of the marker tokens. Without a marker for the middle, the suffix comes first and the prefix last."""
+
+    prefix: str
+    suffix: str
+    middle: str | None = None
+
+
+_FORMS = (
+    _Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Seed Coder
+    _Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    _Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    _Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    _Form("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    _Form("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    _Form("[PREFIX]", "[SUFFIX]"),  # Codestral
+)
+# What follows the middle in training: the end of the text, the next file, or padding.
+_ENDS = (
+    *("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>"),
+    *("<fim_pad>", "<file_sep>", "<fim-pad>", "▁<EOT>"),
+)
+
+
+_LEAD = "☺"
+
+
+class FillInMiddle:
+    """How a tokenizer's model is asked for the middle.
+
+    Attributes:
+      lead: what has to stand before the suffix when it is encoded. Some tokenizers put a space before every text, and
+        `lead` keeps it away from the suffix, as in Code Llama's own code.
+      end_ids: tokens that end a middle, besides those that end every text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Raises InvalidRequestError if the tokenizer has no markers for it."""
+        found = ([tokenizer.token_id(marker) for marker in form if marker] for form in _FORMS)
+        ids = next((ids for ids in found if None not in ids), None)
+        if ids is None:
+            raise InvalidRequestError(
+                "suffix needs a model that fills in the middle; this model's tokenizer has none of the known markers, "
+                "such as <|fim_prefix|>",
+                "suffix",
+                "unsupported_parameter",
+            )
+        self._prefix, self._suffix, *self._middle = ids
+        self._opening = [i for i in tokenizer.encode("")[:1] if i == tokenizer.bos_token_id]
+        lead = tokenizer.encode(_LEAD, add_special_tokens=False)
+        spaced = tokenizer.token_bytes(lead[0]).startswith(b" ")
+        self.lead, self._lead = (_LEAD, len(lead)) if spaced else ("", 0)
+        self.end_ids = tuple(i for text in _ENDS if (i := tokenizer.token_id(text)) is not None)
+
+    def prompt(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+        """The prompt's token ids. `prefix` and `suffix` are the ids of the two texts without special tokens, with
+        `lead` before the suffix."""
+        before, after = [self._prefix, *prefix], [self._suffix, *suffix[self._lead :]]
+        parts = [*before, *after, *self._middle] if self._middle else [*after, *before]
+        return [*self._opening, *parts]
+
+    def with_ends(self, params: SamplingParams) -> SamplingParams:
+        """Adds `end_ids` to the stop tokens."""
+        if params.ignore_eos:
+            return params
+        return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *self.end_ids))

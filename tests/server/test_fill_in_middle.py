@@ -1,0 +1,119 @@
+"""`suffix` of /v1/completions: prompts with the markers of models that fill in the middle."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers_for_tests as kinds
+from serving import running_server
+
+from jaxserve.text.fill_in_middle import FillInMiddle
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.types import InvalidRequestError
+
+QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>"]
+CODE = {"prompt": "def main():\n", "suffix": " # stop here"}
+
+
+def with_tokens(folder, tokens: list[str]) -> Tokenizer:
+    kinds.save_byte_level(folder)
+    kinds.add_special_tokens(folder, tokens)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ends"),
+    [
+        ("<|fim_prefix|>A<|fim_suffix|>B<|fim_middle|>", ["<|endoftext|>", "<|fim_pad|>"]),
+        ("<fim_prefix>A<fim_suffix>B<fim_middle>", ["<|endoftext|>"]),
+        ("<fim-prefix>A<fim-suffix>B<fim-middle>", ["<|endoftext|>"]),
+        ("<｜fim▁begin｜>A<｜fim▁hole｜>B<｜fim▁end｜>", ["<|endoftext|>"]),
+        ("<|code_prefix|>A<|code_suffix|>B<|code_middle|>", ["<|endoftext|>"]),
+        ("[SUFFIX]B[PREFIX]A", ["<|endoftext|>"]),
+    ],
+)
+def test_forms(tmp_path, prompt, ends):
+    """The forms as the models' cards show them."""
+    markers = [text for text in prompt.replace("A", "\n").replace("B", "\n").split("\n") if text]
+    tokenizer = with_tokens(tmp_path, [*markers, *ends[1:]])
+    middle = FillInMiddle(tokenizer)
+    texts = ["x = '", "'\n  y"]
+    built = middle.prompt(*(tokenizer.encode(text, add_special_tokens=False) for text in texts))
+    assert tokenizer.decode(built, skip_special_tokens=False) == prompt.replace("A", texts[0]).replace("B", texts[1])
+    assert [tokenizer.token_bytes(end).decode() for end in middle.end_ids] == ends
+    assert middle.lead == ""
+
+
+def test_code_llama(tmp_path):
+    """Sentencepiece puts a space before each text. The suffix has none, and the prompt begins with BOS."""
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    backend = kinds.sentencepiece_like()._backend
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in ("▁<PRE>", "▁<SUF>", "▁<MID>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer = Tokenizer(hf)
+    middle = FillInMiddle(tokenizer)
+    prefix, suffix = (tokenizer.encode(text, False) for text in ("dog", f"{middle.lead}lo world"))
+    pieces = [backend.id_to_token(i) for i in middle.prompt(prefix, suffix)]
+    assert "".join(pieces) == "<s>▁<PRE>▁dog▁<SUF>lo▁world▁<MID>"
+
+
+def test_no_markers():
+    with pytest.raises(InvalidRequestError, match="none of the known markers") as error:
+        FillInMiddle(kinds.byte_level())
+    assert error.value.param == "suffix"
+
+
+@pytest.fixture(scope="module")
+def filling(tmp_path_factory):
+    """A server that repeats prompts, of a model with Qwen's markers."""
+    folder = tmp_path_factory.mktemp("coder")
+    tokenizer = with_tokens(folder, QWEN)
+    with running_server(folder, folder / "server.log", engine="ParrotEngine") as server:
+        yield server, tokenizer
+
+
+def test_completions(filling):
+    """Through the official client, whole and streamed, several prompts at once, and an empty prefix."""
+    server, tokenizer = filling
+    client = server.openai()
+    wanted = "<|fim_prefix|>def main():\n<|fim_suffix|> # stop here<|fim_middle|>"
+    extra = {"extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(model="test-model", max_tokens=4, **CODE, **extra)
+    ids = answer.choices[0].prompt_token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == wanted
+    assert answer.usage.prompt_tokens == len(ids)
+    chunks = list(client.completions.create(model="test-model", max_tokens=4, stream=True, **CODE, **extra))
+    assert chunks[0].choices[0].prompt_token_ids == ids
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+    several = client.completions.create(model="test-model", prompt=["", "a"], suffix="b", max_tokens=1, **extra)
+    texts = [tokenizer.decode(choice.prompt_token_ids, skip_special_tokens=False) for choice in several.choices]
+    assert texts == [f"<|fim_prefix|>{prefix}<|fim_suffix|>b<|fim_middle|>" for prefix in ("", "a")]
+
+
+def test_ends_with_the_middle(filling):
+    """Padding and the next file end a middle, but no other completion. The engine repeats what the prefix holds."""
+    server, _ = filling
+    http = server.http()
+    body = {"prompt": "abc<|file_sep|>def", "max_tokens": 30, "temperature": 0}
+    choice = http.post("/v1/completions", json=body | {"suffix": "z"}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["text"]) == ("stop", "abc")
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
+    ignored = http.post("/v1/completions", json=body | {"suffix": "z", "ignore_eos": True}).json()["choices"][0]
+    assert ignored["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("echo", {"echo": True}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 5}),
+        ("prompt", {"prompt": [1, 2]}),
+        ("suffix", {"suffix": ["a"]}),
+    ],
+)
+def test_refused(filling, param, body):
+    answer = filling[0].http().post("/v1/completions", json=CODE | body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert filling[0].http().post("/v1/completions", json=CODE | body | {"suffix": ""}).status_code == 200
