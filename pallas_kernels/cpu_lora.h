@@ -126,6 +126,7 @@ static void shrink_tile(const typename T::Input* const* x, int64_t in, const typ
 template <class T, int M, int N = std::min(kSums / M, kMostRows)>
 static void shrink_rows(const typename T::Input* const* x, int64_t in, const typename T::Number* a, int64_t rows, float* low,
                         int64_t row, int64_t step) {
+  static_assert(N > 0, "a tile of no rows never ends");
   for (; rows > 0; rows -= N, a += N * in, low += N * step) {
     if constexpr (N > kSums / kMostTokens)
       if (rows <= N / 2) return shrink_rows<T, M, N / 2>(x, in, a, rows, low, row, step);
@@ -135,9 +136,10 @@ static void shrink_rows(const typename T::Input* const* x, int64_t in, const typ
 
 // y[from .. to) += low . b for M tokens, with b [rank, out]. Where parts alternate, each pair of outputs has a pair of
 // factors.
-template <class T, int M, bool kAlternate, int C = kSums / M / (kAlternate && M == kMostTokens ? 4 : 2)>
+template <class T, int M, bool kAlternate, int C = std::max(1, kSums / M / (kAlternate && M == kMostTokens ? 4 : 2))>
 static void expand_tile(float* const* y, int64_t out, const float* low, int64_t row, const typename T::Number* b,
                         int64_t rank, int64_t from, int64_t to) {
+  static_assert(C > 0, "a tile of no outputs never ends");
   constexpr int64_t kOne = 2 * kWidth;  // outputs of two vectors
   for (; from + C * kOne <= to; from += C * kOne) {
     Two sums[M][C];

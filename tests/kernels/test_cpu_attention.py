@@ -179,6 +179,7 @@ def test_with_fewer_instructions(machine, tmp_path):
             "test_latent_attention",
             "test_cpu_ops",
             "test_cpu_panels",
+            "test_lora",
         )
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not reference", *files]
@@ -195,7 +196,9 @@ def zig():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu_attention", "cpu_kernels", "cpu_latent", "cpu_panel_matmul", "cpu_quant_matmul"])
+@pytest.mark.parametrize(
+    "name", ["cpu_attention", "cpu_kernels", "cpu_latent", "cpu_lora", "cpu_panel_matmul", "cpu_quant_matmul"]
+)
 def test_compiles_for_arm(name, tmp_path):
     if subprocess.run([*zig(), "--version"], capture_output=True).returncode:
         pytest.skip("no ziglang (JAXSERVE_ZIG_PYTHON)")

@@ -89,3 +89,13 @@ def test_sums_stay_in_registers(name):
     stores = [sum(bool(re.match(r"\tvmov\w+\t%[xyz]mm\d+, .*%r[sb]p", line)) for line in loop) for loop in products]
     assert len(products) >= 5
     assert max(stores) <= 2, "\n".join(products[stores.index(max(stores))])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
+@pytest.mark.parametrize("machine", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_tiles_of_adapters_have_outputs(machine):
+    """Tiles fit the registers. Where four tokens left no room for outputs, tiles of none of them never ended (AVX2)."""
+    flags = [*cpu_build.FLAGS, f"-march={machine}", f"-I{cpu_build._headers()}", "-fsyntax-only"]
+    command = [cpu_build._compiler() or "c++", *flags, str(cpu_build._source(cpu_build.LORA))]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
