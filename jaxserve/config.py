@@ -20,6 +20,7 @@ LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_m
 LOOKUP = ("ngram", "suffix")  # methods of speculation without a model of their own
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names of dtypes
 AUTO_COORDINATOR = "auto"  # as the coordinator: the hosts are those of the environment
 
 

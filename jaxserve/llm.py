@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxserve import heap
 from jaxserve.checkpoints import gguf
-from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
+from jaxserve.config import DTYPE_NAMES, MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.hosts.environment import found_hosts
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
@@ -22,10 +22,11 @@ from jaxserve.offline import (
     LoRARequest,
     Prompt,
     RequestOutput,
+    encode_prompt,
     load_engine,
     prompt_list,
     serve_adapter,
-    token_ids_of,
+    takes_use_tqdm,
 )
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.text.score_prompt import ended, prompt_of
@@ -51,6 +52,7 @@ class LLM:
 
     def __init__(self, model: str, **config: Any):
         settings = {_SETTINGS.get(name, name): value for name, value in config.items()}
+        settings["dtype"] = DTYPE_NAMES.get(dtype := settings.get("dtype", "auto"), dtype)
         self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **settings)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,
@@ -104,6 +106,7 @@ class LLM:
         given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
         return SamplingParams(**given)
 
+    @takes_use_tqdm
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -129,6 +132,7 @@ class LLM:
             self._output(r, text, processors[r.request_id], choices) for r, text in zip(requests, texts, strict=True)
         ]
 
+    @takes_use_tqdm
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -153,6 +157,7 @@ class LLM:
         )
         return self.generate(prompts, params, progress=progress)
 
+    @takes_use_tqdm
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -160,12 +165,15 @@ class LLM:
         *,
         progress: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template.
 
-        A conversation is a list of {"role": ..., "content": ...}; `template` are variables of the chat template.
+        A conversation is a list of {"role": ..., "content": ...}; `template` are variables of the chat template, and so
+        are those in `chat_template_kwargs`, as requests to the server have them.
         """
+        template |= chat_template_kwargs or {}
         if not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping)):
             messages = [messages]  # type: ignore[assignment]
         prompts: list[Prompt] = []
@@ -187,6 +195,7 @@ class LLM:
         processors = {requests[0].request_id: OutputProcessor(self.tokenizer, requests[0])}
         return (delta for _, delta in self._run(requests, processors))
 
+    @takes_use_tqdm
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = True
     ) -> np.ndarray:
@@ -195,13 +204,14 @@ class LLM:
         size = self._pooler("embed").size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
-        given = map(self._encode, prompt_list(prompts))
+        given = (encode_prompt(self.tokenizer, prompt) for prompt in prompt_list(prompts))
         texts = [ids if text is None else ended(self.tokenizer, ids) for text, ids in given]
         vectors = self._pool(texts, progress)
         if dimensions is not None:
             vectors = [unit(vector[:dimensions]) for vector in vectors]
         return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
 
+    @takes_use_tqdm
     def score(
         self,
         queries: str | Sequence[str],
@@ -289,7 +299,7 @@ class LLM:
             try:
                 if not isinstance(own, SamplingParams):
                     raise InvalidRequestError(f"expected SamplingParams, got {own!r:.80}", "sampling_params")
-                text, ids = self._encode(prompt)
+                text, ids = encode_prompt(self.tokenizer, prompt)
                 own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
                 request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
                 if (adapter := adapters[wanted]) is not None:
@@ -302,21 +312,6 @@ class LLM:
             requests.append(request)
             texts.append(text)
         return requests, texts
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        text: Any = None
-        ids: Any = prompt
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if ids is None and isinstance(text, str):
-                return self._encode(text)
-        if (tokens := token_ids_of(ids)) is not None and (text is None or isinstance(text, str)):
-            return text, tokens
-        raise InvalidRequestError(
-            f"a prompt must be a string, a list of token ids, or a dict with one of these, got {prompt!r:.80}", "prompt"
-        )
 
     def _run(
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -18,10 +19,24 @@ from jaxserve.devices.jax_versions import has_started
 from jaxserve.engine.adapter_places import Adapters
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.following import follow, leave
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import FinishReason, InvalidRequestError, TokenLogprob
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def takes_use_tqdm(method: Callable[P, R]) -> Callable[P, R]:
+    """The method with another name for its argument `progress`: vLLM's `use_tqdm`."""
+
+    @functools.wraps(method)
+    def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "use_tqdm" in kwargs:
+            kwargs["progress"] = bool(kwargs.pop("use_tqdm"))
+        return method(*args, **kwargs)
+
+    return renamed
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,23 @@ def prompt_list(prompts: Any) -> Sequence[Prompt]:
     if len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, list[int]]:
+    """The prompt's text, where it has one, and its token ids. Raises InvalidRequestError if it is no prompt."""
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    text: Any = None
+    ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None and isinstance(text, str):
+            return encode_prompt(tokenizer, text)
+    if (tokens := token_ids_of(ids)) is not None and (text is None or isinstance(text, str)):
+        return text, tokens
+    raise InvalidRequestError(
+        f"a prompt must be a string, a list of token ids, or a dict with one of these, got {prompt!r:.80}", "prompt"
+    )
 
 
 def serve_adapter(adapters: Adapters | None, wanted: LoRARequest | None) -> ServedAdapter | None:

@@ -122,6 +122,8 @@ def test_names_of_vllm():
     others = ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "50", "--disable-uvicorn-access-log"]
     args = parser.parse_args(["serve", "demo", *others])
     assert (args.prefix_caching, args.kv_pages, args.access_log) == (False, 50, False)
+    for name, dtype in (("half", "float16"), ("float", "float32"), ("auto", "auto")):
+        assert parser.parse_args(["serve", "demo", "--dtype", name]).dtype == dtype
     reader = ServeParser(args.serve_parser)
     values = {"enable-prefix-caching": False, "enable-auto-tool-choice": True}
     given = args.serve_parser.parse_args(["demo", *reader.arguments(values, Path("file"))])

@@ -372,11 +372,30 @@ def test_models_that_cannot_be_loaded(tmp_path, model_folders):
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"gpu_memory_utilization": 2.0}, "memory_utilization must be in"), ({"block_size": 17}, "page_size must be 8")],
+    [
+        ({"gpu_memory_utilization": 2.0}, "memory_utilization must be in"),
+        ({"block_size": 17, "dtype": "half"}, "page_size must be 8"),
+        ({"dtype": "quarter"}, "dtype must be"),
+    ],
 )
 def test_settings_by_the_names_of_vllm(setting, message):
     with pytest.raises(ConfigError, match=message):
         LLM("demo", **setting)
+
+
+def test_arguments_by_the_names_of_vllm(llm, capfd, monkeypatch):
+    llm.generate(TEXT, GREEDY, use_tqdm=False)
+    assert not capfd.readouterr().err
+    llm.generate(TEXT, GREEDY, use_tqdm=True)
+    assert "generating" in capfd.readouterr().err
+    variables = []
+    render = llm.tokenizer.render_chat
+    monkeypatch.setattr(
+        llm.tokenizer, "render_chat", lambda messages, **given: variables.append(given) or render(messages, **given)
+    )
+    llm.chat(HELLO, GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    llm.chat(HELLO, GREEDY, progress=False, enable_thinking=False)
+    assert variables == [{"enable_thinking": False}] * 2
 
 
 def test_dummy_weights_need_only_a_config(tmp_path):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve import jax_pools
-from jaxserve.config import CHOICES, ConfigError, EngineConfig, LoRAModule
+from jaxserve.config import CHOICES, DTYPE_NAMES, ConfigError, EngineConfig, LoRAModule
 from jaxserve.hosts.environment import found_hosts
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
@@ -113,7 +113,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help=f"{PAGE_SIZE_HELP}; prompts share cached beginnings in whole pages")  # fmt: skip
     flag("--kv-cache-dtype", field="kv_cache_dtype",
          help="dtype of cached keys and values; fp8 and int8 have scales; auto: the computation's")  # fmt: skip
-    flag("--dtype", field="dtype",
+    flag("--dtype", field="dtype", type=lambda name: DTYPE_NAMES.get(name, name),
          help="dtype of weights, computation and cache; auto: float32 on CPU (with 16-bit weights if the checkpoint "
          "has them), else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
