@@ -16,8 +16,8 @@ import numpy as np
 from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager
 from jaxserve.scheduling.copy_on_write import shared_pages, unshare
 from jaxserve.scheduling.micro_batches import MicroBatches
-from jaxserve.scheduling.prefixes import Prefixes
-from jaxserve.scheduling.row_choice import choose_rows
+from jaxserve.scheduling.prefixes import Prefixes, uncached
+from jaxserve.scheduling.row_choice import NewcomersShare, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as Completion
@@ -145,19 +145,21 @@ class GroupScheduler(Scheduler):
             running.add_pages([rows.seqs[i] for i in index.tolist()], rows.slot[index], count, pages)
         return rows, copies
 
-    def next_admissible(self, budgets: list[int] | None = None) -> Completion | None:
-        """The first waiting sequence if some group has a slot, pages and, with `budgets`, tokens for it. Its `group`
-        then is the best of these."""
+    def next_admissible(self, share: NewcomersShare | None = None) -> Completion | None:
+        """The first waiting sequence if some group has a slot, pages and, with `share`, tokens for it. Its `group` then
+        is the best of these."""
         if not self.waiting or (seq := self.waiting.peek()).pending_tokens:
             return None
         best: tuple[tuple[int, int], int] | None = None
         least = min(map(self.running.num_running, range(len(self.blocks.parts))))
         for group, part in enumerate(self.blocks.parts):
             seq.group, running = group, self.running.num_running(group)
-            if (budgets is not None and budgets[group] <= 0) or not self.running.num_places_for(seq):
+            if (share is not None and share.room(seq, group) <= 0) or not self.running.num_places_for(seq):
                 continue
             room = part.num_available - (part.capacity // 100 if running else 0)
             if not self._own_prefixes[group].fits(seq, room, self.budget.most):
+                continue
+            if share is not None and share.room(seq, group, uncached(seq, part)) <= 0:
                 continue
             cached = len(seq.lookup.pages) if seq.lookup and running <= least + self._further else 0
             if best is None or (-cached, running) < best[0]:

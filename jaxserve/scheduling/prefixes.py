@@ -11,6 +11,12 @@ from jaxserve.scheduling.step_plan import Rows
 from jaxserve.scheduling.windows import first_needed
 
 
+def uncached(seq: Sequence, blocks: BlockManager) -> int:
+    """How many tokens of a waiting sequence are not in the cached pages that it was found to fit with."""
+    cached = len(seq.lookup.pages) if seq.lookup else 0
+    return len(seq.tokens) - cached // blocks.num_groups * blocks.page_size
+
+
 class Prefixes:
     """Looks up waiting sequences, and offers pages of running ones to the cache."""
 

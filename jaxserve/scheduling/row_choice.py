@@ -62,7 +62,7 @@ def choose_rows(
             np.count_nonzero(here) - len(decoded) - turns.held_back[number] + -(-num_waiting // running.device_groups)
         )
         room = budget.for_prompts(int(decoded.sum()), int(others))
-        parts.append(_prompt_chunks(np.flatnonzero(prompts & here), left, most, spare, room))
+        parts.append(_prompt_chunks(lineup.seqs, np.flatnonzero(prompts & here), left, most, spare, room))
     chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
     seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
@@ -86,30 +86,81 @@ def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBa
     return turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any()), prompts
 
 
-def prompt_budgets(
-    running: RunningTable, rows: Rows, budget: TokenBudget, turns: MicroBatches, num_waiting: int
-) -> list[int]:
-    """How many tokens of newcomers each group of devices may compute beside these rows."""
-    group, budgets, groups = running.group_of(rows.slot), [], running.device_groups
-    for number in range(groups):
-        count = rows.count[group == number]
-        decodes = int(np.count_nonzero(count == 1))
-        others = running.num_running(number) - decodes - int(turns.held_back[number]) + -(-num_waiting // groups)
-        budgets.append(budget.for_prompts(decodes, others) - (int(count.sum()) - decodes))
-    return budgets
+@dataclass(slots=True)
+class _Chunk:
+    """Tokens of a prompt that a step computes. lends: how many of them newcomers may still have."""
+
+    seq: Sequence
+    count: int
+    lends: int = 0
+
+
+class NewcomersShare:
+    """Tokens that newcomers may compute beside a step's rows, in each group of devices.
+
+    These are what the rows leave of the budget, and half of each chunk that does not end its prompt. Halves are lent
+    to newcomers whose prompts end in this step thereby, unless these are less important: short prompts need not wait
+    for a long one that runs. Long prompts still end in their order.
+    """
+
+    def __init__(self, running: RunningTable, rows: Rows, budget: TokenBudget, turns: MicroBatches, num_waiting: int):
+        self._rows, groups = rows, running.device_groups
+        group, self._free = running.group_of(rows.slot), []
+        for number in range(groups):
+            count = rows.count[group == number]
+            decodes = int(np.count_nonzero(count == 1))
+            others = running.num_running(number) - decodes - int(turns.held_back[number]) + -(-num_waiting // groups)
+            self._free.append(budget.for_prompts(decodes, others) - (int(count.sum()) - decodes))
+        unfinished = () if rows.only_decodes else np.flatnonzero(rows.end < running.total[rows.slot]).tolist()
+        counts = {place: int(rows.count[place]) for place in unfinished}
+        self._running = {place: _Chunk(rows.seqs[place], count, count // 2) for place, count in counts.items()}
+        self._newcomers: list[_Chunk] = []
+
+    def room(self, seq: Sequence, group: int, left: int | None = None) -> int:
+        """Most tokens that a group can compute of a newcomer, which has `left` tokens to compute; None: few enough."""
+        free, lendable = self._free[group], sum(chunk.lends for chunk in self._lenders(seq, group))
+        return free + lendable if left is None or left <= free + lendable else free
+
+    def take(self, seq: Sequence, left: int, ahead: int) -> int:
+        """Gives a newcomer its share of at most `ahead` tokens, and returns their number."""
+        count = min(left, ahead, self.room(seq, seq.group, left))
+        missing = max(0, count - self._free[seq.group])
+        self._free[seq.group] -= count - missing
+        for chunk in self._lenders(seq, seq.group):
+            lent = min(chunk.lends, missing)
+            chunk.count, chunk.lends, missing = chunk.count - lent, chunk.lends - lent, missing - lent
+        self._newcomers.append(_Chunk(seq, count, count // 2 if count < left else 0))
+        return count
+
+    def settle(self) -> np.ndarray:
+        """Takes from the rows what they lent. Returns the newcomers' numbers of tokens, int32 [newcomers]."""
+        for place, chunk in self._running.items():
+            self._rows.count[place] = chunk.count
+        return np.asarray([chunk.count for chunk in self._newcomers], np.int32)
+
+    def _lenders(self, seq: Sequence, group: int) -> list[_Chunk]:
+        chunks, least = (*self._running.values(), *self._newcomers), seq.request.priority
+        return [chunk for chunk in chunks if chunk.seq.group == group and chunk.seq.request.priority >= least]
 
 
 def _prompt_chunks(
-    prompts: np.ndarray, left: np.ndarray, most: np.ndarray, spare: np.ndarray, budget: int
+    seqs: list[Sequence], prompts: np.ndarray, left: np.ndarray, most: np.ndarray, spare: np.ndarray, budget: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spends the budget, in tokens, on `prompts` (indices) in their order. A prompt has `left` tokens to compute, of
-    which this step may compute `most`, and `spare` tokens to sample.
+    """Spends the budget, in tokens, on `prompts` (indices of `seqs`) in their order. A prompt has `left` tokens to
+    compute, of which this step may compute `most`, and `spare` tokens to sample. The first whose tokens exceed the
+    budget leaves half of what it found to equally important ones behind it that end thereby.
 
     Returns the indices of the prompts that get part of the budget, how many tokens each computes, and how many it
     samples: 1 if the chunk ends its prompt, else 0.
     """
     left, most, spare = left[prompts], most[prompts], spare[prompts]
     count = np.clip(budget - (np.cumsum(most, dtype=np.int32) - most), 0, most)
+    for place in np.flatnonzero(count < most)[:1].tolist():
+        lends, priority = int(count[place]) // 2, seqs[prompts[place]].request.priority
+        for other in np.flatnonzero((left <= lends) & (most == left)).tolist():
+            if other > place and left[other] <= lends and seqs[prompts[other]].request.priority == priority:
+                count[other], lends = left[other], lends - left[other]
+        count[place] -= count[place + 1 :].sum()
     last = ((count == left) & (spare > 0)).astype(np.int32)
     some = count > 0
     return prompts[some], count[some], last[some]

@@ -7,7 +7,8 @@ The engine calls, once per step:
              + the next chunks of running prompts                while the token budget lasts
         while the rows need more pages than are available:
             preempt the last running sequence; choose the rows again
-        rows += waiting sequences that find a slot and pages     while the token budget lasts
+        rows += waiting sequences that find a slot and pages     while the token budget lasts; short ones borrow from
+                                                                 chunks that do not end their prompts
         count the rows' tokens as computed, and add their new tokens to the totals
 
     details = commit(rows, tokens)                               once the devices have run the plan
@@ -30,8 +31,8 @@ from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.copy_on_write import common_prefix, shared_pages, unshare
 from jaxserve.scheduling.micro_batches import MicroBatches
 from jaxserve.scheduling.page_loads import PageLoads
-from jaxserve.scheduling.prefixes import Prefixes
-from jaxserve.scheduling.row_choice import TokenBudget, choose_rows, prompt_budgets
+from jaxserve.scheduling.prefixes import Prefixes, uncached
+from jaxserve.scheduling.row_choice import NewcomersShare, TokenBudget, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, StepPlan
@@ -213,48 +214,47 @@ class Scheduler:
     # Admission
 
     def _admit_newcomers(self, rows: Rows) -> Rows:
-        """Places waiting sequences in order, while budget (in tokens, beside `rows`), slots and pages last."""
+        """Places waiting sequences in order, while tokens (also those that `rows` lend), slots and pages last."""
         seqs: list[Sequence] = []
-        counts: list[int] = []
         num_new: list[bool] = []
-        budgets = prompt_budgets(self.running, rows, self.budget, self.turns, len(self.waiting))
-        while seq := self.next_admissible(budgets):
-            left = self._admit(seq, budget := budgets[seq.group])
+        share = NewcomersShare(self.running, rows, self.budget, self.turns, len(self.waiting))
+        while seq := self.next_admissible(share):
+            left = self._admit(seq, share)
             seqs.append(seq)
-            counts.append(min(left, budget, int(self.running.ahead(seq.slot))))
-            num_new.append(counts[-1] == left and seq.max_tokens > 0)
-            budgets[seq.group] -= counts[-1]
-        return self.running.rows(seqs, np.asarray(counts, np.int32), np.asarray(num_new, np.int32))
+            num_new.append(share.take(seq, left, int(self.running.ahead(seq.slot))) == left and seq.max_tokens > 0)
+        return self.running.rows(seqs, share.settle(), np.asarray(num_new, np.int32))
 
-    def next_admissible(self, budgets: list[int] | None = None) -> Sequence | None:
-        """The first waiting sequence, if it finds a slot, pages and, with `budgets` of the groups of devices, tokens.
-        Sets those aside whose pages are to be loaded."""
-        if budgets is not None and max(budgets) <= 0:
-            return None
+    def next_admissible(self, share: NewcomersShare | None = None) -> Sequence | None:
+        """The first waiting sequence, if it finds a slot, pages and, with `share`, tokens. Sets those aside whose pages
+        are to be loaded."""
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:  # else the last token is not known yet
+            if share is not None and share.room(seq, 0) <= 0:
+                break
             room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
             has_place = self.running.num_places_for(seq) > len(self.loads.active)
             if not has_place or not self._prefixes.fits(seq, room, self.budget.most):
+                break
+            if share is not None and share.room(seq, 0, uncached(seq, self.blocks)) <= 0:
                 break
             if not self.loads.begin(seq):
                 return seq
             self.waiting.set_aside(seq)
         return None
 
-    def _admit(self, seq: Sequence, budget: int) -> int:
-        """Places the first waiting sequence, which was just found to fit, with pages for up to `budget` of the tokens
-        that it has to compute. Returns the number of these tokens."""
+    def _admit(self, seq: Sequence, share: NewcomersShare) -> int:
+        """Places the first waiting sequence, which was just found to fit, with pages for its share of the step. Returns
+        the number of tokens that it has to compute."""
         blocks = self._pages_of(seq.group)
         self.waiting.pop()
+        left = uncached(seq, blocks)
+        computed, most = len(seq.tokens) - left, min(left, share.room(seq, seq.group, left))
         seq.pages, seq.lookups = (seq.lookup.pages if seq.lookup else []), {}
         blocks.share(seq.pages)
-        computed = len(seq.pages) // blocks.num_groups * blocks.page_size
         if seq.num_cached is None and seq.index == 0:
             seq.num_cached, seq.queue_seconds = computed, time.perf_counter() - seq.arrived
             self.prefix_queries += seq.prompt_len
             self.prefix_hits += computed
-        left = len(seq.tokens) - computed
-        seq.pages += blocks.allocate(blocks.pages_for(computed + min(left, budget)) - len(seq.pages))
+        seq.pages += blocks.allocate(blocks.pages_for(computed + most) - len(seq.pages))
         self.running.place(seq, computed)
         if self.recurrent:
             self._prefixes.begin_state(self.running, seq, computed)

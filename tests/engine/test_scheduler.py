@@ -242,6 +242,40 @@ def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks():
     simulation.drain()
 
 
+def test_short_prompts_do_not_wait_for_a_long_one():
+    """A prompt that goes on lends half of its chunk to those that end thereby. No token of the budget is lost, and of
+    two long prompts the first ends first."""
+    simulation = Simulation(max_num_seqs=6, budget=8)
+    long, other = simulation.add([1] * 40, max_tokens=1), simulation.add([2] * 40, max_tokens=1)
+    assert planned(simulation.step()) == {long: 8}
+    assert planned(simulation.step()) == {long: 8}
+    simulation.drain()
+    simulation = Simulation(max_num_seqs=6, budget=8)
+    long = simulation.add([1] * 40, max_tokens=1)
+    assert planned(simulation.step()) == {long: 8}
+    shorts = [simulation.add([i + 3] * 3, max_tokens=1) for i in range(3)]
+    assert planned(simulation.step()) == {long: 5, shorts[0]: 3}
+    assert planned(simulation.step()) == {long: 5, shorts[1]: 3}
+    less = simulation.add([9] * 2, max_tokens=1, priority=1)
+    assert planned(simulation.step()) == {long: 5, shorts[2]: 3}
+    assert planned(simulation.step()) == {long: 8}, "not to one of a lower priority"
+    other = simulation.add([2] * 40, max_tokens=1)
+    plans = [planned(simulation.step()) for _ in range(2)]
+    assert plans == [{long: 8}, {long: 1, other: 7}]
+    simulation.drain()
+    assert [name for name, _ in simulation.reasons] == [*shorts, long, other, less]
+
+
+def test_short_prompts_that_run_do_not_wait_for_a_long_one():
+    """Half of the chunk goes to a prompt whose first tokens found room beside the end of an earlier one."""
+    simulation = Simulation(max_num_seqs=6, budget=8)
+    first, long = simulation.add([1] * 6, max_tokens=1), simulation.add([2] * 40, max_tokens=1)
+    assert planned(simulation.step()) == {first: 6, long: 2}
+    short = simulation.add([3] * 4, max_tokens=1)
+    assert planned(simulation.step()) == {long: 4, short: 4}
+    simulation.drain()
+
+
 def test_steps_with_prompts_take_no_longer_than_the_goal_beside_decodes():
     """By an accelerator's costs, also where many prompts wait beside few that decode; without these, steps are full."""
     cost, goal = StepCost(weights=3.5e-3, token=1.8e-5, attention=1e-6), 0.010
