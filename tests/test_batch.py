@@ -318,3 +318,14 @@ def test_model_named_by_the_requests(tmp_path):
         write(*models)
         with pytest.raises(BatchError, match="--model"):
             model_of(source)
+
+
+def test_a_byte_order_mark(tmp_path):
+    """Editors on Windows write it at the beginning of a file."""
+    line = json.dumps({"custom_id": "1", "url": "/v1/completions", "body": {"model": "demo"}})
+    source = tmp_path / "in.jsonl"
+    source.write_text(f"{line}\n", encoding="utf-8-sig")
+    assert model_of(source) == "demo"
+    source.write_text(f"{line}\n\ufeff{line}\n", encoding="utf-8")
+    with pytest.raises(BatchError, match="in.jsonl:2"):
+        model_of(source)

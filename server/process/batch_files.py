@@ -9,6 +9,7 @@ cut short. The next run removes such a line, then answers the requests that have
 from __future__ import annotations
 
 import asyncio
+import codecs
 import dataclasses
 import sys
 import uuid
@@ -93,10 +94,13 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
 
 
 def read_lines(source: Path) -> Iterator[BatchLine]:
-    """The requests of a file. Raises BatchError, naming the line, for a line that is not a request."""
+    """The requests of a file, which may begin with a byte order mark. Raises BatchError, naming the line, for a line
+    that is not a request."""
     decoder = msgspec.json.Decoder(BatchLine)
     with open(source, "rb") as file:
         for number, raw in enumerate(file, start=1):
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if not raw.strip():
                 continue
             try:
