@@ -327,5 +327,5 @@ def test_a_byte_order_mark(tmp_path):
     source.write_text(f"{line}\n", encoding="utf-8-sig")
     assert model_of(source) == "demo"
     source.write_text(f"{line}\n\ufeff{line}\n", encoding="utf-8")
-    with pytest.raises(BatchError, match="in.jsonl:2"):
+    with pytest.raises(BatchError, match=r"in\.jsonl:2"):
         model_of(source)
