@@ -24,7 +24,8 @@ from jaxserve.types import FinishReason, InvalidRequestError, TokenLogprob
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def takes_use_tqdm(method: Callable[P, R]) -> Callable[P, R]:

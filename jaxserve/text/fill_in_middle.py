@@ -7,7 +7,7 @@ markers and their order are those of the models' own cards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -62,7 +62,7 @@ class FillInMiddle:
                 "suffix",
                 "unsupported_parameter",
             )
-        self._prefix, self._suffix, *self._middle = ids
+        self._prefix, self._suffix, *self._middle = cast(list[int], ids)
         self._opening = [i for i in tokenizer.encode("")[:1] if i == tokenizer.bos_token_id]
         lead = tokenizer.encode(_LEAD, add_special_tokens=False)
         spaced = tokenizer.token_bytes(lead[0]).startswith(b" ")
