@@ -134,7 +134,7 @@ def _kernel(tile: LatentTile, items, tables, first_page, q, data, values_out, lo
             plgpu.set_max_registers(REGISTERS[0], action="decrease")
             queries = (Span(first, LANES, multiple=8),)
             hopper_rules.fetch(q, queries, scratch["q_smem"], (), scratch["q_full"], interpret=tile.interpret)
-            _fetch(tile, work, (tables, first_page), data, ring, **scratch)
+            _fetch(tile, work, (tables, first_page, None), data, ring, **scratch)
 
         for half in range(WARPGROUPS):
 

@@ -25,14 +25,15 @@ def code_width(tile: PromptTile) -> int:
 
 
 def pieces_of(tile, work, table, step):
-    """Returns tuples (page, tokens in it, place in the block) of a block's pieces."""
+    """Returns tuples (page, tokens in it, place in the block) of a block's pieces. table: (block table, first page, the
+    first position that any query token of the row sees, or None without a window)."""
     piece = min(tile.page_size, tile.block)
     # Pages beyond the row's end or before its window belong to others. Their values may be infinite, and 0 times these
     # would be NaN. The row's last or first piece replaces them.
     places = [(work[FIRST] + step) * tile.block + i * piece for i in range(tile.block // piece)]
     places = [jnp.minimum(place, lax.div(work[LENGTH] - 1, jnp.int32(piece)) * piece) for place in places]
     table, first_page, oldest = table
-    if tile.window:
+    if oldest is not None:
         places = [jnp.maximum(place, lax.div(oldest, jnp.int32(piece)) * piece) for place in places]
     pages = [first_page[0] + table[work[ROW], lax.div(place, jnp.int32(tile.page_size))] for place in places]
     return [
