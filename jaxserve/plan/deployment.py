@@ -29,7 +29,7 @@ from jaxserve.execution.group_stage_runner import GroupStageRunner
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import ProgramName
+from jaxserve.execution.signatures import ProgramName, Upkeep
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
@@ -37,9 +37,9 @@ from jaxserve.models.load import trust_matmul
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
-# Bytes of a program's code on TPUs, and of each of its layers. By these all programs of Llama 3.1 8B in bf16 have
-# 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled they have 3.6 and 8.0 (docs/plan.md).
-TPU_CODE, TPU_LAYER_CODE = 20 << 20, 9 << 19
+# Bytes of a step's code on TPUs, and of each of its layers; other programs have little. By these all steps of Llama 3.1
+# 8B in bf16 have 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled they have 3.6 and 8.0 (docs/plan.md).
+TPU_CODE, TPU_LAYER_CODE = 8 << 20, 33 << 18
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
 
@@ -114,12 +114,13 @@ class Deployment:
         return self.plan.mesh.devices.flat[0]
 
     def estimated_needs(self) -> Needs:
-        """What programs need by arithmetic: as the engine guesses, and on TPUs the code of all programs."""
+        """What programs need by arithmetic: as the engine guesses, and on TPUs the code of all steps."""
         needs = self.guessed_needs()
         if self.device.platform != "tpu":
             return needs
         each = TPU_CODE + self.plan.model.num_layers * TPU_LAYER_CODE
-        return replace(needs, code=len(self.runner.names(self.shapes)) * each)
+        steps = sum(not isinstance(name, Upkeep) for name in self.runner.names(self.shapes))
+        return replace(needs, code=steps * each)
 
     def guessed_needs(self) -> Needs:
         """What the engine guesses before it compiles any program, with code that hardly counts."""
