@@ -38,7 +38,7 @@ from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
 # Bytes of a step's code on TPUs, and of each of its layers; other programs have little. By these all steps of Llama 3.1
-# 8B in bf16 have 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8. Compiled, these are 3.6 and 8.0 (docs/plan.md).
+# 8B in bf16 have 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled 3.6 and 8.0 (docs/plan.md).
 TPU_CODE, TPU_LAYER_CODE = 8 << 20, 33 << 18
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
