@@ -51,7 +51,8 @@ def stages(count, devices=1, *, groups=1, shares=1, whole=False):
 )
 def test_the_same_answers(case, layers, split, others, deep_folders):
     engine = check_equal(deep_folders(case, layers), split, others, reuses=others.get("kv_pages") != FEW["kv_pages"])
-    assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in others
+    runs_out = "kv_pages" in others and case != EXPERTS  # whose prompts end before pages run out
+    assert engine.scheduler.num_preemptions > 0 or not runs_out
 
 
 def test_each_step_has_its_share_of_every_group(deep_folders):
