@@ -13,10 +13,10 @@ TEST_EXTRA ?= test
 KERNEL_TESTS ?= tests/aot tests/kernels  # the longest file first
 ENGINE_TESTS ?= tests/engine
 BIN = $(VENV)/bin
-# Two processes, a file of tests each: most of the time goes to compiling, on one thread.
 # pytest-timeout cannot interrupt a test that waits in native code, for a step that never ends. Its process is ended, and
 # with it the run: pytest-xdist would start the same test in a new process, again and again.
 END_HANGS = -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+# Two processes, a file of tests each: most of the time goes to compiling, on one thread.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(END_HANGS)
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =

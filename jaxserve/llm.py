@@ -52,7 +52,8 @@ class LLM:
 
     def __init__(self, model: str, **config: Any):
         settings = {_SETTINGS.get(name, name): value for name, value in config.items()}
-        settings["dtype"] = DTYPE_NAMES.get(dtype := settings.get("dtype", "auto"), dtype)
+        if (dtype := settings.get("dtype")) in DTYPE_NAMES:
+            settings["dtype"] = DTYPE_NAMES[dtype]
         self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **settings)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,

@@ -39,7 +39,7 @@ _ENDS = (
 )
 
 
-_LEAD = "☺"
+_LEAD = "☺"  # a character that no tokenizer joins with what follows
 
 
 class FillInMiddle:

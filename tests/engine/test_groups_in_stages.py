@@ -51,7 +51,7 @@ def stages(count, devices=1, *, groups=1, shares=1, whole=False):
 )
 def test_the_same_answers(case, layers, split, others, deep_folders):
     engine = check_equal(deep_folders(case, layers), split, others, reuses=others.get("kv_pages") != FEW["kv_pages"])
-    runs_out = "kv_pages" in others and case != EXPERTS  # whose prompts end before pages run out
+    runs_out = "kv_pages" in others and case != EXPERTS  # the mixture preempts nothing with these pages
     assert engine.scheduler.num_preemptions > 0 or not runs_out
 
 
