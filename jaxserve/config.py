@@ -13,11 +13,10 @@ from jaxserve.config_parts import MAX_PROPOSALS as MAX_PROPOSALS
 from jaxserve.config_parts import ConfigError as ConfigError
 from jaxserve.config_parts import LoRAModule as LoRAModule
 from jaxserve.config_parts import SpeculativeConfig as SpeculativeConfig
-from jaxserve.limits import DEFAULT_WAITING, WAITING_PER_SLOT
+from jaxserve.limits import DEFAULT_WAITING, MAX_LOGPROBS, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
 
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
-LOOKUP = ("ngram", "suffix")  # methods of speculation without a model of their own
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names of dtypes
@@ -32,6 +31,8 @@ class EngineConfig:
       model: local folder or hub id in Hugging Face format, or "demo" for the bundled model.
       revision: branch, tag or commit of a hub id, as after the @ of "org/name@revision"; None is its main branch.
       tokenizer: folder, GGUF file or hub id with the tokenizer; None is the model's own.
+      generation_config: recommended sampling parameters. "auto": the model's; "none" (or "vllm", as vLLM has it): none;
+        else those of the generation_config.json in this folder. Tokens that end a sequence are always the model's.
       ignore_config_keys: unsupported settings of config.json (or of a GGUF file) that the operator knows not to affect
         the computation. They count as absent.
       dtype: dtype of computation and cache; "auto" is float32 on CPU, else the checkpoint's own 16-bit type. A single
@@ -54,6 +55,7 @@ class EngineConfig:
       max_waiting: most completions in the queue; a request beyond that is rejected, unless the queue is empty. None is
         no limit for `LLM`, and `queue_limit` for a server.
       max_waiting_tokens: the same limit in prompt tokens; None is no limit.
+      max_logprobs: most alternatives for each token that a request may ask for, at most 20.
       scheduling_policy: "fcfs" ignores the priorities of requests; "priority" serves lower ones first, and preempts for
         them.
       page_size: tokens per KV page: 8, 16, 32, 64, 128 or 256. None is 128 on TPU, whose copies move whole tiles, and
@@ -140,6 +142,7 @@ class EngineConfig:
     model: str
     revision: str | None = None
     tokenizer: str | None = None
+    generation_config: str = "auto"
     ignore_config_keys: tuple[str, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
@@ -151,6 +154,7 @@ class EngineConfig:
     max_penalty_seqs: int | None = None
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
+    max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     page_size: int | None = None
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
@@ -257,6 +261,7 @@ class EngineConfig:
             ("max_penalty_seqs", 1, 2**16),
             ("max_waiting", 1, 2**31),
             ("max_waiting_tokens", 1, 2**62),
+            ("max_logprobs", 0, MAX_LOGPROBS),
             ("kv_pages", 2, 2**31 - 1),
             ("state_snapshots", 0, 2**16),
             *((f"{kind}_parallel_size", 1, 2**16) for kind in ("tensor", "pipeline", "data", "decode_context")),
@@ -275,7 +280,7 @@ class EngineConfig:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"{name} must be between {low} and {high}, got {value!r}")
-        for name in ("revision", "tokenizer"):
+        for name in ("revision", "tokenizer", "generation_config"):
             if getattr(self, name) is not None and not (isinstance(value := getattr(self, name), str) and value):
                 raise ConfigError(f"{name} must be a string that is not empty, got {value!r}")
         keys = self.ignore_config_keys
@@ -372,24 +377,3 @@ CHOICES: dict[str, tuple[str, ...]] = {  # the values of each setting that is on
     for name, kind in typing.get_type_hints(EngineConfig).items()
     if typing.get_origin(kind) is Literal
 } | dict.fromkeys(("attention_backend", "matmul_backend"), ("auto", *BACKENDS))
-
-
-def check_combined(config: EngineConfig, name: str, off: Any, others: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the setting `name` is not `off`, and one of the others has another value than is given."""
-    own = getattr(config, name)
-    for other, only in others.items():
-        if own != off and (value := getattr(config, other)) != only:
-            raise ConfigError(
-                f"{name} {own:g} cannot be combined with {other} {value!r}: leave {other} at {only!r}, or {name} at "
-                f"{off}"
-            )
-
-
-def check_lookup(config: EngineConfig, name: str) -> None:
-    """Raises ConfigError if the setting `name` is above 1 and speculation needs a draft, which has other layers."""
-    size, given = getattr(config, name), config.speculative_config
-    if size > 1 and given is not None and given.method not in LOOKUP:
-        raise ConfigError(
-            f"{name} {size} cannot be combined with speculation by {given.method!r}: choose one of "
-            f"{', '.join(LOOKUP)}, or leave {name} at 1"
-        )

@@ -59,6 +59,7 @@ class LLM:
             self.engine.model_folder,
             source=self.engine.tokenizer_folder,
             placeholder=self.engine.config.load_format == "dummy",
+            generation_config=self.engine.config.generation_config,
         )
         self._ids = (f"offline-{i}" for i in itertools.count())
         # Request id -> the queue of its caller (a stream may be open while another call generates), and the number of

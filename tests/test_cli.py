@@ -19,6 +19,7 @@ from jaxserve.commands.config_file import ServeParser
 from jaxserve.config import EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.server.process.flags import server_options
 
 ROOT = Path(__file__).parent.parent
 CASE = "qwen3_tied"
@@ -125,6 +126,8 @@ def test_names_of_vllm():
     for name, dtype in (("half", "float16"), ("float", "float32"), ("auto", "auto")):
         assert parser.parse_args(["serve", "demo", "--dtype", name]).dtype == dtype
     reader = ServeParser(args.serve_parser)
+    args = parser.parse_args(["serve", "demo", "--allowed-origins", '["https://a", "https://b"]', "--cors-origin", "*"])
+    assert server_options(args)["cors_origins"] == ("https://a", "https://b", "*")
     values = {"enable-prefix-caching": False, "enable-auto-tool-choice": True}
     given = args.serve_parser.parse_args(["demo", *reader.arguments(values, Path("file"))])
     assert given.prefix_caching is False

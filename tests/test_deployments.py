@@ -50,6 +50,35 @@ def test_flags_from_a_file_and_the_command_line_goes_first(tmp_path, name, text)
 
 
 @pytest.mark.parametrize(
+    ("argv", "model", "names"),
+    [
+        (["demo", "--served-model-name", "a", "b", "--port", "0"], "demo", ["a", "b"]),
+        (["--served-model-name", "a", "demo"], "demo", ["a"]),
+        (["--served-model-name", "a", "demo", "--served-model-name=b", "--port", "0"], "demo", ["a", "b"]),
+        (["--served-model-name", "a", "--served-model-name", "b", "demo"], "demo", ["a", "b"]),
+    ],
+)
+def test_several_names_beside_the_model(argv, model, names):
+    args = serve(*argv)
+    assert (args.model, args.served_model_name) == (model, names)
+    assert args.flags["served-model-name"] == names
+
+
+def test_a_model_before_or_after_flags_with_several_values(tmp_path):
+    """The file's flags came before the command line, so that its last list took the model."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("enable-lora: true\nlora-modules: [a=one, b=two]\n")
+    adapters = [("a", "one"), ("b", "two")]
+    args = serve("demo", "--config", str(path))
+    assert (args.model, [(one.name, one.path) for one in args.lora_modules]) == ("demo", adapters)
+    path.write_text("model: demo\n")
+    args = serve("--config", str(path), "--enable-lora", "--lora-modules", "a=one", "b=two")
+    assert (args.model, [(one.name, one.path) for one in args.lora_modules]) == ("demo", adapters)
+    args = serve("--config", str(path), "--served-model-name", "a", "b")
+    assert (args.model, args.served_model_name) == ("demo", ["a", "b"])
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("model: demo\nmax-seqs: 3", "no flag --max-seqs"),

@@ -79,6 +79,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="branch, tag or commit of a hub id, as in org/name@NAME; None: its main branch")  # fmt: skip
     flag("--tokenizer", field="tokenizer", metavar="MODEL",
          help="folder, GGUF file or hub id with the tokenizer; None: the model's own")  # fmt: skip
+    flag("--generation-config", field="generation_config", metavar="FOLDER",
+         help="recommended sampling parameters: auto: the model's; none (or vllm): none; else those of "
+         "generation_config.json in this folder")  # fmt: skip
     flag("--ignore-config-keys", field="ignore_config_keys", metavar="KEYS", type=_names,
          help="unsupported settings of config.json to ignore, separated by commas; only for settings that do not "
          "affect the computation")  # fmt: skip
@@ -102,6 +105,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "for each of --max-num-seqs, at least 8192")  # fmt: skip
     flag("--max-waiting-tokens", field="max_waiting_tokens", type=int, metavar="TOKENS",
          help="most prompt tokens in the queue; beyond it new requests get status 503; None: no limit")  # fmt: skip
+    flag("--max-logprobs", field="max_logprobs", type=int, metavar="N",
+         help="most alternatives for each token that a request may ask for, at most 20")  # fmt: skip
     flag("--scheduling-policy", field="scheduling_policy",
          help="fcfs ignores requests' priorities; priority serves lower values first, and preempts others")  # fmt: skip
     flag("--memory-utilization", "--gpu-memory-utilization", field="memory_utilization", type=float, metavar="FRACTION",

@@ -48,16 +48,29 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
             raise ConfigError(f"{args.config} is a record of the model {named}, but {args.model} was given beside it")
         model = args.model or named
         before = reader.arguments(values, args.config, above)
+    if model is None and (words := _model_after_name(argv)):
+        return read_serve(parser, words)
     if not isinstance(model, str) or not model:
         raise ConfigError("jaxserve serve needs a model: as its argument, or as `model` in the file of --config")
     if is_bundle(model):
         from jaxserve.bundles.container import Bundle, read_key
 
         bundle = Bundle.open(Path(model).expanduser(), read_key(args.bundle_key_file))
-        of_file = reader.given([*before, model]) if before else set()
+        of_file = reader.given([model, *before]) if before else set()
         flags = {"served-model-name": [bundle.manifest.model], **bundle.manifest.flags}
         before = reader.arguments(flags, Path(model), above | of_file) + before
-    rest = [*argv, model] if args.model is None else list(argv)
-    args = parser.parse_args([*before, *rest])
+    # A flag with several values would take a model that follows it.
+    args = parser.parse_args([*([model] if args.model is None else []), *argv, *before])
     args.flags, args.lock = reader.chosen(args), lock
     return args
+
+
+def _model_after_name(argv: Sequence[str]) -> list[str]:
+    """The command line with the model in front if --served-model-name took it, as in `--served-model-name a MODEL`:
+    the last of several words after the flag. Empty if there are no several words."""
+    words = list(argv)
+    for start in [i for i, word in enumerate(words) if word == "--served-model-name"]:
+        end = next((i for i in range(start + 1, len(words)) if words[i].startswith("-")), len(words))
+        if end - start > 2:
+            return [words.pop(end - 1), *words]
+    return []

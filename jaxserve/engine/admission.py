@@ -89,6 +89,9 @@ class Admission:
             raise InvalidRequestError(f"token id {wrong} is outside the vocabulary [0, {self._vocab_size})", "prompt")
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name) or 0) > (most := self._config.max_logprobs):
+                raise InvalidRequestError(f"{name} is {asked}; this server gives at most {most}", name)
         ids = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
         ids["bad_words"] = [token for word in params.bad_words for token in word]
         for name, tokens in ids.items():

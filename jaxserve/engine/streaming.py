@@ -12,7 +12,8 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxserve.checkpoints import orbax
-from jaxserve.config import ConfigError, EngineConfig, check_combined
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config_parts import check_combined
 from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import NARROWEST_FROM_HOST
 from jaxserve.devices.mesh import num_devices

@@ -301,33 +301,50 @@ def load_tokenizer(
     source: str | Path | None = None,
     placeholder: bool = False,
     chat_template: str | None = None,
+    generation_config: str = "auto",
 ) -> Tokenizer:
     """Loads the tokenizer of a model's folder or GGUF file, or the one at `source`. Raises ValueError with the
     path if there is no usable tokenizer.
 
     With `placeholder`, a folder without tokenizer files (as for dummy weights) gets a tokenizer with a byte per token.
-    `chat_template` is the source of a template that replaces the model's own.
+    `chat_template` is the source of a template that replaces the model's own. `generation_config` tells where
+    recommended sampling parameters come from (`EngineConfig`).
     """
-    tokenizer = _load(Path(folder), Path(source or folder), placeholder)
+    defaults = _generation_defaults(Path(folder), generation_config)
+    tokenizer = _load(Path(folder), Path(source or folder), placeholder, defaults)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def _load(folder: Path, source: Path, placeholder: bool) -> Tokenizer:
+def _load(folder: Path, source: Path, placeholder: bool, defaults: GenerationDefaults) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that torch is missing
     from jaxserve.text.tokenizer_files import READABLE, read_tokenizer
 
     if placeholder and source.is_dir() and not any((source / name).exists() for name in READABLE):
-        return _placeholder(folder)
+        return _placeholder(folder, defaults)
     try:
         hf_tokenizer = read_tokenizer(source)
     except Exception as error:  # many kinds, from many parsers
         raise ValueError(f"no usable tokenizer in {source}: {error}") from error
-    return Tokenizer(hf_tokenizer, _generation_defaults(folder))
+    return Tokenizer(hf_tokenizer, defaults)
 
 
-def _generation_defaults(model: Path) -> GenerationDefaults:
+def _generation_defaults(model: Path, source: str) -> GenerationDefaults:
+    of_model = _of_model(model)
+    if source == "auto":
+        return of_model
+    chosen = GenerationDefaults()
+    if source not in ("none", "vllm"):
+        folder = Path(source).expanduser()
+        if not (folder / "generation_config.json").is_file():
+            allowed = "auto, none or a folder with generation_config.json"
+            raise ValueError(f"generation_config must be {allowed}, got {source}")
+        chosen = GenerationDefaults.load(folder)
+    return msgspec.structs.replace(chosen, eos_token_ids=of_model.eos_token_ids)
+
+
+def _of_model(model: Path) -> GenerationDefaults:
     if model.suffix != ".gguf":
         return GenerationDefaults.load(model)
     from jaxserve.checkpoints.gguf import end_ids, known_gguf
@@ -342,7 +359,7 @@ def _generation_defaults(model: Path) -> GenerationDefaults:
         raise ValueError(f"{model} recommends sampling that cannot be used: {error}") from error
 
 
-def _placeholder(folder: Path) -> Tokenizer:
+def _placeholder(folder: Path, defaults: GenerationDefaults) -> Tokenizer:
     """Bytes as the first 256 tokens; the rest of the vocabulary decodes to "<id>"."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
@@ -354,7 +371,7 @@ def _placeholder(folder: Path) -> Tokenizer:
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), GenerationDefaults.load(folder))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), defaults)
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:

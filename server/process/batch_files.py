@@ -170,7 +170,12 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
         await client.connect(engine.socket_path, engine.runs)
         info = await client.wait_ready()
         state.tokenizer = tokenizer = await state.off_loop(
-            lambda: load_tokenizer(info.model_folder, source=info.tokenizer_folder, placeholder=dummy)
+            lambda: load_tokenizer(
+                info.model_folder,
+                source=info.tokenizer_folder,
+                placeholder=dummy,
+                generation_config=config.generation_config,
+            )
         )
         state.fingerprint = await state.off_loop(
             lambda: fingerprint(info, config, __version__, tokenizer.chat_template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from typing import Any
@@ -32,9 +33,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--api-server-count", type=int, default=1, metavar="N",
          help="processes that answer HTTP, for one engine and on one port; more than 1 add a process that supervises "
          "them")  # fmt: skip
-    flag("--served-model-name", action="append", metavar="NAME",
-         help="name under which clients ask for the model; may be given several times; an answer carries the name that "
-         "its request used, metrics carry the first; None: MODEL as given")  # fmt: skip
+    flag("--served-model-name", action="extend", nargs="+", metavar="NAME",
+         help="names under which clients ask for the model; may be given several times; an answer carries the name "
+         "that its request used, metrics carry the first; None: MODEL as given")  # fmt: skip
     flag("--chat-template", metavar="FILE",
          help="Jinja template for conversations, or a file that holds one; None: the model's own")  # fmt: skip
     flag("--trust-request-chat-template", action="store_true",
@@ -77,8 +78,8 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--allowed-host", action="append", default=[], metavar="NAME",
          help="another accepted value of the Host header, besides localhost; applies to a server without keys on a "
          "loopback address")  # fmt: skip
-    flag("--cors-origin", action="append", default=[], metavar="ORIGIN",
-         help="origin whose pages browsers may let call the server; *: all")  # fmt: skip
+    flag("--cors-origin", "--allowed-origins", action="extend", type=_origins, default=[], metavar="ORIGIN",
+         help="origin whose pages browsers may let call the server, or a JSON list of them; *: all")  # fmt: skip
     flag("--tool-call-parser", default="auto", choices=plugins.choices("jaxserve.server.tools.parsers"),
          help="format of the model's tool calls; auto: the one that the chat template shows for certain")  # fmt: skip
     flag("--reasoning-parser", default="auto", choices=plugins.choices("jaxserve.server.reasoning"),
@@ -132,6 +133,18 @@ def _key(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("a key must not be empty, as everybody has that one")
     return text
+
+
+def _origins(text: str) -> list[str]:
+    if not text.lstrip().startswith("["):
+        return [text]
+    try:
+        origins = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
+    if not all(isinstance(origin, str) for origin in origins):
+        raise argparse.ArgumentTypeError(f"not a list of strings: {text}")
+    return origins
 
 
 def _from_environment(name: str) -> str | None:

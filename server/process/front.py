@@ -242,6 +242,7 @@ class Front(uvicorn.Server):
             source=source,
             placeholder=self._settings.load_format == "dummy",
             chat_template=self._state.settings.chat_template,
+            generation_config=self._settings.generation_config,
         )
         tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
         return tokenizer

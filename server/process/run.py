@@ -60,8 +60,6 @@ def serve(
 
     With `api_server_count` above 1, so many processes answer HTTP, and this one supervises them and the engine.
 
-    With `api_server_count` above 1, so many processes answer HTTP, and this one supervises them and the engine.
-
     `port` 0 takes a free port. `fd` is an inherited listening socket; after this server stops, connections to it wait
     for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
     file or a template's text. `engine` is a process that `jaxserve.start` has started. `settings` are fields of

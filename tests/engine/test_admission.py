@@ -149,3 +149,12 @@ def test_aborted_requests_count_for_nothing(model_folders):
         engine.add_request(engine_request(f"short-{i}", [5] * 3))
     with pytest.raises(QueueFullError, match="4 completions"):
         engine.add_request(engine_request("fifth", [5] * 3))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_most_alternatives(scheduler, name):
+    assert admission(scheduler, max_logprobs=3).check(requests(**{name: 3})) == (0,)
+    with pytest.raises(InvalidRequestError, match=f"{name} is 4; this server gives at most 3"):
+        admission(scheduler, max_logprobs=3).check(requests(**{name: 4}))
+    with pytest.raises(ConfigError, match="max_logprobs must be between 0 and 20, got 21"):
+        admission(scheduler, max_logprobs=21)

@@ -103,6 +103,22 @@ def test_load(tmp_path):
     assert tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
 
 
+def test_recommended_sampling_of_another_source(tmp_path):
+    """Tokens that end a sequence are the model's whatever the source."""
+    kinds.save_byte_level(model := tmp_path / "model")
+    for none in ("none", "vllm"):
+        assert load_tokenizer(model, generation_config=none).generation_defaults == GenerationDefaults(
+            eos_token_ids=(0, 2)
+        )
+    (other := tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=f"auto, none or a folder with generation_config.json, got {other}"):
+        load_tokenizer(model, generation_config=str(other))
+    (other / "generation_config.json").write_text('{"top_p": 0.25, "eos_token_id": 9}')
+    tokenizer = load_tokenizer(model, generation_config=str(other))
+    assert tokenizer.generation_defaults == GenerationDefaults(top_p=0.25, eos_token_ids=(0, 2))
+    assert tokenizer.eos_token_ids == (0, 2)
+
+
 def test_load_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
