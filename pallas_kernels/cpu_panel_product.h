@@ -163,7 +163,7 @@ struct Product {
       for (int64_t m = 0; m < tokens;) {
         const int64_t height = next_height(tokens - m, kIntTall);
         by_height<kIntTall>(height, [&](auto tall) {
-          int_tile<tall, C, R::kSub, R::kEight>(rounded, first_row + m, unpacked, first, end - first, ahead,
+          int_tile<tall, C, R::kSub, R::kTop>(rounded, first_row + m, unpacked, first, end - first, ahead,
                                                 sums + m * kColumns * kWidth);
         });
         m += height;
@@ -192,7 +192,7 @@ struct Product {
       float* to = sums + p * kPanelRows;
       if constexpr (kOnlyColumns) {
         int_columns<R>(panel + p++, to);
-      } else if (tokens <= kColumnTall) {
+      } else if (tokens <= kColumnMost) {
         int_columns<R>(panel + p++, to);
       } else if (kIntColumns > kParts && p + kIntColumns / kParts <= count) {
         int_panels<R, kIntColumns>(panel + p, to);

@@ -9,10 +9,11 @@
 // floats may have fewer rows (kTall).
 constexpr int kColumns = kWidth == 8 ? 2 : 4;
 constexpr int kFloatTall = 6 * kColumns < kRegisters ? 6 : 3;
-constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 8 ? 2 : 3;
-// Rows of x that `int_column` multiplies at once. With 32 wide registers it is the fastest for any number of rows.
+constexpr int kIntColumns = kWidth == 4 ? 4 : 2, kIntTall = kWidth == 8 ? 4 : 3;
+// Rows of x that `int_column` multiplies at once, and the most rows for which it is the fastest. With 32 wide registers
+// it is for any number of rows.
 constexpr bool kOnlyColumns = kWidth == 16;
-constexpr int kColumnTall = kOnlyColumns ? 8 : 3;
+constexpr int kColumnTall = kOnlyColumns ? 8 : kWidth == 8 ? 4 : 3, kColumnMost = kWidth == 8 ? 8 : 3;
 
 // The height of the next tile, of 1, 2, 3, 4, 6 and 8, such that tiles have nearly equal heights; the tallest come
 // first.
@@ -251,18 +252,17 @@ static void int_column(const Rounded& x, int64_t token, const uint8_t* record, i
       for (int64_t i = 0; i < fetched; i += 64) __builtin_prefetch(record + b * bytes + kAhead + i);
 #pragma GCC unroll 2
       for (int sub = 0; sub < kBlock / R::kSub; sub++) {
-        Ints acc[M] = {};
+        Dots<R::kTop> dots[M];
 #pragma GCC unroll 8
         for (int i = 0; i < kSteps; i++) {
           const int q = sub * kSteps + i;
-          const Bytes w = R::codes(record, blocks_of, b, q, part);
-          for (int m = 0; m < M; m++)
-            acc[m] = dot_bytes<R::kEight>(acc[m], w, codes[m * x.inputs / 4 + at * 8 + q]);
+          const Bytes w = R::dot_codes(record, blocks_of, b, q, part);
+          for (int m = 0; m < M; m++) dots[m].add(w, codes[m * x.inputs / 4 + at * 8 + q], i, kSteps);
         }
         Floats scale, shift;
-        R::scales(record, R::kBlocks ? b * (kBlock / R::kSub) + sub : 0, part, scale, shift);
+        R::dot_scales(record, R::kBlocks ? b * (kBlock / R::kSub) + sub : 0, part, scale, shift);
         for (int m = 0; m < M; m++)
-          add_group(totals[m], acc[m], scales[m * x.blocks + at],
+          add_group(totals[m], dots[m].sum, scales[m * x.blocks + at],
                     R::kSub == 16 ? half_sums[2 * (m * x.blocks + at) + sub] : sums[m * x.blocks + at], scale, shift);
       }
     }
@@ -283,47 +283,53 @@ static void unpack(const uint8_t* panel, int64_t blocks_of, int64_t first, int64
   const uint8_t* record = panel + first / blocks_of * R::bytes(blocks_of);
   for (int64_t at = 0, b = first % blocks_of; at < end - first; at++) {
 #pragma GCC unroll 8
-    for (int q = 0; q < 8; q++) to.codes[column][at][q] = R::codes(record, blocks_of, b, q, part);
+    for (int q = 0; q < 8; q++) to.codes[column][at][q] = R::dot_codes(record, blocks_of, b, q, part);
     for (int g = 0; g < kGroups; g++) {
       const int64_t group = at * kGroups + g;
-      R::scales(record, R::kBlocks ? b * kGroups + g : 0, part, to.scale[column][group], to.shift[column][group]);
+      R::dot_scales(record, R::kBlocks ? b * kGroups + g : 0, part, to.scale[column][group], to.shift[column][group]);
     }
     if (++b == blocks_of) b = 0, record += R::bytes(blocks_of);
   }
 }
 
-// to[m, c] += the sums of `int_column`, for unpacked blocks, from block `first` of x on.
-template <int M, int C, int kSub, bool kEight>
+// to[m, c] += the sums of `int_column`, for unpacked blocks, from block `first` of x on. The totals stay in `to`, so that
+// the sums of a group have the registers. The addresses of the rows are hidden from GCC, which would otherwise keep one
+// for each row and four inputs in memory.
+template <int M, int C, int kSub, int kTop>
 static void int_tile(const Rounded& x, int64_t token, const Unpacked& w, int64_t first, int64_t count, Ahead& ahead,
                      float* to) {
   constexpr int kSteps = kSub / 4, kGroups = kBlock / kSub;
-  Floats totals[M][C];
-  for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++) totals[m][c] = load<Floats>(to + (m * kColumns + c) * kWidth);
-  const int32_t* codes = x.codes.get() + token * x.inputs / 4 + first * 8;
-  for (int64_t b = 0; b < count; b++, codes += 8) {
+  const int32_t* codes[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) codes[m] = x.codes.get() + (token + m) * x.inputs / 4 + first * 8;
+  for (int64_t b = 0; b < count; b++) {
     ahead.fetch();
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) asm("" : "+r"(codes[m]));
     for (int sub = 0; sub < kGroups; sub++) {
-      Ints acc[M][C] = {};
+      Dots<kTop> dots[M][C];
 #pragma GCC unroll 8
       for (int i = 0; i < kSteps; i++) {
         const int q = sub * kSteps + i;
         for (int m = 0; m < M; m++) {
-          const int32_t four = codes[m * x.inputs / 4 + q];
-          for (int c = 0; c < C; c++) acc[m][c] = dot_bytes<kEight>(acc[m][c], w.codes[c][b][q], four);
+          const int32_t four = codes[m][q];
+          for (int c = 0; c < C; c++) dots[m][c].add(w.codes[c][b][q], four, i, kSteps);
         }
       }
       const int64_t group = b * kGroups + sub;
       for (int m = 0; m < M; m++) {
         const int64_t at = (token + m) * x.blocks + first + b;
         const float sum = kSub == 16 ? x.half_sum[2 * at + sub] : x.sum[at];
-        for (int c = 0; c < C; c++)
-          add_group(totals[m][c], acc[m][c], x.scale[at], sum, w.scale[c][group], w.shift[c][group]);
+        for (int c = 0; c < C; c++) {
+          Floats total = load<Floats>(to + (m * kColumns + c) * kWidth);
+          add_group(total, dots[m][c].sum, x.scale[at], sum, w.scale[c][group], w.shift[c][group]);
+          reg(to + (m * kColumns + c) * kWidth) = total;
+        }
       }
     }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) codes[m] += 8;
   }
-  for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++) std::memcpy(to + (m * kColumns + c) * kWidth, &totals[m][c], sizeof totals[m][c]);
 }
 
 // Dequantizes some inputs of the columns to float32, as panels of Float32 [inputs, kPanelRows].

@@ -101,41 +101,69 @@ static inline Floats half_of_e4m3(const uint8_t* from) {
   return (Floats)((Ints)size | (code & 0x80) << 24);
 }
 
-// sum[i] + the products of the i-th four codes and the four signed bytes of x. Codes have 8 bits (kEight), or at most
-// 7.
-template <bool kEight>
-static inline Ints dot_bytes(Ints sum, Bytes codes, int32_t x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
-#elif defined(__AVX512BW__) && defined(__AVX512VL__)
-  const __m512i w = (__m512i)codes, all = _mm512_set1_epi32(x);
-  if (!kEight)  // sums of two products fit 16 bits
-    return sum + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(w, all), _mm512_set1_epi16(1));
-  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(255)),
-                                         _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
-  return sum + (Ints)even + (Ints)_mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(all, 8));
+#define CPU_DOTS 512
 #elif defined(__AVXVNNI__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
-#elif defined(__AVX2__)
-  const __m256i w = (__m256i)codes, all = _mm256_set1_epi32(x);
-  if (!kEight)
-    return sum + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(w, all), _mm256_set1_epi16(1));
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
-  return sum + (Ints)even + (Ints)_mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(all, 8));
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
-  const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(x));
-  const uint8x16_t w = (uint8x16_t)codes;
-  if (!kEight) return (Ints)vdotq_s32((int32x4_t)sum, vreinterpretq_s8_u8(w), all);
-  const int8x16_t low = vreinterpretq_s8_u8(vandq_u8(w, vdupq_n_u8(127))), top = vreinterpretq_s8_u8(vshrq_n_u8(w, 7));
-  const int32x4_t high = vdotq_s32(vdupq_n_s32(0), top, all);
-  return (Ints)vaddq_s32(vdotq_s32((int32x4_t)sum, low, all), vshlq_n_s32(high, 7));
+#define CPU_DOTS 256
 #else
-  for (int i = 0; i < kWidth; i++)
-    for (int j = 0; j < 4; j++) sum[i] += codes[4 * i + j] * static_cast<int8_t>(x >> 8 * j);
-  return sum;
+#define CPU_DOTS 0
 #endif
-}
+// Whether codes of 8 bits are multiplied as signed bytes, 128 less than they are.
+#if !CPU_DOTS && CPU_WIDTH == 8 && defined(__AVX2__) || defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kCentred = true;
+#else
+constexpr bool kCentred = false;
+#endif
+
+// The sums of products of codes and signed bytes of x from -127 to 127, for the kWidth rows of a group. kTop: the
+// highest code, 255 for codes of 8 bits, which are signed where kCentred says so.
+template <int kTop>
+struct Dots {
+  Ints sum = {};
+
+  // Adds the products of the i-th four codes of each row and four bytes of x. i, below `steps`, must be known to the
+  // compiler: processors without a product of four bytes add up pairs in 16 bits as long as these cannot overflow.
+  inline void add(Bytes codes, int32_t x, int i, int steps) {
+#if CPU_DOTS == 512
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#elif CPU_DOTS == 256
+    sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
+#elif CPU_WIDTH == 16 && defined(__AVX512BW__)
+    const __m512i w = (__m512i)codes, all = _mm512_set1_epi32(x);
+    if (kTop < 255) return add_pairs(_mm512_maddubs_epi16(w, all), i, steps);
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(255)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
+    sum += (Ints)even + (Ints)_mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(all, 8));
+#elif CPU_WIDTH == 8 && defined(__AVX2__)
+    const __m256i w = (__m256i)codes, all = _mm256_set1_epi32(x);
+    if (kTop < 255) return add_pairs(_mm256_maddubs_epi16(w, all), i, steps);
+    add_pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(all, w)), i, steps);
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+    sum = (Ints)vdotq_s32((int32x4_t)sum, vreinterpretq_s8_u8((uint8x16_t)codes), vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#else
+    for (int row = 0; row < kWidth; row++)
+      for (int j = 0; j < 4; j++) sum[row] += codes[4 * row + j] * static_cast<int8_t>(x >> 8 * j);
+#endif
+  }
+
+ private:
+  static constexpr int kRun = std::max(1, 32767 / (2 * 127 * kTop));  // sums of pairs that fit 16 bits
+  Ints pairs;
+
+#if CPU_WIDTH == 16 && defined(__AVX512BW__)
+  inline void add_pairs(__m512i more, int i, int steps) {
+    pairs = kept(i % kRun ? (Ints)_mm512_add_epi16((__m512i)pairs, more) : (Ints)more);
+    if (i % kRun == kRun - 1 || i == steps - 1)
+      sum = kept(sum + (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)));
+  }
+#elif CPU_WIDTH == 8 && defined(__AVX2__)
+  inline void add_pairs(__m256i more, int i, int steps) {
+    pairs = kept(i % kRun ? (Ints)_mm256_add_epi16((__m256i)pairs, more) : (Ints)more);
+    if (i % kRun == kRun - 1 || i == steps - 1)
+      sum = kept(sum + (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)));
+  }
+#endif
+};
 
 enum PanelType : int32_t {
   kFloat32, kFloat16, kBfloat16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4K, kQ5K, kQ6K, kGrouped8, kGrouped4,
@@ -143,15 +171,14 @@ enum PanelType : int32_t {
 };
 
 // Records. kSub: inputs that share a scale. kBlocks: blocks of a record, or 0 if each panel says. kCodes: offset of the
-// codes, which have kLow bits each. kHigh: bits of a code beyond these, stored after the codes. kEight: whether codes,
-// or what they are looked up as, need 8 bits. GGUF's types keep the numbers of GGUF's own blocks; a record has two of
-// its blocks of 32.
+// codes, which have kLow bits each. kHigh: bits of a code beyond these, stored after the codes. GGUF's types keep the
+// numbers of GGUF's own blocks; a record has two of its blocks of 32.
 template <int type, int bits, int sub, int blocks, int codes_at>
 struct Record {
   static constexpr int kType = type, kBits = bits, kSub = sub, kBlocks = blocks, kCodes = codes_at;
   static constexpr int kLow = bits == 8 ? 8 : bits < 4 ? 2 : 4, kHigh = bits - kLow, kStep = 64 * kLow;
   static constexpr bool kFloat4 = type == kMxfp4 || type == kNvfp4, kNonlinear = type == kIq4Nl || type == kIq4Xs;
-  static constexpr bool kEight = bits == 8 || kNonlinear;
+  static constexpr int kTop = bits == 8 || kNonlinear ? 255 : kFloat4 ? 24 : (1 << bits) - 1;  // the highest code
 
   static int64_t bytes(int64_t blocks_of) { return kCodes + blocks_of * (kStep + 64 * kHigh); }
 
@@ -195,6 +222,16 @@ struct Record {
     } else {
       scale = load<Floats>(record + part * 4 * kWidth), shift = load<Floats>(record + 64 + part * 4 * kWidth);
     }
+  }
+
+  // The same for `Dots`, whose codes of 8 bits may be signed.
+  static inline Bytes dot_codes(const uint8_t* record, int64_t blocks_of, int64_t block, int q, int part) {
+    const Bytes some = codes(record, blocks_of, block, q, part);
+    return kCentred && kTop == 255 ? some ^ 128 : some;
+  }
+  static inline void dot_scales(const uint8_t* record, int64_t group, int part, Floats& scale, Floats& shift) {
+    scales(record, group, part, scale, shift);
+    if (kCentred && kTop == 255) shift += scale * 128.f;
   }
 };
 using Q8_0 = Record<kQ8_0, 8, 32, 2, 64>;

@@ -20,10 +20,13 @@ COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 33]
 BLOCK_TYPES = {kind.name: kind for kind in TYPES.values() if kind.name in GGUF_TYPES}
 
 
-def blocks_of(name: str, out: int, inputs: int) -> np.ndarray:
-    """Random blocks of a GGUF type [out, bytes of a row], with scales of moderate size and of both signs."""
+def blocks_of(name: str, out: int, inputs: int, code: int | None = None) -> np.ndarray:
+    """Blocks of a GGUF type [out, bytes of a row], with scales of moderate size and of both signs. The other bytes are
+    random, or all `code`."""
     kind, rng = BLOCK_TYPES[name], np.random.default_rng(inputs)
     data = rng.integers(0, 256, (out, inputs // kind.size, kind.nbytes), np.uint8)
+    if code is not None:
+        data[:] = code
     alone = {"Q8_0": 0, "Q4_0": 0, "Q5_0": 0, "Q6_K": 208, "Q3_K": 108, "IQ4_NL": 0, "IQ4_XS": 0}
     for at in [alone[name]] if name in alone else [80, 82] if name == "Q2_K" else [0, 2]:
         scale = (rng.uniform(0.2, 2, data.shape[:2]) * rng.choice([-1, 1], data.shape[:2]) / 64).astype(np.float16)
@@ -35,8 +38,8 @@ def values_of(name: str, rows: np.ndarray, inputs: int) -> np.ndarray:
     return dequantize(decode(rows.reshape(-1), BLOCK_TYPES[name], (len(rows), inputs)))
 
 
-def gguf(name: str, out: int, inputs: int, arithmetic: str) -> tuple[PanelArray, np.ndarray]:
-    data = blocks_of(name, out, inputs)
+def gguf(name: str, out: int, inputs: int, arithmetic: str, code: int | None = None) -> tuple[PanelArray, np.ndarray]:
+    data = blocks_of(name, out, inputs, code)
     packed = cpu_panels.pack([Rows(GGUF_TYPES[name], data)], np.arange(out), inputs, arithmetic)
     return jax.tree.map(jnp.asarray, packed), values_of(name, data, inputs)
 
@@ -139,6 +142,17 @@ def test_integer_products_are_exact_but_for_the_rounding_of_x(name):
     for tokens in (1, 3, 4, 9):
         x = inputs_of(tokens, 512)
         check(cpu_panels.matmul(x, w), rounded(x), values, 3e-6)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("code", [0x00, 0x7F, 0x80, 0xFF])
+def test_no_sum_of_integers_overflows(name, code):
+    """The largest codes times the largest inputs: processors add up some of these products in 16 bits."""
+    w, values = gguf(name, 16, 256, "int8", code)
+    for tokens in (1, 3, 4, 9, 12):
+        x = np.full((tokens, 256), 127, np.float32)
+        x[1::3], x[2::3, 1::2] = -127, -127
+        check(cpu_panels.matmul(x, w), x, values, 2e-6)
 
 
 @pytest.mark.parametrize("name", [*BLOCK_TYPES, "bfloat16"])
