@@ -1,5 +1,4 @@
-"""Parts of the operator's settings: the error of a wrong one, speculative decoding, adapters; and what cannot be
-combined."""
+"""Parts of the operator's settings: the error of a wrong one, speculative decoding, adapters."""
 
 from __future__ import annotations
 
@@ -7,12 +6,8 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from jaxserve.config import EngineConfig
-
-LOOKUP = ("ngram", "suffix")  # methods of speculation without a model of their own
 MAX_PROPOSALS = 31  # most tokens that speculative decoding proposes for a sequence in a step
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")  # metrics list such names, separated by commas
 
@@ -102,24 +97,3 @@ class LoRAModule(NamedTuple):
         if not isinstance(module.base_model_name, str | None):
             raise ConfigError(f"base_model_name of {module.name!r} must be a string, got {module.base_model_name!r}")
         return module
-
-
-def check_combined(config: EngineConfig, name: str, off: Any, others: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the setting `name` is not `off`, and one of the others has another value than is given."""
-    own = getattr(config, name)
-    for other, only in others.items():
-        if own != off and (value := getattr(config, other)) != only:
-            raise ConfigError(
-                f"{name} {own:g} cannot be combined with {other} {value!r}: leave {other} at {only!r}, or {name} at "
-                f"{off}"
-            )
-
-
-def check_lookup(config: EngineConfig, name: str) -> None:
-    """Raises ConfigError if the setting `name` is above 1 and speculation needs a draft, which has other layers."""
-    size, given = getattr(config, name), config.speculative_config
-    if size > 1 and given is not None and given.method not in LOOKUP:
-        raise ConfigError(
-            f"{name} {size} cannot be combined with speculation by {given.method!r}: choose one of "
-            f"{', '.join(LOOKUP)}, or leave {name} at 1"
-        )

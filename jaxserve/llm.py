@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxserve import heap
 from jaxserve.checkpoints import gguf
-from jaxserve.config import DTYPE_NAMES, MAX_TOKENS_PER_CALL, EngineConfig
+from jaxserve.config import MAX_TOKENS_PER_CALL, OTHER_NAMES, EngineConfig
 from jaxserve.hosts.environment import found_hosts
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
@@ -52,8 +52,9 @@ class LLM:
 
     def __init__(self, model: str, **config: Any):
         settings = {_SETTINGS.get(name, name): value for name, value in config.items()}
-        if (dtype := settings.get("dtype")) in DTYPE_NAMES:
-            settings["dtype"] = DTYPE_NAMES[dtype]
+        for name, others in OTHER_NAMES.items():
+            if settings.get(name) in others:
+                settings[name] = others[settings[name]]
         self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **settings)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,

@@ -118,13 +118,18 @@ def test_help_of_flags_that_turn_something_off(call):
 def test_names_of_vllm():
     """`Where vLLM has a flag for the same thing, accept its name as an alias`, also in a file."""
     parser = make_parser()
-    usual = ["--enable-prefix-caching", "--enable-chunked-prefill", "--async-scheduling", "--enable-auto-tool-choice"]
+    usual = ["--enable-prefix-caching", "--enable-chunked-prefill", "--async-scheduling", "--enable-auto-tool-choice",
+             "--disable-log-requests", "--enable-prompt-tokens-details", "--enable-server-load-tracking"]  # fmt: skip
     assert vars(parser.parse_args(["serve", "demo", *usual])) == vars(parser.parse_args(["serve", "demo"]))
     others = ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "50", "--disable-uvicorn-access-log"]
     args = parser.parse_args(["serve", "demo", *others])
     assert (args.prefix_caching, args.kv_pages, args.access_log) == (False, 50, False)
     for name, dtype in (("half", "float16"), ("float", "float32"), ("auto", "auto")):
         assert parser.parse_args(["serve", "demo", "--dtype", name]).dtype == dtype
+    for name, dtype in (("fp8_e4m3", "fp8"), ("bfloat16", "bf16"), ("int8", "int8")):
+        assert parser.parse_args(["serve", "demo", "--kv-cache-dtype", name]).kv_cache_dtype == dtype
+    for text, tokens in (("32k", 32000), ("32K", 32768), ("100", 100)):
+        assert parser.parse_args(["serve", "demo", "--max-model-len", text]).max_model_len == tokens
     reader = ServeParser(args.serve_parser)
     args = parser.parse_args(["serve", "demo", "--allowed-origins", '["https://a", "https://b"]', "--cors-origin", "*"])
     assert server_options(args)["cors_origins"] == ("https://a", "https://b", "*")

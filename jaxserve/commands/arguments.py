@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve import jax_pools
-from jaxserve.config import CHOICES, DTYPE_NAMES, ConfigError, EngineConfig, LoRAModule
+from jaxserve.config import CHOICES, OTHER_NAMES, ConfigError, EngineConfig, LoRAModule
 from jaxserve.hosts.environment import found_hosts
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
@@ -51,6 +51,15 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
+def _tokens(text: str) -> int:
+    """A number of tokens; as in vLLM, 32k is 32,000 and 32K is 32,768."""
+    unit = {"k": 1000, "K": 1024}.get(text[-1:])
+    try:
+        return int(text) if unit is None else int(text[:-1]) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a number of tokens, such as 32768, 32k or 32K: {text}") from None
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
@@ -85,10 +94,10 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--ignore-config-keys", field="ignore_config_keys", metavar="KEYS", type=_names,
          help="unsupported settings of config.json to ignore, separated by commas; only for settings that do not "
          "affect the computation")  # fmt: skip
-    flag("--max-model-len", field="max_model_len", type=int, metavar="TOKENS",
-         help="longest prompt and output together, in tokens; None: the model's own limit")  # fmt: skip
+    flag("--max-model-len", field="max_model_len", type=_tokens, metavar="TOKENS",
+         help="longest prompt and output together, in tokens; None: the model's own limit; 32K: 32768")  # fmt: skip
     flag("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="most sequences in one step")
-    flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=int, metavar="TOKENS",
+    flag("--max-num-batched-tokens", field="max_num_batched_tokens", type=_tokens, metavar="TOKENS",
          help="most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs")  # fmt: skip
     flag("--max-penalty-seqs", field="max_penalty_seqs", type=int, metavar="N",
          help="most sequences with penalties in one step; None: as many as 256 MiB of token counts hold")  # fmt: skip
@@ -116,9 +125,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "free")  # fmt: skip
     flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS",
          help=f"{PAGE_SIZE_HELP}; prompts share cached beginnings in whole pages")  # fmt: skip
-    flag("--kv-cache-dtype", field="kv_cache_dtype",
+    flag("--kv-cache-dtype", field="kv_cache_dtype", type=lambda name: OTHER_NAMES["kv_cache_dtype"].get(name, name),
          help="dtype of cached keys and values; fp8 and int8 have scales; auto: the computation's")  # fmt: skip
-    flag("--dtype", field="dtype", type=lambda name: DTYPE_NAMES.get(name, name),
+    flag("--dtype", field="dtype", type=lambda name: OTHER_NAMES["dtype"].get(name, name),
          help="dtype of weights, computation and cache; auto: float32 on CPU (with 16-bit weights if the checkpoint "
          "has them), else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",
@@ -241,7 +250,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-caching", "--no-enable-prefix-caching", dest="prefix_caching", action="store_false",
                        help="do not reuse the KV pages of equal prompt prefixes")  # fmt: skip
     group.add_argument("--async-scheduling", "--enable-prefix-caching", "--enable-chunked-prefill",
-                       "--enable-auto-tool-choice", action=_Usual, nargs=0, dest=argparse.SUPPRESS,
+                       "--enable-auto-tool-choice", "--disable-log-requests", "--no-enable-log-requests",
+                       "--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking",
+                       "--enable-sleep-mode", action=_Usual, nargs=0, dest=argparse.SUPPRESS,
                        default=argparse.SUPPRESS, help="flags of vLLM for what is so without them")  # fmt: skip
 
 

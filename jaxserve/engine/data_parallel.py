@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.config_parts import check_combined, check_lookup
+from jaxserve.engine.combinations import check_combined, check_lookup
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
 from jaxserve.scheduling.scheduler import Scheduler

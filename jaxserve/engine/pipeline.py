@@ -14,8 +14,8 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.config_parts import check_combined, check_lookup
 from jaxserve.devices.mesh import by_host, num_devices, num_groups
+from jaxserve.engine.combinations import check_combined, check_lookup
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import commands, memory

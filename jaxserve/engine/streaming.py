@@ -13,10 +13,10 @@ from flax.traverse_util import flatten_dict
 
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.config_parts import check_combined
 from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import NARROWEST_FROM_HOST
 from jaxserve.devices.mesh import num_devices
+from jaxserve.engine.combinations import check_combined
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import MOST, move_to_host

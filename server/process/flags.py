@@ -110,7 +110,7 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          "replay`; only this user can read it; None: nothing is recorded")  # fmt: skip
     flag("--record-max-bytes", type=int, default=ServerSettings.record_max_bytes, metavar="BYTES",
          help="size of this file from which on nothing is recorded")  # fmt: skip
-    flag("--otlp-endpoint", metavar="URL",
+    flag("--otlp-endpoint", "--otlp-traces-endpoint", metavar="URL",
          help="send OpenTelemetry traces here, by OTLP over HTTP, for example to http://localhost:4318")  # fmt: skip
     flag("--no-ui", dest="ui", action="store_false", help="serve no page at /")
     flag("--max-stored-responses", type=int, default=ServerSettings.max_stored_responses, metavar="N",
