@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,21 @@ def test_tiles_of_adapters_have_outputs(machine):
     command = [cpu_build._compiler() or "c++", *flags, str(cpu_build._source(cpu_build.LORA))]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+EMULATED = ("aarch64-linux-gnu-g++", "qemu-aarch64-static")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, EMULATED)), reason=f"no {' or '.join(EMULATED)}")
+@pytest.mark.parametrize("machine", ["armv8-a", "armv8.2-a+dotprod"])
+def test_products_of_integers_on_an_emulated_arm(machine, tmp_path):
+    flags = ["-O2", f"-march={machine}", "-ffp-contract=fast", "-std=c++17", "-static", "-w"]
+    folders = [f"-I{cpu_build._headers()}", f"-I{cpu_build.FOLDER}"]
+    program = tmp_path / "check"
+    source = Path(__file__).parent / "check_products.cc"
+    subprocess.run([EMULATED[0], *flags, *folders, str(source), "-o", str(program)], check=True)
+    run = subprocess.run([EMULATED[1], "-cpu", "max", str(program)], capture_output=True, text=True, check=True)
+    errors = dict(line.split() for line in run.stdout.splitlines())
+    assert len(errors) == 16
+    assert max(map(float, errors.values())) < 1e-6, errors
