@@ -164,7 +164,7 @@ struct Product {
         const int64_t height = next_height(tokens - m, kIntTall);
         by_height<kIntTall>(height, [&](auto tall) {
           int_tile<tall, C, R::kSub, R::kTop>(rounded, first_row + m, unpacked, first, end - first, ahead,
-                                                sums + m * kColumns * kWidth);
+                                              sums + m * kColumns * kWidth);
         });
         m += height;
       }
