@@ -310,24 +310,23 @@ def load_tokenizer(
     `chat_template` is the source of a template that replaces the model's own. `generation_config` tells where
     recommended sampling parameters come from (`EngineConfig`).
     """
-    defaults = _generation_defaults(Path(folder), generation_config)
-    tokenizer = _load(Path(folder), Path(source or folder), placeholder, defaults)
+    tokenizer = _load(Path(folder), Path(source or folder), placeholder, generation_config)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def _load(folder: Path, source: Path, placeholder: bool, defaults: GenerationDefaults) -> Tokenizer:
+def _load(folder: Path, source: Path, placeholder: bool, generation_config: str) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that torch is missing
     from jaxserve.text.tokenizer_files import READABLE, read_tokenizer
 
     if placeholder and source.is_dir() and not any((source / name).exists() for name in READABLE):
-        return _placeholder(folder, defaults)
+        return _placeholder(folder, _generation_defaults(folder, generation_config))
     try:
         hf_tokenizer = read_tokenizer(source)
     except Exception as error:  # many kinds, from many parsers
         raise ValueError(f"no usable tokenizer in {source}: {error}") from error
-    return Tokenizer(hf_tokenizer, defaults)
+    return Tokenizer(hf_tokenizer, _generation_defaults(folder, generation_config))
 
 
 def _generation_defaults(model: Path, source: str) -> GenerationDefaults:
