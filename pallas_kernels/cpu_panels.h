@@ -150,6 +150,7 @@ struct Dots {
   static constexpr int kRun = std::max(1, 32767 / (2 * 127 * kTop));  // sums of pairs that fit 16 bits
   Ints pairs;
 
+  // `kept` fixes the order: GCC would add only behind the products of all steps, and store each of them.
 #if CPU_WIDTH == 16 && defined(__AVX512BW__)
   inline void add_pairs(__m512i more, int i, int steps) {
     pairs = kept(i % kRun ? (Ints)_mm512_add_epi16((__m512i)pairs, more) : (Ints)more);

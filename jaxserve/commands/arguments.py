@@ -82,6 +82,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     defaults = {name: f.default for name, f in EngineConfig.__dataclass_fields__.items()}
 
     def flag(*names: str, field: str, group: Any = group, **options: Any) -> None:
+        if others := OTHER_NAMES.get(field):
+            options["type"] = lambda name: others.get(name, name)
         group.add_argument(*names, dest=field, default=defaults[field], choices=CHOICES.get(field), **options)
 
     flag("--revision", field="revision", metavar="NAME",
@@ -125,9 +127,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "free")  # fmt: skip
     flag("--page-size", "--block-size", field="page_size", type=int, metavar="TOKENS",
          help=f"{PAGE_SIZE_HELP}; prompts share cached beginnings in whole pages")  # fmt: skip
-    flag("--kv-cache-dtype", field="kv_cache_dtype", type=lambda name: OTHER_NAMES["kv_cache_dtype"].get(name, name),
+    flag("--kv-cache-dtype", field="kv_cache_dtype",
          help="dtype of cached keys and values; fp8 and int8 have scales; auto: the computation's")  # fmt: skip
-    flag("--dtype", field="dtype", type=lambda name: OTHER_NAMES["dtype"].get(name, name),
+    flag("--dtype", field="dtype",
          help="dtype of weights, computation and cache; auto: float32 on CPU (with 16-bit weights if the checkpoint "
          "has them), else the checkpoint's 16-bit type")  # fmt: skip
     flag("--tensor-parallel-size", "-tp", field="tensor_parallel_size", type=int, metavar="DEVICES",

@@ -330,7 +330,7 @@ def _load(folder: Path, source: Path, placeholder: bool, generation_config: str)
 
 
 def _generation_defaults(model: Path, source: str) -> GenerationDefaults:
-    of_model = _of_model(model)
+    of_model = _recommended_by(model)
     if source == "auto":
         return of_model
     chosen = GenerationDefaults()
@@ -343,7 +343,7 @@ def _generation_defaults(model: Path, source: str) -> GenerationDefaults:
     return msgspec.structs.replace(chosen, eos_token_ids=of_model.eos_token_ids)
 
 
-def _of_model(model: Path) -> GenerationDefaults:
+def _recommended_by(model: Path) -> GenerationDefaults:
     if model.suffix != ".gguf":
         return GenerationDefaults.load(model)
     from jaxserve.checkpoints.gguf import end_ids, known_gguf

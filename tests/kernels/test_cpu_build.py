@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_sums_stay_in_registers(name):
     code = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     labels = {line[:-1]: at for at, line in enumerate(code) if line.startswith(".L") and line.endswith(":")}
 
-    def innermost(counts) -> list[list[str]]:
+    def innermost(counts: Callable[[list[str]], bool]) -> list[list[str]]:
         """The loops that count and hold no other such loop."""
         found: dict[int, list[str]] = {}  # by their first line
         for at, line in enumerate(code):
@@ -99,7 +100,7 @@ def test_sums_stay_in_registers(name):
         return sum("vpmaddubsw" in line for line in loop)
 
     # Accumulations; polynomials have other forms of the instruction.
-    sums = [loop for loop in innermost(any) if sum("vfmadd231ps" in line for line in loop) >= 6]
+    sums = [loop for loop in innermost(lambda loop: True) if sum("vfmadd231ps" in line for line in loop) >= 6]
     check([loop for loop in sums if not of_integers(loop)], 2)
     if name == cpu_build.PANELS:  # some loops hold two tiles, or unpack codes with masks in memory
         check(innermost(lambda loop: of_integers(loop) >= 32), 24)
