@@ -20,11 +20,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 MIN_BLOCKS = 4  # minimum of blocks in a part of a row
 
 ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST, SLOT, OLDEST = range(10)
-BEGIN, PARTS = FULL_FIRST, FULL_LAST  # columns of decode items, whose blocks are all masked
+
+
+class Parts(NamedTuple):
+    """How decode rows are cut into parts: int32, for all rows or for one."""
+
+    first: jax.Array  # a row's blocks first to last - 1 are seen
+    last: jax.Array
+    each: jax.Array  # blocks in each part but the last, which has the rest
+    count: jax.Array  # number of parts, from 1 on
+
+    def bounds(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The blocks `first` to `last` - 1 of a part."""
+        start = jnp.minimum(self.first + part * self.each, self.last)
+        return start, jnp.minimum(start + self.each, self.last)
 
 
 class DecodeItems(NamedTuple):
@@ -33,8 +47,6 @@ class DecodeItems(NamedTuple):
     items: jax.Array  # int32 [rows * most, 8]
     begin: jax.Array  # int32 [rows]
     parts: jax.Array  # int32 [rows], from 1 to most
-    each: jax.Array  # int32 [rows]: blocks in each part of a row, except the last part, which has the rest
-    blocks: jax.Array  # int32 [rows]: blocks in all parts of a row
 
 
 def up_to(values: jax.Array) -> jax.Array:
@@ -46,58 +58,71 @@ def up_to(values: jax.Array) -> jax.Array:
     return jnp.where(index[:, None] >= index, values, 0).sum(1, dtype=values.dtype)
 
 
-def decode_items(length: jax.Array, block: int, window: int | None, most: int) -> DecodeItems:
-    """The items of rows with `length` cached tokens and one query token each. A row has up to `most` parts.
+def cut(length: jax.Array, block: int, window: int | None, most: int) -> Parts:
+    """Cuts rows with `length` cached tokens and one query token each into up to `most` parts. Kernels call this, too,
+    with the length of one row.
 
     A row's parts depend only on its own length, not on the other rows or the size of the batch. So its result is
     bitwise independent of them, too. The price: short rows are split even where there are enough of them to fill the
     device, and no row has more than `most` parts, even where the other rows are so short that the device is idle.
 
-    A row without tokens has one item without blocks. Column BEGIN (FULL_FIRST) is the row's first item, column PARTS
-    (FULL_LAST) its number of parts.
+    A row without tokens has one part without blocks.
     """
+
+    def divided(a: jax.Array, b: jax.Array | int) -> jax.Array:
+        """a / b, rounded up. `lax.div` because `//` costs a kernel more: it allows for negative numbers."""
+        b = jnp.broadcast_to(jnp.asarray(b, jnp.int32), a.shape)
+        return lax.div(a + b - 1, b)
+
+    first = lax.div(jnp.maximum(length - window, 0), jnp.full_like(length, block)) if window else jnp.zeros_like(length)
+    last = divided(length, block)
+    wanted = jnp.minimum(jnp.maximum(divided(last - first, MIN_BLOCKS), 1), most)
+    each = jnp.maximum(divided(last - first, wanted), 1)
+    return Parts(first, last, each, jnp.maximum(divided(last - first, each), 1))
+
+
+def decode_items(length: jax.Array, block: int, window: int | None, most: int) -> DecodeItems:
+    """The items of decode rows: the parts into which `cut` cuts them. A row without tokens has an item without
+    blocks."""
     rows = length.shape[0]
-    first = jnp.maximum(length - window, 0) // block if window else jnp.zeros_like(length)
-    last = (length + block - 1) // block
-    count = last - first
-    wanted = jnp.clip((count + MIN_BLOCKS - 1) // MIN_BLOCKS, 1, most)
-    part = jnp.maximum((count + wanted - 1) // wanted, 1)
-    parts = jnp.maximum((count + part - 1) // part, 1)
-    ends = up_to(parts)
-    begin = ends - parts
+    parts = cut(length, block, window, most)
+    ends = up_to(parts.count)
+    begin = ends - parts.count
     index = jnp.arange(rows * most, dtype=jnp.int32)
     # The row of an item is the number of rows whose items end before it.
     row = jnp.minimum((index[:, None] >= ends).sum(1, dtype=jnp.int32), rows - 1)
-    start = jnp.minimum(first[row] + (index - begin[row]) * part[row], last[row])
-    end = jnp.minimum(start + part[row], last[row])
-    columns = {ROW: row, TOKEN: row, POSITION: length[row] - 1, LENGTH: length[row], FIRST: start, LAST: end}
-    columns |= {BEGIN: begin[row], PARTS: parts[row]}
-    items = jnp.stack([columns[i] for i in range(8)], axis=1).astype(jnp.int32)
-    return DecodeItems(items, begin.astype(jnp.int32), parts.astype(jnp.int32), part, count)
+    first, last = Parts(*(of_row[row] for of_row in parts)).bounds(index - begin[row])
+    columns = [row, row, length[row] - 1, length[row], first, first, last, last]
+    return DecodeItems(jnp.stack(columns, axis=1), begin, parts.count)
 
 
-def equal_spans(work: DecodeItems, heads: int, programs: int) -> jax.Array:
-    """Int32 [programs + 1]: program p takes pairs spans[p] to spans[p + 1] - 1 of the list of (item, head), heads
-    innermost.
+def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> jax.Array:
+    """Int32 [programs + 1, 5]: where the spans of programs begin in the list of (row, part, head), heads innermost.
 
-    Pairs are divided by their cost in blocks: their own blocks, and one for the start and end of an item. An item is
-    not divided, so a program's share exceeds the average by less than the largest item. XLA makes the list.
+    Program p takes the places from the one in row p to the one before that in row p + 1. Columns: the place's number in
+    the list, its row, part and head, and the row's length. The list's end has the number of all places.
+
+    Places are divided by their cost in blocks: their own blocks, and one for the start and end of a part. A part is
+    not divided, so a program's share exceeds the average by less than the largest part. XLA makes the list.
     """
-    costs = work.blocks + work.parts  # cost of a row, for one head
-    ends = up_to(costs)
-    used, total = work.begin[-1] + work.parts[-1], ends[-1]
-    # total * heads * program may exceed 32 bits. So shares are rounded down, and the last program takes the rest.
-    share, rest = total * heads // programs, total * heads % programs
-    program = jnp.arange(programs, dtype=jnp.int32)
+    costs = parts.last - parts.first + parts.count  # cost of a row, for one head
+    ends, begin = up_to(costs), up_to(parts.count) - parts.count
+    # total * heads * program may exceed 32 bits. So shares are rounded down, and the first programs take the rest.
+    share, rest = ends[-1] * heads // programs, ends[-1] * heads % programs
+    program = jnp.arange(programs + 1, dtype=jnp.int32)
     target = program * share + jnp.minimum(program, rest)
     row = jnp.minimum((target[:, None] >= ends * heads).sum(1, dtype=jnp.int32), len(costs) - 1)
     within = target - (ends - costs)[row] * heads
-    each = work.each[row] + 1  # cost of each item of a row but the last
-    place = jnp.minimum(within // (each * heads), work.parts[row] - 1)
-    cost = jnp.minimum(each, costs[row] - place * each)
-    head = -(-(within - place * each * heads) // cost)
-    spans = (work.begin[row] + place) * heads + jnp.minimum(head, heads)
-    return jnp.append(spans, used * heads).astype(jnp.int32)
+    each = parts.each[row] + 1  # cost of each part of a row but the last
+    part = jnp.minimum(within // (each * heads), parts.count[row] - 1)
+    cost = jnp.minimum(each, costs[row] - part * each)
+    head = -(-(within - part * each * heads) // cost)
+    number = (begin[row] + part) * heads + head
+    # The place after a part's last head is the next part's first.
+    part, head = jnp.where(head < heads, part, part + 1), jnp.where(head < heads, head, 0)
+    ended = part == parts.count[row]
+    part, row = jnp.where(ended, 0, part), jnp.minimum(jnp.where(ended, row + 1, row), len(costs) - 1)
+    return jnp.stack([number, row, part, head, length[row]], axis=1)
 
 
 class Tiles(NamedTuple):

@@ -3,11 +3,12 @@
 It takes head_dim 64, 128, 192 and 256; `mosaic_gpu` has another kernel for other sizes. Each cached token is read once,
 so the traffic is the size of the cached keys and values. Everything else is arranged so that this traffic never waits:
 
-  items     A row's cached tokens are cut into parts of whole blocks (`work_lists.decode_items`). Where the cuts are
-            depends on the row's length and on shapes that all batches of a model share, so that a row's result is
-            bitwise independent of the other rows and of the batch's size. An item is one part of a row for one KV head.
-  programs  Two for each multiprocessor up to head_dim 128, otherwise one. XLA makes the list of items once a step and
-            divides it among the programs by blocks (`work_lists.equal_spans`). A program has two warpgroups: one
+  items     A row's cached tokens are cut into parts of whole blocks (`work_lists.cut`). Where the cuts are depends on
+            the row's length and on shapes that all batches of a model share, so that a row's result is bitwise
+            independent of the other rows and of the batch's size. An item is one part of a row for one KV head.
+  programs  Two for each multiprocessor up to head_dim 128, otherwise one. Once a step, XLA divides the list of items
+            among the programs by blocks (`work_lists.equal_spans`). The list itself is never written: a program is
+            told its first item, and finds each next one from the lengths of the rows. A program has two warpgroups: one
             fetches its span of items (TMA), one computes. Their ring of blocks continues across items, so that the next
             item's keys are on their way while the last item's blocks are computed.
   products  Keys are the rows of the matrix unit's tile; the queries of a group are its eight columns: scores
@@ -34,22 +35,23 @@ for groups of up to 16; 128 with codes. Nothing spills, so two programs share a 
 more than 8 take 155 registers, which leaves room for one program.
 
 Estimates for an H200, before any measurement. Shapes of Llama-3-8B: 8 KV heads of 128, groups of 4, bfloat16. Assumed:
-copies at 4.3 TB/s; 0.6 us for a dependent read of memory; 1.8 us at the start without traffic (span, item and table,
-each read before the next; the launch is not counted); 3 us at the end (last products, partial results and fence,
+copies at 4.3 TB/s; 0.6 us for a dependent read of memory; 1.2 us at the start without traffic (span and table, one read
+before the other; the launch is not counted); 3 us at the end (last products, partial results and fence,
 addition, merge, store); at most 70 GB/s into one multiprocessor; 0.7 us for a block's products and softmax in one
 program, so that two programs compute three times as fast as a multiprocessor's blocks arrive.
 
   64 rows x 4,096   1,074 MB, 250 us at the rate of a copy. 8,192 items of four blocks each, 31 or 32 for a program
                     (97%), and 6% more traffic to L2. Estimate: 262 us, 95%.
   16 rows x 1,024   67 MB, 15.6 us at the rate of a copy. 512 items for 264 programs: at most two, 1.94 on average.
-                    Estimate: 16.1 us and 4.8 us for start and end, 75%; the target is 88%.
+                    Estimate: 16.1 us and 4.2 us for start and end, 77%; the target is 88%.
   1 row x 1,024     4.2 MB, 1.0 us at the rate of a copy. 32 items on as many multiprocessors, four blocks each.
-                    Estimate: 1.9 us and 4.8 us, 15%. Latency dominates: the target of 70% is out of reach for a kernel
+                    Estimate: 1.9 us and 4.2 us, 16%. Latency dominates: the target of 70% is out of reach for a kernel
                     that must read a table before the keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +62,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_kernel import LOG2E, kernel
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
 from jaxserve.pallas_kernels.types import KVPages
-from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, decode_items, equal_spans
+from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, cut, equal_spans
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_PARTS = 32  # of a row, since one program merges them
@@ -93,18 +95,18 @@ def decode(
     tile = DecodeTile(
         kv_heads, group, stride, head_dim, pages.page_size, q.dtype, scale, window, softcap, interpret, codes
     )
-    length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     most = most_parts(tile, rows, block_tables.shape[1], parallel)
-    work = decode_items(length, tile.block, window, most)
+    tile = replace(tile, most_parts=most)
+    length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     count = programs_of(tile, rows * most * kv_heads)
+    spans = equal_spans(length, cut(length, tile.block, window, most), kv_heads, count)
     arrays = {
-        "items": work.items,
-        "spans": equal_spans(work, kv_heads, count),
+        # The kernel adds to the counters and resets them to zero before it ends, although they are in an input. XLA
+        # makes this array once a step. As an output it would have to be cleared in each layer.
+        "spans": jnp.concatenate([spans.reshape(-1), jnp.zeros(rows * kv_heads, jnp.int32)]),
+        "length": length,
         "table": block_tables,
         "first_page": first_page[None],
-        # The kernel adds to these counters and resets them to zero before it ends, although they are an input. XLA sees
-        # a constant array of zeros, which it makes once a step. As an output it would have to be cleared in each layer.
-        "counters": jnp.zeros((rows * kv_heads,), jnp.int32),
         "q": q,
         # Copies may have at most 5 dimensions, including those that tiling adds.
         "data": pages.data.reshape(-1, tile.page_size, head_dim),

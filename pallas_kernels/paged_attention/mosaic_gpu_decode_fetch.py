@@ -12,46 +12,64 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels import hopper_rules
 from jaxserve.pallas_kernels.hopper_rules import Span
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
-from jaxserve.pallas_kernels.work_lists import BEGIN, FIRST, LAST, LENGTH, PARTS, ROW
+from jaxserve.pallas_kernels.work_lists import cut
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of arrays [columns] of which each warp has a copy
+SPAN = 5  # numbers of a span
 
 
 class Arrays(NamedTuple):
-    """The arrays in global memory. A pair is an item and a KV head, numbered item * kv_heads + head."""
+    """The arrays in global memory. A pair is a part of a row and a KV head; the heads of a part follow each other."""
 
-    items: Any  # int32 [items, 8]
-    spans: Any  # int32 [programs + 1]
+    # int32: SPAN numbers for each program and for the end (see `work_lists.equal_spans`). Then counters [rows *
+    # kv_heads], which are zeros before and after the launch.
+    spans: Any
+    length: Any  # int32 [rows]
     table: Any  # int32 [rows, pages of a row]
     first_page: Any  # int32 [1]
-    counters: Any  # int32 [rows * kv_heads], zeros before and after the launch
     q: Any  # [heads of all rows, head_dim]
     sinks: Any  # float32 [heads of all rows] times log2(e), or None
     data: Any  # [pages * 2 * kv_heads, page_size, head_dim]
     scale: Any  # float32 [pages * 2 * kv_heads, page_size], or None
     out: Any  # [heads of all rows, head_dim]
-    values: Any  # float32 [pairs, head_dim, columns], for items of rows with several parts
+    values: Any  # float32 [pairs, head_dim, columns], for rows with several parts
     sums: Any  # float32 [pairs, 2, columns]: the peak, and the sum of the probabilities
 
 
 class Work(NamedTuple):
-    """One item for one head, as int32 scalars. The fields are columns of `work_lists`."""
+    """An item: one part of a row for one head, as int32 scalars."""
 
     row: Any
-    length: Any
-    first: Any
-    begin: Any
-    parts: Any
-    last: Any
+    part: Any
     head: Any
+    length: Any  # of the row
+    parts: Any  # of the row
+    first: Any  # the item has the row's blocks first to last - 1
+    last: Any
 
 
-def work_of(tile: DecodeTile, arrays: Arrays, pair: Any) -> Work:
-    item = lax.div(pair, jnp.int32(tile.kv_heads))
-    row, length, first, begin, parts, last = (
-        arrays.items[item, column] for column in (ROW, LENGTH, FIRST, BEGIN, PARTS, LAST)
-    )
-    return Work(row, length, first, begin, parts, last, lax.rem(pair, jnp.int32(tile.kv_heads)))
+def span_of(arrays: Arrays, program: Any) -> tuple[Any, Any]:
+    """The numbers of the program's first pair, and of the pair after its last one."""
+    return arrays.spans[program * SPAN], arrays.spans[(program + 1) * SPAN]
+
+
+def first_of_span(tile: DecodeTile, arrays: Arrays, program: Any) -> Work:
+    """The program's first item. It can be fetched without another read than that of the block table."""
+    return _work(tile, *(arrays.spans[program * SPAN + column] for column in range(1, SPAN)))
+
+
+def following(tile: DecodeTile, arrays: Arrays, work: Work) -> Work:
+    """The item after `work`. After the list's last item this is any item."""
+    head = work.head + 1
+    part = jnp.where(head == tile.kv_heads, work.part + 1, work.part)
+    head = jnp.where(head == tile.kv_heads, 0, head)
+    row = jnp.where(part == work.parts, jnp.minimum(work.row + 1, arrays.length.shape[0] - 1), work.row)
+    return _work(tile, row, jnp.where(part == work.parts, 0, part), head, arrays.length[row])
+
+
+def _work(tile: DecodeTile, row: Any, part: Any, head: Any, length: Any) -> Work:
+    parts = cut(length, tile.block, tile.window, tile.most_parts)
+    return Work(row, part, head, length, parts.count, *parts.bounds(part))
 
 
 def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
@@ -64,11 +82,14 @@ def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
     return start, mine - start
 
 
-def fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, free, scale_smem=None, **_):
+def fetch(tile, arrays, program, *, q_smem, q_full, q_free, kv_smem, full, free, scale_smem=None, **_):
     """Copies queries into two buffers in turn, and each block of all items into the next free slot of the ring."""
 
-    def fetch_item(pair, done):
-        work, turn = work_of(tile, arrays, pair), lax.rem(pair - start, jnp.int32(2))
+    start, end = span_of(arrays, program)
+
+    def fetch_item(pair, carry):
+        done, *columns = carry
+        work, turn = Work(*columns), lax.rem(pair - start, jnp.int32(2))
 
         @pl.when(pair - start >= 2)
         def await_place():
@@ -100,9 +121,11 @@ def fetch(tile, arrays, start, end, *, q_smem, q_full, q_free, kv_smem, full, fr
                     plgpu.barrier_arrive(full.at[barrier])
             return done + 1, *following
 
-        return lax.fori_loop(work.first, work.last, fetch_block, (done, *_scales(tile, arrays, work, work.first)))[0]
+        next_work = following(tile, arrays, work)
+        scales = _scales(tile, arrays, work, work.first)
+        return lax.fori_loop(work.first, work.last, fetch_block, (done, *scales))[0], *next_work
 
-    done = lax.fori_loop(start, end, fetch_item, jnp.int32(0))
+    done, *_ = lax.fori_loop(start, end, fetch_item, (jnp.int32(0), *first_of_span(tile, arrays, program)))
     _drain(free, done, tile.slots, 2)
     _drain(q_free, end - start, 2, 1)
 

@@ -22,8 +22,10 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_fetch import (
     Arrays,
     Work,
     fetch,
+    first_of_span,
+    following,
     queries_of,
-    work_of,
+    span_of,
 )
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
 from jaxserve.pallas_kernels.paged_attention.reference import MASKED
@@ -36,17 +38,17 @@ def kernel(tile: DecodeTile, names: tuple[str, ...], *refs: Any, **scratch: Any)
     """names: the fields of Arrays that the refs are, in order."""
     arrays = Arrays(**dict.fromkeys(Arrays._fields) | dict(zip(names, refs, strict=True)))
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
-    start, end = arrays.spans[program], arrays.spans[program + 1]
+    start, end = span_of(arrays, program)
 
     @pl.when(end > start)
     def _():
         @pl.when(group == 1)
         def _():
-            fetch(tile, arrays, start, end, **scratch)
+            fetch(tile, arrays, program, **scratch)
 
         @pl.when(group == 0)
         def _():
-            _compute(tile, arrays, start, end, **scratch)
+            _compute(tile, arrays, program, **scratch)
 
 
 class State(NamedTuple):
@@ -94,11 +96,14 @@ def _numbers(tile: DecodeTile, codes: Any) -> jax.Array:
     return values.astype(tile.dtype)
 
 
-def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
+def _compute(tile, arrays, program, *, q_smem, q_full, q_free, **scratch):
+    start, end = span_of(arrays, program)
+    counters = arrays.spans.shape[0] - arrays.length.shape[0] * tile.kv_heads  # where they begin
+
     def compute_item(pair, carry):
         done, *columns = carry
         work, turn = Work(*columns), lax.rem(pair - start, jnp.int32(2))
-        following = work_of(tile, arrays, jnp.minimum(pair + 1, end - 1))  # read long before it is needed
+        next_work = following(tile, arrays, work)  # read long before it is needed
         plgpu.barrier_wait(q_full.at[turn])
         step = partial(_step, tile, work, done - work.first, q_smem.at[turn], **scratch)
         state = State(*lax.fori_loop(work.first, work.last, step, tuple(_start(tile, tile.block))))
@@ -114,17 +119,17 @@ def _compute(tile, arrays, start, end, *, q_smem, q_full, q_free, **scratch):
             arrays.values.at[pair][...] = state.values
             arrays.sums.at[pair, 0][...] = state.peak
             arrays.sums.at[pair, 1][...] = state.total
-            counter = arrays.counters.at[pl.ds(work.row * tile.kv_heads + work.head, 1)]
+            counter = arrays.spans.at[pl.ds(counters + work.row * tile.kv_heads + work.head, 1)]
             before = _arrive(tile, counter, **scratch)
 
             @pl.when(before == work.parts - 1)
             def last():
                 counter[0] = jnp.int32(0)
-                _finish(tile, arrays, work, _merge(tile, arrays, work), **scratch)
+                _finish(tile, arrays, work, _merge(tile, arrays, work, pair - work.part * tile.kv_heads), **scratch)
 
-        return done + work.last - work.first, *following
+        return done + work.last - work.first, *next_work
 
-    lax.fori_loop(start, end, compute_item, (jnp.int32(0), *work_of(tile, arrays, start)))
+    lax.fori_loop(start, end, compute_item, (jnp.int32(0), *first_of_span(tile, arrays, program)))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -264,15 +269,18 @@ def _arrive(tile, counter, *, arrived_smem, **_):
     return arrived_smem[0]
 
 
-def _merge(tile, arrays, work) -> State:
-    """Merges the parts of a row for one head, in the row's order, several at a time to share the latency of a read."""
+def _merge(tile, arrays, work, first) -> State:
+    """Merges the parts of a row for one head, in the row's order, several at a time to share the latency of a read.
+
+    first: the pair of the row's first part and this head.
+    """
     room = 4096 if tile.columns == 8 else 2048  # numbers in registers: 128 registers a thread allow two programs
     count = max(min(room // (tile.head_dim * tile.columns), 4), 1)
 
     def merge(step, state):
         values, peak, total = state
         which = [step * count + i for i in range(count)]
-        pairs = [(work.begin + jnp.minimum(i, work.parts - 1)) * tile.kv_heads + work.head for i in which]
+        pairs = [first + jnp.minimum(i, work.parts - 1) * tile.kv_heads for i in which]
         load = partial(plgpu.load, optimized=False)
         parts = [load(arrays.values.at[pair], (), layout=WGMMA) for pair in pairs]
         peaks = [load(arrays.sums.at[pair, 0], (), layout=COLUMN) for pair in pairs]

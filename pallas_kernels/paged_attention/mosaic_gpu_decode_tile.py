@@ -27,6 +27,7 @@ class DecodeTile:
     softcap: float | None
     interpret: Any
     codes: Any = None  # dtype of a cache with scales; None: keys and values have the queries' dtype
+    most_parts: int = 1  # of a row
 
     block: ClassVar[int] = 64  # cached tokens of a step: the rows of the matrix unit's tile
     scratch: ClassVar[int] = 1024  # bytes through which warps exchange the largest scores of their keys

@@ -22,19 +22,19 @@ SHAPES = {
 # (target, scheme, step) -> at most so many launches in each layer, and outside the layers. On eight devices two of a
 # layer's launches add up over the devices; outside there are four such exchanges, and the turning of what they bring.
 BOUNDS = {
-    ("h200x1", "bf16", "decode"): (9, 18),
-    ("h200x1", "bf16", "mixed"): (12, 25),
-    ("h200x1", "int4", "decode"): (9, 18),
-    ("h200x1", "int4", "mixed"): (16, 25),  # of which four dequantize a weight each
-    ("h200x1", "fp8", "decode"): (9, 18),
-    ("h200x1", "fp8", "mixed"): (16, 25),
-    ("h200x1", "fp8-dynamic", "decode"): (10, 18),  # what attention gives is rounded in a launch of its own
-    ("h200x1", "fp8-dynamic", "mixed"): (13, 25),
-    ("h200x8", "bf16", "decode"): (12, 20),  # one adds up the parts into which XLA splits a product
-    ("h200x8", "bf16", "mixed"): (14, 26),
-    ("h200x8", "int4", "decode"): (12, 20),  # one adds up the parts into which the kernel splits the short product
-    ("h200x8", "int4", "mixed"): (19, 26),
-    ("h200x8", "fp8-dynamic", "decode"): (13, 20),
+    ("h200x1", "bf16", "decode"): (9, 14),
+    ("h200x1", "bf16", "mixed"): (12, 20),
+    ("h200x1", "int4", "decode"): (9, 14),
+    ("h200x1", "int4", "mixed"): (16, 20),  # of which four dequantize a weight each
+    ("h200x1", "fp8", "decode"): (9, 14),
+    ("h200x1", "fp8", "mixed"): (16, 20),
+    ("h200x1", "fp8-dynamic", "decode"): (10, 14),  # what attention gives is rounded in a launch of its own
+    ("h200x1", "fp8-dynamic", "mixed"): (13, 20),
+    ("h200x8", "bf16", "decode"): (12, 19),  # one adds up the parts into which XLA splits a product
+    ("h200x8", "bf16", "mixed"): (14, 25),
+    ("h200x8", "int4", "decode"): (12, 19),  # one adds up the parts into which the kernel splits the short product
+    ("h200x8", "int4", "mixed"): (19, 25),
+    ("h200x8", "fp8-dynamic", "decode"): (13, 19),
 }
 USUAL = {  # the others run in the slow group
     ("h200x1", "bf16", "decode"),

@@ -40,13 +40,13 @@ def test_hopper_attention(problem):
     all_right(check_attention(attend, problem, rows=ROWS, variants=("all",), repeats=0))
 
 
-def without_the_last_part(merge, tile, arrays, work):
-    """As the last of a row's parts came too late."""
-    return merge(tile, arrays, work._replace(parts=work.parts - 1))
+def without_the_last_part(merge, tile, arrays, work, first):
+    """As if the last of a row's parts came too late."""
+    return merge(tile, arrays, work._replace(parts=work.parts - 1), first)
 
 
-def of_another_head(merge, tile, arrays, work):
-    return merge(tile, arrays, work._replace(head=1 - work.head))
+def of_another_head(merge, tile, arrays, work, first):
+    return merge(tile, arrays, work, first + 1 - 2 * work.head)
 
 
 def one_too_early(arrive, *args, **scratch):

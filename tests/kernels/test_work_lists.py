@@ -1,5 +1,6 @@
 """Lists of work: each token and each block is in one item, and a row's items depend on the row alone."""
 
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -32,8 +33,6 @@ def test_decode_items_cover_each_row_once(window, most):
     for row, length in enumerate(LENGTHS):
         mine = items_of(row, work)
         assert (mine[:, work_lists.ROW] == row).all()
-        assert (mine[:, work_lists.BEGIN] == work.begin[row]).all()
-        assert (mine[:, work_lists.PARTS] == len(mine)).all()
         blocks = [b for item in mine for b in range(item[FIRST], item[LAST])]
         oldest = max(length - window, 0) if window else 0
         assert blocks == list(range(oldest // 64, -(-length // 64))), row
@@ -53,27 +52,36 @@ def test_a_decode_row_has_the_same_parts_in_any_company(length):
     assert len(spans[0]) == min(-(-length // 64) // 4 + (-(-length // 64) % 4 > 0), 9) or length == 6_400
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def spans_of(lengths, heads, programs):
+    return work_lists.equal_spans(lengths, work_lists.cut(lengths, 64, None, 16), heads, programs)
+
+
 @pytest.mark.parametrize("lengths", [LENGTHS, [0], [1], [0, 0, 0], [1024] * 16, [128_000, *[1] * 63], [33_000] * 3])
 @pytest.mark.parametrize(("heads", "programs"), [(8, 264), (1, 7), (3, 1)])
 def test_equal_spans_deal_each_item_and_head_once(lengths, heads, programs):
     work = decode(lengths, None, 16)
-    spans = np.asarray(jax.jit(work_lists.equal_spans, static_argnums=(1, 2))(work, heads, programs))
-    pairs = int(work.parts.sum()) * heads
-    assert spans.shape == (programs + 1,)
-    assert (spans[0], spans[-1]) == (0, pairs)
-    assert (np.diff(spans) >= 0).all()
-    costs = np.repeat(work.items[:, LAST] - work.items[:, FIRST] + 1, heads)[:pairs]
-    shares = [costs[a:b].sum() for a, b in pairwise(spans)]
+    spans = np.asarray(spans_of(jnp.asarray(lengths, jnp.int32), heads, programs))
+    assert spans.shape == (programs + 1, 5)
+    part = np.concatenate([np.arange(count) for count in work.parts])
+    row = np.repeat(np.arange(len(lengths)), work.parts)
+    places = [(r, p, head, lengths[r]) for r, p in zip(row, part, strict=True) for head in range(heads)]
+    number = spans[:, 0]
+    assert (number[0], number[-1]) == (0, len(places))
+    assert (np.diff(number) >= 0).all()
+    for first, *place in spans[number < len(places)]:
+        assert tuple(place) == places[first]
+    costs = np.repeat(work.items[:, LAST] - work.items[:, FIRST] + 1, heads)[: len(places)]
+    shares = [costs[a:b].sum() for a, b in pairwise(number)]
     assert max(shares) <= costs.sum() / programs + costs.max()
     if lengths == [1024] * 16 and programs == 264:
         assert np.mean(shares) / max(shares) > 0.96
 
 
 def test_spans_of_the_longest_batches_do_not_overflow():
-    work = decode([131_072] * 2_000, None, 16)
-    spans = np.asarray(work_lists.equal_spans(work, 32, 264))
-    assert (np.diff(spans) > 0).all()
-    assert spans[-1] == 2_000 * 16 * 32
+    number = np.asarray(spans_of(jnp.full(2_000, 131_072), 32, 264))[:, 0]
+    assert (np.diff(number) > 0).all()
+    assert number[-1] == 2_000 * 16 * 32
 
 
 @pytest.mark.parametrize("most", [1, 2, 9, 64])
