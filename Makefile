@@ -1,5 +1,6 @@
 # make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
-# make test    install the test extra and run the tests, but those of kernels
+# make test    install the test extra and run two cases of each test, but those of kernels
+# make test-all   all cases of these tests; more than an hour
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
@@ -10,6 +11,7 @@ VENV ?= .venv
 MODEL ?= demo
 EXTRA ?=
 TEST_EXTRA ?= test
+CASES ?= --most-cases 2
 KERNEL_TESTS ?= tests/aot tests/kernels  # the longest file first
 ENGINE_TESTS ?= tests/engine
 BIN = $(VENV)/bin
@@ -21,13 +23,16 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(END_HANGS
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: serve test test-engine test-kernels test-replicas slow lint types format clean
+.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types format clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
 
 test: $(VENV)/installed-test
-	$(PYTEST) --ignore tests/aot --ignore tests/kernels
+	$(PYTEST) --ignore tests/aot --ignore tests/kernels $(CASES)
+
+test-all: CASES =
+test-all: test
 
 # Tests of the engine; used with VENV and PYTHON of another version.
 test-engine: $(VENV)/installed-test
