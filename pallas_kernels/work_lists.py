@@ -33,7 +33,7 @@ class Parts(NamedTuple):
     first: jax.Array  # a row's blocks first to last - 1 are seen
     last: jax.Array
     each: jax.Array  # blocks in each part but the last, which has the rest
-    count: jax.Array  # number of parts, from 1 on
+    number: jax.Array  # of parts, from 1 on
 
     def bounds(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The blocks `first` to `last` - 1 of a part."""
@@ -86,14 +86,14 @@ def decode_items(length: jax.Array, block: int, window: int | None, most: int) -
     blocks."""
     rows = length.shape[0]
     parts = cut(length, block, window, most)
-    ends = up_to(parts.count)
-    begin = ends - parts.count
+    ends = up_to(parts.number)
+    begin = ends - parts.number
     index = jnp.arange(rows * most, dtype=jnp.int32)
     # The row of an item is the number of rows whose items end before it.
     row = jnp.minimum((index[:, None] >= ends).sum(1, dtype=jnp.int32), rows - 1)
     first, last = Parts(*(of_row[row] for of_row in parts)).bounds(index - begin[row])
     columns = [row, row, length[row] - 1, length[row], first, first, last, last]
-    return DecodeItems(jnp.stack(columns, axis=1), begin, parts.count)
+    return DecodeItems(jnp.stack(columns, axis=1), begin, parts.number)
 
 
 def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> jax.Array:
@@ -105,8 +105,8 @@ def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> j
     Places are divided by their cost in blocks: their own blocks, and one for the start and end of a part. A part is
     not divided, so a program's share exceeds the average by less than the largest part. XLA makes the list.
     """
-    costs = parts.last - parts.first + parts.count  # cost of a row, for one head
-    ends, begin = up_to(costs), up_to(parts.count) - parts.count
+    costs = parts.last - parts.first + parts.number  # cost of a row, for one head
+    ends, begin = up_to(costs), up_to(parts.number) - parts.number
     # total * heads * program may exceed 32 bits. So shares are rounded down, and the first programs take the rest.
     share, rest = ends[-1] * heads // programs, ends[-1] * heads % programs
     program = jnp.arange(programs + 1, dtype=jnp.int32)
@@ -114,13 +114,13 @@ def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> j
     row = jnp.minimum((target[:, None] >= ends * heads).sum(1, dtype=jnp.int32), len(costs) - 1)
     within = target - (ends - costs)[row] * heads
     each = parts.each[row] + 1  # cost of each part of a row but the last
-    part = jnp.minimum(within // (each * heads), parts.count[row] - 1)
+    part = jnp.minimum(within // (each * heads), parts.number[row] - 1)
     cost = jnp.minimum(each, costs[row] - part * each)
     head = -(-(within - part * each * heads) // cost)
     number = (begin[row] + part) * heads + head
     # The place after a part's last head is the next part's first.
     part, head = jnp.where(head < heads, part, part + 1), jnp.where(head < heads, head, 0)
-    ended = part == parts.count[row]
+    ended = part == parts.number[row]
     part, row = jnp.where(ended, 0, part), jnp.minimum(jnp.where(ended, row + 1, row), len(costs) - 1)
     return jnp.stack([number, row, part, head, length[row]], axis=1)
 

@@ -69,7 +69,7 @@ def following(tile: DecodeTile, arrays: Arrays, work: Work) -> Work:
 
 def _work(tile: DecodeTile, row: Any, part: Any, head: Any, length: Any) -> Work:
     parts = cut(length, tile.block, tile.window, tile.most_parts)
-    return Work(row, part, head, length, parts.count, *parts.bounds(part))
+    return Work(row, part, head, length, parts.number, *parts.bounds(part))
 
 
 def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:

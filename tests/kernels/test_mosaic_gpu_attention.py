@@ -177,7 +177,7 @@ def test_parts_of_a_row_are_as_many_in_every_bucket():
     # The parts of a row do not depend on the table's width either: a row that fits has as many in a wider one.
     for pages, kv_heads in ((16, 8), (48, 40), (300, 8), (1024, 1)):
         lengths = jnp.arange(1, pages * 16, 37)
-        parts = [cut(lengths, 64, None, most(1, width, kv_heads)).count for width in (pages, 8192)]
+        parts = [cut(lengths, 64, None, most(1, width, kv_heads)).number for width in (pages, 8192)]
         np.testing.assert_array_equal(*parts)
     assert [most(1, 8192, kv_heads) for kv_heads in (1, 4, 32)] == [32, 32, 4]
 
