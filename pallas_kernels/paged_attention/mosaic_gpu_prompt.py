@@ -21,8 +21,8 @@ blocks of one row's cached tokens. After the kernel, XLA gathers the tokens' res
             divided among several items, whose float32 results XLA weighs by their log-sum-exps in the fusion that
             gathers. The number of parts follows from the row's own lengths and the shapes of the batch, so that a row's
             result is bitwise independent of the other rows. The price is room for all parts that rows may have, at
-            head_dim 128 64 KiB for each of at most PROGRAMS programs. Batches of many rows (from 544 / kv_heads on)
-            split none
+            head_dim 128 64 KiB for each of at most PROGRAMS programs. Batches of many rows (more than 272 / kv_heads)
+            or tokens (more than 1,024) split none: they have many tiles, and the sums would cost another launch
   masks     Blocks that all query tokens see entirely are not masked, except an item's first block
 
 A row's last page may hold NaN beyond the row's end. The fetching warpgroup clears such values before they are used.
@@ -56,6 +56,7 @@ from jaxserve.pallas_kernels.work_lists import FIRST, LAST, TOKEN, Tiles, prompt
 PROGRAMS = 1088  # that the parts of rows may take: eight for each of 132 multiprocessors and a few more
 MOST_PARTS = 34  # even, since eight tokens may lie in two tiles; 17 parts for each of 8 KV heads fill the device
 MOST_PARTS_OF_TOKENS = 4096  # limits (tokens of a batch) x (parts of a row), which XLA writes to memory
+LEAST_PARTS = 4  # where a row may not have as many, it has one
 UNROLLED = 8  # parts that are summed in one fusion
 
 
@@ -103,7 +104,8 @@ def most_parts(programs: int, tokens: int) -> int:
     The limit follows from shapes only, and a row's number of parts from its own length, so that its result is bitwise
     independent of other rows.
     """
-    return max(min(PROGRAMS // programs, MOST_PARTS, MOST_PARTS_OF_TOKENS // tokens), 1)
+    most = min(PROGRAMS // programs, MOST_PARTS, MOST_PARTS_OF_TOKENS // tokens)
+    return most if most >= LEAST_PARTS else 1
 
 
 def _of_tokens(
