@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import tokenizers_for_tests as kinds
 from pydantic import TypeAdapter
-from serving import SMALL
+from serving import SMALL, wait_until
 from test_clients import CITIES, CITY, needs_demo
 from test_messages_api import CALL, MODEL, TOOLS, body, events
 
@@ -85,7 +85,7 @@ def test_tools_that_anthropic_defines(scripted):
         assert "web_search_20250305" in response.headers[WARNING]
         assert "computer_20250124" in response.headers[WARNING]
     assert "mcp_servers" in answer.headers[WARNING]
-    assert "web_search_20250305" in scripted.log.read_text()
+    wait_until(lambda: "web_search_20250305" in scripted.log.read_text())
     assert [(b["name"], b["input"]) for b in answer.json()["content"]] == [("bash", {"command": "ls"})]
     shown = prompt(tools=tools)
     assert '"command"' in shown
