@@ -92,18 +92,17 @@ def decode_items(length: jax.Array, block: int, window: int | None, most: int) -
     # The row of an item is the number of rows whose items end before it.
     row = jnp.minimum((index[:, None] >= ends).sum(1, dtype=jnp.int32), rows - 1)
     first, last = Parts(*(of_row[row] for of_row in parts)).bounds(index - begin[row])
-    columns = [row, row, length[row] - 1, length[row], first, first, last, last]
+    columns = [row, row, length[row] - 1, length[row], first, last, last, last]  # all blocks are masked
     return DecodeItems(jnp.stack(columns, axis=1), begin, parts.number)
 
 
 def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> jax.Array:
-    """Int32 [programs + 1, 5]: where the spans of programs begin in the list of (row, part, head), heads innermost.
+    """Int32 [programs + 1, 5]: the first item of each program, and the end. An item is a part of a row for one head.
+    Items are numbered by row, then part, then head. Columns: the item's number, row, part, head, and the row's length.
+    In the last entry only the number has a meaning: it is that of all items.
 
-    Program p takes the places from the one in row p to the one before that in row p + 1. Columns: the place's number in
-    the list, its row, part and head, and the row's length. The list's end has the number of all places.
-
-    Places are divided by their cost in blocks: their own blocks, and one for the start and end of a part. A part is
-    not divided, so a program's share exceeds the average by less than the largest part. XLA makes the list.
+    Items are divided by their cost in blocks: their own blocks, and one for the start and end. An item is not divided,
+    so a program's share exceeds the average by less than the largest item.
     """
     costs = parts.last - parts.first + parts.number  # cost of a row, for one head
     ends, begin = up_to(costs), up_to(parts.number) - parts.number
@@ -118,7 +117,7 @@ def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> j
     cost = jnp.minimum(each, costs[row] - part * each)
     head = -(-(within - part * each * heads) // cost)
     number = (begin[row] + part) * heads + head
-    # The place after a part's last head is the next part's first.
+    # After the last head of a part comes the first of the next part.
     part, head = jnp.where(head < heads, part, part + 1), jnp.where(head < heads, head, 0)
     ended = part == parts.number[row]
     part, row = jnp.where(ended, 0, part), jnp.minimum(jnp.where(ended, row + 1, row), len(costs) - 1)

@@ -115,11 +115,11 @@ def decode(
         arrays["scale"] = pages.scale.reshape(-1, tile.page_size)
     if sinks is not None:
         arrays["sinks"] = _per_row(tile, sinks.astype(jnp.float32) * LOG2E, q.shape[0])
-    pairs = rows * most * kv_heads if most > 1 else 1
+    items = rows * most * kv_heads if most > 1 else 1
     results = {
         "out": jax.ShapeDtypeStruct((rows * kv_heads * group, head_dim), q.dtype),
-        "values": jax.ShapeDtypeStruct((pairs, head_dim, tile.columns), jnp.float32),
-        "sums": jax.ShapeDtypeStruct((pairs, 2, tile.columns), jnp.float32),
+        "values": jax.ShapeDtypeStruct((items, head_dim, tile.columns), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((items, 2, tile.columns), jnp.float32),
     }
     launch = plgpu.kernel(
         partial(kernel, tile, (*arrays, *results)),
@@ -141,9 +141,9 @@ def decode(
     return out.reshape(rows, kv_heads, group, head_dim)
 
 
-def programs_of(tile: DecodeTile, pairs: int) -> int:
-    """How many programs are launched for `pairs` pairs of an item and a KV head."""
-    return min(tile.programs * MULTIPROCESSORS, pairs)
+def programs_of(tile: DecodeTile, items: int) -> int:
+    """How many programs are launched for so many items."""
+    return min(tile.programs * MULTIPROCESSORS, items)
 
 
 def most_parts(tile: DecodeTile, rows: int, pages: int, parallel: int | None = None) -> int:

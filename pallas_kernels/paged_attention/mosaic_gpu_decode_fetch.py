@@ -19,10 +19,10 @@ SPAN = 5  # numbers of a span
 
 
 class Arrays(NamedTuple):
-    """The arrays in global memory. A pair is a part of a row and a KV head; the heads of a part follow each other."""
+    """The arrays in global memory. Items are numbered as in `work_lists.equal_spans`."""
 
-    # int32: SPAN numbers for each program and for the end (see `work_lists.equal_spans`). Then counters [rows *
-    # kv_heads], which are zeros before and after the launch.
+    # int32: the spans, SPAN numbers for each program and for the end. Then counters [rows * kv_heads] of the parts that
+    # are done, which are zeros before and after the launch.
     spans: Any
     length: Any  # int32 [rows]
     table: Any  # int32 [rows, pages of a row]
@@ -32,8 +32,8 @@ class Arrays(NamedTuple):
     data: Any  # [pages * 2 * kv_heads, page_size, head_dim]
     scale: Any  # float32 [pages * 2 * kv_heads, page_size], or None
     out: Any  # [heads of all rows, head_dim]
-    values: Any  # float32 [pairs, head_dim, columns], for rows with several parts
-    sums: Any  # float32 [pairs, 2, columns]: the peak, and the sum of the probabilities
+    values: Any  # float32 [items, head_dim, columns], for rows with several parts
+    sums: Any  # float32 [items, 2, columns]: the peak, and the sum of the probabilities
 
 
 class Work(NamedTuple):
@@ -48,23 +48,26 @@ class Work(NamedTuple):
     last: Any
 
 
-def span_of(arrays: Arrays, program: Any) -> tuple[Any, Any]:
-    """The numbers of the program's first pair, and of the pair after its last one."""
-    return arrays.spans[program * SPAN], arrays.spans[(program + 1) * SPAN]
+class Items(NamedTuple):
+    """The items of a program: the number of the first, that of the one after the last, and the first item itself."""
+
+    start: Any
+    end: Any
+    first: Work
 
 
-def first_of_span(tile: DecodeTile, arrays: Arrays, program: Any) -> Work:
-    """The program's first item. It can be fetched without another read than that of the block table."""
-    return _work(tile, *(arrays.spans[program * SPAN + column] for column in range(1, SPAN)))
+def items_of(tile: DecodeTile, arrays: Arrays, program: Any) -> Items:
+    start, *first = (arrays.spans[program * SPAN + column] for column in range(SPAN))
+    return Items(start, arrays.spans[(program + 1) * SPAN], _work(tile, *first))
 
 
 def following(tile: DecodeTile, arrays: Arrays, work: Work) -> Work:
     """The item after `work`. After the list's last item this is any item."""
-    head = work.head + 1
-    part = jnp.where(head == tile.kv_heads, work.part + 1, work.part)
-    head = jnp.where(head == tile.kv_heads, 0, head)
-    row = jnp.where(part == work.parts, jnp.minimum(work.row + 1, arrays.length.shape[0] - 1), work.row)
-    return _work(tile, row, jnp.where(part == work.parts, 0, part), head, arrays.length[row])
+    last_head = work.head + 1 == tile.kv_heads
+    head, part = jnp.where(last_head, 0, work.head + 1), jnp.where(last_head, work.part + 1, work.part)
+    ended = part == work.parts
+    row = jnp.where(ended, jnp.minimum(work.row + 1, arrays.length.shape[0] - 1), work.row)
+    return _work(tile, row, jnp.where(ended, 0, part), head, arrays.length[row])
 
 
 def _work(tile: DecodeTile, row: Any, part: Any, head: Any, length: Any) -> Work:
@@ -82,16 +85,16 @@ def queries_of(tile: DecodeTile, work: Work, heads: int) -> tuple[Any, Any]:
     return start, mine - start
 
 
-def fetch(tile, arrays, program, *, q_smem, q_full, q_free, kv_smem, full, free, scale_smem=None, **_):
+def fetch(tile, arrays, items, *, q_smem, q_full, q_free, kv_smem, full, free, scale_smem=None, **_):
     """Copies queries into two buffers in turn, and each block of all items into the next free slot of the ring."""
 
-    start, end = span_of(arrays, program)
+    start, end, first = items
 
-    def fetch_item(pair, carry):
+    def fetch_item(item, carry):
         done, *columns = carry
-        work, turn = Work(*columns), lax.rem(pair - start, jnp.int32(2))
+        work, turn = Work(*columns), lax.rem(item - start, jnp.int32(2))
 
-        @pl.when(pair - start >= 2)
+        @pl.when(item - start >= 2)
         def await_place():
             plgpu.barrier_wait(q_free.at[turn])
 
@@ -125,7 +128,7 @@ def fetch(tile, arrays, program, *, q_smem, q_full, q_free, kv_smem, full, free,
         scales = _scales(tile, arrays, work, work.first)
         return lax.fori_loop(work.first, work.last, fetch_block, (done, *scales))[0], *next_work
 
-    done, *_ = lax.fori_loop(start, end, fetch_item, (jnp.int32(0), *first_of_span(tile, arrays, program)))
+    done, *_ = lax.fori_loop(start, end, fetch_item, (jnp.int32(0), *first))
     _drain(free, done, tile.slots, 2)
     _drain(q_free, end - start, 2, 1)
 

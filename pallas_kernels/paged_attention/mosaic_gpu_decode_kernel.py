@@ -22,10 +22,9 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_fetch import (
     Arrays,
     Work,
     fetch,
-    first_of_span,
     following,
+    items_of,
     queries_of,
-    span_of,
 )
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
 from jaxserve.pallas_kernels.paged_attention.reference import MASKED
@@ -38,17 +37,19 @@ def kernel(tile: DecodeTile, names: tuple[str, ...], *refs: Any, **scratch: Any)
     """names: the fields of Arrays that the refs are, in order."""
     arrays = Arrays(**dict.fromkeys(Arrays._fields) | dict(zip(names, refs, strict=True)))
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
-    start, end = span_of(arrays, program)
+    items = items_of(tile, arrays, program)
 
-    @pl.when(end > start)
+    @pl.when(items.end > items.start)
     def _():
+        # Each warpgroup reads the first item again. If it were read once, above, a kernel for codes would need more
+        # registers than two programs on a multiprocessor allow.
         @pl.when(group == 1)
         def _():
-            fetch(tile, arrays, program, **scratch)
+            fetch(tile, arrays, items_of(tile, arrays, program), **scratch)
 
         @pl.when(group == 0)
         def _():
-            _compute(tile, arrays, program, **scratch)
+            _compute(tile, arrays, items_of(tile, arrays, program), **scratch)
 
 
 class State(NamedTuple):
@@ -96,13 +97,13 @@ def _numbers(tile: DecodeTile, codes: Any) -> jax.Array:
     return values.astype(tile.dtype)
 
 
-def _compute(tile, arrays, program, *, q_smem, q_full, q_free, **scratch):
-    start, end = span_of(arrays, program)
+def _compute(tile, arrays, items, *, q_smem, q_full, q_free, **scratch):
+    start, end, first = items
     counters = arrays.spans.shape[0] - arrays.length.shape[0] * tile.kv_heads  # where they begin
 
-    def compute_item(pair, carry):
+    def compute_item(item, carry):
         done, *columns = carry
-        work, turn = Work(*columns), lax.rem(pair - start, jnp.int32(2))
+        work, turn = Work(*columns), lax.rem(item - start, jnp.int32(2))
         next_work = following(tile, arrays, work)  # read long before it is needed
         plgpu.barrier_wait(q_full.at[turn])
         step = partial(_step, tile, work, done - work.first, q_smem.at[turn], **scratch)
@@ -116,20 +117,20 @@ def _compute(tile, arrays, program, *, q_smem, q_full, q_free, **scratch):
 
         @pl.when(work.parts > 1)
         def part():
-            arrays.values.at[pair][...] = state.values
-            arrays.sums.at[pair, 0][...] = state.peak
-            arrays.sums.at[pair, 1][...] = state.total
+            arrays.values.at[item][...] = state.values
+            arrays.sums.at[item, 0][...] = state.peak
+            arrays.sums.at[item, 1][...] = state.total
             counter = arrays.spans.at[pl.ds(counters + work.row * tile.kv_heads + work.head, 1)]
             before = _arrive(tile, counter, **scratch)
 
             @pl.when(before == work.parts - 1)
             def last():
                 counter[0] = jnp.int32(0)
-                _finish(tile, arrays, work, _merge(tile, arrays, work, pair - work.part * tile.kv_heads), **scratch)
+                _finish(tile, arrays, work, _merge(tile, arrays, work, item - work.part * tile.kv_heads), **scratch)
 
         return done + work.last - work.first, *next_work
 
-    lax.fori_loop(start, end, compute_item, (jnp.int32(0), *first_of_span(tile, arrays, program)))
+    lax.fori_loop(start, end, compute_item, (jnp.int32(0), *first))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -272,7 +273,7 @@ def _arrive(tile, counter, *, arrived_smem, **_):
 def _merge(tile, arrays, work, first) -> State:
     """Merges the parts of a row for one head, in the row's order, several at a time to share the latency of a read.
 
-    first: the pair of the row's first part and this head.
+    first: the number of the item with the row's first part and this head.
     """
     room = 4096 if tile.columns == 8 else 2048  # numbers in registers: 128 registers a thread allow two programs
     count = max(min(room // (tile.head_dim * tile.columns), 4), 1)
@@ -280,11 +281,11 @@ def _merge(tile, arrays, work, first) -> State:
     def merge(step, state):
         values, peak, total = state
         which = [step * count + i for i in range(count)]
-        pairs = [first + jnp.minimum(i, work.parts - 1) * tile.kv_heads for i in which]
+        items = [first + jnp.minimum(i, work.parts - 1) * tile.kv_heads for i in which]
         load = partial(plgpu.load, optimized=False)
-        parts = [load(arrays.values.at[pair], (), layout=WGMMA) for pair in pairs]
-        peaks = [load(arrays.sums.at[pair, 0], (), layout=COLUMN) for pair in pairs]
-        totals = [load(arrays.sums.at[pair, 1], (), layout=COLUMN) for pair in pairs]
+        parts = [load(arrays.values.at[item], (), layout=WGMMA) for item in items]
+        peaks = [load(arrays.sums.at[item, 0], (), layout=COLUMN) for item in items]
+        totals = [load(arrays.sums.at[item, 1], (), layout=COLUMN) for item in items]
         higher = peak
         for other in peaks:  # places beyond the last part repeat the last part
             higher = jnp.maximum(higher, other)
