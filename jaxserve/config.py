@@ -19,9 +19,10 @@ from jaxserve.pallas_kernels.registry import BACKENDS
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
-OTHER_NAMES = {  # vLLM's other names of dtypes, by setting
+OTHER_NAMES = {  # vLLM's other names of values, by setting
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"bfloat16": "bf16", "fp8_e4m3": "fp8"},
+    "load_format": {"safetensors": "auto", "gguf": "auto"},
 }
 AUTO_COORDINATOR = "auto"  # as the coordinator: the hosts are those of the environment
 

@@ -16,7 +16,8 @@ from engines import make_engine
 from jaxserve import LLM, SamplingParams
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.config_file import ServeParser
-from jaxserve.config import EngineConfig
+from jaxserve.commands.serve_flags import read_serve
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.server.process.flags import server_options
@@ -128,6 +129,7 @@ def test_names_of_vllm():
         assert parser.parse_args(["serve", "demo", "--dtype", name]).dtype == dtype
     for name, dtype in (("fp8_e4m3", "fp8"), ("bfloat16", "bf16"), ("int8", "int8")):
         assert parser.parse_args(["serve", "demo", "--kv-cache-dtype", name]).kv_cache_dtype == dtype
+    assert parser.parse_args(["serve", "demo", "--load-format", "safetensors"]).load_format == "auto"
     for text, tokens in (("32k", 32000), ("32K", 32768), ("100", 100)):
         assert parser.parse_args(["serve", "demo", "--max-model-len", text]).max_model_len == tokens
     reader = ServeParser(args.serve_parser)
@@ -137,6 +139,19 @@ def test_names_of_vllm():
     given = args.serve_parser.parse_args(["demo", *reader.arguments(values, Path("file"))])
     assert given.prefix_caching is False
     assert reader.chosen(given) == {"no-prefix-caching": True}
+
+
+def test_the_model_by_a_flag(tmp_path):
+    parser = make_parser().parse_args(["serve"]).serve_parser
+    file = tmp_path / "flags.yaml"
+    file.write_text("model: another\nlora-modules: [a=b]\n")
+    for argv in (["--model", "demo"], ["demo"], ["demo", "--model", "demo"], ["--served-model-name", "a", "--model=demo"]):
+        args = read_serve(parser, argv)
+        assert (args.model, "model" in args.flags, "named-model" in args.flags) == ("demo", False, False)
+    args = read_serve(parser, ["--model", "demo", "--config", str(file)])
+    assert (args.model, [module.name for module in args.lora_modules]) == ("demo", ["a"])
+    with pytest.raises(ConfigError, match="two models: demo, and --model other"):
+        read_serve(parser, ["demo", "--model", "other"])
 
 
 def test_help_loads_nothing_heavy():

@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add_serve_flags(command: argparse.ArgumentParser) -> None:
         add_model(command, nargs="?")
+        command.add_argument("--model", dest="named_model", metavar="MODEL", help="the model, as in vLLM's server")
         add_record_flags(command)
         add_server_flags(command)
         add_engine_flags(command)

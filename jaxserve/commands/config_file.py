@@ -19,7 +19,7 @@ from jaxserve.checkpoints.hub import BUNDLE
 from jaxserve.config import ConfigError
 
 SECRETS = ("api_key", "admin_key", "metrics_key")  # flags whose values are keys; no file and no record has them
-_OURS = ("help", "model", "config", "write_lock", "verbose", "target", "out")
+_OURS = ("help", "model", "named_model", "config", "write_lock", "verbose", "target", "out")
 
 
 def read_config(path: Path) -> dict[str, Any]:

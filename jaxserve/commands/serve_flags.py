@@ -35,6 +35,10 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     reader = ServeParser(parser)
     args = parser.parse_args(list(argv))
     above, before, lock = reader.given(argv), [], None
+    if args.named_model is not None:
+        if args.model not in (None, args.named_model):
+            raise ConfigError(f"two models: {args.model}, and --model {args.named_model}; name one of them")
+        args.model = args.named_model
     model: Any = args.model
     if args.config is not None:
         values = read_config(args.config)
@@ -59,8 +63,8 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         of_file = reader.given([model, *before]) if before else set()
         flags = {"served-model-name": [bundle.manifest.model], **bundle.manifest.flags}
         before = reader.arguments(flags, Path(model), above | of_file) + before
-    # A flag with several values would take a model that follows it.
-    args = parser.parse_args([*([model] if args.model is None else []), *argv, *before])
+    args = parser.parse_args([*argv, *before])
+    args.model = model
     args.flags, args.lock = reader.chosen(args), lock
     return args
 
