@@ -20,6 +20,9 @@ BIN = $(VENV)/bin
 END_HANGS = -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 # Two processes, a file of tests each: most of the time goes to compiling, on one thread.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(END_HANGS)
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
+# For tests, modules are compiled as they are imported: to compile all of them takes longer than to install them.
+PIP_INSTALL_FOR_TESTS = $(PIP_INSTALL) --no-compile
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -47,12 +50,12 @@ test-kernels: aot-environment
 .PHONY: aot-environment
 aot-environment: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test-core,aot]" $(EXTRA)
+	$(PIP_INSTALL_FOR_TESTS) -e ".[test-core,aot]" $(EXTRA)
 
 test-replicas: VENV = .venv-replicas
 test-replicas: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,ray,chart]" $(EXTRA)
+	$(PIP_INSTALL_FOR_TESTS) -e ".[test,ray,chart]" $(EXTRA)
 	$(BIN)/python -m pytest -m "slow or not slow" -s tests/replicas
 
 slow: $(VENV)/installed-test
@@ -75,12 +78,12 @@ format: $(VENV)/installed-test
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(PIP_INSTALL) -e .
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[$(TEST_EXTRA)]" $(EXTRA)
+	$(PIP_INSTALL_FOR_TESTS) -e ".[$(TEST_EXTRA)]" $(EXTRA)
 	touch $(VENV)/installed $@
 
 clean:
