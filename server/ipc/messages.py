@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxserve.adapters.registry import ServedAdapter
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, StepOutput
@@ -161,6 +162,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     max_num_seqs: int
     profile_dir: str | None = None
     scheduling_policy: str = "fcfs"
+    max_logprobs: int = MAX_LOGPROBS
     task: str = "generate"  # or "embed" or "score"
     result_size: int = 0  # numbers of an embedding or score
     score_prompt: str = "plain"  # see `jaxserve.text.score_prompt`

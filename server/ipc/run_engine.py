@@ -59,6 +59,7 @@ def run_engine(
         max_num_seqs=config.max_num_seqs,
         profile_dir=config.profile_dir,
         scheduling_policy=config.scheduling_policy,
+        max_logprobs=config.max_logprobs,
         max_loras=config.max_loras if adapters else 0,
         adapters=adapters.registry.served if adapters else [],
         weights=weights,

@@ -301,3 +301,15 @@ def test_long_prompts_come_to_the_engine_with_the_hashes_of_their_pages(start_se
                 f"{server.url}/v1/completions", json={**body, "max_tokens": 1, "cache_salt": salt}, timeout=30
             )
             assert answer.status_code == 200, answer.text
+
+
+def test_most_alternatives_of_a_token(start_server):
+    server = start_server(config={"max_model_len": 256, "max_logprobs": 3})
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True}
+    response = {"model": MODEL, "input": "x", "max_output_tokens": 16}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+        assert server.http().post(path, json=body | {"top_logprobs": 3}).status_code == 200
+        answer = server.http().post(path, json=body | {"top_logprobs": 4})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "top_logprobs"
+        assert "top_logprobs is 4; this server gives at most 3" in answer.json()["error"]["message"]
