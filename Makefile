@@ -4,7 +4,7 @@
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
-# make slow    the tests that take minutes
+# make slow    the tests that take minutes, also of kernels; hours
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,9 +17,10 @@ ENGINE_TESTS ?= tests/engine
 BIN = $(VENV)/bin
 # pytest-timeout cannot interrupt a test that waits in native code, for a step that never ends. Its process is ended, and
 # with it the run: pytest-xdist would start the same test in a new process, again and again.
-END_HANGS = -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+HANGS_AFTER = 660
+END_HANGS = -o faulthandler_timeout=$(HANGS_AFTER) -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 # Two processes, a file of tests each: most of the time goes to compiling, on one thread.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(END_HANGS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(END_HANGS) $(GROUP)
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 # For tests, modules are compiled as they are imported: to compile all of them takes longer than to install them.
 PIP_INSTALL_FOR_TESTS = $(PIP_INSTALL) --no-compile
@@ -58,8 +59,9 @@ test-replicas: pyproject.toml
 	$(PIP_INSTALL_FOR_TESTS) -e ".[test,ray,chart]" $(EXTRA)
 	$(BIN)/python -m pytest -m "slow or not slow" -s tests/replicas
 
-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow
+slow: GROUP = -m slow --timeout 1800
+slow: HANGS_AFTER = 3660
+slow: test-all test-kernels
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
