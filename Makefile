@@ -4,7 +4,7 @@
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
-# make slow    the tests that take minutes, also of kernels; hours
+# make slow    the tests that take minutes, also of kernels: two cases of each, an hour. CASES= : all, more than four
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -59,9 +59,9 @@ test-replicas: pyproject.toml
 	$(PIP_INSTALL_FOR_TESTS) -e ".[test,ray,chart]" $(EXTRA)
 	$(BIN)/python -m pytest -m "slow or not slow" -s tests/replicas
 
-slow: GROUP = -m slow --timeout 1800
+slow: GROUP = -m slow --timeout 1800 $(CASES)
 slow: HANGS_AFTER = 3660
-slow: test-all test-kernels
+slow: test test-kernels
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
