@@ -238,7 +238,7 @@ def engine(model_folders, monkeypatch):
 
     def make(cost: StepCost | None) -> Engine:
         with monkeypatch.context() as patch:
-            patch.setattr(StepCost, "of", lambda *_: cost)
+            patch.setattr(StepCost, "of", lambda *_, **__: cost)
             config = EngineConfig(
                 model=str(model_folders("llama3_gqa")), max_num_seqs=5, max_num_batched_tokens=101, kv_pages=400
             )

@@ -147,12 +147,14 @@ def test_integer_products_are_exact_but_for_the_rounding_of_x(name):
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 @pytest.mark.parametrize("code", [0x00, 0x7F, 0x80, 0xFF])
 def test_no_sum_of_integers_overflows(name, code):
-    """The largest codes times the largest inputs: processors add up some of these products in 16 bits."""
+    """The largest codes times the largest inputs: processors add up some of these products in 16 bits. One sum that
+    overflows is off by more than a hundredth. Where codes of 8 bits are stored 128 higher, products 128 times as large
+    are subtracted again, whose rounding is seen."""
     w, values = gguf(name, 16, 256, "int8", code)
     for tokens in (1, 3, 4, 9, 12):
         x = np.full((tokens, 256), 127, np.float32)
         x[1::3], x[2::3, 1::2] = -127, -127
-        check(cpu_panels.matmul(x, w), x, values, 2e-6)
+        check(cpu_panels.matmul(x, w), x, values, 1e-5)
 
 
 @pytest.mark.parametrize("name", [*BLOCK_TYPES, "bfloat16"])
