@@ -145,7 +145,8 @@ def test_the_model_by_a_flag(tmp_path):
     parser = make_parser().parse_args(["serve"]).serve_parser
     file = tmp_path / "flags.yaml"
     file.write_text("model: another\nlora-modules: [a=b]\n")
-    for argv in (["--model", "demo"], ["demo"], ["demo", "--model", "demo"], ["--served-model-name", "a", "--model=demo"]):
+    named = ["--served-model-name", "a", "--model=demo"]
+    for argv in (["--model", "demo"], ["demo"], ["demo", "--model", "demo"], named):
         args = read_serve(parser, argv)
         assert (args.model, "model" in args.flags, "named-model" in args.flags) == ("demo", False, False)
     args = read_serve(parser, ["--model", "demo", "--config", str(file)])
