@@ -4,7 +4,7 @@
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
-# make slow    the tests that take minutes, also of kernels: two cases of each, an hour. CASES= : all, more than four
+# make slow    two cases of each test that takes minutes, also of kernels; all cases, for hours: make slow CASES=
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,9 +17,10 @@ ENGINE_TESTS ?= tests/engine
 BIN = $(VENV)/bin
 # pytest-timeout cannot interrupt a test that waits in native code, for a step that never ends. Its process is ended, and
 # with it the run: pytest-xdist would start the same test in a new process, again and again.
-HANGS_AFTER = 660
+HANGS_AFTER = 660  # seconds in one test
 END_HANGS = -o faulthandler_timeout=$(HANGS_AFTER) -o faulthandler_exit_on_timeout=true --max-worker-restart 0
-# Two processes, a file of tests each: most of the time goes to compiling, on one thread.
+# Two processes, a file of tests each: most of the time goes to compiling, on one thread. GROUP: options that choose
+# other tests than those that run by default.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(END_HANGS) $(GROUP)
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 # For tests, modules are compiled as they are imported: to compile all of them takes longer than to install them.

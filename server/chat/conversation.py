@@ -47,7 +47,7 @@ async def prepare(
     body.check()
     state.check_template(body.chat_template)
     tokenizer, info = state.require_ready()
-    if (body.top_logprobs or 0) > info.max_logprobs:
+    if (body.top_logprobs or 0) > info.max_logprobs:  # the engine would call it logprobs
         message = f"top_logprobs is {body.top_logprobs}; this server gives at most {info.max_logprobs}"
         raise InvalidRequestError(message, "top_logprobs")
     state.accounts.check(key_of(http), 1, body.n)

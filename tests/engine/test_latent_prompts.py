@@ -45,8 +45,9 @@ def test_in_parts(case, model_folders):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_with_latents_as_codes(dtype, model_folders):
-    """Both forms give the same log-probabilities until one latent of a later layer, which differs by its rounding, gets
-    the next code. Tokens from there on differ by the step of a code."""
+    """Both forms give the same log-probabilities up to a token whose latent is rounded to another code: they add in
+    different orders, so that a latent of a later layer may lie on the other side of a code's border. The tokens after
+    it differ by about the step of a code."""
     case, found = DEEPSEEK[0], []
     prompt = np.random.default_rng(2).integers(3, 200, 150).tolist()
     for build in (plain_engine, lambda folder, case, **options: make_engine(folder, **options)):

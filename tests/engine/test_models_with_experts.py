@@ -17,8 +17,7 @@ from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.config import ConfigError
 from jaxserve.convert.convert import convert_model
-from jaxserve.models import abstract_weights as planning
-from jaxserve.models import load, quantized
+from jaxserve.models import load
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
@@ -136,8 +135,8 @@ def test_gguf_in_blocks(types, tmp_path, gguf_files, monkeypatch):
     folder = other_case("wide", tmp_path / "case")
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", lambda name: gguf_files.Kind[types(name)])
     expected = answers(make_engine(path, matmul_backend="cpu", dtype="float32"), 4)
-    for module in (load, planning, quantized):
-        monkeypatch.setattr(module, "keeps_blocks", lambda mesh: True)
+    for module in ("abstract_weights", "load", "quantized"):
+        monkeypatch.setattr(f"jaxserve.models.{module}.keeps_blocks", lambda mesh: True)
     monkeypatch.setattr(load.Packing, "of", lambda config, mesh: None)
     for devices in (1, 2):
         engine = make_engine(path, tensor_parallel_size=devices)

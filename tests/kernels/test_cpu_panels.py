@@ -147,9 +147,9 @@ def test_integer_products_are_exact_but_for_the_rounding_of_x(name):
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 @pytest.mark.parametrize("code", [0x00, 0x7F, 0x80, 0xFF])
 def test_no_sum_of_integers_overflows(name, code):
-    """The largest codes times the largest inputs: processors add up some of these products in 16 bits. One sum that
-    overflows is off by more than a hundredth. Where codes of 8 bits are stored 128 higher, products 128 times as large
-    are subtracted again, whose rounding is seen."""
+    """The largest codes times the largest inputs: processors add up some of these products in 16 bits. An overflow
+    changes the sum of a block by 65,536 times its scale. The tolerance is for processors that multiply unsigned codes:
+    128 is added to codes of 8 bits, and taking it off again in float32 loses some of its precision."""
     w, values = gguf(name, 16, 256, "int8", code)
     for tokens in (1, 3, 4, 9, 12):
         x = np.full((tokens, 256), 127, np.float32)
