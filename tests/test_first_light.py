@@ -318,14 +318,26 @@ def test_the_floor_counts_what_a_step_reads(tmp_path):
 # --- the script ---
 
 
-def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path):
+@pytest.fixture
+def stand_ins(tmp_path) -> str:
+    """A folder for PYTHONPATH in which the stand-ins are found, as if the packages were not installed."""
+    folder = tmp_path / "path"
+    folder.mkdir()
+    for name in ("msgspec.py", "llguidance"):
+        (folder / name).symlink_to(BENCHMARKS / "light" / "stand_ins" / name)
+    return str(folder)
+
+
+def test_stages_are_imported_with_stand_ins(stand_ins):
+    modules = ", ".join(path.stem for path in (BENCHMARKS / "light").glob("*.py") if path.stem != "__init__")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([stand_ins, str(BENCHMARKS)])}
+    subprocess.run([sys.executable, "-c", f"from light import {modules}"], env=environment, check=True)
+
+
+def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path, stand_ins):
     """The engine runs without msgspec and llguidance."""
-    blocked = tmp_path / "path"
-    blocked.mkdir()
-    for name in ("msgspec.py", "llguidance"):  # found first, as if the packages were not installed
-        (blocked / name).symlink_to(BENCHMARKS / "light" / "stand_ins" / name)
     out = tmp_path / "out"
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(blocked)}
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": stand_ins}
     command = [sys.executable, SCRIPT, "--out", str(out), "--rehearse", "--only", "device", "engine-int4"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
@@ -335,7 +347,7 @@ def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path):
     stop_all(process)
     before = read(out / "engine-int4.json")
     assert before["status"] == "running"
-    done = run("--out", out, "--rehearse", "--only", "device", "engine-int4", env={"PYTHONPATH": str(blocked)})
+    done = run("--out", out, "--rehearse", "--only", "device", "engine-int4", env={"PYTHONPATH": stand_ins})
     assert done.returncode == 0, done.stdout + done.stderr
     after = read(out / "engine-int4.json")
     assert after["rows"][0] == before["rows"][0]

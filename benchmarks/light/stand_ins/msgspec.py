@@ -62,5 +62,18 @@ def _fields(struct: Any) -> dict[str, Any]:
     return {one.name: getattr(struct, one.name) for one in dataclasses.fields(struct)}
 
 
+class _Coder:
+    """What modules make of messages when they are imported; it can encode and decode none."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def encode(self, message: Any) -> bytes:
+        raise NotImplementedError(f"{type(message).__name__} needs msgspec itself")
+
+    decode = encode
+
+
+msgpack = SimpleNamespace(Encoder=_Coder, Decoder=_Coder)
 structs = SimpleNamespace(replace=dataclasses.replace, asdict=_fields, force_setattr=object.__setattr__)
 json = SimpleNamespace(decode=_json.loads, encode=lambda value: _json.dumps(value).encode())
