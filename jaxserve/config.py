@@ -15,6 +15,7 @@ from jaxserve.config_parts import LoRAModule as LoRAModule
 from jaxserve.config_parts import SpeculativeConfig as SpeculativeConfig
 from jaxserve.limits import DEFAULT_WAITING, MAX_LOGPROBS, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
+from jaxserve.text.generation_defaults import check_override
 
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
@@ -37,6 +38,7 @@ class EngineConfig:
       tokenizer: folder, GGUF file or hub id with the tokenizer; None is the model's own.
       generation_config: recommended sampling parameters. "auto": the model's; "none" (or "vllm", as vLLM has it): none;
         else those of the generation_config.json in this folder. Tokens that end a sequence are always the model's.
+      override_generation_config: sampling parameters that replace the recommended ones, by name (`SAMPLING`).
       ignore_config_keys: unsupported settings of config.json (or of a GGUF file) that the operator knows not to affect
         the computation. They count as absent.
       dtype: dtype of computation and cache; "auto" is float32 on CPU, else the checkpoint's own 16-bit type. A single
@@ -147,6 +149,7 @@ class EngineConfig:
     revision: str | None = None
     tokenizer: str | None = None
     generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     ignore_config_keys: tuple[str, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
@@ -287,6 +290,11 @@ class EngineConfig:
         for name in ("revision", "tokenizer", "generation_config"):
             if getattr(self, name) is not None and not (isinstance(value := getattr(self, name), str) and value):
                 raise ConfigError(f"{name} must be a string that is not empty, got {value!r}")
+        if (override := self.override_generation_config) is not None:
+            try:
+                check_override(override)
+            except ValueError as error:
+                raise ConfigError(f"override_generation_config: {error}") from None
         keys = self.ignore_config_keys
         if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
             raise ConfigError(f"ignore_config_keys must be a list of keys, got {keys!r}")

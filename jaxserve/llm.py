@@ -61,6 +61,7 @@ class LLM:
             source=self.engine.tokenizer_folder,
             placeholder=self.engine.config.load_format == "dummy",
             generation_config=self.engine.config.generation_config,
+            override_generation_config=self.engine.config.override_generation_config,
         )
         self._ids = (f"offline-{i}" for i in itertools.count())
         # Request id -> the queue of its caller (a stream may be open while another call generates), and the number of
@@ -104,10 +105,7 @@ class LLM:
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation_config.json recommends; 16 new tokens."""
-        defaults = self.tokenizer.generation_defaults
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: value for name in names if (value := getattr(defaults, name)) is not None}
-        return SamplingParams(**given)
+        return SamplingParams(**self.tokenizer.generation_defaults.sampling())
 
     @takes_use_tqdm
     def generate(

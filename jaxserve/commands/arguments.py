@@ -60,7 +60,8 @@ def _tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(f"not a number of tokens, such as 32768, 32k or 32K: {text}") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """A flag's value that is a JSON object."""
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -72,7 +73,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _adapter(text: str) -> LoRAModule:
     try:
-        return LoRAModule.of(_json_object(text) if text.lstrip().startswith("{") else text)
+        return LoRAModule.of(json_object(text) if text.lstrip().startswith("{") else text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -93,6 +94,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--generation-config", field="generation_config", metavar="FOLDER",
          help="recommended sampling parameters: auto: the model's; none (or vllm): none; else those of "
          "generation_config.json in this folder")  # fmt: skip
+    flag("--override-generation-config", field="override_generation_config", type=json_object, metavar="JSON",
+         help='sampling parameters that replace recommended ones, for example {"temperature": 0.6}')  # fmt: skip
     flag("--ignore-config-keys", field="ignore_config_keys", metavar="KEYS", type=_names,
          help="unsupported settings of config.json to ignore, separated by commas; only for settings that do not "
          "affect the computation")  # fmt: skip
@@ -169,7 +172,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--bundle-key-file", field="bundle_key_file", metavar="FILE",
          help="file with the key that signs a bundle, or with which its signature is checked; None: the code of a "
          "bundle is run if nobody but this user and root can write to it")  # fmt: skip
-    flag("--speculative-config", field="speculative_config", type=_json_object, metavar="JSON",
+    flag("--speculative-config", field="speculative_config", type=json_object, metavar="JSON",
          help='speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what '
          "followed the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "
          "\"model\"; eagle3: by an EAGLE-3 draft; mtp: by the model's own head; answers stay the same")  # fmt: skip

@@ -31,7 +31,7 @@ WEIGHTS = (".safetensors", ".gguf")
 OWN = {
     "model", "revision", "tokenizer", "coordinator", "host_id", "command_port", "host_secret_file", "profile_dir",
     "max_waiting", "max_waiting_tokens", "scheduling_policy", "lora_modules", "max_cpu_loras", "host_timeout",
-    "generation_config", "max_logprobs",
+    "generation_config", "override_generation_config", "max_logprobs",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Text <-> token ids, exact token bytes, chat templates, and the sampling defaults that come with a model.
+"""Text <-> token ids, exact token bytes, and chat templates.
 
 A thin layer over `transformers.AutoTokenizer`, which never runs code from a model's folder here. `transformers` takes
 long to import, so it is imported when the first tokenizer is loaded.
@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from jaxserve import limits
 from jaxserve.text.byte_alphabet import byte_level_alphabet
+from jaxserve.text.generation_defaults import GenerationDefaults, generation_defaults
 from jaxserve.text.time_limit import OutOfTimeError, within_time
 from jaxserve.types import InvalidRequestError, SamplingParams
 
@@ -38,36 +38,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPIECE_SPACE = "\u2581"  # sentencepiece's character for a space
 
 
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters that generation_config.json recommends; None for those that it does not set."""
-
-    temperature: limits.Temperature | None = None
-    top_k: limits.TopK | None = None
-    top_p: limits.Fraction | None = None
-    min_p: limits.Fraction | None = None
-    repetition_penalty: limits.RepetitionPenalty | None = None
-    eos_token_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def load(cls, folder: Path) -> GenerationDefaults:
-        """Reads `folder`/generation_config.json; a missing file recommends nothing, a broken one is a ValueError.
-
-        `do_sample: false` recommends greedy sampling.
-        """
-        path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            eos = data.get("eos_token_id")
-            data |= {"temperature": 0.0} if data.get("do_sample") is False else {}
-            known = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}
-            known["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-            return msgspec.convert(known, cls)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path} cannot be used: {error}") from error
-
-
 class Tokenizer:
     """One model's tokenizer. Safe to use from several threads.
 
@@ -76,7 +46,9 @@ class Tokenizer:
       bos_token_id: id that opens a sequence, or None.
       eos_token_ids: ids that end a sequence, of the tokenizer and generation_config.json together, and gpt-oss's own.
       special_ids: ids that `skip_special_tokens` leaves out of decoded text.
-      generation_defaults: sampling settings that the model's authors recommend.
+      generation_defaults: sampling parameters of requests that name none.
+      template_defaults: variables of the chat template for conversations that do not set them; the server's front fills
+        them in.
       escape_special_tokens: encode special tokens in the text of users and tools as text (see `foreign_text`).
       longest_token: most characters of one token; None if an unknown token can stand for any number of them.
     """
@@ -84,6 +56,7 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
         self._hf = hf_tokenizer
         self.escape_special_tokens = False
+        self.template_defaults: dict[str, Any] = {}
         self._backend = getattr(hf_tokenizer, "backend_tokenizer", None)
         self.generation_defaults = generation_defaults or GenerationDefaults()
         self.vocab_size: int = len(hf_tokenizer)
@@ -302,63 +275,37 @@ def load_tokenizer(
     placeholder: bool = False,
     chat_template: str | None = None,
     generation_config: str = "auto",
+    override_generation_config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
     """Loads the tokenizer of a model's folder or GGUF file, or the one at `source`. Raises ValueError with the
     path if there is no usable tokenizer.
 
     With `placeholder`, a folder without tokenizer files (as for dummy weights) gets a tokenizer with a byte per token.
-    `chat_template` is the source of a template that replaces the model's own. `generation_config` tells where
-    recommended sampling parameters come from (`EngineConfig`).
+    `chat_template` is the source of a template that replaces the model's own. `generation_config` and
+    `override_generation_config` tell where recommended sampling parameters come from (`EngineConfig`).
     """
-    tokenizer = _load(Path(folder), Path(source or folder), placeholder, generation_config)
+    folder = Path(folder)
+    hf_tokenizer = _load(folder, Path(source or folder), placeholder)
+    defaults = generation_defaults(folder, generation_config, override_generation_config)
+    tokenizer = Tokenizer(hf_tokenizer, defaults)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def _load(folder: Path, source: Path, placeholder: bool, generation_config: str) -> Tokenizer:
+def _load(folder: Path, source: Path, placeholder: bool) -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would warn that torch is missing
     from jaxserve.text.tokenizer_files import READABLE, read_tokenizer
 
     if placeholder and source.is_dir() and not any((source / name).exists() for name in READABLE):
-        return _placeholder(folder, _generation_defaults(folder, generation_config))
+        return _placeholder(folder)
     try:
-        hf_tokenizer = read_tokenizer(source)
+        return read_tokenizer(source)
     except Exception as error:  # many kinds, from many parsers
         raise ValueError(f"no usable tokenizer in {source}: {error}") from error
-    return Tokenizer(hf_tokenizer, _generation_defaults(folder, generation_config))
 
 
-def _generation_defaults(model: Path, source: str) -> GenerationDefaults:
-    of_model = _recommended_by(model)
-    if source == "auto":
-        return of_model
-    chosen = GenerationDefaults()
-    if source not in ("none", "vllm"):
-        folder = Path(source).expanduser()
-        if not (folder / "generation_config.json").is_file():
-            allowed = "auto, none or a folder with generation_config.json"
-            raise ValueError(f"generation_config must be {allowed}, got {source}")
-        chosen = GenerationDefaults.load(folder)
-    return msgspec.structs.replace(chosen, eos_token_ids=of_model.eos_token_ids)
-
-
-def _recommended_by(model: Path) -> GenerationDefaults:
-    if model.suffix != ".gguf":
-        return GenerationDefaults.load(model)
-    from jaxserve.checkpoints.gguf import end_ids, known_gguf
-    from jaxserve.text.gguf_tokenizer import recommended_sampling
-
-    metadata = known_gguf(model).metadata
-    try:
-        return msgspec.convert(
-            recommended_sampling(metadata) | {"eos_token_ids": end_ids(metadata)}, GenerationDefaults
-        )
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{model} recommends sampling that cannot be used: {error}") from error
-
-
-def _placeholder(folder: Path, defaults: GenerationDefaults) -> Tokenizer:
+def _placeholder(folder: Path) -> Any:
     """Bytes as the first 256 tokens; the rest of the vocabulary decodes to "<id>"."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
@@ -370,7 +317,7 @@ def _placeholder(folder: Path, defaults: GenerationDefaults) -> Tokenizer:
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), defaults)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:

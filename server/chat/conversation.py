@@ -112,7 +112,7 @@ def encode_chat(
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"  # the older name of this role, which every template knows
-    kwargs = template_variables(conversation.template_kwargs(), tools, template)
+    kwargs = template_variables(tokenizer.template_defaults | conversation.template_kwargs(), tools, template)
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], tools, kwargs])
     hidden, tools, kwargs = foreign.hidden

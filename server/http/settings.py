@@ -47,6 +47,7 @@ class ServerSettings:
       record_max_bytes: size of this file from which on nothing is recorded.
       otlp_endpoint: URL for OpenTelemetry traces; None: no traces.
       chat_template: source of a template that replaces the model's own.
+      default_chat_template_kwargs: variables of the chat template for requests that do not set them.
       trust_request_chat_template: accept chat templates in requests.
       deployment: what the answers of this server depend on (`jaxserve.deployment.record`).
     """
@@ -82,6 +83,7 @@ class ServerSettings:
     record_max_bytes: int = 2**30
     otlp_endpoint: str | None = None
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     deployment: dict[str, Any] | None = field(default=None, repr=False)
 

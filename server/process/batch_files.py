@@ -175,6 +175,7 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
                 source=info.tokenizer_folder,
                 placeholder=dummy,
                 generation_config=config.generation_config,
+                override_generation_config=config.override_generation_config,
             )
         )
         state.fingerprint = await state.off_loop(

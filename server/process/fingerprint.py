@@ -6,7 +6,9 @@ Two answers with the same fingerprint, seed and request come from the same compu
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.deployment.record import bundle_digest, settings_of, versions
@@ -18,17 +20,25 @@ _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file: they tell weights apart, far faster than reading whole files
 
 
-def fingerprint(info: Ready, config: EngineConfig, version: str, chat_template: str | None) -> str:
+def fingerprint(
+    info: Ready,
+    config: EngineConfig,
+    version: str,
+    chat_template: str | None,
+    template_defaults: Mapping[str, Any] | None = None,
+) -> str:
     """ "fp_" and ten hexadecimal digits, hashed from what a deployment's record has (`deployment.record`):
-    all settings of the engine, the versions of the packages that compute, the chat template, a bundle's digest, and, in
-    the place of digests of the model's files, samples of them. Restarts keep it, and so do other ports and folders.
+    all settings of the engine, the versions of the packages that compute, the chat template and the defaults of its
+    variables, a bundle's digest, and, in the place of digests of the model's files, samples of them. Restarts keep it,
+    and so do other ports and folders.
 
     Slow: call it off the event loop. Raises OSError for files that cannot be read.
     """
     digest = hashlib.sha256()
     settings = {name: value for name, value in settings_of(config).items() if name not in _PLACES}
     known = settings, versions(), bundle_digest(config.model)
-    for text in (version, info.dtype, info.max_model_len, chat_template, *known):
+    template = chat_template, template_defaults or {}
+    for text in (version, info.dtype, info.max_model_len, template, *known):
         _add(digest, repr(text).encode())
     folder = Path(info.model_folder)
     files = [folder] if folder.is_file() else sorted({path for pattern in _FILES for path in folder.glob(pattern)})

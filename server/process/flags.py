@@ -8,16 +8,18 @@ import os
 import sys
 from typing import Any
 
+from jaxserve.commands.arguments import json_object
 from jaxserve.server import plugins
 from jaxserve.server.http.settings import ServerSettings
 
 _SAME_NAME = (
-    "host", "port", "fd", "served_model_name", "chat_template", "trust_request_chat_template", "api_key_file",
-    "salt_by_key", "open_metrics", "drain_delay", "drain_seconds", "engine_restarts", "watchdog_seconds",
-    "request_timeout", "metrics_prefix", "tool_call_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
-    "max_connections", "max_connections_per_address", "max_body_bytes", "max_completions_per_request",
-    "max_header_bytes", "client_timeout", "max_stored_responses", "ui", "access_log", "otlp_endpoint",
-    "escape_special_tokens", "lora_root", "weights_root", "api_server_count", "record", "record_max_bytes",
+    "host", "port", "fd", "served_model_name", "chat_template", "default_chat_template_kwargs",
+    "trust_request_chat_template", "api_key_file", "salt_by_key", "open_metrics", "drain_delay",
+    "drain_seconds", "engine_restarts", "watchdog_seconds", "request_timeout", "metrics_prefix", "tool_call_parser",
+    "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections", "max_connections_per_address",
+    "max_body_bytes", "max_completions_per_request", "max_header_bytes", "client_timeout", "max_stored_responses",
+    "ui", "access_log", "otlp_endpoint", "escape_special_tokens", "lora_root", "weights_root", "api_server_count",
+    "record", "record_max_bytes",
 )  # fmt: skip
 
 
@@ -38,6 +40,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
          "that its request used, metrics carry the first; None: MODEL as given")  # fmt: skip
     flag("--chat-template", metavar="FILE",
          help="Jinja template for conversations, or a file that holds one; None: the model's own")  # fmt: skip
+    flag("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+         help='variables of the chat template for requests that do not set them, for example '
+         '{"enable_thinking": false}')  # fmt: skip
     flag("--trust-request-chat-template", action="store_true",
          help="requests may bring a chat_template of their own")  # fmt: skip
     flag("--api-key", action="append", type=_key, default=None, metavar="KEY",

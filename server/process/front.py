@@ -226,7 +226,7 @@ class Front(uvicorn.Server):
         folders = Path(info.model_folder), Path(info.tokenizer_folder)
         tokenizer = await (early or state.off_loop(lambda: self._tokenizer(*folders)))
         state.fingerprint = await state.off_loop(
-            lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template)
+            lambda: fingerprint(info, self._settings, __version__, tokenizer.chat_template, tokenizer.template_defaults)
         )
         if state.recorder is not None:
             state.recorder.fingerprint = state.fingerprint
@@ -243,8 +243,10 @@ class Front(uvicorn.Server):
             placeholder=self._settings.load_format == "dummy",
             chat_template=self._state.settings.chat_template,
             generation_config=self._settings.generation_config,
+            override_generation_config=self._settings.override_generation_config,
         )
         tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
+        tokenizer.template_defaults = self._state.settings.default_chat_template_kwargs
         return tokenizer
 
     async def _drain(self) -> None:

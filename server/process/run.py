@@ -28,6 +28,7 @@ from jaxserve.server.process.front import Front, HttpOptions, OwnEngine, allow_f
 from jaxserve.server.process.front_process import FrontLaunch
 from jaxserve.server.process.fronts import MOST_FRONTS, serve_fronts
 from jaxserve.text.chat_template import read_chat_template
+from jaxserve.text.tokenizer import TEMPLATE_INPUTS
 
 
 def serve(
@@ -75,6 +76,8 @@ def serve(
     keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or (config.model,))
     template = None if chat_template is None else read_chat_template(chat_template)
+    if taken := settings.get("default_chat_template_kwargs", {}).keys() & TEMPLATE_INPUTS:
+        raise ValueError(f"default_chat_template_kwargs must not hold {min(taken)}, which is no variable of a template")
     own = ServerSettings(
         model_names=names,
         api_keys=tuple(keys),

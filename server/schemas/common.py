@@ -14,8 +14,12 @@ from msgspec import Meta
 
 from jaxserve import limits
 from jaxserve.server.schemas.response_format import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
+from jaxserve.text.generation_defaults import SAMPLING
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
+
+# Parameters whose defaults no model recommends, and that the engine has by the same names.
+_OTHER_SAMPLING = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "use_beam_search", "length_penalty")
 
 COMPLETION_TOKENS = 16  # the default of max_tokens in /v1/completions
 
@@ -40,7 +44,14 @@ PositiveTokens = Annotated[int, Meta(ge=1, le=limits.MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_INT, extra_json_schema={"format": "token-id"})]
 StopString = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=limits.MAX_STOP_STRINGS)]
-Word = Annotated[str, Meta(min_length=1, max_length=limits.MAX_WORD_LENGTH)]
+Word = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=limits.MAX_WORD_LENGTH,
+        description=f"At most {limits.MAX_BAD_WORD_TOKENS} tokens, also after a space",
+    ),
+]
 BadWords = Annotated[list[Word], Meta(max_length=limits.MAX_WORDS)]
 StopTokens = Annotated[
     list[TokenId], Meta(max_length=limits.MAX_STOP_TOKENS, extra_json_schema={"format": "stop-tokens"})
@@ -177,14 +188,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ) -> SamplingParams:
         """The engine's parameters. A parameter that the client does not set has the model's recommended value, or
         OpenAI's default if there is none."""
-        given, defaults = {}, tokenizer.generation_defaults
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if value is None and not self.use_beam_search:  # beams compare the model's unmodified probabilities
-                value = getattr(defaults, name)
-            if value is not None:
-                given[name] = value
-        for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens", "use_beam_search", "length_penalty"):
+        given: dict[str, Any] = {}
+        if not self.use_beam_search:  # beams compare the model's unmodified probabilities
+            given |= tokenizer.generation_defaults.sampling()
+        for name in (*SAMPLING, *_OTHER_SAMPLING):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
         params = SamplingParams(

@@ -12,8 +12,9 @@ import tokenizers_for_tests as kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.text.generation_defaults import GenerationDefaults
 from jaxserve.text.gguf_tokenizer import _PRE_TOKENIZERS, make_tokenizer
-from jaxserve.text.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 TEXTS = [

@@ -16,7 +16,8 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.process.fingerprint import fingerprint
 from jaxserve.server.schemas.chat import Conversation, Message
 from jaxserve.text.chat_template import read_chat_template
-from jaxserve.text.tokenizer import TEMPLATE_INPUTS, GenerationDefaults
+from jaxserve.text.generation_defaults import GenerationDefaults
+from jaxserve.text.tokenizer import TEMPLATE_INPUTS
 from jaxserve.types import InvalidRequestError
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -135,6 +136,25 @@ def test_a_template_that_is_missing_ends_the_start(capsys):
     assert "/nowhere/template.jinja' cannot be read" in capsys.readouterr().err
 
 
+def test_variables_that_requests_do_not_set(start_server):
+    """They have the operator's values."""
+    template = "{{ x }}{{ enable_thinking }}"
+    server = start_server(chat_template=template, default_chat_template_kwargs={"x": 1, "enable_thinking": True})
+    http = server.http()
+    assert prompt_of(http) == "1True"
+    assert prompt_of(http, chat_template_kwargs={"x": 2}) == "2True"
+    for body in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        answer = http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2} | body)
+        assert answer.json()["choices"][0]["message"]["content"] == "1False", answer.text
+
+
+def test_variables_that_no_template_can_have(capsys):
+    from jaxserve.commands.cli import main
+
+    assert main(["serve", "demo", "--default-chat-template-kwargs", '{"messages": []}']) == 1
+    assert "default_chat_template_kwargs must not hold messages" in capsys.readouterr().err
+
+
 def test_tokens_as_ids(http):
     body = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True}
     whole = http.post("/v1/completions", json=body | {"prompt": [50, 51], "logprobs": 2, "echo": True}).json()
@@ -194,11 +214,12 @@ def test_fingerprint_names_weights_and_settings(http, parrot, tmp_path):
     others = {
         fingerprint(info, config, "2", None),
         fingerprint(info, config, "1", "template"),
+        fingerprint(info, config, "1", None, {"enable_thinking": False}),
         fingerprint(info, EngineConfig(model=str(tmp_path), kv_cache_dtype="int8"), "1", None),
     }
     weights.write_bytes(bytes(2**20) + b"\1" * 2**20 + bytes(2 * 2**20))
     others.add(fingerprint(info, config, "1", None))
-    assert len(others | {first}) == 5
+    assert len(others | {first}) == 6
 
 
 def test_fields_that_clients_send(http):

@@ -11,8 +11,10 @@ import tokenizers_for_tests as kinds
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.text import tokenizer as module
-from jaxserve.text.tokenizer import GenerationDefaults, Tokenizer, load_tokenizer, token_strings
+from jaxserve.text.generation_defaults import GenerationDefaults
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 
 TEXTS = ["Hello world", " two  spaces", "naïve café 😀👍🏽", "你好世界\n", "a\tb <|im_end|> c <tool>d"]
@@ -117,6 +119,28 @@ def test_recommended_sampling_of_another_source(tmp_path):
     tokenizer = load_tokenizer(model, generation_config=str(other))
     assert tokenizer.generation_defaults == GenerationDefaults(top_p=0.25, eos_token_ids=(0, 2))
     assert tokenizer.eos_token_ids == (0, 2)
+
+
+def test_recommended_sampling_that_is_overridden(tmp_path):
+    kinds.save_byte_level(tmp_path)  # recommends temperature 0.5 and top_k 7
+    for source, others in (("auto", {"top_k": 7}), ("none", {})):
+        tokenizer = load_tokenizer(tmp_path, generation_config=source, override_generation_config={"temperature": 0.25})
+        expected = GenerationDefaults(temperature=0.25, eos_token_ids=(0, 2), **others)
+        assert tokenizer.generation_defaults == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"temperature": "hot"}, "Expected `float \\| null`, got `str` - at `\\$.temperature`"),
+        ({"top_p": 1.5}, r"Expected `float` <= 1.0 - at `\$.top_p`"),
+        ({"eos_token_ids": [1]}, "it may have temperature, .*, repetition_penalty, got eos_token_ids"),
+        ([], "must be an object of sampling parameters, got \\[\\]"),
+    ],
+)
+def test_overrides_that_cannot_be(override, message):
+    with pytest.raises(ConfigError, match=f"override_generation_config.*{message}"):
+        EngineConfig(model="demo", override_generation_config=override)
 
 
 def test_load_says_what_is_missing(tmp_path):
