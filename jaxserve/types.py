@@ -188,7 +188,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_size("bad_words", self.bad_words, limits.MAX_BAD_WORDS, "sequences")
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         for word in self.bad_words:
-            _check_int("length of each of bad_words", len(word), 1, limits.MAX_BAD_WORD_TOKENS)
+            if not word:
+                raise InvalidRequestError("bad_words must hold sequences that are not empty", "bad_words")
+            _check_size("bad_words", word, limits.MAX_BAD_WORD_TOKENS, "tokens in one sequence")
             _check_ids("bad_words", word)
 
     def _check_stop(self) -> None:

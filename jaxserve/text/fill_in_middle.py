@@ -42,6 +42,12 @@ _ENDS = (
 _LEAD = "☺"  # a character that no tokenizer joins with what follows
 
 
+def marker_ids(tokenizer: Tokenizer) -> list[int] | None:
+    """Token ids of the markers, in the order of `_Form`; None if the tokenizer has none of the known ones."""
+    found = ([tokenizer.token_id(marker) for marker in form if marker] for form in _FORMS)
+    return cast("list[int] | None", next((ids for ids in found if None not in ids), None))
+
+
 class FillInMiddle:
     """How a tokenizer's model is asked for the middle.
 
@@ -53,16 +59,14 @@ class FillInMiddle:
 
     def __init__(self, tokenizer: Tokenizer):
         """Raises InvalidRequestError if the tokenizer has no markers for it."""
-        found = ([tokenizer.token_id(marker) for marker in form if marker] for form in _FORMS)
-        ids = next((ids for ids in found if None not in ids), None)
-        if ids is None:
+        if (ids := marker_ids(tokenizer)) is None:
             raise InvalidRequestError(
                 "suffix needs a model that fills in the middle; this model's tokenizer has none of the known markers, "
                 "such as <|fim_prefix|>",
                 "suffix",
                 "unsupported_parameter",
             )
-        self._prefix, self._suffix, *self._middle = cast(list[int], ids)
+        self._prefix, self._suffix, *self._middle = ids
         self._opening = [i for i in tokenizer.encode("")[:1] if i == tokenizer.bos_token_id]
         lead = tokenizer.encode(_LEAD, add_special_tokens=False)
         spaced = tokenizer.token_bytes(lead[0]).startswith(b" ")

@@ -20,6 +20,7 @@ from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.state import ServerState, read_body, require_json, state_of, to_json
 from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
 from jaxserve.server.schemas.common import DetokenizeRequest
+from jaxserve.text.fill_in_middle import marker_ids
 from jaxserve.text.tokenizer import Tokenizer, token_strings
 from jaxserve.types import InvalidRequestError
 
@@ -252,7 +253,8 @@ async def openapi(http: Request) -> Response:
     if state.status == "ready":
         tokenizer, info = state.require_ready()
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
-        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), info.task)
+        fills_in = marker_ids(tokenizer) is not None
+        model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), fills_in, info.task)
     names = [*state.settings.model_names, *state.client.adapters]
     document = openapi_document(__version__, names, model, state.settings.trust_request_chat_template)
     return _json(document)

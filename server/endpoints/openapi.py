@@ -68,12 +68,14 @@ class ModelFacts(msgspec.Struct, frozen=True):
       vocab_size: token ids are less than this.
       max_model_len: a prompt has fewer tokens than this.
       num_end_ids: number of the model's end-of-sequence ids, which count towards MAX_STOP_TOKENS.
+      fills_in: its tokenizer has markers to fill in the middle, so that completions may have a suffix.
       task: what the model is for. The endpoints of models that embed or score are described for such models only.
     """
 
     vocab_size: int
     max_model_len: int
     num_end_ids: int
+    fills_in: bool
     task: str = "generate"
 
 
@@ -99,6 +101,10 @@ def openapi_document(
             fields |= {name: {"enum": [None, *harmless]} for name, harmless in NOT_SERVED.items()}
         if "chat_template" in fields and not own_templates:
             fields["chat_template"] = {"type": "null", "description": "Needs --trust-request-chat-template"}
+    if model is not None and not model.fills_in:
+        components["CompletionRequest"]["properties"]["suffix"] = {
+            "enum": [None, ""], "description": "Needs a model that fills in the middle"
+        }  # fmt: skip
     components = {name: _with_bounds(schema, model) for name, schema in components.items()}
     answers = {"200": {"description": "The answer"}, "default": {"description": "An error, in OpenAI's shape"}}
     paths: dict[str, Any] = {

@@ -104,6 +104,16 @@ def test_ends_with_the_middle(filling):
     assert ignored["finish_reason"] == "length"
 
 
+def test_in_the_document(filling, http):
+    """/openapi.json allows a suffix where the tokenizer has markers; the other server's has none."""
+    suffixes = [
+        server.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]["suffix"]
+        for server in (filling[0].http(), http)
+    ]
+    assert suffixes[0]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert suffixes[1]["enum"] == [None, ""]
+
+
 @pytest.mark.parametrize(
     ("param", "body"),
     [

@@ -10,6 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from jaxserve.limits import MAX_BAD_WORD_TOKENS
 from jaxserve.server.endpoints.openapi import numbers_up_to
 
 ENDPOINTS = [
@@ -49,6 +50,8 @@ def obey(body: dict) -> None:
         body.pop(field, None)
     if body.get("min_tokens"):
         body["max_tokens"] = max(body["min_tokens"], body.get("max_tokens") or 0)
+    if body.get("bad_words"):  # a character may take four tokens here
+        body["bad_words"] = [word[: MAX_BAD_WORD_TOKENS // 4 - 1] for word in body["bad_words"]]
     if (body.get("n") or 1) > 1 or body.get("use_beam_search"):
         body.pop("thinking_token_budget", None)
     if isinstance(body.get("prompt"), list):
