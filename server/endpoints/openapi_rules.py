@@ -41,12 +41,6 @@ _SAMPLING = [
     _either(_one_of("response_format", *_NO_FORM), _one_of("structured_outputs")),
     _either(_one_of("use_beam_search", False), _BEAM_SEARCH),
 ]
-_FILLING_IN = {
-    "properties": {
-        "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "echo": {"enum": [None, False]}, "truncate_prompt_tokens": {"type": "null"},
-    }
-}  # fmt: skip
 _ITEM_CONTENT = {
     "anyOf": [
         {"type": "string"},
@@ -95,7 +89,6 @@ RULES: dict[str, list[dict[str, Any]]] = {
         _either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, _is_true("echo")),
         _either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, _one_of("n", 1)),
         _either(_one_of("use_beam_search", False), _one_of("echo", False)),
-        _either(_one_of("suffix", ""), _FILLING_IN),
     ],
     "ChatRequest": [
         *_SAMPLING,
@@ -210,6 +203,12 @@ _CLAUDE: dict[str, Any] = {
 }
 # Fields whose values code checks, because types cannot express the rules.
 FIELDS: dict[str, dict[str, Any]] = {
+    "CompletionRequest": {
+        "suffix": {
+            "type": ["string", "null"],
+            "description": "Needs prompts that are text, and neither echo nor truncate_prompt_tokens",
+        },
+    },
     "Message": {
         "role": {"type": "string", "minLength": 1, "maxLength": 64},
         "content": {

@@ -52,7 +52,7 @@ def obey(body: dict) -> None:
         body["max_tokens"] = max(body["min_tokens"], body.get("max_tokens") or 0)
     if body.get("bad_words"):  # a character may take four tokens here
         body["bad_words"] = [word[: MAX_BAD_WORD_TOKENS // 4 - 1] for word in body["bad_words"]]
-    if (body.get("n") or 1) > 1 or body.get("use_beam_search"):
+    if body.get("n") not in (None, 1) or body.get("use_beam_search"):
         body.pop("thinking_token_budget", None)
     if isinstance(body.get("prompt"), list):
         body.pop("n", None)
