@@ -53,9 +53,10 @@ class EngineConfig:
       max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
         GPUs with 60 GB and more.
       prefill_chunk: caps a step that computes prompts while others decode. Decode tokens count, but prompts keep at
-        least an eighth (on CPU half). None on CPU is 32, and the cap grows when prompts outnumber a quarter of the
-        decodes. None elsewhere is what the devices compute within the latency goal by their data sheets (512 tokens of
-        an 8B model on an H200), or within the time of reading the weights where that is longer.
+        least an eighth (on CPU half, and as many tokens as decodes). None on CPU is 32, and the cap grows when prompts
+        outnumber a quarter of the decodes. None elsewhere is what the devices compute within the latency goal by their
+        data sheets (512 tokens of an 8B model on an H200), or within the time of reading the weights where that is
+        longer.
       max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
         Each takes 5 bytes of device memory per token of the vocabulary. None is what 256 MiB hold, at least 8.
       max_waiting: most completions in the queue; a request beyond that is rejected, unless the queue is empty. None is

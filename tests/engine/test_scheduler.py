@@ -15,6 +15,7 @@ from simulation import TOKENS_PER_CALL, Simulation
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.step_buffer import split, step_shapes
 from jaxserve.scheduling import block_manager, sequence
+from jaxserve.scheduling.row_choice import TokenBudget
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.windows import Chunk
@@ -274,6 +275,16 @@ def test_short_prompts_that_run_do_not_wait_for_a_long_one():
     short = simulation.add([3] * 4, max_tokens=1)
     assert planned(simulation.step()) == {long: 4, short: 4}
     simulation.drain()
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompts", "on_cpu", "elsewhere"),
+    [(0, 1, 2048, 2048), (1, 1, 127, 31), (16, 1, 16, 16), (16, 16, 112, 16), (26, 6, 26, 6), (200, 9, 200, 4)],
+)
+def test_tokens_for_prompts_beside_decodes(decodes, prompts, on_cpu, elsewhere):
+    """With bursts, as on CPUs, at least as many as decodes: many decodes would starve prompts otherwise."""
+    assert TokenBudget(2048, 32, bursts=True).for_prompts(decodes, prompts) == on_cpu
+    assert TokenBudget(2048, 32, bursts=False).for_prompts(decodes, prompts) == elsewhere
 
 
 def test_steps_with_prompts_take_no_longer_than_the_goal_beside_decodes():
