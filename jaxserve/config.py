@@ -38,7 +38,8 @@ class EngineConfig:
       tokenizer: folder, GGUF file or hub id with the tokenizer; None is the model's own.
       generation_config: recommended sampling parameters. "auto": the model's; "none" (or "vllm", as vLLM has it): none;
         else those of the generation_config.json in this folder. Tokens that end a sequence are always the model's.
-      override_generation_config: sampling parameters that replace the recommended ones, by name (`SAMPLING`).
+      override_generation_config: sampling parameters that replace recommended ones, by name: temperature, top_k, top_p,
+        min_p, repetition_penalty. None: none.
       ignore_config_keys: unsupported settings of config.json (or of a GGUF file) that the operator knows not to affect
         the computation. They count as absent.
       dtype: dtype of computation and cache; "auto" is float32 on CPU, else the checkpoint's own 16-bit type. A single

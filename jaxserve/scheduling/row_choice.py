@@ -24,8 +24,8 @@ class TokenBudget:
     def for_prompts(self, decodes: int, prompts: int) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
         Decodes count against the chunk, but prompts keep at least an eighth of it, or half of it with bursts. With
-        bursts the chunk grows when prompts outnumber a quarter of the decodes, and prompts have at least as many tokens
-        as decodes, since arithmetic takes the time: the step then takes twice as long as the decodes alone."""
+        bursts the chunk grows when prompts outnumber a quarter of the decodes, and prompts get at least as many tokens
+        as there are decodes: where arithmetic takes the time, this doubles that of a step."""
         if not decodes or (chunk := self.chunk) is None:
             return max(-(-self.most // self.stages), min(decodes + 1, self.most)) - decodes
         if self.bursts:

@@ -82,6 +82,13 @@ def test_shared_parameters_are_looked_at_once(scheduler, monkeypatch):
     assert len(looked) == 1
 
 
+@pytest.mark.parametrize("word", [(), (1,) * 65])
+def test_bad_words_of_no_or_many_tokens(word):
+    with pytest.raises(InvalidRequestError, match="bad_words") as error:
+        SamplingParams(bad_words=(word,))
+    assert error.value.param == "bad_words"
+
+
 @pytest.mark.parametrize("name", ["allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids"])
 def test_ids_outside_the_vocabulary(scheduler, name):
     for token, right in ((999, True), (1000, False)):
