@@ -108,7 +108,7 @@ def entry(model: str, target: str, scheme: str, compiled: Compiled | None = None
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, of the rows that fit."""
-    lines = ["| model | target | weights in | GiB a device | tokens | TPOT ms, batch 1 | batch 128 | programs |"]
+    lines = ["| model | target | weights in | GiB a device | tokens | estimated TPOT ms, batch 1 | batch 128, estimated | programs |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
         if row["fits"]:

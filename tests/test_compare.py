@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import compare
+import readme_figures
 from peers import figures, files, memory
 from peers.engines import PeerLoad
 from peers.model import SHAPE, SHAPES, make_model, parameters, token_texts, tokens_of
@@ -205,3 +206,12 @@ def test_a_run_without_peers(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(f"absent: {name}: {reason}" in printed for name, reason in absent.items())
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_figures_in_the_documents_are_those_of_the_results():
+    """Table and results are written by one script, so that no document shows figures that are nowhere else."""
+    table = readme_figures.table(readme_figures.read())
+    for document in readme_figures.DOCUMENTS:
+        assert table in document.read_text(), f"{document.name}: run python benchmarks/readme_figures.py --write"
+    one = readme_figures.Figure(30.0, 20.0, 5)
+    assert "| 30 (1.50) |" in readme_figures.table(dict.fromkeys(readme_figures.read(), one))
