@@ -125,6 +125,7 @@ def wait_gone(engine):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     target, folder = tmp_path / "out.jsonl", model_folders(CASE)
@@ -154,6 +155,7 @@ def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     assert target.stat().st_size == size
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_an_engine_that_is_killed(source, whole, model_folders, tmp_path):
     """Another engine is started, which gets the unfinished requests."""
@@ -164,6 +166,7 @@ def test_an_engine_that_is_killed(source, whole, model_folders, tmp_path):
     assert answers(target) == answers(whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk(source, whole, model_folders, tmp_path):
     """The run ends with the reason; its answers count, and the next run continues after them."""
     target, folder = tmp_path / "out.jsonl", model_folders(CASE)

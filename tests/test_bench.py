@@ -126,6 +126,7 @@ def test_a_run_against_a_server(tmp_path, capsys):
     assert "Time to first token" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_host_work_of_few_sequences(tmp_path):
     """`benchmarks/host.py` with few sequences, whose prompts are longer than a step."""
     path = tmp_path / "host.json"

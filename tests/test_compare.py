@@ -130,6 +130,7 @@ def test_a_file_that_is_written_is_the_model(tmp_path, family):
     assert files.parameter_count(path) == parameters(config)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
 def test_a_run_on_a_file(tmp_path):
     path = tmp_path / "tiny.gguf"
@@ -176,6 +177,7 @@ def test_a_quantizer_that_fails_is_named(tmp_path, capsys):
     assert "llama-quantize cannot be run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_peers(tmp_path, capsys):
     """A real server is measured, and every missing peer is named with the reason."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))

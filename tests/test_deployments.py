@@ -139,6 +139,7 @@ def test_other_versions_and_models_are_refused(demo, tmp_path, monkeypatch, caps
     assert 'versions.jax: "0.' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_diff_shows_what_differs(demo, tmp_path, capsys):
     one, other = tmp_path / "one.lock", tmp_path / "other.lock"
     locked_demo(demo, one)

@@ -36,14 +36,3 @@ def test_every_page_is_in_the_index():
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages == {page for page in pages if f"]({page})" in index}
     assert "](docs/index.md)" in (ROOT / "README.md").read_text()
-
-
-def test_slow_cases_exist():
-    """Each names a test that there is, once and in order. A parameter that has changed goes unseen."""
-    listed = (ROOT / "tests" / "slow_cases.txt").read_text().splitlines()[1:]  # the first line says what they are
-    assert listed
-    assert listed == sorted(set(listed))
-    for case in listed:
-        path, *names = case.partition("[")[0].split("::")
-        text = (ROOT / path).read_text()
-        assert all(re.search(rf"^ *(?:async )?(?:def|class) {name}\b|^{name} = ", text, re.M) for name in names), case

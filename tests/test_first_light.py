@@ -334,6 +334,7 @@ def test_stages_are_imported_with_stand_ins(stand_ins):
     subprocess.run([sys.executable, "-c", f"from light import {modules}"], env=environment, check=True)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path, stand_ins):
     """The engine runs without msgspec and llguidance."""
     out = tmp_path / "out"

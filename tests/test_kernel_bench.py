@@ -135,6 +135,7 @@ def test_dense_matmul_stands_beside_one_format():
     assert "int8 channel" in XlaDense().why_not(INT4, device)
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, capsys):
     code = kernels.main(
         ["--op", "write_kv", "matmul", "--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]
@@ -154,6 +155,7 @@ def test_a_run(tmp_path, capsys):
     assert (tmp_path / "k.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_notebook(monkeypatch):
     """The notebook runs completely, and is stored without outputs."""
     import nbformat

@@ -33,6 +33,7 @@ def test_plan(run):
     assert re.search(r"simulated traffic: TTFT .* (holds|does not hold)", text), text
 
 
+@pytest.mark.slow
 def test_determinism(run):
     text, figures = run("determinism")
     assert figures == 1

@@ -177,6 +177,7 @@ def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(model_folders, tmp_path):
     folder, out = model_folders("mistral_window"), tmp_path / "out"
     given = f"quantize_model({str(folder)!r}, Path({str(out)!r}), QuantizeConfig(method='gptq', **{SETTINGS!r}))"

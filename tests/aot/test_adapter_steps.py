@@ -60,6 +60,7 @@ def test_the_host_waits_nowhere_in_a_mixed_step(tmp_path):
     assert host_waits(runner.lower(program).compile().as_text()) == []
 
 
+@pytest.mark.slow
 def test_on_a_tpu(tmp_path):
     """Two kernels for each product, and no copy of the pool."""
     programs, pools = [], []

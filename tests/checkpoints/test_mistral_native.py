@@ -95,6 +95,7 @@ def test_the_same_model(case, files, model_folders, tmp_path):
     assert (here.layers, here.ropes, here.max_position) == (there.layers, there.ropes, there.max_position)
 
 
+@pytest.mark.slow
 def test_it_generates_with_the_tokenizer_beside_it(model_folders, tmp_path):
     folder = native("mistral_plain", tmp_path)
     shutil.copy(TOKENIZER, folder / "tokenizer.model.v3")

@@ -247,6 +247,7 @@ def engine(model_folders, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_an_engine_with_an_accelerator_s_buckets(engine):
     """Gives the answers of any other, and keeps to the budget that was asked for, which is no bucket."""
     prompts = [np.random.default_rng(i).integers(5, 500, n).tolist() for i, n in enumerate((3, 230, 1, 60, 111, 9))]

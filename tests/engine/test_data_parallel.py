@@ -152,6 +152,7 @@ def test_quantized(model_folders):
     assert split == alone
 
 
+@pytest.mark.slow
 def test_grammars_and_no_compilation(model_folders):
     """Masks of rows in both groups are computed while the devices run; nothing compiles after the start."""
     folder = model_folders(EXPERTS)

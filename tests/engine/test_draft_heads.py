@@ -118,6 +118,7 @@ def test_the_same_tokens(case, options, model_folders, tmp_path, eager):
     assert quick.counters.spec_proposed > 100
 
 
+@pytest.mark.slow
 def test_proposals_end_where_block_tables_do(model_folders, tmp_path, monkeypatch, eager):
     """A sequence with room for fewer proposals than others in the call does not attend beyond its table, of which
     kernels would read no pages."""
@@ -155,6 +156,7 @@ def test_the_same_tokens_of_the_demo(options, eager):
     assert quick.counters.spec_accepted >= 0.3 * quick.counters.spec_proposed
 
 
+@pytest.mark.slow
 def test_a_full_batch_is_not_read():
     """While more sequences run than may pay, their tokens are not read. They get no proposals later; others do."""
     settings = {"rows": 8, "tokens": 64, "max_model_len": 160}

@@ -60,6 +60,7 @@ def test_with_other_features(case, options, model_folders):
     assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4", *(pytest.param(s, marks=SLOW) for s in ("int8", "fp8"))])
 def test_quantized(scheme, model_folders):
     """As on two devices that share each expert, where groups of weights are cut in the same way."""

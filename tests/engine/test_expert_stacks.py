@@ -83,6 +83,7 @@ def test_some_have_zero_points(monkeypatch):
     np.testing.assert_allclose(np.asarray(reference.dequantize(stack)), wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_host_memory(tmp_path, monkeypatch):
     """A stack of 96 MiB in one tensor of a file takes a small part of that on the host while it is loaded."""
     experts, out, inputs = 48, 512, 1024

@@ -110,6 +110,7 @@ def test_each_device_has_its_part(model_folders, kernels):
     assert kernels.seen["product"] == (2 * 256 // 8, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "fp8-dynamic"])
 def test_rounded_inputs(scheme, model_folders, tmp_path, kernels, monkeypatch):
     """They are codes between the kernel that rounds them and the product, with scales of each device's part."""

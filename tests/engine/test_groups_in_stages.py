@@ -25,6 +25,7 @@ def stages(count, devices=1, *, groups=1, shares=1, whole=False):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layers", "split", "others"),
     [
@@ -55,6 +56,7 @@ def test_the_same_answers(case, layers, split, others, deep_folders):
     assert engine.scheduler.num_preemptions > 0 or not runs_out
 
 
+@pytest.mark.slow
 def test_each_step_has_its_share_of_every_group(deep_folders):
     engine = make_engine(deep_folders(EXPERTS, 2), rows=8, **stages(2, groups=2))
     for i in range(8):

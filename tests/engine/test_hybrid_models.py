@@ -96,12 +96,14 @@ def test_no_place_for_snapshots(model_folders):
     assert not any(check(engine, SPLIT, "again-"))
 
 
+@pytest.mark.slow
 def test_preempted(model_folders):
     engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, kv_pages=30, max_model_len=200)
     check(engine, SPLIT)
     assert engine.stats().preemptions > 3
 
 
+@pytest.mark.slow
 def test_two_devices(model_folders):
     engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, tensor_parallel_size=2)
     check(engine, SPLIT)
@@ -131,6 +133,7 @@ def test_completions_of_one_prompt(model_folders):
     assert run(9, "nine")[:3] == three
 
 
+@pytest.mark.slow
 def test_a_paused_request_goes_on(model_folders):
     engine = make_engine(model_folders(SPLIT), rows=2, tokens=64)
     prompt, tokens = golden(SPLIT)[2]
@@ -151,6 +154,7 @@ def test_beams_are_refused(model_folders):
         engine.add_request(request("beams", [7, 8, 9], n=2, max_tokens=4, use_beam_search=True))
 
 
+@pytest.mark.slow
 def test_nothing_compiles_late(model_folders):
     config = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_pages": 40, "max_model_len": 220}
     engine = make_engine(model_folders(SPLIT), rows=2, tokens=32, forbid_compile=True, **config)

@@ -60,6 +60,7 @@ def test_pages_are_copied_in_every_layer(dtype):
         np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.slow
 def test_pages_of_every_size_give_the_same_answers(model_folders):
     """Prompts of 140 tokens whose first 138 agree: the second finds as many whole pages of the first as there are."""
     assert [default_page_size(platform) for platform in ("cpu", "gpu", "tpu")] == [16, 16, 128]

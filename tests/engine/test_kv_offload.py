@@ -194,6 +194,7 @@ def test_forgetting_everything(model_folders, tmp_path):
     assert engine.stats().offload_hits == hits
 
 
+@pytest.mark.slow
 def test_a_log_gives_the_same_pages_elsewhere(model_folders):
     settings = {**FEW, "kv_pages": 24, "tensor_parallel_size": 2, "dtype": "bfloat16"}
     first, second = (make_engine(model_folders("tp_gqa"), **settings, **TIERS) for _ in range(2))

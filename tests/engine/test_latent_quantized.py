@@ -74,6 +74,7 @@ def folders(request, tmp_path_factory):
     return place / "quantized", place / "plain"
 
 
+@pytest.mark.slow
 def test_tokens_of_the_dequantized_weights(folders):
     """One device and two: the same tokens as from files of floats, and log-probabilities that differ by rounding."""
     quantized, plain = folders

@@ -132,6 +132,7 @@ def test_pages_are_what_all_programs_leave(start, code, temporaries):
     check_serves(engine)
 
 
+@pytest.mark.slow
 def test_the_cache_leaves_its_memory_to_the_compiler(start, monkeypatch):
     """XLA:GPU tries products while it compiles them, with operands as large as the output head."""
     engine, seen = start(Gpu()), []
@@ -149,6 +150,7 @@ def test_the_cache_leaves_its_memory_to_the_compiler(start, monkeypatch):
     check_serves(engine)
 
 
+@pytest.mark.slow
 def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
     """Three times as many programs as are compiled before the pages are chosen; then nothing compiles any more."""
     monkeypatch.setattr(StepCost, "of", lambda *_, **__: StepCost(weights=0.003, token=2e-4))
@@ -187,6 +189,7 @@ def test_a_bad_guess_is_corrected(start, monkeypatch, guess):
     assert twice == {str(program) for program in telling}
 
 
+@pytest.mark.slow
 def test_programs_that_need_more_than_was_allowed_for_make_the_cache_smaller(start, caplog):
     gpu = Gpu(surprising_code=60 * MIB)
     engine = start(gpu)
@@ -210,6 +213,7 @@ def test_slots_are_filled_by_calls_of_about_their_number():
     assert UpkeepCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=True, num_slots=256)) == [8]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_in_figures(start):
     """Pages that were asked for are not made fewer."""
     gpu = Gpu(surprising_code=60 * MIB)

@@ -174,6 +174,7 @@ def test_dummy_weights(scheme, devices, model_folders):
     assert len({tuple(ids) for ids in answers(engine, 4)}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq(act_order, tmp_path, model_folders):
     """Experts in GPTQ's tensors, each expert its own; with act-order each has its own order of inputs."""
@@ -247,6 +248,7 @@ def form(x) -> list:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_plans_and_conversions(devices, tmp_path, model_folders, gguf_files):
     """The plan tells the forms of stacks before they are loaded, and stacks survive conversion to Orbax and back."""

@@ -140,6 +140,7 @@ for number in range(10**9):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("milliseconds", [5, 30, 80])
 def test_killed_while_it_writes(milliseconds, tmp_path):
     """Only whole pages are found afterwards, and what was not finished is removed."""

@@ -322,6 +322,7 @@ def test_both_caches_leave_their_memory_to_the_compiler(model_folders, monkeypat
         assert ["cache" in vars(one) for one in runners] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_draft_model_after_a_long_rest(model_folders):
     """Pages that change while nothing is proposed are known when something is; few plans are kept until then."""
     settings = {"rows": 4, "tokens": 32, "max_model_len": 96, "page_size": 8, "decode_steps": False}

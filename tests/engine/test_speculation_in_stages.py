@@ -38,6 +38,7 @@ def sizes(stages, tensor=1, groups=1):
     return {"pipeline_parallel_size": stages, "tensor_parallel_size": tensor, "data_parallel_size": groups}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("split", "method", "options", "count"),
@@ -85,6 +86,7 @@ def test_random_requests_have_the_same_answers(split, method, options, count, de
     assert counters.preemptions > 0 or options != FEW_PAGES
 
 
+@pytest.mark.slow
 def test_right_proposals_take_fewer_steps_and_nothing_compiles(deep_folders, eager):
     """Two sequences, one for each stage at a time. Most proposals are kept, and wrong ones do no harm."""
     folder, settings = deep_folders(CASE, 4), {"rows": 4, "tokens": 64, "max_model_len": 128, **sizes(2)}

@@ -91,6 +91,7 @@ def test_several_tokens_a_call_give_the_same_tokens(kind, model_folders, expecte
     assert tokens(generate(engine, *ended)) == cut
 
 
+@pytest.mark.slow
 def test_rows_shared_out_over_devices_give_the_same_tokens(model_folders, expected):
     """Three rows on eight devices, which pad them."""
     engine = small(model_folders, static=True, tensor_parallel_size=8)

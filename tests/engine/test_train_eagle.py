@@ -24,6 +24,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "draft_heads.json")
 CASE, KNOWN = "llama3_gqa", 25
 
 
+@pytest.mark.slow
 def test_passes_are_proposals(model_folders, tmp_path):
     """The passes of a training, on known tokens and then proposals of transformers' modules, propose the same."""
     folder, mesh = model_folders(CASE), make_mesh(1)
@@ -64,6 +65,7 @@ def test_a_draft_is_trained_and_served(model_folders, text, tmp_path):
     assert quick.counters.spec_proposed > 0
 
 
+@pytest.mark.slow
 def test_training_learns(model_folders, text):
     folder = model_folders(CASE)
     windows = train_eagle.read_windows(text, train_eagle.load_tokenizer(folder), 200, 32)

@@ -151,6 +151,7 @@ def test_scoring_gives_the_bits_of_sampling(case, options, model_folders):
     assert engine.stats().spec_accepted
 
 
+@pytest.mark.slow
 def test_wrong_proposals_only_cost_time(model_folders, monkeypatch):
     """And the usual mode, with the same kernels, differs."""
     folder, options = model_folders("qwen3_bfloat16"), {"dtype": "bfloat16", "quantization": "int4"}

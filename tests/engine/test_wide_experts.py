@@ -41,6 +41,7 @@ def checked(folder, devices, size, expected, **options):
     return engine
 
 
+@pytest.mark.slow
 def test_mxfp4(tmp_path, model_folders, padding, monkeypatch):
     """gpt-oss, biases included: 16 of 64 inner numbers on a device become 32 of 128."""
     monkeypatch.setattr(wide_experts, "LEAST", 32)

@@ -89,6 +89,7 @@ def stages(count: int, devices: int = 1, **others: Any) -> dict[str, Any]:
     return {"pipeline_parallel_size": count, "tensor_parallel_size": devices} | others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "hosts", "devices", "options"),
     [
@@ -110,6 +111,7 @@ def test_stages(start_replica, model_folders, case, hosts, devices, options):
     assert (told["proposals"] > 20) == ("speculative_config" in options)
 
 
+@pytest.mark.slow
 @slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

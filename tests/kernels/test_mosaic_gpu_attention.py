@@ -231,6 +231,7 @@ def test_quantized_pages_with_window_softcap_and_sinks():
     interpreted(replace(config, kv_dtype="fp8"), [(1, 300), (1, 50), (20, 140)], races=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_ring", "plain_decode")
 def test_mixed_rows_with_quantized_pages():
     config = Config(8, 96, group=7, kv_heads=1, tokens=32, rows=5, max_pages=50, kv_dtype="int8")
@@ -254,6 +255,7 @@ def test_few_tokens_over_a_long_context_are_split(kv_dtype, most, monkeypatch):
     interpreted(config, [(1, 30), (5, 1_400), (33, 1_030)], races=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_ring")
 def test_a_prompt_has_the_same_bits_wherever_it_begins_in_the_batch():
     config = Config(group=3, kv_heads=1, tokens=56, rows=2, max_pages=72, dtype="bfloat16")

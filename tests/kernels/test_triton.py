@@ -700,6 +700,7 @@ def compile_for(mesh, monkeypatch, tmp_path):
     return compile
 
 
+@pytest.mark.slow
 @compiled
 def test_the_largest_attention_fits_small_gpus(monkeypatch):
     """99 KiB of shared memory, of which a kernel is refused more when it is loaded."""

@@ -70,6 +70,7 @@ def test_the_timed_step_is_a_decode_over_its_context(folder):
     assert 3 * STEPS * row * 0.99 <= changed <= 3 * STEPS * row + null_page, "nothing else is written"
 
 
+@pytest.mark.slow
 def test_a_probe_tells_the_rates_of_a_known_device(folder, tmp_path):
     deployment = Deployment.of(settings(folder), "cpu")
     (tmp_path / "probe").mkdir()
@@ -90,6 +91,7 @@ def test_a_probe_tells_the_rates_of_a_known_device(folder, tmp_path):
     assert given_matmul == unknown.matmul, "few rows do not tell it where reading weights takes longer"
 
 
+@pytest.mark.slow
 def test_measure_then_plan(folder, small_probe, capsys):
     file, out, page = folder / "kept" / "rates.json", folder / "plan.json", folder / "plan.html"
     flags = ["--estimate", "--max-num-seqs", "8", "--kv-pages", "300", "--constants", str(file)]

@@ -71,6 +71,7 @@ def test_extrapolation_equals_all_layers(folder):
         assert one.exchanges["all-reduce"].bytes == pytest.approx(other.exchanges["all-reduce"].bytes, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "dtype"), [("auto", "bfloat16"), ("int8", "float16")])
 def test_weights_of_a_bare_config_are_rounded_as_the_engine_rounds_them(folder, quantization, dtype):
     config = settings(folder, kv_pages=40, quantization=quantization, dtype=dtype)

@@ -23,6 +23,7 @@ def rows(tmp_path_factory) -> dict[str, dict]:
     return {row["scenario"]: row for row in json.loads(path.read_text())}
 
 
+@pytest.mark.slow
 def test_nothing_is_kept(rows):
     assert list(rows) == [
         "streams", "storm", "slow-readers", "large-bodies", "amplification", "headers", "malformed", "terminate"
@@ -35,6 +36,7 @@ def test_nothing_is_kept(rows):
             assert grown <= max(0.1 * row["memory"]["before"], 96)
 
 
+@pytest.mark.slow
 def test_what_is_right_is_answered(rows):
     """One more than was sent, to see that the server lives."""
     assert rows["streams"]["good"] == {"exact": 21}
@@ -45,6 +47,7 @@ def test_what_is_right_is_answered(rows):
     assert rows["terminate"]["good"]["exit code 0"] == 1
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_refused(rows):
     statuses: Counter[str] = Counter()
     for outcome, count in rows["malformed"]["good"].items():
@@ -56,6 +59,7 @@ def test_what_is_wrong_is_refused(rows):
     assert rows["large-bodies"]["good"]["length of 1 TB: 413"] == 1
 
 
+@pytest.mark.slow
 def test_what_asks_for_too_much_is_refused_at_little_cost(rows):
     good, details = rows["amplification"]["good"], rows["amplification"]["details"]
     answered = [outcome for outcome in good if outcome.endswith(": 200")]

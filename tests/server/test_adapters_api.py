@@ -135,6 +135,7 @@ def test_unknown_names_are_not_found(server):
     assert raised.value.code == "model_not_found"
 
 
+@pytest.mark.slow
 def test_64_adapters_in_8_places(server):
     """Each answers as it does alone, in whatever order they come."""
     names = load_all(server)

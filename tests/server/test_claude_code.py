@@ -189,6 +189,7 @@ class TestBudgets:
             assert answer["usage"]["output_tokens"] == most
             assert answer["stop_reason"] == "max_tokens"
 
+    @pytest.mark.slow
     @needs_demo
     def test_the_model_goes_on_from_its_own_tokens(self, start_server):
         """The real engine: what follows the forced end is what it says to the prompt, its reasoning and the mark."""

@@ -84,6 +84,7 @@ def test_a_server_runs_nothing_of_the_folder_it_is_in(hostile, way):
     assert not (hostile.parent / "ran").exists(), (hostile.parent / "ran").read_text()
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_engine_is_the_users(hostile):
     """Nothing is added to PYTHONPATH, and children of the engine leave the current folder out too."""
     code = "import os; print(os.environ.get('PYTHONPATH'), os.environ['PYTHONSAFEPATH'])"

@@ -288,6 +288,7 @@ class Load:
             thread.join(40)
 
 
+@pytest.mark.slow
 def test_a_front_that_is_killed(start_server):
     """Under load: its own requests break, no connection is refused, and nothing that was counted is lost."""
     server = start_server("SlowEngine", access_log=True, api_server_count=2, config={"max_model_len": 2048})
@@ -373,6 +374,7 @@ def ready_of_each(server, count: int = 3) -> dict[int, list[int]]:
     return of_each_front(server, ask, count)
 
 
+@pytest.mark.slow
 def test_a_front_that_hangs_is_replaced(start_server):
     """The others go on meanwhile."""
     server = start_server("SlowEngine", access_log=True, api_server_count=2, watchdog_seconds=2.0)
@@ -418,6 +420,7 @@ def test_sigterm_drains(start_server):
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_all_end_with_their_parent(start_server, monkeypatch, request):
     folder = Path(tempfile.mkdtemp(prefix="t"))  # with a short name, as sockets need
     request.addfinalizer(lambda: shutil.rmtree(folder))

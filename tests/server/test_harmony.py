@@ -510,6 +510,7 @@ def draw(server, thinks: float = 0.0, **options):
     return answer.choices, answer.usage.completion_tokens_details.reasoning_tokens
 
 
+@pytest.mark.slow
 def test_forms_through_the_engine(random_server):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     choices, reasoned = draw(random_server, thinks=3.0, response_format=form)
@@ -525,6 +526,7 @@ def test_forms_through_the_engine(random_server):
         jsonschema.validate(json.loads(choice.message.content), PERSON)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
 def test_forced_calls_through_the_engine(random_server, choice):
     choices, _ = draw(random_server, tools=[FIND, JOIN], tool_choice=choice, parallel_tool_calls=False)
@@ -537,6 +539,7 @@ def test_forced_calls_through_the_engine(random_server, choice):
         jsonschema.validate(json.loads(call.function.arguments), PERSON)
 
 
+@pytest.mark.slow
 def test_a_budget_through_the_engine(random_server):
     """After the budget there are a final message or a call, and no other reasoning."""
     choices, reasoned = draw(

@@ -21,6 +21,7 @@ def hub(tiny_model_folder):
         yield hub
 
 
+@pytest.mark.slow
 def test_a_tag_and_the_tokenizer_of_another(hub, tmp_path, monkeypatch):
     for name, value in hub.environment(tmp_path / "cache").items():
         monkeypatch.setenv(name, value)

@@ -156,6 +156,7 @@ def shared(tmp_path_factory):
         process.wait(20)
 
 
+@pytest.mark.slow
 def test_who_sees_the_requests_of_all(shared):
     for path in MONITORS:
         assert get(shared, path, None).status_code == 401

@@ -97,6 +97,7 @@ def test_priorities_are_within_the_bounds_of_a_key(start_server, tmp_path):
             assert error_of(answer)["param"] == "priority"
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_key_leaves_others_their_turn(start_server, tmp_path):
     """500 completions wait under one key; another key's requests are answered long before they are."""
     path = tmp_path / "keys"
@@ -282,6 +283,7 @@ def test_https(start_server, tmp_path):
     assert "cannot use the certificate" in broken.log.read_text()
 
 
+@pytest.mark.slow
 def test_queue_of_tokens(start_server):
     """`queued tokens`: the prompts that wait are bounded too, but a lone one is taken however long it is."""
     config = {"max_waiting_tokens": 50, "max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 128,

@@ -63,6 +63,7 @@ async def leave_midway(client, i: int) -> None:
     await stream.close()
 
 
+@pytest.mark.slow
 def test_mixed_requests(demo_server):
     async def run() -> tuple[list[list[str]], list[list[str]]]:
         async with demo_server.openai_async(timeout=240) as client:

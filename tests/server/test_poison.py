@@ -16,6 +16,7 @@ BODY = {"model": "test-model", "max_tokens": 60, "ignore_eos": True}
 BODIES = [BODY | {"prompt": f"{i} times", "temperature": i % 2, "seed": i} for i in range(8)]
 
 
+@pytest.mark.slow
 def test_it_fails_alone(start_server):
     server = start_server(None, engine_class="poisoned_engine:PoisonedEngine", config={**SMALL, "model": "demo"})
     url = server.url + "/v1/completions"

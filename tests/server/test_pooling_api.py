@@ -121,6 +121,7 @@ def test_errors_in_openai_shape(embedder):
     assert embedder.http().post("/v1/score", json={"text_1": "a", "text_2": "b"}).status_code == 400
 
 
+@pytest.mark.slow
 def test_scores_and_ranks(scorer, folders):
     http = scorer.http()
     query, documents = "happy families", TEXTS

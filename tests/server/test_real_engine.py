@@ -158,6 +158,7 @@ def test_a_trace_of_the_next_steps(demo_server, client):
     complete(client)  # the engine goes on
 
 
+@pytest.mark.slow
 def test_the_next_process_compiles_nothing(tmp_path, monkeypatch):
     """What one server compiled, the next one reads."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))

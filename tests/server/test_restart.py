@@ -121,6 +121,7 @@ def test_without_restarts_the_server_ends_with_its_engine(start_server):
     assert "jaxserve: the engine died: the engine process ended" in server.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_watchdog(start_server):
     """A step that does not end, and a process that is stopped, are ended; a step that compiles is not, nor is an engine
@@ -174,6 +175,7 @@ def test_a_task_of_the_server_that_fails_ends_it():
 # Folders, pipes
 
 
+@pytest.mark.slow
 def test_folders_go_with_killed_processes(start_server, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -191,6 +193,7 @@ def test_folders_go_with_killed_processes(start_server, tmp_path_factory, monkey
     assert [path.name for path in folder.iterdir()] == ["jaxserve-mine"]
 
 
+@pytest.mark.slow
 def test_long_names_of_temporary_folders(start_server, tmp_path, monkeypatch):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()

@@ -40,6 +40,7 @@ def answers(server):
     return [http.post("/v1/completions", json=body).json()["choices"] for body in bodies]
 
 
+@pytest.mark.slow
 def test_the_same_answers_and_counters(tmp_path):
     with running_server("demo", tmp_path / "log", engine=None, config=SIZES) as server:
         expected = answers(server)
@@ -71,6 +72,7 @@ def counters(server):
     return np.array([server.metric(f"spec_decode_{name}_total") for name in names])
 
 
+@pytest.mark.slow
 def test_accepted_proposals_are_marked(checking):
     before = counters(checking)
     answer = chat(checking, logprobs=True, return_accepted_proposals=True).json()["choices"][0]
@@ -90,6 +92,7 @@ def test_accepted_proposals_are_marked(checking):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_accepted_proposals")
 
 
+@pytest.mark.slow
 def test_bench_prints_the_mean_accepted_length(checking, tmp_path, capsys):
     chat(checking)  # counts before the run are none of its
     before, path = counters(checking), tmp_path / "results.json"
@@ -102,6 +105,7 @@ def test_bench_prints_the_mean_accepted_length(checking, tmp_path, capsys):
     assert "Mean accepted length" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_the_page_tints_accepted_proposals(checking, tmp_path):
     before = counters(checking)[2]

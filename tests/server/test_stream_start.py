@@ -25,6 +25,7 @@ def queued(start_server):
     return start_server("QueueEngine", config={"max_model_len": 200_000})
 
 
+@pytest.mark.slow
 def test_headers_come_while_a_request_waits(queued):
     """Every kind of stream has its status while another request is served and no token of its own is there."""
     with queued.http().stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
