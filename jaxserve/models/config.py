@@ -36,7 +36,7 @@ _PATTERN = (
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
-    "layer_types": _TEXTS,
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), _TEXTS),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "word_embed_proj_dim"), _SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_ln_in_parallel_attn"), _HEADS),
     "num_hidden_layers": _LAYERS,
@@ -137,10 +137,14 @@ class HFConfig:
         return cls(values, str(path), ignored)
 
     def rename(self, **names: str) -> None:
-        """Lets settings that older configs have under an old name be taken under the new one (old=new)."""
+        """Lets settings that older configs have under an old name be taken under the new one (old=new). Some versions
+        of transformers wrote both names. Raises ConfigError if their values differ."""
         for old, new in names.items():
-            if old in self.values and new not in self.values:
-                self.values[new] = self.values.pop(old)
+            if (value := self.values.pop(old, None)) is None:
+                continue
+            if (given := self.values.get(new)) not in (None, value):
+                raise ConfigError(f"{self.source}: {old}={value!r} contradicts {new}={given!r}, which means the same")
+            self.values[new] = value
 
     _REQUIRED = object()
 
@@ -164,6 +168,10 @@ class HFConfig:
             for inner, setting in value.items():
                 if setting is not None:
                     self._check(inner, setting)
+
+    def ignore(self, *keys: str) -> None:
+        """Accepts any value of `keys`, which have no effect beside the config's other settings."""
+        self._taken.update(keys)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Raises ConfigError unless the key is absent, null or one of `allowed`, the values that are supported."""
