@@ -250,7 +250,7 @@ def fitting_page_size(model: ModelConfig, longest: int, asked: int | None, usual
     raise ConfigError(
         f"page_size {size} does not divide the model's attention chunks of {chunks[0]} tokens; "
         + (f"choose {allowed}" if fitting else "no page size does")
-        + f", or set max_model_len to {chunks[0]} or less, where chunks do not matter"
+        + f", or set max_model_len to {chunks[0]} or less"
     )
 
 

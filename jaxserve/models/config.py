@@ -120,6 +120,7 @@ class HFConfig:
         self.values = _without(values, frozenset(ignored))
         self.source = source
         self._taken: set[str] = set()
+        self._own_names: dict[str, str] = {}  # name under which a setting is taken -> its name in the file
 
     @classmethod
     def read(cls, folder: Path, ignored: Collection[str] = ()) -> HFConfig:
@@ -144,7 +145,7 @@ class HFConfig:
                 continue
             if (given := self.values.get(new)) not in (None, value):
                 raise ConfigError(f"{self.source}: {old}={value!r} contradicts {new}={given!r}, which means the same")
-            self.values[new] = value
+            self.values[new], self._own_names[new] = value, old
 
     _REQUIRED = object()
 
@@ -156,14 +157,16 @@ class HFConfig:
             self._check(key, value)
             return value
         if default is self._REQUIRED:
-            raise ConfigError(f"{self.source} has no {key!r}, which this architecture needs")
+            own = self._own_names.get(key, key)
+            raise ConfigError(f"{self.source} has no {own!r}, which this architecture needs")
         return default
 
     def _check(self, key: str, value: Any) -> None:
         if key in KINDS:
             what, allows = KINDS[key]
             if not allows(value):
-                raise ConfigError(f"{self.source}: {key} must be {what}, got {value!r:.80}")
+                own = self._own_names.get(key, key)
+                raise ConfigError(f"{self.source}: {own} must be {what}, got {value!r:.80}")
         if isinstance(value, dict):
             for inner, setting in value.items():
                 if setting is not None:
@@ -177,9 +180,8 @@ class HFConfig:
         """Raises ConfigError unless the key is absent, null or one of `allowed`, the values that are supported."""
         value = self.take(key, None)
         if value is not None and value not in allowed:
-            raise ConfigError(
-                f"{self.source}: {key}={value!r} is not supported (only {', '.join(map(repr, allowed)) or 'absent'})"
-            )
+            own, only = self._own_names.get(key, key), ", ".join(map(repr, allowed)) or "absent"
+            raise ConfigError(f"{self.source}: {own}={value!r} is not supported (only {only})")
 
     def finish(self) -> None:
         """Raises ConfigError if a key is left that was not taken, may matter, and is not empty, zero, null or false."""

@@ -120,6 +120,7 @@ def _read_second(hf: HFConfig) -> ModelConfig:
 
 
 def _read_third(hf: HFConfig) -> ModelConfig:
+    hf.ignore("mlp_bias")  # V3.2's configs have it, and no version of V3 reads it
     hf.expect("topk_method", "noaux_tc")
     hf.expect("scoring_func", "sigmoid")
     router = Router(

@@ -124,9 +124,10 @@ def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int 
     `layer_types` says which layers have one. Without this key, layers from `first_layer` on have one.
     """
     num_layers = hf.take("num_hidden_layers")
+    types, window = hf.take("layer_types", None), None
     hf.ignore("sliding_window")  # transformers writes 0 where windows are not used
-    window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW) if used else None
-    types = hf.take("layer_types", None)
+    if used and (types is None or "sliding_attention" in types):
+        window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW)
     if types is None:
         return [window if i >= first_layer else None for i in range(num_layers)]
     allowed = {"full_attention": None, "sliding_attention": window}
