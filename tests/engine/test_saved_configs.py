@@ -156,6 +156,16 @@ def test_every_form_of_a_config_means_the_same(effective):
             assert read(form, architecture) == model, architecture
 
 
+def test_exaone_without_windows_saved_again():
+    full = ["full_attention"] * LAYERS
+    config = CLASSES["Exaone4ForCausalLM"](
+        architectures=["Exaone4ForCausalLM"], num_hidden_layers=LAYERS, sliding_window=None, layer_types=full
+    )
+    for form in saved(config):
+        assert form["sliding_window_pattern"] == 0
+        assert not read(form, "").has_windows
+
+
 def test_settings_without_a_reader_may_have_any_value():
     """Those of transformers' class that neither the model nor the code that all models share reads."""
     refused = []
