@@ -180,7 +180,8 @@ class HFConfig:
         """Raises ConfigError unless the key is absent, null or one of `allowed`, the values that are supported."""
         value = self.take(key, None)
         if value is not None and value not in allowed:
-            own, only = self._own_names.get(key, key), ", ".join(map(repr, allowed)) or "absent"
+            own = self._own_names.get(key, key)
+            only = ", ".join(map(repr, allowed)) or "absent"
             raise ConfigError(f"{self.source}: {own}={value!r} is not supported (only {only})")
 
     def finish(self) -> None:

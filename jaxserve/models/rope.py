@@ -59,8 +59,10 @@ def read_rope(
 
     Raises ConfigError for settings that are unknown or contradict each other.
     """
-    own_theta, own = hf.take("rope_theta", None), rope_settings(hf)
-    scaling = dict((own or absent or {}) if parameters is None else parameters)
+    own_theta = hf.take("rope_theta", None)
+    scaling = rope_settings(hf) or dict(absent or {})
+    if parameters is not None:
+        scaling = dict(parameters)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     kind = "longrope" if kind == "su" else kind  # the first Phi-3 configs call longrope "su"
     scaling.pop("type", None)

@@ -53,7 +53,7 @@ def test_logits_and_greedy_tokens(case, model_folders):
 
 
 def test_every_family_has_a_case():
-    """Old names of an architecture are read as the usual one. `test_dense_models` has MiniCPM and models with images."""
+    """An architecture's old names are read as the usual one. `test_dense_models` has MiniCPM and models with images."""
     cases = {name for case in CASES.values() for name in case.config["architectures"]}
     without = {family.name for family in families() if cases.isdisjoint(family.architectures)}
     assert without == {"gemma3 with images", "llama4 with images", "mistral3 with images", "minicpm"}

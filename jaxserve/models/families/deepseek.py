@@ -52,7 +52,8 @@ def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
     """Reads the attention of a config. Keys that follow from others (`qk_head_dim`, `head_dim`, `num_key_value_heads`)
     are ignored."""
     hf.ignore("qk_head_dim", "head_dim", "num_key_value_heads")
-    nope, rope, scaling = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64), rope_settings(hf)
+    nope, rope = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64)
+    scaling = rope_settings(hf)
     scale, everywhere = (nope + rope) ** -0.5, scaling.get("mscale_all_dim")
     if everywhere and (scaling.get("factor") or 1.0) > 1.0:
         scale *= (0.1 * everywhere * math.log(scaling["factor"]) + 1.0) ** 2
@@ -82,7 +83,8 @@ def _read_layers(hf: HFConfig, router: Router, dense_layers: int) -> tuple[Layer
 
 def _dense(hf: HFConfig, first: int) -> list[bool]:
     """For each layer, whether it has a dense MLP: by `mlp_layer_types`; without this key the first layers have one."""
-    count, types = hf.take("num_hidden_layers"), hf.take("mlp_layer_types", None)
+    count = hf.take("num_hidden_layers")
+    types = hf.take("mlp_layer_types", None)
     hf.ignore("first_k_dense_replace")
     if not types:
         first = hf.take("first_k_dense_replace", first)
@@ -95,7 +97,7 @@ def _dense(hf: HFConfig, first: int) -> list[bool]:
 def _read(hf: HFConfig, family: str, router: Router, longest: int, dense_layers: int = 0) -> ModelConfig:
     hf.ignore("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "index_n_heads",
               "index_head_dim", "index_topk")  # fmt: skip
-    # transformers calls V3.2's attention so; here all layers see all tokens.
+    # "indexed_attention" is V3.2's with the indexer, which is not read.
     if others := set(hf.take("layer_types", None) or ()) - {"indexed_attention", "full_attention"}:
         raise ConfigError(f"{hf.source}: layer_types {sorted(others)} are not supported")
     max_position = read_max_position(hf, longest)
@@ -132,8 +134,8 @@ def _read_third(hf: HFConfig) -> ModelConfig:
         group_score="top2",
         **_read_groups(hf, 8, 4),
     )
-    indexed = hf.take("architectures", None) == ["DeepseekV32ForCausalLM"]
-    return _read(hf, "deepseek_v3", router, 163840 if indexed else 4096, dense_layers=3)
+    longest = 163840 if hf.take("architectures", None) == ["DeepseekV32ForCausalLM"] else 4096
+    return _read(hf, "deepseek_v3", router, longest, dense_layers=3)
 
 
 def _read_groups(hf: HFConfig, groups: int, top_groups: int) -> dict[str, Any]:

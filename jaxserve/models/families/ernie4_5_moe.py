@@ -26,7 +26,7 @@ THETA = 500000.0
 
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("use_bias", False)
-    # What only training reads, and layers that predict further tokens. Experts have no capacity here.
+    # Only training reads the first three. Layers that predict further tokens are not read.
     hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")
     hf.expect("moe_gate_act", "softmax")
     norm, dense = read_norm(hf, 1e-5), read_mlp(hf)

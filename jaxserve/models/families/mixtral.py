@@ -30,7 +30,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     router = Router(top_k=hf.take("num_experts_per_tok", 2))
     experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router)
     hf.values.setdefault("sliding_window", None)
-    norm, windows = read_norm(hf, 1e-5), read_windows(hf, used=True)
+    windows = read_windows(hf, used=True)
+    norm = read_norm(hf, 1e-5)
     layers = alike(hf, read_attention(hf, kv_heads=8), read_mlp(hf, experts=experts), windows, norm=norm)
     max_position = read_max_position(hf, 131072)
     ropes = {"default": read_rope(hf, max_position, theta=1e6)}

@@ -19,6 +19,15 @@ from jaxserve.models.families.shared import KINDS, read_activation, read_sliding
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ModelConfig
 
+CWM_ROPE = {  # assumed if the config has no rope_scaling
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def _read_ernie(hf: HFConfig) -> ModelConfig:
     hf.expect("compression_ratio", 1.0)
@@ -58,16 +67,6 @@ def _read_cwm(hf: HFConfig) -> ModelConfig:
     rope = read_rope(hf, max_position, absent=CWM_ROPE, theta=1e6)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="cwm", layers=layers, **shared)
-
-
-CWM_ROPE = {  # assumed if the config has no rope_scaling
-    "rope_type": "llama3",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 FAMILIES = (

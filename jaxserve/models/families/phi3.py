@@ -32,7 +32,8 @@ def _read(hf: HFConfig) -> ModelConfig:
         hf.expect(key, only)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         hf.expect(key, False)
-    norm, windows = read_norm(hf, 1e-5), [window] * hf.take("num_hidden_layers")
+    norm = read_norm(hf, 1e-5)
+    windows = [window] * hf.take("num_hidden_layers")
     layers = alike(hf, read_attention(hf), read_mlp(hf), windows, norm=norm)
     rope = read_rope(hf, max_position, partial=1.0)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})

@@ -28,7 +28,8 @@ NAMES = QWEN2_MOE_NAMES | {
 def _recurrent(hf: HFConfig) -> list[bool]:
     """For each layer, whether it is a gated delta net: by `layer_types`; without this key every layer except every
     `full_attention_interval`-th."""
-    count, types = hf.take("num_hidden_layers"), hf.take("layer_types", None)
+    count = hf.take("num_hidden_layers")
+    types = hf.take("layer_types", None)
     hf.ignore("full_attention_interval")
     if not types:
         interval = hf.take("full_attention_interval", 4)

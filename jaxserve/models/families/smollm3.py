@@ -20,9 +20,10 @@ from jaxserve.models.spec import ModelConfig
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    count, turned = hf.take("num_hidden_layers"), hf.take("no_rope_layers", None)
-    # The second has no effect beside layer_types, and the third none without use_sliding_window.
-    hf.ignore("no_rope_layer_interval", "max_window_layers", "sliding_window")
+    count = hf.take("num_hidden_layers")
+    turned = hf.take("no_rope_layers", None)
+    # transformers does not read max_window_layers. The other two are taken below where they have an effect.
+    hf.ignore("max_window_layers", "no_rope_layer_interval", "sliding_window")
     if not turned:
         interval = hf.take("no_rope_layer_interval", 4)
         turned = [int((i + 1) % interval != 0) for i in range(count)]
