@@ -146,9 +146,9 @@ def test_every_architecture_has_a_class():
     assert names - CLASSES.keys() == OWN_CODE
 
 
-@pytest.mark.parametrize("effective", [False, True])
-def test_every_form_of_a_config_means_the_same(effective):
-    for architecture in CLASSES:
+def test_every_form_of_a_config_means_the_same():
+    cases = [(name, False) for name in CLASSES] + [(name, True) for name in EFFECTIVE]
+    for architecture, effective in cases:
         config, everything = made(architecture, effective)
         model = read(everything, architecture)
         again = [json.loads(config.to_json_string(use_diff=diff)) for diff in (False, True)]
@@ -177,9 +177,11 @@ def test_settings_without_a_reader_may_have_any_value():
         read_ones = read_by(CLASSES[architecture]) | SHARED | BY_CLASS if is_text else {"text_config"}
         unread = values.keys() - read_ones - GENERAL
         assert {"id2label", "chunk_size_feed_forward"} <= unread
-        for key, value in itertools.product(sorted(unread), ANY):
+        # What every architecture may have is not read anywhere, so one value will do.
+        changes = [{key: value} for key in unread - HARMLESS for value in ANY] + [dict.fromkeys(unread & HARMLESS, 7)]
+        for change in changes:
             try:
-                assert read(values | {key: value}, architecture) == model, (architecture, key, value)
+                assert read(values | change, architecture) == model, (architecture, change)
             except ConfigError as error:
                 refused.append(str(error))
     assert refused == []
