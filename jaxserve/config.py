@@ -18,6 +18,7 @@ from jaxserve.pallas_kernels.registry import BACKENDS
 from jaxserve.text.generation_defaults import check_override
 
 LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # values of `page_size`
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
 OTHER_NAMES = {  # vLLM's other names of values, by setting
@@ -67,7 +68,8 @@ class EngineConfig:
       scheduling_policy: "fcfs" ignores the priorities of requests; "priority" serves lower ones first, and preempts for
         them.
       page_size: tokens per KV page: 8, 16, 32, 64, 128 or 256. None is 128 on TPU, whose copies move whole tiles, and
-        16 elsewhere. Prompts share whole pages, so a larger page leaves more of a common prefix to be computed again.
+        16 elsewhere, or less where a model's attention chunks (Llama 4) are no multiple of that. Prompts share whole
+        pages, so a larger page leaves more of a common prefix to be computed again.
       kv_cache_dtype: dtype of cached keys and values; fp8 and int8 have a scale for each head of each token.
       kv_pages: pages of the KV cache; None sizes it from memory_utilization.
       memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
@@ -313,7 +315,7 @@ class EngineConfig:
         self._check_hosts()
         self._check_offload()
         self._check_role()
-        if self.page_size not in (None, 8, 16, 32, 64, 128, 256):
+        if self.page_size not in (None, *PAGE_SIZES):
             raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
         if type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")

@@ -329,6 +329,16 @@ DENSE_CASES: dict[str, DenseCase] = {
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.8, "mscale_all_dim": 1.0,
         },
     ),
+    # As transformers 5 writes it. No prompt is longer than what the indexer chooses.
+    "deepseek_v32_all_seen": dense(
+        "DeepseekV32ForCausalLM", "deepseek_v32", layers=3, heads=8, hidden_act="silu", rms_norm_eps=1e-5,
+        q_lora_rank=36, kv_lora_rank=48, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, head_dim=8,
+        num_key_value_heads=8, n_routed_experts=12, n_shared_experts=1, num_experts_per_tok=3, n_group=3, topk_group=2,
+        moe_intermediate_size=40, mlp_layer_types=["dense", "sparse", "sparse"], norm_topk_prob=True,
+        routed_scaling_factor=1.5, index_topk=256, index_n_heads=2, index_head_dim=16,
+        layer_types=["indexed_attention"] * 3, tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded

@@ -17,7 +17,7 @@ from jaxserve.devices.mesh import make_mesh, tell_devices
 from jaxserve.engine.data_parallel import check_model
 from jaxserve.engine.determinism import ordered
 from jaxserve.execution import memory
-from jaxserve.execution.kv_cache import CacheLayout, cache_dtype
+from jaxserve.execution.kv_cache import CacheLayout, cache_dtype, fitting_page_size
 from jaxserve.models.adapter_targets import PoolSizes, with_adapters
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import compute_dtype, find_files, make_decoder, read_model
@@ -77,7 +77,8 @@ class ModelPlan:
         model = model.limited_to(longest)
         platform = mesh.devices.flat[0].platform
         dtype = compute_dtype(config, model, platform)
-        page_size = config.page_size or default_page_size(platform) * shares
+        usual = default_page_size(platform) * shares
+        page_size = fitting_page_size(model, longest, config.page_size, usual, shares)
         if page_size % shares:
             raise ConfigError(f"page_size {page_size} must be a multiple of decode_context_parallel_size {shares}")
         facts = mesh, np.dtype(dtype), longest

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.config import ConfigError
+from jaxserve.config import PAGE_SIZES, ConfigError
 from jaxserve.devices.mesh import on_one_cpu, ways
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
@@ -22,7 +22,7 @@ from jaxserve.execution.slot_states import StateLayout
 from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
-from jaxserve.scheduling.windows import Chunk, chunk_of
+from jaxserve.scheduling.windows import Chunk
 
 COPIES = 16  # page copies per call of `copy_pages`
 COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, unless it is for a single page
@@ -89,14 +89,12 @@ class CacheLayout:
         need `num_slots`, the number of sequences that can run at a time, and `snapshots`, the number of states that can
         be kept beside those of running sequences.
         """
-        chunks = [getattr(attention, "chunk", None) for attention in model.attentions]
-        windows = [Chunk(c) if c else a.window for a, c in zip(model.attentions, chunks, strict=True)]
         net, states = model.recurrent, None
         if net is not None:
             states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
-        groups = LayerGroups.of(windows, model.max_position if longest is None else longest)
-        if (chunk := chunk_of(groups.windows)) is not None and chunk % page_size:
-            raise ConfigError(f"page_size {page_size} does not divide the model's attention chunks of {chunk} tokens")
+        longest = model.max_position if longest is None else longest
+        groups = LayerGroups.of(_sights(model), longest)
+        page_size = fitting_page_size(model, longest, page_size, page_size)
         return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform, shares), states)
 
     def places(self, layers: Sequence[LayerSpec]) -> list[LayerPlace]:
@@ -228,6 +226,32 @@ def _bytes(kind: CacheKind, page_size: int) -> int:
 def _ways(kind: CacheKind, mesh: Mesh) -> int:
     """Into how many parts devices split a page."""
     return math.prod(ways(mesh, axis) for axis in kind.axes if axis is not None)
+
+
+def _sights(model: ModelConfig) -> list[int | Chunk | None]:
+    """How far back each layer of attention sees (`Windows`)."""
+    chunks = [getattr(attention, "chunk", None) for attention in model.attentions]
+    return [Chunk(chunk) if chunk else a.window for a, chunk in zip(model.attentions, chunks, strict=True)]
+
+
+def fitting_page_size(model: ModelConfig, longest: int, asked: int | None, usual: int, shares: int = 1) -> int:
+    """The page size that was asked for, or else `usual`. If the model attends in chunks that end before `longest`
+    tokens, these must be whole pages: in the place of `usual`, the largest size below it that fits is taken.
+
+    `shares` is a number of which the page size must be a multiple. Raises ConfigError where no size fits."""
+    chunks = sorted({sight for sight in _sights(model) if isinstance(sight, Chunk) and sight < longest})
+    size = asked or usual
+    if not any(chunk % size for chunk in chunks):
+        return size
+    fitting = [s for s in PAGE_SIZES if s % shares == 0 and not any(chunk % s for chunk in chunks)]
+    if asked is None and (smaller := [s for s in fitting if s < usual]):
+        return smaller[-1]
+    allowed = " or ".join(map(str, fitting))
+    raise ConfigError(
+        f"page_size {size} does not divide the model's attention chunks of {chunks[0]} tokens; "
+        + (f"choose {allowed}" if fitting else "no page size does")
+        + f", or set max_model_len to {chunks[0]} or less"
+    )
 
 
 def cache_dtype(name: str, compute: Any) -> np.dtype:

@@ -36,7 +36,7 @@ _PATTERN = (
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
-    "layer_types": _TEXTS,
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), _TEXTS),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "word_embed_proj_dim"), _SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_ln_in_parallel_attn"), _HEADS),
     "num_hidden_layers": _LAYERS,
@@ -120,6 +120,7 @@ class HFConfig:
         self.values = _without(values, frozenset(ignored))
         self.source = source
         self._taken: set[str] = set()
+        self._own_names: dict[str, str] = {}  # name under which a setting is taken -> its name in the file
 
     @classmethod
     def read(cls, folder: Path, ignored: Collection[str] = ()) -> HFConfig:
@@ -137,10 +138,14 @@ class HFConfig:
         return cls(values, str(path), ignored)
 
     def rename(self, **names: str) -> None:
-        """Lets settings that older configs have under an old name be taken under the new one (old=new)."""
+        """Lets settings that older configs have under an old name be taken under the new one (old=new). Some versions
+        of transformers wrote both names. Raises ConfigError if their values differ."""
         for old, new in names.items():
-            if old in self.values and new not in self.values:
-                self.values[new] = self.values.pop(old)
+            if (value := self.values.pop(old, None)) is None:
+                continue
+            if (given := self.values.get(new)) not in (None, value):
+                raise ConfigError(f"{self.source}: {old}={value!r} contradicts {new}={given!r}, which means the same")
+            self.values[new], self._own_names[new] = value, old
 
     _REQUIRED = object()
 
@@ -152,26 +157,32 @@ class HFConfig:
             self._check(key, value)
             return value
         if default is self._REQUIRED:
-            raise ConfigError(f"{self.source} has no {key!r}, which this architecture needs")
+            own = self._own_names.get(key, key)
+            raise ConfigError(f"{self.source} has no {own!r}, which this architecture needs")
         return default
 
     def _check(self, key: str, value: Any) -> None:
         if key in KINDS:
             what, allows = KINDS[key]
             if not allows(value):
-                raise ConfigError(f"{self.source}: {key} must be {what}, got {value!r:.80}")
+                own = self._own_names.get(key, key)
+                raise ConfigError(f"{self.source}: {own} must be {what}, got {value!r:.80}")
         if isinstance(value, dict):
             for inner, setting in value.items():
                 if setting is not None:
                     self._check(inner, setting)
 
+    def ignore(self, *keys: str) -> None:
+        """Accepts any value of `keys`, which have no effect beside the config's other settings."""
+        self._taken.update(keys)
+
     def expect(self, key: str, *allowed: Any) -> None:
         """Raises ConfigError unless the key is absent, null or one of `allowed`, the values that are supported."""
         value = self.take(key, None)
         if value is not None and value not in allowed:
-            raise ConfigError(
-                f"{self.source}: {key}={value!r} is not supported (only {', '.join(map(repr, allowed)) or 'absent'})"
-            )
+            own = self._own_names.get(key, key)
+            only = ", ".join(map(repr, allowed)) or "absent"
+            raise ConfigError(f"{self.source}: {own}={value!r} is not supported (only {only})")
 
     def finish(self) -> None:
         """Raises ConfigError if a key is left that was not taken, may matter, and is not empty, zero, null or false."""

@@ -43,6 +43,7 @@ def read_rope(
     theta: float = 10000.0,
     partial: float | None = None,
     head_dim: int | None = None,
+    absent: Mapping[str, Any] | None = None,
     **choices: Any,
 ) -> RopeConfig:
     """RopeConfig from either style of config.json: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
@@ -53,14 +54,15 @@ def read_rope(
       partial: the family's default share of a head's channels that turn; None: all channels turn, and the config must
         not say otherwise.
       head_dim: channels of a head, for families where no key gives it.
+      absent: what the family assumes in the place of `rope_parameters` if the config has neither object.
       choices: other fields of RopeConfig.
 
     Raises ConfigError for settings that are unknown or contradict each other.
     """
-    own_theta, scaling = hf.take("rope_theta", None), dict(parameters or {})
-    if parameters is None:
-        scaling = dict(hf.take("rope_scaling", None) or hf.take("rope_parameters", None) or {})
-    hf.take("rope_parameters", None)
+    own_theta = hf.take("rope_theta", None)
+    scaling = rope_settings(hf) or dict(absent or {})
+    if parameters is not None:
+        scaling = dict(parameters)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     kind = "longrope" if kind == "su" else kind  # the first Phi-3 configs call longrope "su"
     scaling.pop("type", None)
@@ -105,6 +107,12 @@ def read_rope(
             f"they do not change what the model computes: --ignore-config-keys {','.join(sorted(left))}"
         )
     return RopeConfig(**values)
+
+
+def rope_settings(hf: HFConfig) -> dict[str, Any]:
+    """The config's object of rotary settings: `rope_scaling`, or without it `rope_parameters`, as in transformers."""
+    old, new = hf.take("rope_scaling", None), hf.take("rope_parameters", None)
+    return dict(old or new or {})
 
 
 def _read_longrope(hf: HFConfig, scaling: dict[str, Any], original: int, max_position: int) -> dict[str, Any]:

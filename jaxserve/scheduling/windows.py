@@ -9,7 +9,8 @@ import numpy as np
 
 class Chunk(int):
     """The number of tokens in a chunk. A token sees itself and the earlier tokens of its own chunk (Llama 4). The
-    number is a multiple of the page size. The tokens of a sequence that one step computes lie in one chunk."""
+    number is a multiple of the page size (`kv_cache.fitting_page_size`). The tokens of a sequence that one step
+    computes lie in one chunk."""
 
 
 # For each group of layers: the number of tokens that a token sees, itself included; or its Chunk; None: it sees all.

@@ -8,6 +8,8 @@ import pytest
 from engines import generate, make_engine, request
 from tiny_models import CASES, fingerprint
 
+from jaxserve.models.families import families
+
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
 
@@ -48,6 +50,13 @@ def test_logits_and_greedy_tokens(case, model_folders):
         assert results[i].token_ids == golden[f"tokens_{i}"].tolist(), f"prompt {i}"
         ours = [entry.logprob for entry in results[i].logprobs]
         np.testing.assert_allclose(ours, golden[f"logprobs_{i}"], atol=2e-3, err_msg=f"prompt {i}")
+
+
+def test_every_family_has_a_case():
+    """An architecture's old names are read as the usual one. `test_dense_models` has MiniCPM and models with images."""
+    cases = {name for case in CASES.values() for name in case.config["architectures"]}
+    without = {family.name for family in families() if cases.isdisjoint(family.architectures)}
+    assert without == {"gemma3 with images", "llama4 with images", "mistral3 with images", "minicpm"}
 
 
 def test_float32_is_the_default_on_cpu(model_folders):

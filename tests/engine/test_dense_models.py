@@ -19,7 +19,10 @@ from tiny_models import CASES
 from jaxserve.checkpoints.export import compress, quantization_config
 from jaxserve.checkpoints.quantize import Scheme, rtn
 from jaxserve.checkpoints.quantized import dequantize
-from jaxserve.config import ConfigError
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.engine import model_plan
+from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.execution.kv_cache import fitting_page_size
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import read_model
@@ -95,6 +98,46 @@ def test_in_parts(case, model_folders):
     engine = make_engine(model_folders(case), tokens=48, **options)
     answers(engine, case)
     assert sum(one.num_cached for one in answers(engine, case, "again-")) >= 128
+
+
+def test_pages_are_parts_of_attention_chunks(model_folders, monkeypatch):
+    """The model's chunks have 48 tokens, and the pages of a TPU usually 128."""
+    monkeypatch.setattr(model_plan, "default_page_size", lambda platform: 128)
+    plan = ModelPlan.of(EngineConfig(model=str(model_folders(CHUNKED))), checks=False)
+    assert plan.one_page.page_size == 16
+
+
+@pytest.mark.slow
+def test_answers_with_pages_that_are_parts_of_attention_chunks(model_folders, monkeypatch):
+    monkeypatch.setattr(model_plan, "default_page_size", lambda platform: 32)
+    answers(make_engine(model_folders(CHUNKED), tokens=48), CHUNKED)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "asked", "found"),
+    [(8192, None, 128), (48, None, 16), (40, None, 8), (40, 8, 8), (8192, 256, 256), (50, 32, 32), (600, 16, 16)],
+)
+def test_page_sizes_that_divide_chunks(chunk, asked, found, model_folders):
+    model = with_chunks(model_folders, chunk)
+    longest = 16384 if chunk > 600 else 500 if chunk != 50 else 50
+    assert fitting_page_size(model, longest, asked, 128) == found
+
+
+@pytest.mark.parametrize(
+    ("chunk", "asked", "message"),
+    [
+        (48, 32, "page_size 32 does not divide the model's attention chunks of 48 tokens; choose 8 or 16, or set max_"),
+        (50, None, "page_size 128 does not divide .* of 50 tokens; no page size does, or set max_model_len to 50 or"),
+    ],
+)
+def test_page_sizes_that_do_not(chunk, asked, message, model_folders):
+    with pytest.raises(ConfigError, match=message):
+        fitting_page_size(with_chunks(model_folders, chunk), 500, asked, 128)
+
+
+def with_chunks(model_folders, chunk):
+    values = json.loads((model_folders(CHUNKED) / "config.json").read_text())
+    return read_model_config(HFConfig(values | {"attention_chunk_size": chunk}))
 
 
 def rewritten(source, target, config, rename=lambda name: name, extra=None):

@@ -44,8 +44,7 @@ FIRST = Family("cohere", ("CohereForCausalLM",), _read, NAMES, IGNORED)
 def _read_second(hf: HFConfig) -> ModelConfig:
     for key, only in WRITTEN.items():
         hf.expect(key, only)
-    hf.take("order_of_interleaved_layers", None), hf.take("layer_switch", None), hf.take("rotary_pct", None)
-    hf.take("use_parallel_embedding", None)
+    hf.ignore("order_of_interleaved_layers", "layer_switch", "rotary_pct", "use_parallel_embedding")
     bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
     sliding = read_sliding(hf, 4)
     rope = read_rope(hf, read_max_position(hf, 8192), interleaved=True)
@@ -61,7 +60,7 @@ def _read_second(hf: HFConfig) -> ModelConfig:
             residual="parallel",
         ),
         logit_scale=hf.take("logit_scale", 0.0625),
-        **read_shared(hf, tied=True, norm=norm, ropes={"sliding": rope, "full": UNTURNED}),
+        **read_shared(hf, tied=True, longest=8192, norm=norm, ropes={"sliding": rope, "full": UNTURNED}),
     )
 
 

@@ -18,7 +18,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, NAMES, read_max_position, read_mlp, read_norm, read_shared
-from jaxserve.models.rope import read_rope
+from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 from jaxserve.pallas_kernels.routing import Router
 
@@ -51,10 +51,9 @@ INDEXER = ("indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", 
 def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
     """Reads the attention of a config. Keys that follow from others (`qk_head_dim`, `head_dim`, `num_key_value_heads`)
     are ignored."""
-    for key in ("qk_head_dim", "head_dim", "num_key_value_heads"):
-        hf.take(key, None)
+    hf.ignore("qk_head_dim", "head_dim", "num_key_value_heads")
     nope, rope = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64)
-    scaling = hf.take("rope_scaling", None) or hf.take("rope_parameters", None) or {}
+    scaling = rope_settings(hf)
     scale, everywhere = (nope + rope) ** -0.5, scaling.get("mscale_all_dim")
     if everywhere and (scaling.get("factor") or 1.0) > 1.0:
         scale *= (0.1 * everywhere * math.log(scaling["factor"]) + 1.0) ** 2
@@ -71,26 +70,41 @@ def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
     )
 
 
-def _read_layers(hf: HFConfig, router: Router) -> tuple[LayerSpec, ...]:
+def _read_layers(hf: HFConfig, router: Router, dense_layers: int) -> tuple[LayerSpec, ...]:
+    """Reads the layers. `dense_layers` is the default number of layers with a dense MLP, which come first."""
     hf.expect("moe_layer_freq", 1)
     dense = read_mlp(hf)
     size, shared = hf.take("moe_intermediate_size"), hf.take("n_shared_experts", None) or 0
     experts = ExpertsSpec(count=hf.take("n_routed_experts"), router=router, shared_size=size * shared)
     mixture = MLPSpec(size=size, activation=dense.activation, experts=experts)
     layer = LayerSpec(attention=read_latent_attention(hf), mlp=mixture, norm=read_norm(hf))
-    first = hf.take("first_k_dense_replace", 0)
+    return tuple(replace(layer, mlp=dense) if is_dense else layer for is_dense in _dense(hf, dense_layers))
+
+
+def _dense(hf: HFConfig, first: int) -> list[bool]:
+    """For each layer, whether it has a dense MLP: by `mlp_layer_types`; without this key the first layers have one."""
     count = hf.take("num_hidden_layers")
-    return tuple(replace(layer, mlp=dense) if i < first else layer for i in range(count))
+    types = hf.take("mlp_layer_types", None)
+    hf.ignore("first_k_dense_replace")
+    if not types:
+        first = hf.take("first_k_dense_replace", first)
+        return [i < first for i in range(count)]
+    if set(types) - {"dense", "sparse"} or len(types) != count:
+        raise ConfigError(f"mlp_layer_types must be {count} times 'dense' or 'sparse', got {types!r:.80}")
+    return [kind == "dense" for kind in types]
 
 
-def _read(hf: HFConfig, family: str, router: Router) -> ModelConfig:
-    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "index_n_heads",
-                "index_head_dim", "index_topk"):  # fmt: skip
-        hf.take(key, None)
-    max_position = read_max_position(hf)
+def _read(hf: HFConfig, family: str, router: Router, longest: int, dense_layers: int = 0) -> ModelConfig:
+    hf.ignore("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "index_n_heads",
+              "index_head_dim", "index_topk")  # fmt: skip
+    # "indexed_attention" is V3.2's with the indexer, which is not read.
+    if others := set(hf.take("layer_types", None) or ()) - {"indexed_attention", "full_attention"}:
+        raise ConfigError(f"{hf.source}: layer_types {sorted(others)} are not supported")
+    max_position = read_max_position(hf, longest)
     interleaved = bool(hf.take("rope_interleave", True))
     ropes = {"default": read_rope(hf, max_position, interleaved=interleaved)}
-    return ModelConfig(family=family, layers=_read_layers(hf, router), **read_shared(hf, ropes=ropes))
+    layers = _read_layers(hf, router, dense_layers)
+    return ModelConfig(family=family, layers=layers, **read_shared(hf, max_position=max_position, ropes=ropes))
 
 
 def _read_second(hf: HFConfig) -> ModelConfig:
@@ -98,16 +112,17 @@ def _read_second(hf: HFConfig) -> ModelConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method={method!r} is not supported (only 'greedy', 'group_limited_greedy')")
     hf.expect("scoring_func", "softmax")
-    hf.take("norm_topk_prob", False)  # the model's own code does not read it
-    groups = _read_groups(hf)
+    hf.ignore("norm_topk_prob")  # the model's own code does not read it
+    groups = _read_groups(hf, 1, 1)
     if method == "group_limited_greedy":
         options = groups
     scale = float(hf.take("routed_scaling_factor", 1.0))
     router = Router(top_k=hf.take("num_experts_per_tok"), normalized=False, scale=scale, **options)
-    return _read(hf, "deepseek_v2", router)
+    return _read(hf, "deepseek_v2", router, 2048)
 
 
 def _read_third(hf: HFConfig) -> ModelConfig:
+    hf.ignore("mlp_bias")  # V3.2's configs have it, and no version of V3 reads it
     hf.expect("topk_method", "noaux_tc")
     hf.expect("scoring_func", "sigmoid")
     router = Router(
@@ -117,13 +132,17 @@ def _read_third(hf: HFConfig) -> ModelConfig:
         scale=float(hf.take("routed_scaling_factor", 2.5)),
         corrected=True,
         group_score="top2",
-        **_read_groups(hf),
+        **_read_groups(hf, 8, 4),
     )
-    return _read(hf, "deepseek_v3", router)
+    longest = 163840 if hf.take("architectures", None) == ["DeepseekV32ForCausalLM"] else 4096
+    return _read(hf, "deepseek_v3", router, longest, dense_layers=3)
 
 
-def _read_groups(hf: HFConfig) -> dict[str, Any]:
-    return {"groups": hf.take("n_group", None) or 1, "top_groups": hf.take("topk_group", None) or 1}
+def _read_groups(hf: HFConfig, groups: int, top_groups: int) -> dict[str, Any]:
+    """Fields of a Router. `groups` and `top_groups` are the defaults for configs without the keys; null means 1."""
+    defaults = {"n_group": groups, "topk_group": top_groups}
+    groups, top_groups = (hf.take(key, 1 if key in hf.values else usual) for key, usual in defaults.items())
+    return {"groups": groups, "top_groups": top_groups}
 
 
 _NAMES = NAMES | LATENT_NAMES | EXPERTS

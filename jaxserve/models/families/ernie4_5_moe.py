@@ -26,7 +26,9 @@ THETA = 500000.0
 
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("use_bias", False)
-    hf.expect("moe_use_aux_free", True)
+    # Only training reads the first three. Layers that predict further tokens are not read.
+    hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")
+    hf.expect("moe_gate_act", "softmax")
     norm, dense = read_norm(hf, 1e-5), read_mlp(hf)
     top_k = hf.take("moe_k", None) or hf.take("num_experts_per_tok", 6)
     least = float(hf.take("moe_norm_min", 1e-12))
@@ -39,7 +41,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
     mixture = MLPSpec(size=size, activation=dense.activation, experts=experts)
     first, last, step = (hf.take(f"moe_layer_{key}", default) for key, default in _LAYERS.items())
-    plain = alike(hf, read_attention(hf), dense, norm=norm)
+    plain = alike(hf, read_attention(hf, kv_heads=4), dense, norm=norm)
     last = len(plain) - 1 if last == -1 else last
     layers = tuple(
         LayerSpec(attention=layer.attention, mlp=mixture, norm=norm)

@@ -26,8 +26,9 @@ def _read(hf: HFConfig) -> ModelConfig:
     pattern = hf.values.get("sliding_window_pattern")
     if isinstance(pattern, str):  # for example "LLLG": three local layers, then a global one
         hf.values.setdefault("layer_types", [KINDS[pattern[i % len(pattern)] == "L"] for i in range(count)])
+    # Without windows these have no effect. transformers writes a pattern of 0 then.
+    hf.ignore("layer_types", "sliding_window_pattern")
     sliding = read_sliding(hf, 4) if window else [False] * count
-    hf.take("layer_types", None), hf.take("sliding_window_pattern", None)
     attention = read_attention(hf, qk_norm=QKNormSpec(norm=norm))
     ropes = {"default": read_rope(hf, read_max_position(hf)), "none": UNTURNED}
     layers = alike(

@@ -42,7 +42,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         n_embed="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_head_kv="num_kv_heads"
     )
     hf.rename(num_kv_heads="num_key_value_heads", ffn_hidden_size="intermediate_size", activation="hidden_act")
-    hf.take("ff_factor", None)  # ffn_hidden_size says the same
+    hf.ignore("ff_factor")  # ffn_hidden_size says the same
     hf.expect("alibi", False)
     hf.expect("apply_residual_connection_post_layernorm", False)
     new, parallel = hf.take("new_decoder_architecture", False), hf.take("parallel_attn", True)

@@ -20,8 +20,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     norm, attention = read_norm(hf, offset=1.0), read_attention(hf, head_dim=256, qkv_bias=bias, out_bias=bias)
     layers = alike(hf, attention, read_gemma_mlp(hf), norm=norm)
-    scale = hf.take("hidden_size") ** 0.5
-    return ModelConfig(family="gemma", layers=layers, embed_scale=scale, **read_shared(hf, tied=True, norm=norm))
+    shared = read_shared(hf, tied=True, longest=8192, norm=norm)
+    return ModelConfig(family="gemma", layers=layers, embed_scale=hf.take("hidden_size") ** 0.5, **shared)
 
 
 FAMILY = Family("gemma", ("GemmaForCausalLM",), _read, NAMES, IGNORED)

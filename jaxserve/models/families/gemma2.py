@@ -28,6 +28,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(
         hf,
         head_dim=256,
+        kv_heads=4,
         scale=hf.take("query_pre_attn_scalar", 256) ** -0.5,
         softcap=read_cap(hf, "attn_logit_softcapping", 50.0),
         qkv_bias=bias,
@@ -40,7 +41,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         layers=alike(hf, attention, read_gemma_mlp(hf), windows, norm=norm, residual="sandwich"),
         embed_scale=hf.take("hidden_size") ** 0.5,
         logit_softcap=read_cap(hf, "final_logit_softcapping", 30.0),
-        **read_shared(hf, tied=True, norm=norm),
+        **read_shared(hf, tied=True, longest=8192, norm=norm),
     )
 
 

@@ -21,6 +21,7 @@ def read_gemma3(hf: HFConfig) -> ModelConfig:
     attention = read_attention(
         hf,
         head_dim=256,
+        kv_heads=4,
         scale=hf.take("query_pre_attn_scalar", 256) ** -0.5,
         softcap=read_cap(hf, "attn_logit_softcapping", None),
         qk_norm=QKNormSpec(norm=norm),

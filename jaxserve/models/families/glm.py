@@ -30,11 +30,13 @@ GLM4_NAMES = GLM_NAMES | {
 
 def _read(family: str, residual: Residual, hf: HFConfig) -> ModelConfig:
     norm = read_norm(hf, 1.5625e-07)
-    attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", True)))
-    rope = read_rope(hf, read_max_position(hf, 131072), partial=0.5, head_dim=128, interleaved=True)
+    attention = read_attention(hf, head_dim=128, kv_heads=2, qkv_bias=bool(hf.take("attention_bias", True)))
+    max_position = read_max_position(hf, 131072)
+    rope = read_rope(hf, max_position, partial=0.5, head_dim=128, interleaved=True)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
     layers = alike(hf, attention, mlp, norm=norm, residual=residual)
-    return ModelConfig(family=family, layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
+    return ModelConfig(family=family, layers=layers, **shared)
 
 
 FAMILIES = (

@@ -47,7 +47,7 @@ def read_deepseek_experts(hf: HFConfig, dense: MLPSpec, **choices: Any) -> MLPSp
 def _read(hf: HFConfig) -> ModelConfig:
     norm = read_norm(hf, 1e-5)
     qk_norm = QKNormSpec(norm=norm) if hf.take("use_qk_norm", False) else None
-    attention = read_attention(hf, qk_norm=qk_norm, qkv_bias=bool(hf.take("attention_bias", False)))
+    attention = read_attention(hf, kv_heads=8, qk_norm=qk_norm, qkv_bias=bool(hf.take("attention_bias", False)))
     dense, first = read_mlp(hf), hf.take("first_k_dense_replace", 1)
     mixture = read_deepseek_experts(hf, dense)
     layers = tuple(
@@ -56,7 +56,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, partial=0.5)
-    hf.take("num_nextn_predict_layers", None)  # layers that predict further tokens are not read
+    hf.ignore("num_nextn_predict_layers")  # layers that predict further tokens are not read
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="glm4_moe", layers=layers, **shared)
 

@@ -32,16 +32,24 @@ GPT_OSS_NAMES = NAMES | {
     "expert_fused_down.bias": f"{MLP}.experts.{{e}}.down_proj_bias",
 }
 THETA = 150000.0
+YARN = {  # assumed if the config has no rope_scaling
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    hf.expect("hidden_act", "silu")
     hf.expect("swiglu_alpha", CLAMPED_ALPHA)
+    # The activation is fixed, and rope_scaling says the same as initial_context_length.
+    hf.ignore("hidden_act", "initial_context_length")
     top_k = hf.take("num_experts_per_tok", None) or hf.take("experts_per_token", 4)
     hf.expect("experts_per_token", top_k)
-    hf.take("initial_context_length", None)  # rope_scaling says the same
     bias = bool(hf.take("attention_bias", True))
-    attention = read_attention(hf, head_dim=64, qkv_bias=bias, out_bias=bias, sinks=True)
+    attention = read_attention(hf, head_dim=64, kv_heads=8, qkv_bias=bias, out_bias=bias, sinks=True)
     limit = float(hf.take("swiglu_limit", 7.0))
     experts = ExpertsSpec(
         count=hf.take("num_local_experts", 128), router=Router(top_k=top_k), router_bias=True, limit=limit
@@ -49,7 +57,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     mlp = MLPSpec(size=hf.take("intermediate_size"), bias=True, experts=experts)
     windows = windows_of(read_sliding(hf, 2), hf.take("sliding_window", 128))
     norm, max_position = read_norm(hf, 1e-5), read_max_position(hf, 131072)
-    rope = read_rope(hf, max_position, theta=THETA)
+    rope = read_rope(hf, max_position, theta=THETA, absent=YARN)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="gpt_oss", layers=alike(hf, attention, mlp, windows, norm=norm), **shared)
 

@@ -14,7 +14,7 @@ from jaxserve.models.families.llama import (
     read_norm,
     read_shared,
 )
-from jaxserve.models.rope import read_rope
+from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ModelConfig, QKNormSpec
 
 HUNYUAN_NAMES = NAMES | {
@@ -30,8 +30,7 @@ UNUSED = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    for key in BESIDE:
-        hf.take(key, None)
+    hf.ignore(*BESIDE)
     hf.expect("attention_head_dim", hf.take("head_dim", None) or hf.take("attention_head_dim", None))
     hf.expect("norm_type", "rms")
     hf.expect("use_rotary_pos_emb", True)
@@ -42,8 +41,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     head_dim = hf.take("attention_head_dim", None)
     attention = read_attention(hf, head_dim=head_dim, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
     max_position = read_max_position(hf)
-    parameters = dict(hf.take("rope_parameters", None) or hf.take("rope_scaling", None) or {})
-    hf.take("rope_scaling", None)
+    parameters = rope_settings(hf)
     if (alpha := parameters.pop("alpha", None)) and attention.head_dim > 2:
         theta = parameters.pop("rope_theta", None) or hf.take("rope_theta", None) or 10000.0
         stretched = theta * alpha ** (attention.head_dim / (attention.head_dim - 2))

@@ -36,10 +36,10 @@ IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints saved
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def read_shared(hf: HFConfig, *, tied: bool = False, **given: Any) -> dict[str, Any]:
+def read_shared(hf: HFConfig, *, tied: bool = False, longest: int = 2048, **given: Any) -> dict[str, Any]:
     """The fields of ModelConfig, except layers, that all families derived from Llama read in the same way. Fields in
-    `given` are taken as they are. `tied` is the default for tied embeddings."""
-    max_position = given.get("max_position") or read_max_position(hf)
+    `given` are taken as they are. `tied` and `longest` are the defaults for tied embeddings and max_position."""
+    max_position = given.get("max_position") or read_max_position(hf, longest)
     fields = {
         "vocab_size": hf.take("vocab_size"),
         "hidden_size": hf.take("hidden_size"),
@@ -73,13 +73,17 @@ def read_layer_norm(hf: HFConfig, key: str = "layer_norm_eps", **choices: Any) -
     return NormSpec(**usual | choices)
 
 
-def read_attention(hf: HFConfig, *, head_dim: int | None = None, **choices: Any) -> AttentionSpec:
+def read_attention(
+    hf: HFConfig, *, head_dim: int | None = None, kv_heads: int | None = None, **choices: Any
+) -> AttentionSpec:
     """Reads attention. `head_dim` is the default for configs without the key; None: hidden_size / num_attention_heads.
-    `choices` are other fields of AttentionSpec."""
+    `kv_heads` is the default of num_key_value_heads; None, and null in the config, mean num_attention_heads. `choices`
+    are other fields of AttentionSpec."""
     heads = hf.take("num_attention_heads")
+    default = heads if kv_heads is None or "num_key_value_heads" in hf.values else kv_heads
     return AttentionSpec(
         num_heads=heads,
-        num_kv_heads=hf.take("num_key_value_heads", heads),
+        num_kv_heads=hf.take("num_key_value_heads", default),
         head_dim=hf.take("head_dim", None) or head_dim or hf.take("hidden_size") // heads,
         **choices,
     )
@@ -120,11 +124,13 @@ def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int 
     `layer_types` says which layers have one. Without this key, layers from `first_layer` on have one.
     """
     num_layers = hf.take("num_hidden_layers")
-    window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW)
-    types = hf.take("layer_types", None)
+    types, window = hf.take("layer_types", None), None
+    hf.ignore("sliding_window")  # transformers writes 0 where windows are not used
+    if used and (types is None or "sliding_attention" in types):
+        window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW)
     if types is None:
-        return [window if used and i >= first_layer else None for i in range(num_layers)]
-    allowed = {"full_attention": None, "sliding_attention": window if used else None}
+        return [window if i >= first_layer else None for i in range(num_layers)]
+    allowed = {"full_attention": None, "sliding_attention": window}
     if unknown := set(types) - set(allowed):
         raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported (only {sorted(allowed)})")
     if len(types) != num_layers:

@@ -60,7 +60,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     dense = MLPSpec(size=hf.take("intermediate_size_mlp", 16384), activation=plain.activation)
     mixed = _mixed(hf, count)
     bias = bool(hf.take("attention_bias", False))
-    attention = read_attention(hf, head_dim=128, qkv_bias=bias, out_bias=bias)
+    attention = read_attention(hf, head_dim=128, kv_heads=8, qkv_bias=bias, out_bias=bias)
     qk_norm = QKNormSpec(norm=NormSpec(eps=norm.eps, scale=False), after_rope=True)
     turned = replace(attention, qk_norm=qk_norm if hf.take("use_qk_norm", True) else None)
 
@@ -79,8 +79,13 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 def _turning(hf: HFConfig, count: int) -> list[bool]:
     """For each layer, whether it has rotary positions."""
-    interval, given = hf.take("no_rope_layer_interval", 4), hf.take("no_rope_layers", None)
-    found = [bool(turns) for turns in given] if given else [(i + 1) % interval != 0 for i in range(count)]
+    given = hf.take("no_rope_layers", None)
+    hf.ignore("no_rope_layer_interval")
+    if given:
+        found = [bool(turns) for turns in given]
+    else:
+        interval = hf.take("no_rope_layer_interval", 4)
+        found = [(i + 1) % interval != 0 for i in range(count)]
     types = hf.take("layer_types", None)
     if len(found) < count or (
         types and types != ["chunked_attention" if t else "full_attention" for t in found[:count]]
@@ -91,8 +96,12 @@ def _turning(hf: HFConfig, count: int) -> list[bool]:
 
 def _mixed(hf: HFConfig, count: int) -> set[int]:
     """The indices of the layers that have experts."""
-    step, given = hf.take("interleave_moe_layer_step", 1), hf.take("moe_layers", None)
-    return set(range(step - 1, count, step)) if given is None else set(given)
+    given = hf.take("moe_layers", None)
+    hf.ignore("interleave_moe_layer_step")
+    if given is not None:
+        return set(given)
+    step = hf.take("interleave_moe_layer_step", 1)
+    return set(range(step - 1, count, step))
 
 
 def _query_scale(hf: HFConfig) -> QueryScale | None:

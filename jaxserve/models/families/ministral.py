@@ -16,13 +16,13 @@ from jaxserve.models.families.llama import (
     read_shared,
     read_windows,
 )
-from jaxserve.models.rope import read_rope
+from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ModelConfig, QueryScale
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    layers = alike(hf, read_attention(hf), read_mlp(hf), read_windows(hf, used=True))
-    return ModelConfig(family="ministral", layers=layers, **read_shared(hf))
+    layers = alike(hf, read_attention(hf, kv_heads=8), read_mlp(hf), read_windows(hf, used=True))
+    return ModelConfig(family="ministral", layers=layers, **read_shared(hf, longest=131072))
 
 
 DEFAULT = {
@@ -38,8 +38,7 @@ DEFAULT = {
 
 def read_ministral3(hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf, 262144)
-    parameters = dict(hf.take("rope_parameters", None) or hf.take("rope_scaling", None) or DEFAULT)
-    hf.take("rope_scaling", None)
+    parameters = rope_settings(hf) or dict(DEFAULT)
     if parameters.get("max_position_embeddings") == max_position:
         del parameters["max_position_embeddings"]
     slope = parameters.pop("llama_4_scaling_beta", None)
@@ -47,9 +46,9 @@ def read_ministral3(hf: HFConfig) -> ModelConfig:
     scale = QueryScale(slope=slope, period=period) if slope else None
     rope = read_rope(hf, max_position, parameters=parameters, query_scale=scale)
     norm, window = read_norm(hf, 1e-5), hf.take("sliding_window", None)
-    hf.take("layer_types", None)
+    hf.ignore("layer_types")
     windows = [window] * hf.take("num_hidden_layers")
-    layers = alike(hf, read_attention(hf, head_dim=128), read_mlp(hf), windows, norm=norm)
+    layers = alike(hf, read_attention(hf, head_dim=128, kv_heads=8), read_mlp(hf), windows, norm=norm)
     return ModelConfig(
         family="ministral3",
         layers=layers,

@@ -7,8 +7,8 @@ from jaxserve.models.spec import ModelConfig
 
 
 def read_mistral(hf: HFConfig) -> ModelConfig:
-    layers = alike(hf, read_attention(hf), read_mlp(hf), read_windows(hf, used=True))
-    return ModelConfig(family="mistral", layers=layers, **read_shared(hf))
+    layers = alike(hf, read_attention(hf, kv_heads=8), read_mlp(hf), read_windows(hf, used=True))
+    return ModelConfig(family="mistral", layers=layers, **read_shared(hf, longest=131072))
 
 
 FAMILY = Family("mistral", ("MistralForCausalLM",), read_mistral, NAMES, IGNORED)

@@ -32,9 +32,11 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, head_dim=hf.take("kv_channels", None), qkv_bias=bias, out_bias=bias)
     activation = read_activation(hf, "relu2")
     mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", False)), activation=activation)
-    rope = read_rope(hf, read_max_position(hf, 4096), partial=0.5)
+    max_position = read_max_position(hf, 4096)
+    rope = read_rope(hf, max_position, partial=0.5)
     layers = alike(hf, attention, mlp, norm=norm)
-    return ModelConfig(family="nemotron", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
+    return ModelConfig(family="nemotron", layers=layers, **shared)
 
 
 FAMILY = Family("nemotron", ("NemotronForCausalLM",), _read, NEMOTRON_NAMES, IGNORED)

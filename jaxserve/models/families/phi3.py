@@ -12,6 +12,7 @@ from jaxserve.models.families.llama import (
     read_attention,
     read_max_position,
     read_mlp,
+    read_norm,
     read_shared,
 )
 from jaxserve.models.rope import read_rope
@@ -31,9 +32,12 @@ def _read(hf: HFConfig) -> ModelConfig:
         hf.expect(key, only)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         hf.expect(key, False)
-    layers = alike(hf, read_attention(hf), read_mlp(hf), [window] * hf.take("num_hidden_layers"))
+    norm = read_norm(hf, 1e-5)
+    windows = [window] * hf.take("num_hidden_layers")
+    layers = alike(hf, read_attention(hf), read_mlp(hf), windows, norm=norm)
     rope = read_rope(hf, max_position, partial=1.0)
-    return ModelConfig(family="phi3", layers=layers, **read_shared(hf, ropes={"default": rope}))
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
+    return ModelConfig(family="phi3", layers=layers, **shared)
 
 
 FAMILY = Family("phi3", ("Phi3ForCausalLM",), _read, FUSED_NAMES, IGNORED)

@@ -48,10 +48,11 @@ def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) 
 def _read_windows(hf: HFConfig) -> list[int | None]:
     """The window of each layer. If windows are used, every other layer before `max_window_layers` has one, beginning
     with the first."""
-    used, end = bool(hf.take("use_sliding_window", False)), hf.take("max_window_layers", 28)
-    windows = read_windows(hf, used=used)
+    windows = read_windows(hf, used=bool(hf.take("use_sliding_window", False)))
+    hf.ignore("max_window_layers")
     if hf.take("layer_types", None) is not None:
         return windows
+    end = hf.take("max_window_layers", 28)
     return [window if i % 2 == 0 and i < end else None for i, window in enumerate(windows)]
 
 
@@ -59,7 +60,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bool(hf.take("qkv_bias", True)))
     layers = alike(hf, attention, read_mlp(hf), _read_windows(hf))
     mixture = read_experts(hf, shared_size=hf.take("shared_expert_intermediate_size"), shared_gate=True)
-    return ModelConfig(family="qwen2_moe", layers=with_experts(hf, layers, mixture), **read_shared(hf))
+    layers = with_experts(hf, layers, mixture)
+    return ModelConfig(family="qwen2_moe", layers=layers, **read_shared(hf, longest=32768))
 
 
 FAMILY = Family("qwen2_moe", ("Qwen2MoeForCausalLM",), _read, QWEN2_MOE_NAMES, IGNORED)

@@ -11,7 +11,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     attention = read_attention(hf, head_dim=128, qk_norm=QKNormSpec(norm=read_norm(hf)), qkv_bias=bias, out_bias=bias)
     layers = alike(hf, attention, read_mlp(hf), read_qwen_windows(hf))
-    return ModelConfig(family="qwen3", layers=layers, **read_shared(hf))
+    return ModelConfig(family="qwen3", layers=layers, **read_shared(hf, longest=32768))
 
 
 FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), _read, NAMES, IGNORED)

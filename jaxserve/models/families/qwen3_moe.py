@@ -18,11 +18,13 @@ from jaxserve.models.spec import ModelConfig, QKNormSpec
 
 def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
-    attention = read_attention(hf, qk_norm=QKNormSpec(norm=read_norm(hf)), qkv_bias=bias, out_bias=bias)
-    hf.take("max_window_layers", None)  # only the dense models read it
+    qk_norm = QKNormSpec(norm=read_norm(hf))
+    attention = read_attention(hf, kv_heads=4, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
+    hf.ignore("max_window_layers")  # only the dense models read it
     windows = read_windows(hf, used=bool(hf.take("use_sliding_window", False)))
     layers = alike(hf, attention, read_mlp(hf), windows)
-    return ModelConfig(family="qwen3_moe", layers=with_experts(hf, layers, read_experts(hf)), **read_shared(hf))
+    layers = with_experts(hf, layers, read_experts(hf))
+    return ModelConfig(family="qwen3_moe", layers=layers, **read_shared(hf, longest=32768))
 
 
 FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, NAMES | EXPERTS, IGNORED)

@@ -28,10 +28,12 @@ NAMES = QWEN2_MOE_NAMES | {
 def _recurrent(hf: HFConfig) -> list[bool]:
     """For each layer, whether it is a gated delta net: by `layer_types`; without this key every layer except every
     `full_attention_interval`-th."""
-    count, interval = hf.take("num_hidden_layers"), hf.take("full_attention_interval", 4)
-    types = hf.take("layer_types", None) or [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
-    ]
+    count = hf.take("num_hidden_layers")
+    types = hf.take("layer_types", None)
+    hf.ignore("full_attention_interval")
+    if not types:
+        interval = hf.take("full_attention_interval", 4)
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     if unknown := set(types) - {"linear_attention", "full_attention"}:
         raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported")
     if len(types) != count:
@@ -44,7 +46,7 @@ def _recurrent(hf: HFConfig) -> list[bool]:
 def _read(hf: HFConfig) -> ModelConfig:
     bias, norm = bool(hf.take("attention_bias", False)), read_norm(hf, offset=1.0)
     attention = read_attention(
-        hf, head_dim=256, qk_norm=QKNormSpec(norm=norm), qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
+        hf, head_dim=256, kv_heads=2, qk_norm=QKNormSpec(norm=norm), qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
     )
     dense = read_mlp(hf)
     delta = GatedDeltaSpec(

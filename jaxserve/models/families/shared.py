@@ -41,10 +41,10 @@ def read_sliding(hf: HFConfig, pattern: int, key: str = "sliding_window_pattern"
     """For each layer, whether it has a window: by `layer_types`. Without this key every layer has one, except every
     n-th, where n is the setting `key`, by default `pattern`."""
     count = hf.take("num_hidden_layers")
-    hf.take(f"_{key}", None)
-    pattern = hf.take(key, pattern)
+    hf.ignore(f"_{key}", key)
     types = hf.take("layer_types", None)
     if types is None:
+        pattern = hf.take(key, pattern)
         if type(pattern) is not int or pattern < 1:
             raise ConfigError(f"{hf.source}: {key} must be a positive integer, got {pattern!r}")
         return [(i + 1) % pattern != 0 for i in range(count)]
@@ -74,6 +74,7 @@ def read_ropes(
         full = read_rope(hf, max_position, theta=theta, **options)
         plain = {"rope_theta": local_theta}
         return {"full": full, "sliding": read_rope(hf, max_position, parameters=plain, **options)}
+    hf.expect("rope_scaling")
     thetas = (theta, local_theta)
     full, sliding = (
         read_rope(hf, max_position, parameters=nested.get(kind) or {}, theta=default, **options)

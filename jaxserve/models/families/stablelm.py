@@ -37,9 +37,11 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bool(hf.take("use_qkv_bias", False)), qk_norm=qk_norm)
     residual: Residual = "parallel" if hf.take("use_parallel_residual", False) else "pre"
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
-    rope = read_rope(hf, read_max_position(hf, 4096), partial=0.25)
+    max_position = read_max_position(hf, 4096)
+    rope = read_rope(hf, max_position, partial=0.25)
     layers = alike(hf, attention, mlp, norm=norm, residual=residual)
-    return ModelConfig(family="stablelm", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
+    return ModelConfig(family="stablelm", layers=layers, **shared)
 
 
 ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")

@@ -21,8 +21,8 @@ STARCODER_NAMES = NAMES | named(
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("mlp_type", "default")
     hf.expect("norm_type", "layer_norm")
-    for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
-        hf.take(key, None)  # the first configs have it; transformers does not read it
+    # The first configs have these; transformers does not read them.
+    hf.ignore("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     hf.expect("scale_attn_weights", True)
     norm = read_layer_norm(hf, "norm_epsilon")
     hf.expect("layer_norm_epsilon", norm.eps)
@@ -30,9 +30,9 @@ def _read(hf: HFConfig) -> ModelConfig:
     if not hf.take("use_sliding_window", True):
         window = None
     mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "gelu_pytorch_tanh"))
-    attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
+    attention = read_attention(hf, kv_heads=2, qkv_bias=bias, out_bias=bias)
     layers = alike(hf, attention, mlp, [window] * hf.take("num_hidden_layers"), norm=norm)
-    return ModelConfig(family="starcoder2", layers=layers, **read_shared(hf, tied=True, norm=norm))
+    return ModelConfig(family="starcoder2", layers=layers, **read_shared(hf, tied=True, longest=4096, norm=norm))
 
 
 FAMILY = Family("starcoder2", ("Starcoder2ForCausalLM",), _read, STARCODER_NAMES, IGNORED)

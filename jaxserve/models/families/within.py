@@ -53,14 +53,16 @@ def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, An
         inner = hf.take("text_config", None) or {}
         if not isinstance(inner, dict):
             raise ConfigError(f"{hf.source}: text_config must be a JSON object, got {inner!r:.80}")
-        for key in OF_IMAGES:
-            hf.take(key, None)
+        hf.ignore(*OF_IMAGES)
         kind = inner.get("model_type", usual)
         if kind not in readers:
             raise ConfigError(
                 f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(readers)})"
             )
-        whole = {"tie_word_embeddings": hf.take("tie_word_embeddings", inner.get("tie_word_embeddings", tied))}
+        # transformers 5 writes true for the whole of a Mistral 3 that has an output head, and false for its text.
+        of_whole, of_text = hf.take("tie_word_embeddings", None), inner.get("tie_word_embeddings")
+        ties = (of_whole, of_text) if of_text in (None, True) else (of_text,)
+        whole = {"tie_word_embeddings": next((tie for tie in ties if tie is not None), tied)}
         for name in ("torch_dtype", "dtype"):
             if (dtype := hf.take(name, None)) is not None:
                 whole[name] = dtype
