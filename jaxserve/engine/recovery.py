@@ -61,7 +61,7 @@ class Steps(Protocol):
 
 
 class Selected(Waiting):
-    """A queue that serves only some requests, in their order. It holds the others until it is opened."""
+    """A queue that serves only some requests, strictly in their order. It holds the others until it is opened."""
 
     def __init__(self, request_ids: Container[str], adapters: AdapterPool | None):
         super().__init__(adapters=adapters)
@@ -79,6 +79,9 @@ class Selected(Waiting):
 
     def peek(self) -> Sequence:
         return min(self._served, key=lambda seq: seq.order)
+
+    def pass_by(self) -> bool:
+        return False
 
     def _dequeue(self, seq: Sequence) -> None:
         super()._dequeue(seq)

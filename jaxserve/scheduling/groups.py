@@ -145,12 +145,23 @@ class GroupScheduler(Scheduler):
             running.add_pages([rows.seqs[i] for i in index.tolist()], rows.slot[index], count, pages)
         return rows, copies
 
-    def next_admissible(self, share: NewcomersShare | None = None) -> Completion | None:
-        """The first waiting sequence if some group has a slot, pages and, with `share`, tokens for it. Its `group` then
-        is the best of these."""
-        if not self.waiting or (seq := self.waiting.peek()).pending_tokens:
-            return None
+    def _next_admissible(self, share: NewcomersShare | None = None) -> Completion | None:
+        """As in `Scheduler`, if some group has a slot, pages and tokens. The sequence's `group` then is the best of
+        these. Others pass it if all groups that have a slot and tokens for it lack pages."""
+        while self.waiting and not (seq := self.waiting.peek()).pending_tokens:
+            group, lacks_pages = self._choose_group(seq, share)
+            if group is not None:
+                seq.group = group
+                return seq
+            if not lacks_pages or not self.waiting.pass_by():
+                break
+        return None
+
+    def _choose_group(self, seq: Completion, share: NewcomersShare | None) -> tuple[int | None, bool]:
+        """The best group that has a slot, pages and, with `share`, tokens for a waiting sequence; and if there is none,
+        whether a group lacks nothing but pages."""
         best: tuple[tuple[int, int], int] | None = None
+        lacks_pages = False
         least = min(map(self.running.num_running, range(len(self.blocks.parts))))
         for group, part in enumerate(self.blocks.parts):
             seq.group, running = group, self.running.num_running(group)
@@ -158,12 +169,11 @@ class GroupScheduler(Scheduler):
                 continue
             room = part.num_available - (part.capacity // 100 if running else 0)
             if not self._own_prefixes[group].fits(seq, room, self.budget.most):
+                lacks_pages = True
                 continue
             if share is not None and share.room(seq, group, uncached(seq, part)) <= 0:
                 continue
             cached = len(seq.lookup.pages) if seq.lookup and running <= least + self._further else 0
             if best is None or (-cached, running) < best[0]:
                 best = (-cached, running), group
-        if best is not None:
-            seq.group = best[1]
-        return seq if best is not None else None
+        return None if best is None else best[1], lacks_pages

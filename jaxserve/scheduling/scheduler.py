@@ -174,7 +174,7 @@ class Scheduler:
         row may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
         running, preemptions = self.running, self.num_preemptions
         self._prefixes.release_unseen(running)
-        if tokens_per_call > 1 and (self.next_admissible() or (self.waiting and self.waiting.peek().pending_tokens)):
+        if tokens_per_call > 1 and (self.can_admit() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
         if self.waiting and self.num_preemptions == preemptions and len(newcomers := self._admit_newcomers(rows)):
@@ -214,25 +214,36 @@ class Scheduler:
     # Admission
 
     def _admit_newcomers(self, rows: Rows) -> Rows:
-        """Places waiting sequences in order, while tokens (also those that `rows` lend), slots and pages last."""
+        """Places waiting sequences in order, while tokens (also those that `rows` lend), slots and pages last. Those that
+        need fewer pages pass one that needs more than there are."""
         seqs: list[Sequence] = []
         num_new: list[bool] = []
         share = NewcomersShare(self.running, rows, self.budget, self.turns, len(self.waiting))
-        while seq := self.next_admissible(share):
+        while seq := self._next_admissible(share):
             left = self._admit(seq, share)
             seqs.append(seq)
             num_new.append(share.take(seq, left, int(self.running.ahead(seq.slot))) == left and seq.max_tokens > 0)
+        self.waiting.rejoin()
         return self.running.rows(seqs, share.settle(), np.asarray(num_new, np.int32))
 
-    def next_admissible(self, share: NewcomersShare | None = None) -> Sequence | None:
-        """The first waiting sequence, if it finds a slot, pages and, with `share`, tokens. Sets those aside whose pages
-        are to be loaded."""
+    def can_admit(self) -> bool:
+        """Whether a waiting sequence finds a slot and pages."""
+        found = self._next_admissible() is not None
+        self.waiting.rejoin()
+        return found
+
+    def _next_admissible(self, share: NewcomersShare | None = None) -> Sequence | None:
+        """The first waiting sequence that finds a slot, pages and, with `share`, tokens, if those before it wait for
+        pages alone. These then are passed, until `Waiting.rejoin`. Sets those aside whose pages are to be loaded."""
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:  # else the last token is not known yet
             if share is not None and share.room(seq, 0) <= 0:
                 break
+            if self.running.num_places_for(seq) <= len(self.loads.active):
+                break
             room = self.blocks.num_available - (self._watermark if len(self.running) else 0)
-            has_place = self.running.num_places_for(seq) > len(self.loads.active)
-            if not has_place or not self._prefixes.fits(seq, room, self.budget.most):
+            if not self._prefixes.fits(seq, room, self.budget.most):
+                if self.waiting.pass_by():
+                    continue
                 break
             if share is not None and share.room(seq, 0, uncached(seq, self.blocks)) <= 0:
                 break

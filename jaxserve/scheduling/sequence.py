@@ -86,6 +86,7 @@ class Sequence:
         self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
         self.lookups: dict[int, Lookup] = {}  # while it waits: the latest for each group of devices
         self.was_set_aside = False  # while it waits: pages have been loaded for it, see `page_loads`
+        self.tokens_passing = 0  # while it waits for pages: what those that passed it were charged, see `waiting`
         self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]

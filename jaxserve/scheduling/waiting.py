@@ -5,6 +5,10 @@ newcomers of other tenants (API keys). Newcomers of different tenants share by d
 `quantum` tokens a round. It may overdraw its turn by one sequence, and is then skipped until later rounds have paid the
 debt. Within one tenant, sequences are served by arrival.
 
+A newcomer for which there are too few KV pages lets those behind it begin in the same step (`pass_by`), and has its
+turn again in the next step. Once those that passed it have been charged as much as it will be itself, nothing passes it
+until it has begun. So its start is delayed by about as much work as it is, and by no more however many requests come.
+
 Sequences whose adapter has no place on the devices are parked meanwhile (`adapter_pool.py`), and those whose pages are
 being loaded are set aside (`page_loads.py`). Those whose prompt another server computes are held. They count as
 waiting, and are served once they are released.
@@ -26,6 +30,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
 QUANTUM = 512  # tokens
 EXPECTED_OUTPUT = 256  # tokens charged for an output until its length is known
+MOST_PASSED = 8  # sequences that others may pass in a step: each step looks again for pages for all of them
 
 Order = tuple[int, int, int]
 
@@ -46,6 +51,7 @@ class Waiting:
         self._priorities: list[int] = []  # the levels' priorities, ascending
         self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
         self._held: dict[Sequence, None] = {}
+        self._passed: list[Sequence] = []  # those that have let others pass in this step
         self._count = 0
         self.num_tokens = 0  # tokens of the waiting prompts
         self.num_completions = 0  # completions of the waiting requests, with siblings that fork later
@@ -63,6 +69,7 @@ class Waiting:
             yield from self.adapters.parked
         yield from self._aside
         yield from self._held
+        yield from self._passed
         for level in self._levels.values():
             for queue in level.queues():
                 yield from queue
@@ -114,7 +121,27 @@ class Waiting:
         if seq not in self._levels[seq.order[0]].resumed:
             self.charge(seq)
         self.remove(seq)
+        for passed in self._passed:
+            passed.tokens_passing += expected_tokens(seq)
+        if any(passed.tokens_passing >= expected_tokens(passed) for passed in self._passed):
+            self.rejoin()
         return seq
+
+    def pass_by(self) -> bool:
+        """Lets others pass the next sequence until `rejoin`, if it is a newcomer and not too many have passed it. One
+        that was preempted is not passed: newcomers would take the pages that running sequences need to grow."""
+        seq = self.peek()
+        passable = seq.num_cached is None and seq.tokens_passing < expected_tokens(seq) and len(self._passed) < MOST_PASSED
+        if passable:
+            self._dequeue(seq)
+            self._passed.append(seq)
+        return passable
+
+    def rejoin(self) -> None:
+        """Queues the sequences that others have passed, in their places."""
+        for seq in self._passed:
+            self._enqueue(seq, resumed=False)
+        self._passed = []
 
     def remove(self, seq: Sequence) -> None:
         """Removes a waiting sequence. Raises KeyError for any other."""
@@ -136,8 +163,8 @@ class Waiting:
             self._priorities.remove(seq.order[0])
 
     def charge(self, seq: Sequence) -> None:
-        """Charges a tenant the expected cost of a sequence that begins. A sibling is not charged for the prompt."""
-        self._spend(seq, _expected(seq) + (seq.prompt_len if seq.index == 0 else 0))
+        """Charges a tenant the expected cost of a sequence that begins."""
+        self._spend(seq, expected_tokens(seq))
 
     def settle(self, seq: Sequence, outputs: int) -> None:
         """Corrects the charge of a sequence that ends with this number of output tokens."""
@@ -151,6 +178,7 @@ class Waiting:
         """Asserts that the counts are right, and that waiting sequences hold no slots and no pages."""
         seqs = list(self)
         assert len(seqs) == self._count
+        assert not self._passed
         assert sum(seq.prompt_len for seq in seqs) == self.num_tokens
         for seq in seqs:
             assert seq.status is Status.WAITING
@@ -161,6 +189,11 @@ class Waiting:
 def _completions(seq: Sequence) -> int:
     """Completions that a waiting sequence stands for: it forks its siblings once it has computed the prompt."""
     return seq.params.n if seq.index == 0 and seq.num_cached is None else 1
+
+
+def expected_tokens(seq: Sequence) -> int:
+    """Tokens that a sequence is charged when it begins. A sibling is not charged for the prompt."""
+    return _expected(seq) + (seq.prompt_len if seq.index == 0 else 0)
 
 
 def _expected(seq: Sequence) -> int:

@@ -90,7 +90,7 @@ class OwnDecodes:
         be. host_seconds: between two steps of which the second one checks proposals."""
         running = scheduler.running
         slot, rows = running.lineup.slot, len(running)
-        if not rows or (running.total[slot] - running.computed[slot] > 1).any() or scheduler.next_admissible():
+        if not rows or (running.total[slot] - running.computed[slot] > 1).any() or scheduler.can_admit():
             return 0
         times = next((times for times in self._times if times.rows >= rows), None)
         if times is not None and not times.gains(host_seconds):

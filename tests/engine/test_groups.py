@@ -119,7 +119,7 @@ class GroupSimulation(Simulation):
         assert not looped or not admissible, "a newcomer waits for a loop to end"
         admitted = [seq for seq in waiting if seq.slot >= 0]
         left = [seq for seq in waiting if seq in set(self.scheduler.waiting)]
-        assert all(a.order < b.order for a in admitted for b in left), "admission out of order"
+        self.check_order(admitted, left)
         self.events["preemptions"] += self.scheduler.num_preemptions - preemptions
         self.events["chunks"] += any(row.count > 1 and row.num_new == 0 for row in rows)
         self.events["groups at work"] = max(self.events["groups at work"], len(count))

@@ -14,7 +14,7 @@ from simulation import TOKENS_PER_CALL, Simulation
 
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.step_buffer import split, step_shapes
-from jaxserve.scheduling import block_manager, sequence
+from jaxserve.scheduling import block_manager, sequence, waiting
 from jaxserve.scheduling.row_choice import TokenBudget
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import StepPlan
@@ -222,14 +222,64 @@ def test_arrival_decides_among_equals_and_priority_before_it():
     assert list(dict.fromkeys(name for name, _ in simulation.reasons)) == [names[3], names[1], names[2], names[0]]
 
 
-def test_a_waiting_request_does_not_pass_one_that_needs_more():
+def test_short_requests_pass_one_that_waits_for_pages():
     simulation = Simulation(num_pages=9, page_size=4, budget=64)
     first = simulation.add([0] * 17, max_tokens=3)
     large, small = simulation.add([1] * 16, max_tokens=2), simulation.add([2], max_tokens=2)
     simulation.step()
+    assert running(simulation) == [first, small]
+    simulation.drain()
+    assert [name for name, _ in simulation.reasons] == [small, first, large]
+
+
+def start_of_long(monkeypatch, most_passed: int, **shorts) -> tuple[int, list[int]]:
+    """Steps until a prompt that needs 9 of 10 pages begins, and the steps to the first token of those that passed it.
+    Four sequences decode meanwhile, and a short request comes in every fourth step, without end."""
+    monkeypatch.setattr(waiting, "MOST_PASSED", most_passed)
+    simulation = Simulation(num_pages=201, page_size=4, max_num_seqs=16, budget=256, prefix_caching=False)
+    for _ in range(4):
+        simulation.add([0] * 60, max_tokens=70)
+    simulation.step()
+    long = simulation.add([1] * 720, max_tokens=4)
+    came: dict[str, int] = {}
+    waits: dict[str, int] = {}
+    for step in range(1000):
+        if step % 4 == 0:
+            came[simulation.add([2, 3], **shorts)] = step
+        simulation.step()
+        if long in running(simulation):
+            simulation.drain()
+            return step, list(waits.values())
+        started = {name for name in came if (name, 0) in simulation.outputs}
+        waits |= {name: step - came[name] for name in started - waits.keys()}
+    raise AssertionError("it starves")
+
+
+@pytest.mark.parametrize(("max_tokens", "passing"), [(16, 16), (100, 7), (250, 2)])
+def test_how_long_a_request_that_waits_for_pages_is_delayed(monkeypatch, max_tokens, passing):
+    """No short one has its first token before the long one begins if none may pass. Else the long one begins later by
+    at most as long as what passed it runs, and that is charged no more than itself and one request."""
+    alone, none = start_of_long(monkeypatch, 0, max_tokens=max_tokens)
+    start, waits = start_of_long(monkeypatch, 8, max_tokens=max_tokens)
+    assert none == []
+    assert len(waits) >= passing
+    assert len(waits) * (2 + max_tokens) <= 720 + 4 + 2 + max_tokens
+    assert alone <= start <= alone + max_tokens
+    assert max(waits) <= 1
+
+
+def test_those_that_were_preempted_are_not_passed():
+    """Newcomers do not pass one that was preempted: they would take the pages that running ones need to grow."""
+    simulation = Simulation(num_pages=21, page_size=4, budget=64, prefix_caching=False)
+    first = simulation.add([0] * 30, max_tokens=40)
+    second = simulation.add([1] * 30, max_tokens=40)
+    while not simulation.scheduler.num_preemptions:
+        simulation.step()
+    small = simulation.add([2], max_tokens=3)
+    simulation.step()
     assert running(simulation) == [first]
     simulation.drain()
-    assert [name for name, _ in simulation.reasons] == [first, large, small]
+    assert [name for name, _ in simulation.reasons] == [first, small, second]
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks():
@@ -524,8 +574,9 @@ def test_nothing_to_do_is_no_plan():
 # Beams, grammars and those who wait
 
 
-def test_beams_that_wait_for_a_place_give_way_beside_slots_that_were_left_in_the_middle_of_a_step():
+def test_beams_that_wait_for_a_place_give_way_beside_slots_that_were_left_in_the_middle_of_a_step(monkeypatch):
     """What the arrays hold of a free slot says nothing about the steps in flight."""
+    monkeypatch.setattr(waiting, "MOST_PASSED", 0)
     simulation = Simulation(num_pages=30, page_size=4, max_num_seqs=20, budget=64, prefix_caching=False)
     names = [simulation.add([i % VOCAB], max_tokens=9) for i in range(20)]
     simulation.dispatch()
@@ -579,10 +630,10 @@ def test_a_request_that_finds_no_room_does_not_stop_the_loop():
     simulation.add([1, 2, 3], max_tokens=60)
     for _ in range(3):
         simulation.step()
-    large, small = simulation.add([0] * 110, max_tokens=4), simulation.add([5] * 30, max_tokens=5)
+    simulation.add([0] * 110, max_tokens=4)
     for _ in range(2):
         assert simulation.step(16).rows.num_new.tolist() == [16]
-    simulation.abort(large)
+    small = simulation.add([5] * 30, max_tokens=5)
     plan = simulation.step(16)
     assert small in running(simulation)
     assert plan.rows.num_new.tolist() == [1, 1], "one that can begin does"
