@@ -253,7 +253,8 @@ class ChatRun:
 
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:
-            parser = OutputParser(self.splitter(), self._tool_parser(), self.body.include_reasoning)
+            tools, one_call = self._tool_parser(), not self.body.is_parallel
+            parser = OutputParser(self.splitter(), tools, self.body.include_reasoning, one_call=one_call)
             self._parsers[index] = parser
         return parser
 

@@ -12,8 +12,9 @@ from jaxserve.grammars.json_schema import WHITESPACE
 from jaxserve.server.tools import messages
 from jaxserve.server.tools.choice import Mode, Tool
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
-from jaxserve.types import Grammar
+from jaxserve.types import Grammar, InvalidRequestError
 
+_MAX_PARTS = 2**17  # most characters of schemas in mode "auto"; more may take seconds to compile
 _NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
@@ -88,14 +89,37 @@ def answer_grammar(
       enforce, only the form is allowed.
     - In mode "auto" without a form, any text is allowed. If `is_bound`, the text after the opening of a call must be
       calls of the functions, as far as the format has a syntax.
+    - With a form, or if `is_bound`, the arguments of calls satisfy the functions' schemas. In mode "auto" a schema that
+      is not supported is not enforced, and if all are too large together, only those of strict functions are.
     - Within a frame, a form is the text of the last message, and forced calls are written in the model's own format. An
       answer of any text, if it may not reason first, must be messages too.
 
     Raises InvalidRequestError, naming the field of the functions, for schemas that are too large.
     """
-    rules = _Rules()
+    may_call = functions is not None and not functions.is_forced
+    try:
+        grammar = _answer_grammar(form, functions, thoughts, stop_ids)
+        too_large = grammar is not None and sum(len(part.value) for _, part in grammar.parts) > _MAX_PARTS
+    except InvalidRequestError:
+        if not may_call:
+            raise
+        too_large = True
+    if may_call and too_large:
+        return _answer_grammar(form, functions, thoughts, stop_ids, only_strict=True)
+    return grammar
+
+
+def _answer_grammar(
+    form: Grammar | None,
+    functions: Functions | None,
+    thoughts: Thoughts | Frame | None,
+    stop_ids: Sequence[int],
+    *,
+    only_strict: bool = False,
+) -> Grammar | None:
+    needed = form is not None or (functions is not None and (functions.is_forced or functions.is_bound))
+    rules = _Rules(only_strict or not needed)
     if isinstance(thoughts, Frame):
-        needed = form is not None or (functions is not None and (functions.is_forced or functions.is_bound))
         return rules.framed(form, functions, thoughts, stop_ids) if needed or not thoughts.reasons else None
     if functions is not None and functions.is_forced:
         if functions.mode == "named":
@@ -103,7 +127,7 @@ def answer_grammar(
         else:
             rules.add_forced(functions)
             form = None
-    elif functions is not None and (form is not None or functions.is_bound) and hasattr(functions.format, "syntax"):
+    elif functions is not None and needed and hasattr(functions.format, "syntax"):
         rules.add_chosen(functions, has_form=form is not None)
     if form is not None:
         if thoughts is None and not rules.answers:
@@ -114,10 +138,12 @@ def answer_grammar(
 
 
 class _Rules:
-    """Collects a grammar's rules. `answers`: the alternative expressions for an answer."""
+    """Collects a grammar's rules. `answers`: the alternative expressions for an answer. `only_strict`: the arguments of
+    functions that are not strict may be any object."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_strict: bool) -> None:
         self.answers: list[str] = []
+        self._only_strict = only_strict
         self._is_free = False  # any text without calls is an answer too
         self._lines = [f"W: /{WHITESPACE}/", r"GAP: /[ \n]{1,3}/"]
         self._marks: list[tuple[str, str]] = []
@@ -153,11 +179,10 @@ class _Rules:
             self._lines.append(rf"OTHERS: /(?s:.*)/ & ~/\s*\{syntax.start}(?s:.*)/")
 
     def _add_syntax(self, functions: Functions) -> Syntax:
-        """Adds the rules of calls in the model's own format. Arguments satisfy their schemas if the call is forced or
-        the function strict."""
+        """Adds the rules of calls in the model's own format."""
         called = []
         for i, tool in enumerate(functions.tools):
-            is_strict = bool(tool.function.strict) or functions.is_forced
+            is_strict = bool(tool.function.strict) or not self._only_strict
             part = Grammar("json_object", field=functions.field)
             if is_strict:
                 part = functions.schema(tool, is_loose=not functions.is_forced)

@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from jaxserve.server.reasoning import Splitter
-from jaxserve.server.tools.base import CallDelta, ToolParser
+from jaxserve.server.tools.base import Parsed, ToolParser
 from jaxserve.text.detokenizer import ChoiceDelta
 from jaxserve.types import TokenLogprob
 
 
-class Piece(msgspec.Struct, kw_only=True):
+class Piece(Parsed, kw_only=True):
     """What one choice gained that can be shown. A token whose text is held back comes with that text.
 
     `finish_reason` is "tool_calls" if the model stopped by itself after calls, otherwise that of ChoiceDelta.
     """
 
     index: int
-    content: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = []
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
     def extend(self, later: Piece) -> None:
         """Appends a later piece of the same choice."""
-        self.content += later.content
         self.reasoning += later.reasoning
-        self.calls = merge_calls([*self.calls, *later.calls])
+        for part in later.parts:
+            self.add(part)
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
     @property
     def is_empty(self) -> bool:
-        return not (self.content or self.reasoning or self.calls or self.finish_reason)
+        return not (self.parts or self.reasoning or self.finish_reason)
 
 
 class OutputParser:
-    """Turns one choice's deltas into pieces.
+    """Turns one choice's deltas into pieces. `one_call`: of the calls, only the first is kept.
 
     Attributes:
       reasoning_tokens: number of tokens so far that belong to the reasoning.
     """
 
-    def __init__(self, splitter: Splitter | None, tools: ToolParser | None, shows_reasoning: bool = True):
+    def __init__(
+        self,
+        splitter: Splitter | None,
+        tools: ToolParser | None,
+        shows_reasoning: bool = True,
+        *,
+        one_call: bool = False,
+    ):
         self._splitter, self._tools, self._shows_reasoning = splitter, tools, shows_reasoning
+        self._one_call = one_call
         if splitter is not None and tools is not None:
             splitter.passes_messages = tools.reads_messages
         self._held: Piece | None = None  # tokens whose text is still held back
@@ -61,41 +65,31 @@ class OutputParser:
         piece.token_ids += delta.token_ids
         piece.logprobs += delta.logprobs
         piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
-        piece.content = self._read(delta, piece) if self._splitter or self._tools else delta.text
+        self._read(delta, piece)
         if piece.is_empty:
             self._held = piece
             return None
         return piece
 
-    def _read(self, delta: ChoiceDelta, piece: Piece) -> str:
-        """Adds reasoning and calls to a piece; returns the content."""
-        text, ended = delta.text, delta.finish_reason is not None
+    def _read(self, delta: ChoiceDelta, piece: Piece) -> None:
+        """Adds reasoning, content and calls to a piece."""
+        text, ended, is_cut = delta.text, delta.finish_reason is not None, delta.finish_reason == "length"
         if (splitter := self._splitter) is not None:
             if splitter.reasons:
                 self.reasoning_tokens += len(delta.token_ids)
             reasoning, text = splitter.push(text)
             if ended:
-                more, rest = splitter.finish()
+                more, rest = splitter.finish(is_cut)
                 reasoning, text = reasoning + more, text + rest
             piece.reasoning = reasoning if self._shows_reasoning else ""
         if (tools := self._tools) is None:
-            return text
-        parsed = tools.push(text)
-        piece.calls, content = parsed.calls, parsed.content
+            piece.add(text)
+            return
+        parts = tools.push(text).parts
         if ended:
-            last = tools.finish()
-            piece.calls, content = merge_calls([*piece.calls, *last.calls]), content + last.content
+            parts += tools.finish(is_cut).parts
             if tools.num_calls and delta.finish_reason == "stop":
                 piece.finish_reason = "tool_calls"
-        return content
-
-
-def merge_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
-    """Joins the deltas of each call."""
-    merged: dict[int, CallDelta] = {}
-    for delta in deltas:
-        if (call := merged.get(delta.index)) is None:
-            merged[delta.index] = delta
-        else:
-            call.arguments += delta.arguments
-    return list(merged.values())
+        for part in parts:
+            if isinstance(part, str) or part.index == 0 or not self._one_call:
+                piece.add(part)

@@ -37,9 +37,8 @@ async def create_message(http: HTTPRequest) -> Response:
         return noticed(EventStream(_stream(run, writer), closing=b"", on_error=_error_event), body.notices())
 
     async def whole() -> Response:
-        (piece,) = await run.collect()
-        list(writer.piece(piece))
-        list(writer.end(piece))
+        async for _ in _stream(run, writer):
+            pass
         return Response(to_json(writer.message), media_type="application/json")
 
     return noticed(await run_until_disconnect(http.receive, whole()), body.notices())
@@ -101,10 +100,11 @@ class _Writer:
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.reasoning:
             yield from self._append("thinking", "thinking", piece.reasoning, signature="")
-        if piece.content:
-            yield from self._append("text", "text", piece.content)
-        for call in piece.calls:
-            yield from self._call(call)
+        for part in piece.parts:
+            if isinstance(part, str):
+                yield from self._append("text", "text", part)
+            else:
+                yield from self._call(part)
 
     def end(self, piece: Piece) -> Iterator[bytes]:
         yield from self._close()

@@ -97,10 +97,10 @@ class _Answer:
         return message | self._calls(piece)
 
     def _calls(self, piece: Piece, *, numbered: bool = False) -> dict[str, Any]:
-        """The calls in the shape of the request. A request with `functions` gets only the first call."""
+        """The calls in the shape of the request. An answer to `functions` has at most one."""
         if self._body.is_legacy:
-            first = [_call(call)["function"] for call in piece.calls if call.index == 0]
-            return {"function_call": first[0]} if first else {}
+            functions = [_call(call)["function"] for call in piece.calls]
+            return {"function_call": functions[0]} if functions else {}
         calls = [{**({"index": call.index} if numbered else {}), **_call(call)} for call in piece.calls]
         return {"tool_calls": calls} if calls else {}
 

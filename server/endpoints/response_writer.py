@@ -23,7 +23,7 @@ from jaxserve.server.schemas.response_items import sealed
 from jaxserve.server.schemas.response_tools import LOCAL_SHELL, ToolMap, shell_action
 from jaxserve.server.schemas.responses import ResponsesRequest
 from jaxserve.server.tools.base import CallDelta
-from jaxserve.server.tools.call_arguments import StringReader
+from jaxserve.server.tools.call_arguments import StringReader, loads
 from jaxserve.text.tokenizer import Tokenizer
 
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}  # an item's type -> its part's type
@@ -92,10 +92,15 @@ class ResponseWriter:
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.reasoning:
             yield from self._text("reasoning", piece.reasoning)
-        if piece.content:
-            yield from self._text("message", piece.content, piece)
-        for call in piece.calls:
-            yield from self._call(call)
+        scores = self._scores(piece)
+        for part in piece.parts:
+            if isinstance(part, str):
+                yield from self._text("message", part, scores)
+                scores = []
+            else:
+                yield from self._call(part)
+        if piece.finish_reason is not None and self._open is not None and self._open["type"] == "message":
+            self._open["content"][0]["logprobs"] += scores  # of the token that ended the text
 
     def end(self, reason: str | None, usage: Usage) -> Iterator[bytes]:
         """Completes the response. `reason`: the last piece's finish_reason."""
@@ -157,17 +162,20 @@ class ResponseWriter:
             item["content"].append(part | {"annotations": [], "logprobs": []} if kind == "message" else part)
             yield self._event("content_part.added", **self._place, part=item["content"][0])
 
-    def _text(self, kind: str, text: str, piece: Piece | None = None) -> Iterator[bytes]:
+    def _scores(self, piece: Piece) -> list[dict[str, Any]]:
+        """The log-probabilities of a piece's tokens, if the client asked for them."""
+        return [] if self._logprobs is None else logprobs_json(self._tokenizer, piece.logprobs, self._logprobs)
+
+    def _text(self, kind: str, text: str, scores: list[dict[str, Any]] | None = None) -> Iterator[bytes]:
         if self._open is None or self._open["type"] != kind:
             fields: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
             yield from self._begin_item(kind, **fields)
         part = self._output[-1]["content"][0]
         part["text"] += text
         more: dict[str, Any] = {}
-        if piece is not None:
-            top = self._logprobs
-            more["logprobs"] = [] if top is None else logprobs_json(self._tokenizer, piece.logprobs, top)
-            part["logprobs"] += more["logprobs"]
+        if scores is not None:
+            more["logprobs"] = scores
+            part["logprobs"] += scores
         yield self._event(f"{part['type']}.delta", **self._place, delta=text, **more)
 
     def _call(self, call: CallDelta) -> Iterator[bytes]:
@@ -206,7 +214,7 @@ class ResponseWriter:
         item, self._open = self._open, None
         if item is None:
             return
-        item["status"] = status
+        item["status"] = "completed" if self._is_whole_call(item) else status
         match item["type"]:
             case "function_call":
                 whole = {"name": item["name"], "arguments": item["arguments"]}
@@ -224,6 +232,12 @@ class ResponseWriter:
                 if kind == "reasoning" and self._seals:
                     item["encrypted_content"] = sealed(part["text"])
         yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _is_whole_call(self, item: dict[str, Any]) -> bool:
+        """Whether the last item is a call with all its arguments, which the end of the response has not cut."""
+        if item["type"] not in _CALLS.values():
+            return False
+        return isinstance(loads(self._calls[-1].function.arguments), dict)  # type: ignore[union-attr, arg-type]
 
     def encoded(self) -> bytes:
         return to_json(self.response)

@@ -177,8 +177,10 @@ class _Work:
         self._log: EventLog | None = None
 
     async def whole(self) -> None:
-        (piece,) = await self._run.collect()
-        self._take(piece)
+        async with contextlib.aclosing(self._run.pieces()) as batches:
+            async for pieces in batches:
+                for piece in pieces:
+                    self._take(piece)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         writer, begun = self.writer, False

@@ -81,12 +81,13 @@ class Splitter:
         rest, self._buffer = self._buffer, ""
         return reasoning, rest
 
-    def finish(self) -> tuple[str, str]:
-        """Ends the text; returns (reasoning, rest) that was held back."""
-        held, self._buffer = self._buffer, ""
+    def finish(self, is_cut: bool = False) -> tuple[str, str]:
+        """Ends the text; returns (reasoning, rest) that was held back. If the limit of tokens cut the text (`is_cut`),
+        half a mark is neither."""
+        held, self._buffer = _without_mark(self._buffer, is_cut), ""
         if self.reasons:
             return held.rstrip() if self._begun else held.strip(), ""
-        return "", self._unwrapper.push(held) + self._unwrapper.finish() if self._unwrapper else held
+        return "", self._unwrapper.push(held) + self._unwrapper.finish(is_cut) if self._unwrapper else held
 
     def _begin(self) -> None:
         start = self._buffer.lstrip()
@@ -140,9 +141,9 @@ class Unwrapper:
             shown, self._buffer = shown + self._buffer, ""
         return shown
 
-    def finish(self) -> str:
-        """Ends the text; returns what was held back."""
-        held, self._buffer = self._buffer, ""
+    def finish(self, is_cut: bool = False) -> str:
+        """Ends the text; returns what was held back; see Splitter.finish."""
+        held, self._buffer = _without_mark(self._buffer, is_cut), ""
         return held if self._state in ("begin", "inside") else ""
 
     def _begin(self) -> None:
@@ -165,6 +166,11 @@ class Unwrapper:
         shown = before[: len(before) - held].rstrip()
         self._buffer = before[len(shown) :]
         return shown
+
+
+def _without_mark(held: str, is_cut: bool) -> str:
+    """A text that was held back: white space, and half a mark, which is left out if the text was cut."""
+    return held[: len(held) - len(held.lstrip())] if is_cut else held
 
 
 def ends_inside(prompt: str, opening: str = OPENING, closing: str = CLOSING) -> bool | None:

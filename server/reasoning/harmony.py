@@ -59,8 +59,8 @@ class HarmonySplitter(Splitter):
     def push(self, text: str) -> tuple[str, str]:
         return self._texts(self._reader.push(text))
 
-    def finish(self) -> tuple[str, str]:
-        return self._texts(self._reader.finish())
+    def finish(self, is_cut: bool = False) -> tuple[str, str]:
+        return self._texts(self._reader.finish(is_cut))
 
     def _texts(self, parts: list[Part]) -> tuple[str, str]:
         reasoning = rest = ""

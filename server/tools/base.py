@@ -7,7 +7,7 @@ cut into pieces does not change the joined result.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -25,17 +25,38 @@ class CallDelta(msgspec.Struct, kw_only=True):
 
 
 class Parsed(msgspec.Struct):
-    """What a parser found in a piece of text."""
+    """What a parser found in a piece of text: content and calls, in the order of the text."""
 
-    content: str = ""
-    calls: list[CallDelta] = []
+    parts: list[str | CallDelta] = []
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.parts if isinstance(part, CallDelta)]
+
+    def add(self, part: str | CallDelta) -> None:
+        """Appends a part. It is joined with the last one if both are text, or parts of the same call."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(part, str) and isinstance(last, str):
+            self.parts[-1] = last + part
+        elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and part.index == last.index:
+            last.arguments += part.arguments
+        elif part:
+            self.parts.append(part)
 
 
 class ToolParser:
     """Base of the parsers. A subclass begins in the state `outside`, and may set `self.state` to others.
 
     A state is a method that takes text from `self.buffer`, which is not empty. It returns True if the parser shall call
-    the next state at once, and False if it needs more text first. White space between content and calls is dropped.
+    the next state at once, and False if it needs more text first.
+
+    White space between two texts is kept, also where calls stand between them. White space between two marks belongs to
+    the format. In an answer with calls, white space that no text precedes, or that no text follows, is dropped: it is
+    what templates write around calls.
 
     Attributes:
       tools: name -> JSON schema of the parameters.
@@ -54,8 +75,10 @@ class ToolParser:
         self._scanner: CallScanner | None = None
         self._value = ValueScanner()
         self._sent: int | None = None  # characters of the current call's arguments returned so far; None: no call
-        self._space = ""  # white space that is dropped if a call follows
-        self._after_call = False
+        self._has_text = False  # some content has been returned
+        self._space = ""  # white space after that content, which is held back until more follows
+        self._gap: str | None = None  # white space since the last mark; None: no mark since the last content
+        self._last = ""  # the character before the buffer, if it is content
         self._out = Parsed()
 
     def push(self, text: str) -> Parsed:
@@ -66,11 +89,18 @@ class ToolParser:
         out, self._out = self._out, Parsed()
         return out
 
-    def finish(self) -> Parsed:
-        """Ends the text; returns what was held back."""
-        self.at_end()
-        if not self._after_call:
-            self._out.content += self._space
+    def finish(self, is_cut: bool = False) -> Parsed:
+        """Ends the text; returns what was held back.
+
+        `is_cut`: the limit of tokens cut the text. Then half a mark is dropped, and so is a call whose arguments have
+        not begun. Arguments that have begun stay as they are.
+        """
+        if is_cut:
+            self.at_cut()
+        else:
+            self.at_end()
+        if self._gap is None or not self.num_calls:
+            self._out.add(self._space + (self._gap or ""))
         out, self._out = self._out, Parsed()
         return out
 
@@ -84,32 +114,42 @@ class ToolParser:
         if self.state == self.outside:
             self.content(self.buffer)
 
+    def at_cut(self) -> None:
+        """Handles the end of a text that was cut: what is unfinished is dropped."""
+        if self.state == self.outside and self.buffer[:1].isalnum() and self._last.isalnum():
+            self.content(self.buffer)  # the end of a word, which is no mark
+
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
 
     # Methods that add to the result
 
     def content(self, text: str) -> None:
-        if self._after_call:
-            text = text.lstrip()
-            self._after_call = not text
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        self._out.content += shown
+        self._last = text[-1:] or self._last
+        begun = text.lstrip()
+        space = text[: len(text) - len(begun)]
+        if self._gap is None:
+            self._space += space
+        else:
+            self._gap += space
+        if not begun:
+            return
+        if self._has_text or not self.num_calls:
+            self._out.add(self._space + (self._gap or ""))
+        shown = begun.rstrip()
+        self._out.add(shown)
+        self._space = begun[len(shown) :]
+        self._has_text, self._gap = True, None
 
     def begin_call(self, name: str) -> None:
-        self._space, self._after_call = "", True
-        self._out.calls.append(CallDelta(index=self.num_calls, id=self.new_id(), name=name))
+        self._gap = ""
+        self._out.add(CallDelta(index=self.num_calls, id=self.new_id(), name=name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """Adds text to the latest call's arguments."""
-        if not text:
-            return
-        if not self._out.calls:
-            self._out.calls.append(CallDelta(index=self.num_calls - 1))
-        self._out.calls[-1].arguments += text
+        if text:
+            self._out.add(CallDelta(index=self.num_calls - 1, arguments=text))
 
     # States and helpers that several formats use
 
@@ -121,10 +161,17 @@ class ToolParser:
             place, mark = min(found)
             before, self.buffer = self.buffer[:place], self.buffer[place + len(mark) :]
             return before, mark
-        held = max((n for mark in marks for n in range(1, len(mark)) if self.buffer.endswith(mark[:n])), default=0)
-        place = len(self.buffer) - held
+        place = len(self.buffer) - begun_mark(self.buffer, marks)
         before, self.buffer = self.buffer[:place], self.buffer[place:]
         return before, None
+
+    def content_until(self, *marks: str) -> str | None:
+        """Takes the buffer as `take_until` does, the text as content; returns the mark."""
+        before, mark = self.take_until(*marks)
+        self.content(before)
+        if mark is not None:
+            self._gap = self._last = ""
+        return mark
 
     def begin_json(self, raw: str = "") -> None:
         """Makes `json_call` the next state. `raw`: the marks before the call, which become content if none follows."""
@@ -170,10 +217,6 @@ class ToolParser:
     def begin_named(self, name: str) -> None:
         """Begins a call and makes `json_value` the next state, which takes its arguments, a JSON object."""
         self.begin_call(name)
-        self.begin_json_value()
-
-    def begin_json_value(self) -> None:
-        """Makes `json_value` the next state, which takes the arguments of the call that has begun."""
         self._value, self.state = ValueScanner(), self.json_value
 
     def json_value(self) -> bool:
@@ -185,3 +228,8 @@ class ToolParser:
             self.after_json()
             return True
         return False
+
+
+def begun_mark(text: str, marks: Iterable[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)

@@ -33,8 +33,7 @@ class JSONListParser(ToolParser):
     _before = ""  # text since the opening, which becomes content if no call follows
 
     def outside(self) -> bool:
-        before, mark = self.take_until(*self.openings, *self.closings)
-        self.content(before)
+        mark = self.content_until(*self.openings, *self.closings)
         if mark in self.openings:
             self._before, self.state = mark, self.items
         return mark is not None

@@ -113,15 +113,17 @@ def _json_of(text: str) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
-def strict_arguments(
-    function: Called, parts: list[tuple[str, Grammar]], before: Callable[[str], str], value_end: str
+def arguments_syntax(
+    function: Called, parts: list[tuple[str, Grammar]], before: Callable[[str], str], value_end: str, free: str
 ) -> str:
-    """The Lark expression for a strict function's arguments, in the order of its schema. Adds the schemas of values to
-    `parts`.
+    """The Lark expression for a function's arguments, in the order of the schema. Adds schemas of values to `parts`.
 
     `before(key)`: the expression for the key and marks before the value. The format's rule `text` must match any text
-    and the mark after it. In schemas of type "string", only `enum` is enforced.
+    and the mark after it. In schemas of type "string", only `enum` is enforced. `free`: the expression for arguments of
+    any names.
     """
+    if not function.is_strict or function.is_open:
+        return free
     end, expressions = quoted(value_end), []
     for key, schema in function.properties.items():
         schema = schema if isinstance(schema, dict) else {}

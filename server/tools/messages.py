@@ -104,14 +104,16 @@ class MessageReader:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
-        """Ends the text; returns what was held back. An incomplete header is dropped."""
-        if self.message is None and "<|" not in self._buffer and self._buffer.strip() and not self._is_named:
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """Ends the text; returns what was held back. An incomplete header is dropped. If the limit of tokens cut the
+        text (`is_cut`), so is half a mark, and the last message does not end."""
+        is_text = "<|" not in self._buffer and self._buffer.strip() and not self._is_named
+        if self.message is None and is_text and not is_cut:
             self._begin(Message())
         held, self._buffer = self._buffer, ""
         if self.message is None:
             return []
-        return [Part(self.message, held, self._take_before(), self._is_new, ends=True)]
+        return [Part(self.message, "" if is_cut else held, self._take_before(), self._is_new, ends=not is_cut)]
 
     def rest(self) -> str:
         """Ends the text; returns all that no part has had."""

@@ -20,7 +20,7 @@ class Called(msgspec.Struct, frozen=True):
     Attributes:
       rule: the grammar's rule for the arguments as JSON.
       schema: the JSON schema of the arguments, an object.
-      is_strict: the arguments must satisfy the schema.
+      is_strict: the arguments must satisfy the schema. Otherwise they are any object.
     """
 
     name: str
@@ -32,6 +32,11 @@ class Called(msgspec.Struct, frozen=True):
     def properties(self) -> dict[str, Any]:
         found = self.schema.get("properties")
         return found if isinstance(found, dict) else {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the schema says nothing of the arguments' names."""
+        return not self.properties and self.schema.get("additionalProperties") is not False
 
     @property
     def required(self) -> list[str]:

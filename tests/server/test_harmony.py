@@ -34,7 +34,7 @@ THOUGHT = "<|channel|>analysis<|message|>Hm,\n\n{.<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 GO = '<|channel|>commentary to=functions.go <|constrain|>json<|message|>{"v": 1}'
 GO_FIRST = ' to=functions.go<|channel|>commentary json<|message|>{"v": 1}'
-STAY = '<|channel|>commentary to=functions.stay<|message|>{"any": 1}'
+STAY = "<|channel|>commentary to=functions.stay<|message|>{}"
 FINAL = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 MODULE = importlib.import_module("jaxserve.server.tools.parsers.harmony")
@@ -93,8 +93,8 @@ def test_forced_calls(model, reasons):
             assert not reads(model, grammar, call.replace("go", "run"))
         assert not reads(model, grammar, FINAL + "Four.")
         assert not reads(model, grammar, FINAL + '{"x": true}')
-        assert not reads(model, grammar, STAY)
-    assert reads(model, required, STAY.replace('"any": 1', ""))
+        assert reads(model, grammar, STAY) == (grammar is not named)
+        assert not reads(model, grammar, STAY.replace("{}", '{"any": 1}'))
     assert reads(model, required, GO + NEXT + GO_FIRST)
     assert not reads(model, single, GO + NEXT + GO)
 
@@ -106,6 +106,7 @@ def test_calls_or_the_form_or_any_text(model):
         for text in (GO, THOUGHT + GO_FIRST, THOUGHT + PREAMBLE + THOUGHT + STAY):
             assert reads(model, grammar, text)
         assert not reads(model, grammar, GO.replace("1", "true"))
+        assert not reads(model, grammar, STAY.replace("{}", '{"any": 1}'))
         assert reads(model, grammar, THOUGHT + FINAL + "Four.") == (grammar is bound)
         assert reads(model, grammar, THOUGHT + FINAL + '{"x": true}')
         assert not reads(model, grammar, "Four.")

@@ -64,6 +64,35 @@ def test_forced_calls(client):
     assert [(block.name, block.input) for block in message.content] == [("get_weather", {"city": "Rom"})]
 
 
+def both(client, text: str, **options) -> list:
+    """The message whole and from a stream."""
+    with client.messages.stream(**body(text, **options)) as stream:
+        return [client.messages.create(**body(text, **options)), stream.get_final_message()]
+
+
+def test_text_around_calls_and_one_call(client):
+    text = f"Before.\n{CALL}\nAfter.{CALL}"
+    for message in both(client, text, tools=TOOLS):
+        assert [block.type for block in message.content] == ["text", "tool_use", "text", "tool_use"]
+        assert [block.text for block in message.content[::2]] == ["Before.", "\n\nAfter."]
+    for message in both(client, text, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}):
+        assert [block.type for block in message.content] == ["text", "tool_use", "text"]
+        assert message.stop_reason == "tool_use"
+
+
+def test_a_call_that_was_cut(client):
+    text = '[{"name": "get_weather", "parameters": {"city": "Rom"}}, {"name": "get_weather", "parameters": {}}]'
+    numbers = set()
+    for limit in range(1, 100, 4):
+        for message in both(client, text, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=limit):
+            assert all(block.type == "tool_use" for block in message.content)
+            if message.stop_reason == "max_tokens":
+                numbers.add(len(message.content))
+        if message.stop_reason == "tool_use":
+            break
+    assert {0, 1} <= numbers
+
+
 def test_the_next_turn(client, scripted):
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},

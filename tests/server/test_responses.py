@@ -121,6 +121,50 @@ def test_order_of_events(scripted):
     assert scripted.http().get(f"/v1/responses/{last['id']}").json() == last
 
 
+def both(client, text: str, **options) -> list:
+    """The response whole and from a stream."""
+    with client.responses.stream(model=MODEL, input=f"SAY({text})SAY", **options) as stream:
+        return [ask(client, text, **options), list(stream)[-1].response]
+
+
+def items(response) -> list[tuple[str, str, str]]:
+    """Each item's type, status, and text or arguments."""
+    return [
+        (item.type, item.status, item.content[0].text if item.type == "message" else item.arguments)
+        for item in response.output
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "kinds"),
+    [
+        (f"Before.\n{CALL}\nAfter.", {}, ["message", "function_call", "message"]),
+        (f"{CALL}After.{CALL}", {}, ["function_call", "message", "function_call"]),
+        (f"Look. {CALL}{CALL}", {"parallel_tool_calls": False}, ["message", "function_call"]),
+    ],
+)
+def test_items_come_in_the_order_of_the_text(client, text, options, kinds):
+    result, told = both(client, text, tools=TOOLS, **options)
+    assert [(item.type, item.status) for item in result.output] == [(kind, "completed") for kind in kinds]
+    assert items(result) == items(told)
+
+
+def test_items_of_a_response_that_was_cut(client):
+    """A call that is whole is completed, and what is unfinished is no item, whole and streamed."""
+    text = '[{"name": "get_weather", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "Rom"}}]'
+    seen = set()
+    for limit in range(4, 100, 3):
+        result, told = both(client, text, tools=TOOLS, tool_choice="required", max_output_tokens=limit)
+        if result.status == "completed":
+            break
+        assert items(result) == items(told)
+        assert (result.status, told.status, result.output_text) == ("incomplete", "incomplete", "")
+        seen.add(tuple((item.type, item.status) for item in result.output))
+    call = "function_call"
+    assert ((call, "completed"),) in seen
+    assert ((call, "completed"), (call, "incomplete")) in seen
+
+
 def test_stream_through_the_client(client):
     with client.responses.stream(model=MODEL, input="SAY(Hello you.)SAY") as stream:
         kinds = [event.type for event in stream]

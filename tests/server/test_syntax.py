@@ -156,6 +156,35 @@ def test_calls_or_the_form_or_any_text(model, name, has_form):
     assert reads(model, single, two) not in ("whole", "part")
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name][3]])
+def test_arguments_follow_the_schema_wherever_a_grammar_runs(model, name):
+    """Also those of functions that are not strict. A schema without names allows any."""
+    call = CALLS[name][0]
+    for schema, is_bound in ((NODE, True), ({"type": "object"}, False)):
+        tools = [Tool(Function("go", parameters=schema))]
+        called, single = functions(name, tools=tools), functions(name, many=False, tools=tools)
+        for grammar in (answer_grammar(FORM, called, None), answer_grammar(None, single, None)):
+            assert reads(model, grammar, call) == "whole"
+            wrong = reads(model, grammar, call.replace("1", '"a"').replace("null", '"b"'))
+            assert (wrong == "whole") != is_bound
+
+
+def test_schemas_that_are_too_large_to_enforce_are_no_reason_to_refuse(model):
+    large = {**NODE, "description": "x" * 2**19}
+    deep = {"type": "object"}
+    for _ in range(70):
+        deep = {"type": "object", "properties": {"n": deep}}
+    for schema in (large, deep):
+        tools = [Tool(Function("go", parameters=schema))]
+        grammar = answer_grammar(FORM, functions("hermes", tools=tools), None)
+        call = CALLS["hermes"][0]
+        assert reads(model, grammar, call.replace("1", '"a"')) == "whole"
+        assert reads(model, grammar, call.replace("go", "run")) not in ("whole", "part")
+    both = [Tool(Function("stay", parameters=large)), TOOLS[0]]
+    grammar = answer_grammar(FORM, functions("hermes", tools=both), None)
+    assert reads(model, grammar, CALLS["hermes"][0].replace("1", '"a"')) not in ("whole", "part")
+
+
 def test_llama_4_s_marks(model):
     grammar = answer_grammar(FORM, functions("llama4_pythonic"), None)
     assert reads(model, grammar, "<|python_start|>[go(v=1, next=None)]<|python_end|>") == "whole"
@@ -166,7 +195,7 @@ def test_llama_4_s_marks(model):
 def test_what_is_drawn_is_what_the_parser_reads(model, name):
     """Random tokens among those that are allowed: calls that satisfy their schemas, or the form."""
     tokenizer, compiler = model
-    called = functions(name, tools=TOOLS[:1])
+    called = functions(name, tools=[Tool(Function("go", parameters=NODE))])
     grammar = answer_grammar(FORM, called, Thoughts("<think>", "</think>", False))
     compiled = compiler.compile(grammar).future.result()
     chance, seen = np.random.default_rng(3), set()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.chat.output_parser import OutputParser, Piece, merge_calls
+from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.plugins import find, names
 from jaxserve.server.schemas.chat import ChatRequest
 from jaxserve.server.tools.choice import (
@@ -501,9 +501,18 @@ def parse(make, pieces: list[str]) -> tuple[str, str, list[tuple[str, dict]]]:
         assert (delta.name is not None) == (delta.id is not None) == (delta.index not in seen)
         seen.add(delta.index)
     assert sorted(seen) == list(range(len(seen)))
-    calls = [(call.name, json.loads(call.arguments)) for call in merge_calls(deltas)]
+    whole = joined(shown)
+    calls = [(call.name, json.loads(call.arguments)) for call in whole.calls]
     assert shown[-1].finish_reason == ("tool_calls" if calls else "stop")
-    return "".join(piece.reasoning for piece in shown), "".join(piece.content for piece in shown), calls
+    return whole.reasoning, whole.content, calls
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    """Pieces as one, as they are joined for an answer that is not streamed."""
+    whole = Piece(index=0)
+    for piece in pieces:
+        whole.extend(piece)
+    return whole
 
 
 def cuts(text: str):
@@ -562,18 +571,159 @@ def test_streamed_and_whole_answers_agree(name, data):
         text = good[:at] + text + good[at + data.draw(st.integers(0, 3)) :]
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
-    whole = raw_parse(name, [text])
-    assert raw_parse(name, pieces) == whole
-    assert raw_parse(name, list(text)) == whole
+    reason = data.draw(st.sampled_from(["stop", "length"]))
+    whole = raw_parse(name, [text], reason)
+    assert raw_parse(name, pieces, reason) == whole
+    assert raw_parse(name, list(text), reason) == whole
 
 
-def raw_parse(name: str, pieces: list[str]) -> tuple[str, list[tuple[str | None, str]]]:
+def raw_parse(name: str, pieces: list[str], reason: str = "stop") -> tuple[str, list[tuple[str | None, str]]]:
     """Content and calls; the arguments as texts, because a damaged call's may be no JSON."""
     parser = parser_of(name)()
     shown = [parser.push(ChoiceDelta(index=0, text=text, token_ids=[0])) for text in pieces]
-    shown.append(parser.push(ChoiceDelta(index=0, text="", token_ids=[], finish_reason="stop")))
-    calls = merge_calls([call for piece in shown if piece for call in piece.calls])
-    return "".join(piece.content for piece in shown if piece), [(call.name, call.arguments) for call in calls]
+    shown.append(parser.push(ChoiceDelta(index=0, text="", token_ids=[], finish_reason=reason)))
+    whole = joined([piece for piece in shown if piece is not None])
+    return whole.content, [(call.name, call.arguments) for call in whole.calls]
+
+
+# Two calls in each format, without text around them
+TWO_CALLS = [
+    (name, text.removeprefix(content).strip())
+    for name, text, content, calls in CASES.values()
+    if calls == [PARIS, ADD] and name != "harmony"
+]
+TWO_CALLS.append(("qwen3_coder", dict(TWO_CALLS)["seed_oss"].replace("seed:", "")))
+HARMONY_CALLS = CASES["harmony, a preamble and two"][1].partition("<|end|>")[2].strip()
+
+
+def test_every_format_has_two_calls():
+    assert {name for name, _ in TWO_CALLS} | {"harmony"} == set(names("jaxserve.server.tools.parsers"))
+
+
+@pytest.mark.parametrize(("name", "calls"), TWO_CALLS)
+def test_white_space_around_calls(name, calls):
+    """It is kept between two texts. Beside a call where no text follows or precedes, it is that of the format."""
+    edges = [(f" Before. \n\n{calls}\n", " Before."), (f"{calls}\n\nAfter.", "After."), (f"\n{calls} ", "")]
+    for text, content in edges[1:] if name == "pythonic" else edges:  # calls begin the answers of pythonic
+        for pieces in ([text], list(text)):
+            assert parse(parser_of(name), pieces) == ("", content, [PARIS, ADD]), pieces
+    if name != "pythonic":
+        for pieces in cuts(f"Before.\n{calls} \n\tAfter.\n"):
+            assert parse(parser_of(name), pieces) == ("", "Before.\n \n\tAfter.\n", [PARIS, ADD]), pieces
+
+
+def test_white_space_of_messages_around_calls():
+    final = "<|start|>assistant<|channel|>final<|message|>"
+    text = f"{final}Before.\n<|end|>{HARMONY_CALLS}<|end|>{final}After. <|return|>"
+    for pieces in cuts(text):
+        assert parse(parser_of("harmony"), pieces) == ("", "Before.\n\n\nAfter. ", [PARIS, ADD]), pieces
+
+
+def test_parts_come_in_the_order_of_the_text():
+    """Also where one delta holds several."""
+    name, calls = TWO_CALLS[0]
+    piece = parser_of(name)().push(ChoiceDelta(index=0, text=f"Before.{calls}After.", finish_reason="stop"))
+    assert [part if isinstance(part, str) else part.name for part in piece.parts] == [
+        "Before.", "get_weather", "add", "After.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "calls"), [*TWO_CALLS, ("harmony", HARMONY_CALLS)])
+def test_one_call_at_a_time(name, calls):
+    """The first is kept, and text after the others."""
+    module = importlib.import_module(f"jaxserve.server.tools.parsers.{name}")
+    after = "" if name == "harmony" else "\nAfter."
+    for pieces in cuts(calls + after):
+        result = parse(lambda: OutputParser(None, module.Parser(TOOLS), one_call=True), pieces)
+        assert result == ("", after.strip(), [PARIS]), pieces
+
+
+def cut_parse(make, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, content and calls of a text that the limit of tokens ended."""
+    parser = make()
+    shown = [parser.push(ChoiceDelta(index=0, text=text)) for text in pieces[:-1]]
+    shown.append(parser.push(ChoiceDelta(index=0, text=pieces[-1], finish_reason="length")))
+    whole = joined([piece for piece in shown if piece is not None])
+    assert whole.finish_reason == "length"
+    return whole.reasoning, whole.content, [(call.name, call.arguments) for call in whole.calls]
+
+
+def check_cuts(make, text: str, content: str, calls: list[tuple[str, str]], reasoning: str = "") -> None:
+    """Cuts a text at every place. What is read is the beginning of what the whole text holds, and nothing else."""
+    for place in range(1, len(text) + 1):
+        shown = cut_parse(make, [text[:place]])
+        pieces = [text[: place // 2], text[place // 2 : place]] if place % 9 else list(text[:place])
+        assert cut_parse(make, pieces) == shown
+        assert reasoning.startswith(shown[0]), text[:place]
+        assert content.startswith(shown[1].rstrip()), text[:place]
+        for i, (name, arguments) in enumerate(shown[2]):
+            is_last = i == len(shown[2]) - 1
+            assert name == calls[i][0]
+            assert arguments, text[:place]
+            assert calls[i][1].startswith(arguments) if is_last else arguments == calls[i][1], text[:place]
+    assert shown == (reasoning, content, calls)
+
+
+@pytest.mark.parametrize(("name", "calls"), TWO_CALLS)
+def test_what_a_cut_leaves_unfinished_is_neither_text_nor_a_call(name, calls):
+    text = calls if name == "pythonic" else f"Before.\n{calls}"
+    _, found = raw_parse(name, [text])
+    check_cuts(parser_of(name), text, "" if name == "pythonic" else "Before.", found)
+
+
+def test_cut_messages():
+    module = importlib.import_module("jaxserve.server.reasoning.harmony")
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Before.<|end|>"
+    text += HARMONY_CALLS
+    _, found = raw_parse("harmony", [text])
+    check_cuts(
+        lambda: OutputParser(module.splitter("<|start|>assistant"), module.tool_format.Parser(TOOLS)),
+        text, "Before.", found, "Hm.",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["auto", "required", "named"])
+def test_cut_reasoning_and_calls(mode):
+    """Half a mark of reasoning is neither reasoning nor arguments."""
+    qwen3 = importlib.import_module("jaxserve.server.reasoning.qwen3")
+    arguments = [json.dumps(arguments) for _, arguments in (PARIS, ADD)]
+    answer = {
+        "auto": dict(TWO_CALLS)["hermes"],
+        "required": json.dumps([{"name": name, "parameters": arguments} for name, arguments in (PARIS, ADD)]),
+        "named": arguments[0],
+    }[mode]
+    calls = [("get_weather", arguments[0]), ("add", arguments[1])]
+
+    def make():
+        hermes = importlib.import_module("jaxserve.server.tools.parsers.hermes")
+        return OutputParser(qwen3.splitter(""), hermes.Parser(TOOLS) if mode == "auto" else forced_parser(TOOLS, mode))
+
+    text = f"<think>\nHm.\n</think>\n\n{answer}"
+    check_cuts(make, text, "", calls[:1] if mode == "named" else calls, "Hm.")
+    check_cuts(make, answer, "", calls[:1] if mode == "named" else calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "a < b"),
+        ("hermes", "<tool_call> is a mark"),
+        ("phi4", "a list of"),  # the end of a word, with which `functools[` begins
+        ("llama3_json", '{"title": "A story", "pages": [1, 2'),
+        ("llama3_json", '{"name": "Bob", "age": 3'),
+        ("pythonic", "[1, 2"),
+        ("gemma", "```python\nprint("),
+    ],
+)
+def test_a_cut_text_that_is_no_call_stays(name, text):
+    for pieces in cuts(text):
+        assert cut_parse(parser_of(name), pieces) == ("", text, [])
+
+
+def test_the_beginning_of_a_mark_is_text_where_the_model_stopped():
+    for name in FRAGMENTS:
+        if name not in ("harmony", "llama3_json"):
+            assert raw_parse(name, ["Two <"]) == ("Two <", [])
 
 
 def test_every_format_has_cases():
@@ -747,9 +897,11 @@ def test_streamed_and_whole_reasoning_agree(name, data):
     text = "".join(data.draw(st.lists(st.sampled_from([*marks, " ", "\n", "text", "Here"]), min_size=1, max_size=9)))
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
 
+    is_cut = data.draw(st.booleans())
+
     def split(pieces):
         parser = module.splitter(prompt)
-        parts = [*map(parser.push, pieces), parser.finish()]
+        parts = [*map(parser.push, pieces), parser.finish(is_cut)]
         return ["".join(part[i] for part in parts) for i in range(2)]
 
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]

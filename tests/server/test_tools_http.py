@@ -80,6 +80,58 @@ def test_a_cut_stays_length(client):
     assert not result.message.tool_calls or "Köln" not in result.message.tool_calls[0].function.arguments
 
 
+def whole(client, text: str, **options) -> tuple[str, list, str]:
+    """Content, names and arguments of calls, and the finish reason."""
+    choice = ask(client, text, **options).choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    assert choice.message.content is not None or calls
+    return choice.message.content or "", calls, choice.finish_reason
+
+
+def from_stream(client, text: str, **options) -> tuple[str, list, str]:
+    message, choices = streamed(client, text, **options)
+    return message["content"], [(call[1], call[2]) for call in message["calls"].values()], choices[-1].finish_reason
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+FORCED = json.dumps([{"name": "get_weather", "parameters": {"city": city}} for city in ("Rom", "Ulm")])
+
+
+@pytest.mark.parametrize("get", [whole, from_stream])
+def test_one_call_at_a_time(client, get):
+    for options, text, content in (
+        ({}, f"Look.\n{CALL}\n{CALL}\nDone.", "Look.\n\nDone."),
+        ({"tool_choice": "required"}, FORCED, ""),
+    ):
+        said, calls, reason = get(client, text, tools=[WEATHER], parallel_tool_calls=False, **options)
+        assert (said, len(calls), reason) == (content, 1, "tool_calls")
+        assert len(get(client, text, tools=[WEATHER], **options)[1]) == 2
+
+
+@pytest.mark.parametrize("get", [whole, from_stream])
+def test_white_space_around_a_call(client, get):
+    call = ("get_weather", '{"city": "Köln"}')
+    assert get(client, f"Before.\n{CALL}\nAfter.", tools=[WEATHER]) == ("Before.\n\nAfter.", [call], "tool_calls")
+    assert get(client, f"\n{CALL}\n", tools=[WEATHER]) == ("", [call], "tool_calls")
+
+
+@pytest.mark.parametrize(("choice", "text"), [("required", FORCED), (NAMED, '{"city": "Rom"}'), ("auto", CALL)])
+def test_what_a_cut_leaves_unfinished(client, choice, text):
+    """It is neither text nor a call, unless parts of its arguments have come."""
+    options, shown = {"tools": [WEATHER], "tool_choice": choice}, []
+    for limit in range(1, 200, 4):
+        cut = whole(client, f"<think>Hm.</think>{text}", max_tokens=limit, **options)
+        if cut[2] == "tool_calls":
+            break
+        assert cut[::2] == ("", "length")
+        assert all(name == "get_weather" and arguments[0] == "{" for name, arguments in cut[1])
+        shown.append(len(cut[1]))
+        assert from_stream(client, f"<think>Hm.</think>{text}", max_tokens=limit, **options) == cut
+    assert shown == sorted(shown)
+    assert set(shown) == ({0, 1, 2} if choice == "required" else {0, 1})
+    assert len(cut[1]) == shown[-1]
+
+
 def test_none_leaves_the_text_alone(client):
     result = ask(client, CALL, tools=[WEATHER], tool_choice="none").choices[0]
     assert (result.finish_reason, result.message.content, result.message.tool_calls) == ("stop", CALL, None)

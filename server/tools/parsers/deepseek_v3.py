@@ -44,8 +44,7 @@ class Parser(ToolParser):
     keeps_special_tokens = True
 
     def outside(self) -> bool:
-        before, mark = self.take_until(CALL, CALLS, CALL_END, CALLS_END)
-        self.content(before)
+        mark = self.content_until(CALL, CALLS, CALL_END, CALLS_END)
         if mark == CALL:
             self.state = self.head
         return mark is not None

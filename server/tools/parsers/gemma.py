@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.base import ToolParser, begun_mark
 from jaxserve.server.tools.json_scan import MAX_NESTING
 from jaxserve.server.tools.parsers.pythonic import MAX_CALL, read_call
 
@@ -37,8 +37,7 @@ class Parser(ToolParser):
     _opening = ""
 
     def outside(self) -> bool:
-        before, mark = self.take_until(*MARKS)
-        self.content(before)
+        mark = self.content_until(*MARKS)
         if mark is not None:
             self._opening, self.state = mark, self.call
         return mark is not None
@@ -58,15 +57,29 @@ class Parser(ToolParser):
         """Reads the text between two marks as calls; if it is not calls, it becomes content. The buffer begins with
         `closing`."""
         self.state = self.outside
+        if self._reads_calls(text):
+            self.buffer = self.buffer.removeprefix(closing)
+        else:
+            self.content(self._opening + text)
+
+    def _reads_calls(self, text: str) -> bool:
+        """Adds the calls in a text. Returns false for other text."""
         try:
             calls = _code(text) if self._opening == CODE else [_call(text, MARKS[self._opening][1] or "")]
         except (ValueError, SyntaxError, RecursionError, MemoryError):
-            self.content(self._opening + text)
-            return
-        self.buffer = self.buffer.removeprefix(closing)
+            return False
         for name, arguments in calls:
             self.begin_call(name)
             self.arguments(arguments)
+        return True
+
+    def at_cut(self) -> None:
+        """Adds calls that are complete. Of Python these may be all but the last line."""
+        if self.state == self.call:
+            text = self.buffer[: len(self.buffer) - begun_mark(self.buffer, [MARKS[self._opening][0]])]
+            if not self._reads_calls(text) and self._opening == CODE:
+                self._reads_calls(text.rpartition("\n")[0])
+        super().at_cut()
 
     def at_end(self) -> None:
         if self.state == self.call:

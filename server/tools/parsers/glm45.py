@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
+from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
@@ -22,16 +22,13 @@ def matches(template: str) -> bool:
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """The rules of the format. A strict function's arguments come in the order of its schema."""
+    """The rules of the format. Arguments come in the order of the schema."""
     parts: list[tuple[str, Grammar]] = []
 
     def before(key: str) -> str:
         return f'{quoted(f"{KEY}{key}{KEY_END}")} W? "{VALUE}"'
 
-    bodies = [
-        strict_arguments(function, parts, before, VALUE_END) if function.is_strict else "argument*"
-        for function in functions
-    ]
+    bodies = [arguments_syntax(function, parts, before, VALUE_END, "argument*") for function in functions]
     named = zip(functions, bodies, strict=True)
     calls = " | ".join(f"{quoted(function.name)} W? {body}" for function, body in named)
     rules = rf"""
@@ -48,8 +45,7 @@ class Parser(KeyedParser):
     opening, key_mark, value_end, arguments_end = OPENING, KEY, VALUE_END, CLOSING
 
     def outside(self) -> bool:
-        before, mark = self.take_until(OPENING, CLOSING)
-        self.content(before)
+        mark = self.content_until(OPENING, CLOSING)
         if mark == OPENING:
             self.state = self.function
         return mark is not None

@@ -38,7 +38,7 @@ class Parser(ToolParser):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         super().__init__(tools)
         self._reader, self._joined = MessageReader(), Joined()
-        self._is_begun = self._is_json = False  # the current call's arguments have begun; they begin as JSON does
+        self._is_begun = self._is_json = False  # the current call has begun; its arguments begin as JSON does
 
     def outside(self) -> bool:
         text, self.buffer = self.buffer, ""
@@ -48,7 +48,6 @@ class Parser(ToolParser):
     def _take(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if part.message.function is None:
-                self._after_call = False  # texts are separated from each other whatever lies between them
                 self.content(self._joined.add(part))
             else:
                 self._call(part, part.message.function)
@@ -56,16 +55,20 @@ class Parser(ToolParser):
     def _call(self, part: Part, name: str) -> None:
         """Adds a part of a call's arguments, up to the end of the JSON value. An empty text stands for no arguments."""
         if part.begins:
-            self.begin_call(name)
             self._value, self._is_begun = ValueScanner(), False
-        text = part.text if self._is_begun else part.text.lstrip()
-        if text and not self._is_begun:
+        text = part.text
+        if not self._is_begun:
+            text = text.lstrip() or "{}" * part.ends
+            if not text:
+                return
+            self.begin_call(name)
             self._is_begun, self._is_json = True, text.startswith("{")
         if self._is_json and text:
             text = text[: self._value.push(text)] if not (self._value.done or self._value.bad) else ""
         self.arguments(text)
-        if part.ends and not self._is_begun:
-            self.arguments("{}")
 
     def at_end(self) -> None:
         self._take(self._reader.finish())
+
+    def at_cut(self) -> None:
+        self._take(self._reader.finish(is_cut=True))

@@ -26,8 +26,7 @@ class Parser(ToolParser):
     closing = CLOSING
 
     def outside(self) -> bool:
-        before, mark = self.take_until(OPENING, CLOSING)
-        self.content(before)
+        mark = self.content_until(OPENING, CLOSING)
         if mark == OPENING:
             self.begin_json(raw=mark)
         return mark is not None

@@ -39,7 +39,7 @@ class Parser(ToolParser):
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         super().__init__(tools)
-        self._id = ""
+        self._id = self._name = ""  # of the current call
         self._ids: set[str] = set()
 
     def new_id(self) -> str:
@@ -49,8 +49,7 @@ class Parser(ToolParser):
         return found
 
     def outside(self) -> bool:
-        before, mark = self.take_until(CALLS, CALLS_END, CALL, CALL_END)
-        self.content(before)
+        mark = self.content_until(CALLS, CALLS_END, CALL, CALL_END)
         if mark == CALL:
             self.state = self.head
         return mark is not None
@@ -63,8 +62,7 @@ class Parser(ToolParser):
         self._id, self.buffer = head.strip(), rest
         name, colon, number = self._id.rpartition(":")
         name = name if colon and number.isdecimal() else self._id
-        self.begin_call(name.removeprefix(FUNCTIONS))
-        self.state = self.before_value
+        self._name, self.state = name.removeprefix(FUNCTIONS), self.before_value
         return True
 
     def before_value(self) -> bool:
@@ -73,11 +71,15 @@ class Parser(ToolParser):
         if not self.buffer or (len(self.buffer) < len(CALL_END) and CALL_END.startswith(self.buffer)):
             return False
         if self.buffer.startswith(CALL_END):
-            self.arguments("{}")
+            self._begin_empty()
             self.state = self.outside
         else:
-            self.begin_json_value()
+            self.begin_named(self._name)
         return True
+
+    def _begin_empty(self) -> None:
+        self.begin_call(self._name)
+        self.arguments("{}")
 
     def after_json(self) -> None:
         self.state = self.tail
@@ -93,5 +95,5 @@ class Parser(ToolParser):
         if self.state == self.head:
             self.content(CALL + self.buffer)
         elif self.state == self.before_value:
-            self.arguments("{}")
+            self._begin_empty()
         super().at_end()

@@ -51,9 +51,18 @@ class Parser(ToolParser):
             self.state = self.outside
         return bool(self.buffer)
 
+    def at_cut(self) -> None:
+        """An object that was cut is content, too, unless it begins as a call does."""
+        if self._scanner is not None and self._sent is None:
+            begun = "".join(self._raw.split())
+            calls = ['{"parameters":', '{"arguments":', '{"type":"function",']
+            calls += [f'{{"name":"{name}"' for name in self.tools]
+            if not any(call.startswith(begun) or begun.startswith(call) for call in calls):
+                self.content(self._raw)
+        super().at_cut()
+
     def outside(self) -> bool:
-        before, mark = self.take_until(*TAGS)
-        self.content(before)
+        mark = self.content_until(*TAGS)
         if mark:
             self.state = self.between
         return mark is not None

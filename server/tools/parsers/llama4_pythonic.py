@@ -32,8 +32,7 @@ class Parser(pythonic.Parser):
         return super().opening()
 
     def outside(self) -> bool:
-        before, mark = self.take_until(START, END)
-        self.content(before)
+        mark = self.content_until(START, END)
         if mark == START:
             self.state = self.opening
         return mark is not None

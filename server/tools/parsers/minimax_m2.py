@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
+from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
@@ -23,14 +23,13 @@ def matches(template: str) -> bool:
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """The rules of the format. A strict function's parameters come in the order of its schema."""
+    """The rules of the format. Parameters come in the order of the schema."""
     parts: list[tuple[str, Grammar]] = []
-    bodies = [
-        strict_arguments(function, parts, lambda key: quoted(f"{PARAMETER}{key}{NAME_END}"), PARAMETER_END)
-        if function.is_strict
-        else "parameter*"
-        for function in functions
-    ]
+
+    def before(key: str) -> str:
+        return quoted(f"{PARAMETER}{key}{NAME_END}")
+
+    bodies = [arguments_syntax(function, parts, before, PARAMETER_END, "parameter*") for function in functions]
     named = zip(functions, bodies, strict=True)
     calls = " | ".join(f"{quoted(INVOKE + function.name + NAME_END)} W? {body}" for function, body in named)
     rules = rf"""
@@ -47,8 +46,7 @@ class Parser(KeyedParser):
     opening, key_mark, value_end, arguments_end = INVOKE, PARAMETER, PARAMETER_END, INVOKE_END
 
     def outside(self) -> bool:
-        before, mark = self.take_until(OPENING, CLOSING, INVOKE)
-        self.content(before)
+        mark = self.content_until(OPENING, CLOSING, INVOKE)
         if mark == INVOKE:
             self.state = self.function
         return mark is not None

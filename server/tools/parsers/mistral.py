@@ -31,34 +31,39 @@ named: {names}
 
 class Parser(ToolParser):
     keeps_special_tokens = True
+    _in_list = False  # the calls are objects, and not names before their arguments
 
     def new_id(self) -> str:
         """Nine letters and digits, the only form of ids that Mistral's templates accept."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def after_json(self) -> None:
-        self.state = self.items
+        self.state = self.items if self._in_list else self.outside
 
     def outside(self) -> bool:
-        before, mark = self.take_until(OPENING)
-        self.content(before)
+        mark = self.content_until(OPENING)
         if mark:
-            self.state = self.items
+            self._in_list, self.state = False, self.items
         return mark is not None
 
     def items(self) -> bool:
         """State: after the opening, or between the objects of a list."""
-        self.buffer = self.buffer.lstrip(" \t\r\n,")
+        begun = self.buffer.lstrip(" \t\r\n,")
+        if self._in_list:
+            self.content(self.buffer[: len(self.buffer) - len(begun)].replace(",", ""))
+        self.buffer = begun
         if self.buffer.startswith("{"):
+            self._in_list = True
             self.begin_json()
         elif self.buffer.startswith("]"):
             self.buffer, self.state = self.buffer[1:], self.outside
         elif self.buffer.startswith("["):
             if len(self.buffer) < len(OPENING) and OPENING.startswith(self.buffer):
                 return False
-            self.buffer = self.buffer.removeprefix(OPENING if self.buffer.startswith(OPENING) else "[")
+            self._in_list = not self.buffer.startswith(OPENING)
+            self.buffer = self.buffer.removeprefix("[" if self._in_list else OPENING)
         elif self.buffer:
-            self.state = self.function
+            self.state = self.outside if self._in_list else self.function
         return bool(self.buffer)
 
     def function(self) -> bool:

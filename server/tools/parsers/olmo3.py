@@ -33,8 +33,7 @@ class Parser(pythonic.Parser):
         self.state = self.outside
 
     def outside(self) -> bool:
-        before, mark = self.take_until(OPENING, CLOSING)
-        self.content(before)
+        mark = self.content_until(OPENING, CLOSING)
         if mark == OPENING:
             self._opening, self.state = mark, self.items
         return mark is not None

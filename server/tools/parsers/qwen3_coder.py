@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.server.tools.keyed import KeyedParser, strict_arguments
+from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
@@ -24,15 +24,14 @@ def syntax(functions: Sequence[Called], many: bool) -> Syntax:
 
 
 def block_syntax(functions: Sequence[Called], many: bool, opening: str, closing: str) -> Syntax:
-    """The rules of blocks of one call each, between two marks. A strict function's parameters come in the order of its
-    schema; see `strict_arguments`."""
+    """The rules of blocks of one call each, between two marks. Parameters come in the order of the schema; see
+    `arguments_syntax`."""
     parts: list[tuple[str, Grammar]] = []
-    bodies = [
-        strict_arguments(function, parts, lambda key: quoted(f"{PARAMETER}{key}>") + " W?", PARAMETER_END)
-        if function.is_strict
-        else "parameter*"
-        for function in functions
-    ]
+
+    def before(key: str) -> str:
+        return quoted(f"{PARAMETER}{key}>") + " W?"
+
+    bodies = [arguments_syntax(function, parts, before, PARAMETER_END, "parameter*") for function in functions]
     named = zip(functions, bodies, strict=True)
     calls = " | ".join(f"{quoted(f'{FUNCTION}{function.name}>')} W? {body} W? end" for function, body in named)
     rules = rf"""
@@ -51,8 +50,7 @@ class Parser(KeyedParser):
     block = (OPENING, CLOSING)
 
     def outside(self) -> bool:
-        before, mark = self.take_until(FUNCTION, *self.block)
-        self.content(before)
+        mark = self.content_until(FUNCTION, *self.block)
         if mark == FUNCTION:
             self.state = self.function
         return mark is not None
