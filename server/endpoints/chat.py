@@ -123,8 +123,8 @@ class _Answer:
                     usage = self._run.usage() if mode == "always" else None
                     if piece.index not in started:
                         started.add(piece.index)
-                        opening = self._opening(piece.index)
-                        chunks += [writer.choice(choice, usage, prompt_ids) for choice in opening]
+                        opening, nothing = self._opening(piece.index), usage and usage.before_output()
+                        chunks += [writer.choice(choice, nothing, prompt_ids) for choice in opening]
                         prompt_ids = b""
                     chunks.append(writer.choice(self._choice(piece), usage))
                     if turn.is_over:

@@ -17,7 +17,8 @@ from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
 from jaxserve.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
-from jaxserve.server.schemas.common import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
+from jaxserve.server.schemas.common import CompletionRequest, DetokenizeRequest, EngineFields
+from jaxserve.server.schemas.foreign_fields import NOT_SERVED
 from jaxserve.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
 from jaxserve.server.schemas.weights import UpdateWeightsRequest
@@ -90,17 +91,24 @@ def openapi_document(
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
-        components[name]["allOf"] = rules
+        components[name]["allOf"] = [*rules]
     for name, better in FIELDS.items():
         components[name]["properties"] |= better
     for kind in types:
         fields = components[kind.__name__]["properties"]
         if "model" in fields:
             fields["model"] = {"enum": [None, *names], "default": None}
-        if issubclass(kind, SamplingFields):
-            fields |= {name: {"enum": [None, *harmless]} for name, harmless in NOT_SERVED.items()}
+        if issubclass(kind, EngineFields):
+            for name in NOT_SERVED:
+                del fields[name]
+            components[kind.__name__].setdefault("allOf", []).append({"$ref": "#/components/schemas/NotServed"})
         if "chat_template" in fields and not own_templates:
             fields["chat_template"] = {"type": "null", "description": "Needs --trust-request-chat-template"}
+    components["NotServed"] = {
+        "description": "Fields that are accepted with these values only",
+        "type": "object",
+        "properties": {name: {"enum": [None, *field.harmless]} for name, field in NOT_SERVED.items()},
+    }
     if model is not None and not model.fills_in:
         components["CompletionRequest"]["properties"]["suffix"] = {
             "enum": [None, ""], "description": "Needs a model that fills in the middle"

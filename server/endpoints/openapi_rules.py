@@ -28,7 +28,8 @@ def _either(*rules: dict[str, Any]) -> dict[str, Any]:
 _NO_FORM = ({"type": "text"},)  # the response_format that allows any text
 _BEAM_SEARCH = {
     "properties": {
-        "structured_outputs": {"type": "null"}, "prompt_logprobs": {"type": "null"}, "logit_bias": {"enum": [None, {}]},
+        "structured_outputs": {"type": "null"},
+        "prompt_logprobs": {"type": "null"}, "logit_bias": {"enum": [None, {}]},
         "response_format": {"enum": [None, *_NO_FORM]}, "min_tokens": {"enum": [None, 0]},
         "repetition_penalty": {"enum": [None, 1]}, "presence_penalty": {"enum": [None, 0]},
         "frequency_penalty": {"enum": [None, 0]}, "max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]},
@@ -119,7 +120,11 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "FlatTool": [{"required": ["name"]}],
     "FlatChoice": [{"required": ["name"]}],
     "Item": [_MESSAGE_ITEM],
+    "MessagesRequest": [
+        _either(_one_of("structured_outputs"), {"allOf": [_one_of("output_config"), _one_of("output_format")]})
+    ],
     "ResponsesRequest": [
+        _either(_one_of("structured_outputs"), _one_of("text")),
         _either(
             _one_of("background", False),
             {"properties": {"stream": {"enum": [None, False]}, "store": {"enum": [None, True]}}},

@@ -170,6 +170,20 @@ def test_lengths(client, http):
     assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 252
 
 
+def test_no_limit_and_which_end_is_cut(http):
+    """`max_tokens` -1 is what the context leaves. `truncation_side` is the end that is cut off, "left" by default."""
+    unlimited = {"model": MODEL, "prompt": [50] * 250, "max_tokens": -1}
+    assert http.post("/v1/completions", json=unlimited).json()["usage"]["completion_tokens"] == 6
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
+    for limits in ({"max_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 2}):
+        usage = http.post("/v1/chat/completions", json=chat | limits).json()["usage"]
+        assert usage["total_tokens"] == 256
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "truncate_prompt_tokens": 2, "return_token_ids": True}
+    for side, kept in ((None, [7, 8]), ("left", [7, 8]), ("right", [5, 6])):
+        answer = http.post("/v1/completions", json={"model": MODEL, "truncation_side": side, **body}).json()
+        assert answer["choices"][0]["prompt_token_ids"] == kept
+
+
 # chat
 
 

@@ -48,8 +48,14 @@ def obey(body: dict) -> None:
     """Makes a body follow what descriptions say, because JSON Schema cannot."""
     for field in ("best_of", "continue_final_message", "previous_response_id", "functions", "function_call"):
         body.pop(field, None)
-    if body.get("min_tokens"):
-        body["max_tokens"] = max(body["min_tokens"], body.get("max_tokens") or 0)
+    if least := body.get("min_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if field == "max_tokens" or body.get(field) is not None:
+                body[field] = max(least, body.get(field) or 0)
+    asks = {"text", "output_config", "output_format", "structured_outputs", "use_beam_search"} & body.keys()
+    if asks or body.get("response_format") not in (None, {"type": "text"}):
+        for field in ("regex", "ebnf", "grammar", "json_schema"):
+            body.pop(field, None)
     if body.get("bad_words"):  # a character may take four tokens here
         body["bad_words"] = [word[: MAX_BAD_WORD_TOKENS // 4 - 1] for word in body["bad_words"]]
     if body.get("n") not in (None, 1) or body.get("use_beam_search"):
