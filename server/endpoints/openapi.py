@@ -91,7 +91,7 @@ def openapi_document(
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
-        components[name]["allOf"] = [*rules]
+        components[name]["allOf"] = rules
     for name, better in FIELDS.items():
         components[name]["properties"] |= better
     for kind in types:
@@ -101,11 +101,11 @@ def openapi_document(
         if issubclass(kind, EngineFields):
             for name in NOT_SERVED:
                 del fields[name]
-            components[kind.__name__].setdefault("allOf", []).append({"$ref": "#/components/schemas/NotServed"})
+            components[kind.__name__]["description"] += " Fields of NotServed are accepted with its values only."
         if "chat_template" in fields and not own_templates:
             fields["chat_template"] = {"type": "null", "description": "Needs --trust-request-chat-template"}
     components["NotServed"] = {
-        "description": "Fields that are accepted with these values only",
+        "description": "Fields of other servers, with the values that are accepted because they ask for nothing",
         "type": "object",
         "properties": {name: {"enum": [None, *field.harmless]} for name, field in NOT_SERVED.items()},
     }

@@ -26,6 +26,7 @@ def _either(*rules: dict[str, Any]) -> dict[str, Any]:
 
 
 _NO_FORM = ({"type": "text"},)  # the response_format that allows any text
+_NOT_ZERO = {"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"const": -1}, {"minimum": 1}]}}}
 _BEAM_SEARCH = {
     "properties": {
         "structured_outputs": {"type": "null"},
@@ -87,8 +88,8 @@ _MESSAGE_ITEM = _either(
 RULES: dict[str, list[dict[str, Any]]] = {
     "CompletionRequest": [
         *_SAMPLING,
-        _either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, _is_true("echo")),
-        _either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, _one_of("n", 1)),
+        _either(_NOT_ZERO, _is_true("echo")),
+        _either(_NOT_ZERO, _one_of("n", 1)),
         _either(_one_of("use_beam_search", False), _one_of("echo", False)),
     ],
     "ChatRequest": [

@@ -31,7 +31,8 @@ def explain(error: msgspec.ValidationError, body: str) -> APIError:
     if text.startswith("Expected "):
         subject = f"a key of {path}" if is_key else path
         if (key := _wrong_key(text, body, path, is_key)) is not None:
-            subject = f"the key {_shown(key)} of {path}" if is_key else f"{path.removesuffix('[...]')}[{_shown(key)}]"
+            shown = _shown(key, by_length=False)
+            subject = f"the key {shown} of {path}" if is_key else path.replace("...", shown)
         text = text.replace("Expected", f"{subject} must be", 1)
     else:
         text = f"{path}: {text}"
@@ -56,9 +57,10 @@ def _wrong_key(text: str, body: str, path: str, is_key: bool) -> str | None:
     with contextlib.suppress(msgspec.ValidationError, LookupError, TypeError):
         found = _value_at(body, path.removesuffix("[...]"))
         if is_key and (pattern := re.search("matching regex '(.*)'", text)) is not None:
-            return next(key for key in found if not re.search(pattern[1], key))
+            return next((key for key in found if not re.search(pattern[1], key)), None)
         if path.endswith("[...]") and "Expected a number" in text:
-            return next(key for key, value in found.items() if isinstance(value, bool | str | list | dict | None))
+            wrong = bool | str | list | dict | None
+            return next((key for key, value in found.items() if isinstance(value, wrong)), None)
     return None
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
-from jaxserve.server.schemas.common import AskedLogprobs, MaxTokens, PositiveTokens, SamplingFields
+from jaxserve.server.schemas.common import AskedLogprobs, PositiveTokens, SamplingFields, SomeTokens
 from jaxserve.server.tools.call_arguments import as_object
 from jaxserve.server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
 from jaxserve.text.tokenizer import TEMPLATE_INPUTS
@@ -197,7 +197,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: AskedLogprobs | None = None
     return_accepted_proposals: bool | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: SomeTokens | None = None
+    max_completion_tokens: SomeTokens | None = None
     echo: bool | None = None
 
     def check(self) -> None:

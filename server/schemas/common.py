@@ -55,14 +55,24 @@ LogitBias = Annotated[
 GrammarText = Annotated[
     str, Meta(max_length=limits.MAX_GRAMMAR, description="Excludes other fields that ask for a form")
 ]
-MaxTokens = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, description="-1: no limit but the context's")]
+_NO_LIMIT = "-1: no limit but the context's"
+MaxTokens = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, description=_NO_LIMIT)]
+SomeTokens = Annotated[
+    int, Meta(ge=-1, le=limits.MAX_INT, description=_NO_LIMIT, extra_json_schema={"not": {"const": 0}})
+]
 AskedLogprobs = Annotated[
     int,
     Meta(
         ge=-1,
         le=limits.MAX_LOGPROBS,
-        description="-1: the whole vocabulary, where --max-logprobs allows that many",
-        extra_json_schema={"minimum": 0},
+        extra_json_schema={
+            "x-replaced-by": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": limits.MAX_LOGPROBS,
+                "description": "Or -1: the whole vocabulary, where --max-logprobs allows that many",
+            }
+        },
     ),
 ]
 TruncationSide = Annotated[Literal["left", "right"], Meta(description="Which end truncate_prompt_tokens cuts off")]
@@ -183,13 +193,15 @@ class SamplingFields(EngineFields, kw_only=True):
         """Replaces -1 in the fields that ask for log-probabilities by the number of tokens it stands for. Raises
         InvalidRequestError for more than `most`, the server's bound."""
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-            if (asked := getattr(self, name, None)) == -1:
-                asked = vocab_size
-                setattr(self, name, asked)
-            if (asked or 0) > most:
+            asked = getattr(self, name, None)
+            count = vocab_size if asked == -1 else asked or 0
+            if count > most:
+                all_tokens = f", for all {vocab_size} tokens" if asked == -1 else ""
                 raise InvalidRequestError(
-                    f"{name} asks for {asked} tokens; this server gives at most {most} (--max-logprobs)", name
+                    f"{name} is {asked}{all_tokens}; this server gives at most {most} (--max-logprobs)", name
                 )
+            if asked == -1:
+                setattr(self, name, count)
 
     @property
     def usage_mode(self) -> Literal["off", "last", "always"]:

@@ -187,7 +187,7 @@ def test_messages_name_the_key_and_the_bound(http):
 
     assert 'the key "x1" of logit_bias' in message(logit_bias={"5": 1, "x1": 1})
     assert 'logit_bias["6"] must be a number' in message(logit_bias={"5": 1, "6": "a"})
-    assert "logprobs asks for" in message(logprobs=-1)
+    assert message(logprobs=-1).startswith("logprobs is -1, for all")
     assert "at most 20 (--max-logprobs)" in message(logprobs=-1)
 
 

@@ -103,7 +103,16 @@ def test_numbers_as_an_expression(most):
 
 def test_the_document_states_the_bounds(http):
     """Of types, of the model, and of what the operator allows."""
-    fields = http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas["ChatRequest"]["properties"]
+    assert schemas["NotServed"]["properties"]["typical_p"] == {"enum": [None, 1]}
+    for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
+        assert "NotServed" in schemas[name]["description"]
+        assert {"structured_outputs", "regex", "ebnf", "grammar", "json_schema"} <= schemas[name]["properties"].keys()
+        assert "typical_p" not in schemas[name]["properties"]
+    assert (fields["max_tokens"]["anyOf"][0]["minimum"], fields["truncation_side"]["anyOf"][0]["enum"]) == (
+        -1, ["left", "right"]
+    )  # fmt: skip
 
     def of(name: str) -> dict:
         return fields[name]["anyOf"][0]
