@@ -52,7 +52,9 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         mark. Such texts may be empty.
       field: the field of the client's request that holds the grammar, for errors.
       origin: the grammar's name in errors.
-      is_loose: where this part is a schema that cannot be compiled, only its `type` is enforced.
+      is_lenient: of a schema, what cannot be enforced is left out, and the log tells this.
+      is_loose: where this part is a schema that cannot be compiled, it is taken as lenient or, if that is of no use,
+        only its `type` is enforced.
     """
 
     kind: GrammarKind
@@ -61,6 +63,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     marks: tuple[tuple[str, str], ...] = ()
     field: str = "grammar"
     origin: str = "the grammar"
+    is_lenient: bool = False
     is_loose: bool = False
 
     def __post_init__(self) -> None:

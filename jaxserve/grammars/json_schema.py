@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 WHITESPACE = r" |\n( {0,32}|\t{0,8})"  # allowed between JSON tokens; limited, so that no model can repeat it forever
@@ -14,26 +15,31 @@ _NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperti
 _NOTES = frozenset(["$comment", "description", "title"])  # keys without effect
 
 
-def without_trivia(schema: Any) -> Any:
-    """A schema without unknown string formats and without `propertyNames` that every name satisfies."""
+def without_trivia(schema: Any, can_enforce: Callable[[str], bool] | None = None) -> Any:
+    """A schema without unknown string formats and without keywords that every value satisfies. `can_enforce`: what
+    decides which `pattern`s stay; None: all of them."""
     if isinstance(schema, list):
-        return [without_trivia(one) for one in schema]
+        return [without_trivia(one, can_enforce) for one in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            kept[key] = {name: without_trivia(one) for name, one in value.items()}
+            kept[key] = {name: without_trivia(one, can_enforce) for name, one in value.items()}
         elif key in _DATA:
             kept[key] = value
+        elif key == "pattern" and can_enforce is not None and isinstance(value, str) and not can_enforce(value):
+            continue
         elif not _is_trivial(key, value):
-            kept[key] = without_trivia(value)
+            kept[key] = without_trivia(value, can_enforce)
     return kept
 
 
 def _is_trivial(key: str, value: Any) -> bool:
     if key == "format":
         return isinstance(value, str) and value not in FORMATS
+    if key == "uniqueItems":
+        return value is False
     if key == "propertyNames":
         said = {name: one for name, one in value.items() if name not in _NOTES} if isinstance(value, dict) else value
         return said is True or said in ({}, {"type": "string"})

@@ -33,7 +33,7 @@ _BEAM_SEARCH = {
         "prompt_logprobs": {"type": "null"}, "logit_bias": {"enum": [None, {}]},
         "response_format": {"enum": [None, *_NO_FORM]}, "min_tokens": {"enum": [None, 0]},
         "repetition_penalty": {"enum": [None, 1]}, "presence_penalty": {"enum": [None, 0]},
-        "frequency_penalty": {"enum": [None, 0]}, "max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]},
+        "frequency_penalty": {"enum": [None, 0]}, **_NOT_ZERO["properties"],
         "n": {"maximum": MAX_LOGPROBS - MAX_STOP_TOKENS},
     }
 }  # fmt: skip

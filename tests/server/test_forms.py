@@ -347,6 +347,18 @@ def test_strict_and_one_call_hold_where_the_model_chooses(client, ids):
         assert is_person(call.function.arguments)
 
 
+def test_a_schema_with_more_than_a_grammar_holds(client, ids):
+    """Such a tool may be forced: the rest of its schema holds. A strict tool and a response_format are refused."""
+    schema = PERSON | {"not": {"required": ["zzz"]}}
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = ask(client, ids, False, tools=[tool("tell", schema)], **forced)
+    assert is_person(choice.message.tool_calls[0].function.arguments)
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for fields in ({"tools": [tool("tell", schema, strict=True)], **forced}, {"response_format": form}):
+        with pytest.raises(openai.BadRequestError, match="not"):
+            ask(client, ids, False, **fields)
+
+
 def test_a_strict_schema_that_cannot_be_enforced_is_no_reason_to_refuse(client, ids):
     schema = {"type": "object", "properties": {"d": {"type": "string", "pattern": "^(?!0)[0-9]+$"}}}
     for choice in ask(client, ids, False, tools=[tool("tell", schema, strict=True)], tool=7.0, n=3, max_tokens=60):
