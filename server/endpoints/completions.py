@@ -128,7 +128,7 @@ class _Answer:
         self._generation = generation
         self._echoes = echoes
         self._n = generation.requests[0].params.n
-        self._top = body.logprobs or 0
+        self._top = len(body.logprob_token_ids or ()) or body.logprobs or 0
         self._head = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "text_completion",

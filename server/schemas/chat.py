@@ -224,6 +224,10 @@ class ChatRequest(SamplingFields, kw_only=True):
             older = {"tools": "functions", "tool_choice": "function_call"} if self.is_legacy else {}
             raise InvalidRequestError(str(error), older.get(error.param or "", error.param)) from None
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
     def output_limit(self) -> int | None:
         """The most tokens of output; None: what the context leaves."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

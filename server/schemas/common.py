@@ -75,6 +75,10 @@ AskedLogprobs = Annotated[
         },
     ),
 ]
+NamedTokens = Annotated[
+    list[TokenId],
+    Meta(max_length=limits.MAX_LOGPROBS, description="The alternatives of each token; needs logprobs, and no echo"),
+]
 TruncationSide = Annotated[Literal["left", "right"], Meta(description="Which end truncate_prompt_tokens cuts off")]
 Priority = Annotated[int, Meta(ge=-limits.MAX_INT - 1, le=limits.MAX_INT)]
 Truncation = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, extra_json_schema={"not": {"const": 0}})]
@@ -165,6 +169,7 @@ class SamplingFields(EngineFields, kw_only=True):
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logprob_token_ids: NamedTokens | None = None
     prompt_logprobs: AskedLogprobs | None = None
     truncate_prompt_tokens: Truncation | None = None
     truncation_side: TruncationSide | None = None
@@ -187,11 +192,23 @@ class SamplingFields(EngineFields, kw_only=True):
             raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
+        if self.logprob_token_ids and not self.wants_logprobs:
+            raise InvalidRequestError("logprob_token_ids is only allowed together with logprobs", "logprob_token_ids")
         check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, limits.MAX_INT, excluded=0)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of its tokens."""
+        raise NotImplementedError
 
     def count_logprobs(self, vocab_size: int, most: int) -> None:
         """Replaces -1 in the fields that ask for log-probabilities by the number of tokens it stands for. Raises
         InvalidRequestError for more than `most`, the server's bound."""
+        if (named := len(self.logprob_token_ids or ())) > most:
+            raise InvalidRequestError(
+                f"logprob_token_ids has {named} ids; this server gives at most {most} (--max-logprobs)",
+                "logprob_token_ids",
+            )
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             asked = getattr(self, name, None)
             count = vocab_size if asked == -1 else asked or 0
@@ -239,11 +256,12 @@ class SamplingFields(EngineFields, kw_only=True):
             ignore_eos=self.ignore_eos,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
             grammar=grammar_of({name: getattr(self, name) for name in FORM_FIELDS}),
         )
-        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(params, field) or ()
             if (beyond := max(ids, default=0)) >= vocab_size:
                 raise InvalidRequestError(f"{field} holds id {beyond}; the vocabulary has {vocab_size} tokens", field)
@@ -263,6 +281,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
         """The prompts, one entry each. Raises InvalidRequestError for an empty or mixed list."""
         return prompts_of(self.prompt, "prompt")
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
     def output_limit(self) -> int | None:
         """The most tokens of output; None: what the context leaves."""
         return COMPLETION_TOKENS if self.max_tokens is None else None if self.max_tokens == -1 else self.max_tokens
@@ -271,6 +293,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
+        if self.echo and self.logprob_token_ids:
+            raise InvalidRequestError("echo cannot be combined with logprob_token_ids", "echo")
         if self.suffix:
             for name, allowed in (("echo", (None, False)), ("truncate_prompt_tokens", (None,))):
                 if getattr(self, name) not in allowed:

@@ -46,7 +46,14 @@ def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
 
 def obey(body: dict) -> None:
     """Makes a body follow what descriptions say, because JSON Schema cannot."""
-    for field in ("best_of", "continue_final_message", "previous_response_id", "functions", "function_call"):
+    for field in (
+        "best_of",
+        "logprob_token_ids",
+        "continue_final_message",
+        "previous_response_id",
+        "functions",
+        "function_call",
+    ):
         body.pop(field, None)
     if least := body.get("min_tokens"):
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
