@@ -12,7 +12,7 @@ from jaxserve.limits import MAX_CHOICES, MAX_GRAMMAR
 from jaxserve.types import Grammar, InvalidRequestError
 
 FORMATS = "text, json_object or json_schema"
-_OTHER_OPTIONS = frozenset(["enable_in_reasoning", "disable_fallback", "backend"])  # of structured_outputs
+_NO_EFFECT = ("disable_fallback", "backend")  # options of structured_outputs that say how the form is enforced
 _KINDS = {"json": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark"}
 
 # The schemas of these fields in /openapi.json.
@@ -54,9 +54,11 @@ STRUCTURED_OUTPUTS: dict[str, Any] = {
                 "properties": {
                     **{name: {"type": "null"} for name in _FORMS},
                     "enable_in_reasoning": {"type": "boolean"},
+                    **{name: {} for name in _NO_EFFECT},
                     kind: form,
                 },
                 "required": [kind],
+                "additionalProperties": False,
             }
             for kind, form in _FORMS.items()
         ),
@@ -116,7 +118,7 @@ def _of_outputs(value: Any) -> Grammar | None:
         raise InvalidRequestError("enable_in_reasoning must be true or false")
     if set(value) == {"enable_in_reasoning"}:
         return None
-    others = value.keys() - _KINDS.keys() - _OTHER_OPTIONS
+    others = value.keys() - _KINDS.keys() - {"enable_in_reasoning", *_NO_EFFECT}
     if ignored := [name for name in sorted(others) if value[name] not in (None, False, "")]:
         raise InvalidRequestError(f"{ignored[0][:64]!r} is not supported; give one of {', '.join(_KINDS)}")
     given = {name: form for name, form in value.items() if name in _KINDS and form not in (None, False)}

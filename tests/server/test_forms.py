@@ -155,7 +155,8 @@ def test_forms_by_names_of_other_servers(client, ids, fields, is_right):
 def test_forms_of_responses_and_messages(server):
     """vLLM's structured_outputs, and other constraints of sampling, hold in every body."""
     http = server.http()
-    form = {"structured_outputs": {"choice": ["left", "right"]}, "bad_words": ["left"]}
+    outputs = {"choice": ["left", "right"], "enable_in_reasoning": True}
+    form = {"structured_outputs": outputs, "bad_words": ["left"]}
     answer = http.post("/v1/responses", json={"model": MODEL, "input": "hi", "max_output_tokens": 50, **form}).json()
     assert answer["output"][-1]["content"][0]["text"] == "right"
     body = {"model": MODEL, "messages": HI, "max_tokens": 50, **form}
