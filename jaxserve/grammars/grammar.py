@@ -35,9 +35,9 @@ T = TypeVar("T")
 COMPILE_SECONDS = 5.0  # a grammar that takes longer is rejected
 COMPILED = 256  # most compiled grammars that are kept
 MAX_QUEUED = 256  # most grammars that wait for a thread, in a server
-_MOST_NOTED = 1000  # things left out of schemas that the log tells
-_noted: set[str] = set()
 STACK_BYTES = 2**29  # stack of a compiling thread; enough for 16,000 rules that refer to each other
+_MOST_NOTED = 1000  # things left out of tools' schemas that the log tells
+_noted: set[str] = set()
 
 
 class Matcher:
@@ -223,9 +223,10 @@ def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 def _note(what: str) -> None:
     """Logs what is left out of tools' schemas, once each."""
+    what = what[:500]
     if what not in _noted and len(_noted) < _MOST_NOTED:
         _noted.add(what)
-        log.warning("what a tool's schema asks for is left out of its grammar: %s", ascii(what)[1:-1][:500])
+        log.warning("a grammar leaves out a part of a tool's schema: %s", ascii(what)[1:-1])
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
@@ -271,7 +272,7 @@ def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
             raise ValueError("the schema false allows nothing")
         lenient = grammar.is_lenient
         options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
-        schema = {} if schema is True else without_trivia(schema, _can_enforce if lenient else None)
+        schema = {} if schema is True else without_trivia(schema, _note if lenient else None)
         return {"json_schema": schema | {"x-guidance": options}}
     if grammar.parts or grammar.marks:
         marks = [_mark_rules(tokens, name, text) for name, text in grammar.marks]
@@ -279,13 +280,6 @@ def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
     kind: Any = {"lark": "grammar"}.get(grammar.kind, grammar.kind)
     source = llguidance.grammar_from(kind, grammar.value)
     return json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
-
-
-def _can_enforce(pattern: str) -> bool:
-    """Whether llguidance, which has no option for it, understands a regular expression."""
-    if wrong := LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern)):
-        _note(f"the pattern {pattern}")
-    return not wrong
 
 
 def _mark_rules(tokens: LLTokenizer, name: str, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,26 +13,28 @@ FORMATS = frozenset(
 )
 _DATA = frozenset(["const", "default", "enum", "example", "examples"])  # keys of plain values
 _NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])  # schemas by name
+# Look-around and references back, which no regular language has and llguidance refuses.
+_NOT_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9]|\\k<)")
 _NOTES = frozenset(["$comment", "description", "title"])  # keys without effect
 
 
-def without_trivia(schema: Any, can_enforce: Callable[[str], bool] | None = None) -> Any:
-    """A schema without unknown string formats and without keywords that every value satisfies. `can_enforce`: what
-    decides which `pattern`s stay; None: all of them."""
+def without_trivia(schema: Any, leave_out: Callable[[str], None] | None = None) -> Any:
+    """A schema without unknown string formats and without keywords that every value satisfies. With `leave_out`, also
+    without patterns that are not regular; it is told each of them."""
     if isinstance(schema, list):
-        return [without_trivia(one, can_enforce) for one in schema]
+        return [without_trivia(one, leave_out) for one in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            kept[key] = {name: without_trivia(one, can_enforce) for name, one in value.items()}
+            kept[key] = {name: without_trivia(one, leave_out) for name, one in value.items()}
         elif key in _DATA:
             kept[key] = value
-        elif key == "pattern" and can_enforce is not None and isinstance(value, str) and not can_enforce(value):
-            continue
+        elif key == "pattern" and leave_out and isinstance(value, str) and _NOT_REGULAR.search(value):
+            leave_out(f"the pattern {value}")
         elif not _is_trivial(key, value):
-            kept[key] = without_trivia(value, can_enforce)
+            kept[key] = without_trivia(value, leave_out)
     return kept
 
 
