@@ -192,8 +192,12 @@ def encode_slot(
         params.logprobs is not None,
         adapter,
     )
-    lists = {"stop_ids": stop_ids, "score_ids": params.logprob_token_ids}
-    lists |= {"bias_ids": tuple(bias), "bias": tuple(bias.values())}
+    lists = {
+        "stop_ids": stop_ids,
+        "score_ids": params.logprob_token_ids,
+        "bias_ids": tuple(bias),
+        "bias": tuple(bias.values()),
+    }
     for name, values in lists.items():
         if values:
             row[_PLACES[name]].view(_LISTS[name].dtype)[: len(values)] = values
