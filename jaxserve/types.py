@@ -52,7 +52,9 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         mark. Such texts may be empty.
       field: the field of the client's request that holds the grammar, for errors.
       origin: the grammar's name in errors.
-      is_loose: where this part is a schema that cannot be compiled, only its `type` is enforced.
+      is_lenient: of a schema, what cannot be enforced is left out, and the log tells this.
+      is_loose: where this part is a schema that cannot be compiled, it is taken as lenient or, if that is of no use,
+        only its `type` is enforced.
     """
 
     kind: GrammarKind
@@ -61,6 +63,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     marks: tuple[tuple[str, str], ...] = ()
     field: str = "grammar"
     origin: str = "the grammar"
+    is_lenient: bool = False
     is_loose: bool = False
 
     def __post_init__(self) -> None:
@@ -124,7 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
       max_tokens: at most this many output tokens; None: up to the model's context length; 0 only scores the prompt.
       logprobs: number of alternatives (0 to 20) to report beside each output token; None reports no log-probabilities.
-      prompt_logprobs: the same for each prompt token but the first.
+      logprob_token_ids: these tokens (at most 20) are the alternatives, instead of the most likely ones; `logprobs`
+        then is their number.
+      prompt_logprobs: as logprobs, for each prompt token but the first.
       skip_special_tokens: leave special tokens out of the text.
       use_beam_search: return the n most likely outputs that a search with n beams finds, the best first; temperature,
         top_k, top_p, min_p and seed have no effect.
@@ -151,6 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: limits.Tokens = 0
     max_tokens: limits.Tokens | None = 16
     logprobs: limits.NumLogprobs | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: limits.NumLogprobs | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
@@ -172,6 +178,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_words()
         self._check_stop()
         self._check_logit_bias()
+        self._check_named()
         if self.use_beam_search:
             self._check_beam_search()
 
@@ -179,6 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Callers may pass any sequences, None for an empty one, and a single stop string."""
         values: dict[str, Iterable[Any]] = {"stop": (self.stop,) if isinstance(self.stop, str) else self.stop}
         values |= {name: getattr(self, name) for name in ("stop_token_ids", "allowed_token_ids")}
+        values["logprob_token_ids"] = dict.fromkeys(self.logprob_token_ids or ())
         values["bad_words"] = map(tuple, self.bad_words or ())
         for name, value in values.items():
             msgspec.structs.force_setattr(self, name, tuple(value or ()))
@@ -213,10 +221,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             clamped[token] = min(100.0, max(-100.0, float(bias)))
         msgspec.structs.force_setattr(self, "logit_bias", clamped)
 
+    def _check_named(self) -> None:
+        if not self.logprob_token_ids:
+            return
+        _check_size("logprob_token_ids", self.logprob_token_ids, limits.MAX_LOGPROBS, "ids")
+        _check_ids("logprob_token_ids", self.logprob_token_ids)
+        msgspec.structs.force_setattr(self, "logprobs", len(self.logprob_token_ids))
+
     def _check_beam_search(self) -> None:
         """Beam search ranks by the model's own probabilities, so nothing may change these."""
         defaults = SamplingParams()
-        names = ["grammar", "logit_bias", "min_tokens", "prompt_logprobs"]
+        names = ["grammar", "logit_bias", "min_tokens", "prompt_logprobs", "logprob_token_ids"]
         names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
         for name in names:
             if getattr(self, name) != getattr(defaults, name):

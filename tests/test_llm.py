@@ -164,6 +164,19 @@ def test_end_of_sequence(llm):
 # Logprobs
 
 
+def test_log_probabilities_of_named_tokens(llm, answer):
+    most_likely = one(llm.generate(TEXT, greedy(logprobs=20), progress=False)).logprobs
+    named = [token for token, _ in most_likely[0].top[15:2:-3]]
+    output = one(llm.generate(TEXT, greedy(logprob_token_ids=named), progress=False))
+    assert output.token_ids == answer.token_ids
+    assert [token for token, _ in output.logprobs[0].top] == named
+    assert [value for _, value in output.logprobs[0].top] == [dict(most_likely[0].top)[token] for token in named]
+    assert [token for token, _ in output.logprobs[-1].top] == named
+    for fields in ({"logprob_token_ids": [10**6]}, {"logprob_token_ids": list(range(21))}):
+        with pytest.raises(InvalidRequestError, match="logprob_token_ids"):
+            llm.generate(TEXT, greedy(**fields), progress=False)
+
+
 def test_logprobs_and_prompt_logprobs_agree(llm, answer):
     output = one(llm.generate(TEXT, greedy(logprobs=3), progress=False))
     assert [entry.token_id for entry in output.logprobs] == output.token_ids == answer.token_ids

@@ -92,7 +92,8 @@ class Admission:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(params, name) or 0) > (most := self._config.max_logprobs):
                 raise InvalidRequestError(f"{name} is {asked}; this server gives at most {most}", name)
-        ids = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+        fields = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
+        ids = {name: getattr(params, name) or () for name in fields}
         ids["bad_words"] = [token for word in params.bad_words for token in word]
         for name, tokens in ids.items():
             if (wrong := max(tokens, default=0)) >= self._vocab_size:

@@ -143,7 +143,7 @@ def _sample(
     if not (any_ or full):
         return Sampled(tokens, None)
     score = partial(score_tokens, sorts=any_ and on_cpu, log_softmax=kernels.log_softmax)
-    return Sampled(tokens, _where_any(any_, params.logprobs, score, _no_scores, raw, tokens))
+    return Sampled(tokens, _where_any(any_, params.logprobs, score, _no_scores, raw, tokens, params.score_ids))
 
 
 def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
@@ -154,12 +154,15 @@ def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwi
 def score_tokens(
     logits: jax.Array,
     tokens: jax.Array,
+    named: jax.Array | None = None,
     *,
     sorts: bool,
     log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
 ) -> jax.Array:
     """Packed log-probabilities of `tokens` [rows] and of the most likely tokens. See Sampled.scores.
 
+    A row of `named`, int32 [rows, MAX_LOGPROBS], whose first id is not -1 gets the log-probabilities of these tokens
+    instead of the most likely ones.
     `sorts` finds the most likely tokens by `lax.top_k`, which is fast on CPU. Elsewhere XLA sorts whole rows for it.
     """
     logprobs = log_softmax(logits)
@@ -169,6 +172,11 @@ def score_tokens(
     top, ids = lax.top_k(logprobs, count) if sorts else most_likely(logprobs, count)
     pad = ((0, 0), (0, MAX_LOGPROBS - count))
     top, ids = jnp.pad(top, pad, constant_values=-jnp.inf), jnp.pad(ids, pad, constant_values=-1)
+
+    if named is not None:
+        wants = named[:, :1] >= 0
+        ids = jnp.where(wants, named, ids)
+        top = jnp.where(wants, jnp.take_along_axis(logprobs, jnp.maximum(named, 0), axis=-1), top)
 
     def bits(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.int32)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.limits import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
 SLOTS_PER_CALL = 8  # sequences whose parameters the smallest call of `set_slots` writes
@@ -63,6 +63,7 @@ class RowParams(NamedTuple):
     logprobs: jax.Array = _field(np.bool_)  # whether the row wants log-probabilities
     adapter: jax.Array = _field(np.int32)  # the place of its LoRA adapter in the pool; NO_ADAPTER: it has none
     stop_ids: jax.Array = _field(np.int32, MAX_STOP_TOKENS, -1)
+    score_ids: jax.Array = _field(np.int32, MAX_LOGPROBS, -1)  # the alternatives it wants, instead of the most likely
     bias_ids: jax.Array = _field(np.int32, MAX_LOGIT_BIAS, -1)
     bias: jax.Array = _field(np.float32, MAX_LOGIT_BIAS, 0)
 
@@ -191,7 +192,12 @@ def encode_slot(
         params.logprobs is not None,
         adapter,
     )
-    lists = {"stop_ids": stop_ids, "bias_ids": tuple(bias), "bias": tuple(bias.values())}
+    lists = {
+        "stop_ids": stop_ids,
+        "score_ids": params.logprob_token_ids,
+        "bias_ids": tuple(bias),
+        "bias": tuple(bias.values()),
+    }
     for name, values in lists.items():
         if values:
             row[_PLACES[name]].view(_LISTS[name].dtype)[: len(values)] = values

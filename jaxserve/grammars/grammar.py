@@ -7,6 +7,7 @@ of JSON Schema). It limits its own time and memory, but recurses over grammars, 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import time
@@ -28,12 +29,15 @@ from jaxserve.grammars.json_schema import WHITESPACE, without_trivia
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import Grammar, InvalidRequestError, QueueFullError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILE_SECONDS = 5.0  # a grammar that takes longer is rejected
 COMPILED = 256  # most compiled grammars that are kept
 MAX_QUEUED = 256  # most grammars that wait for a thread, in a server
 STACK_BYTES = 2**29  # stack of a compiling thread; enough for 16,000 rules that refer to each other
+_MOST_NOTED = 1000  # things left out of tools' schemas that the log tells
+_noted: set[str] = set()
 
 
 class Matcher:
@@ -184,15 +188,22 @@ def _build(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def _usable(tokens: LLTokenizer, part: Grammar) -> Grammar:
-    """A part that compiles: the part itself or, if it is loose, its `type` only. Raises InvalidRequestError else."""
+    """A part that compiles: the part itself or, if it is loose, as much of it as can be enforced. Raises
+    InvalidRequestError else."""
     try:
         _matcher(tokens, part)
+        return part
     except ValueError as error:
-        if part.is_loose:
-            known = {name: value for name, value in json.loads(part.value).items() if name == "type"}
-            return Grammar("json", json.dumps(known))
-        raise _error(part, str(error)) from None
-    return part
+        if not part.is_loose:
+            raise _error(part, str(error)) from None
+    lenient = msgspec.structs.replace(part, is_loose=False, is_lenient=True)
+    try:
+        _matcher(tokens, lenient)
+        return lenient
+    except ValueError as error:
+        _note(f"all but its type, because {error}")
+        known = {name: value for name, value in json.loads(part.value).items() if name == "type"}
+        return Grammar("json", json.dumps(known))
 
 
 def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -204,7 +215,18 @@ def _matcher(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
         fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokens.vocab_size))
     if matcher.is_error():
         raise ValueError(_reason(matcher.get_error()))
+    if grammar.is_lenient or any(part.is_lenient for _, part in grammar.parts):
+        for warning in matcher.get_grammar_warnings():
+            _note(warning)
     return matcher
+
+
+def _note(what: str) -> None:
+    """Logs what is left out of tools' schemas, once each."""
+    what = what[:500]
+    if what not in _noted and len(_noted) < _MOST_NOTED:
+        _noted.add(what)
+        log.warning("a grammar leaves out a part of a tool's schema: %s", ascii(what)[1:-1])
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
@@ -248,8 +270,10 @@ def _source(tokens: LLTokenizer, grammar: Grammar) -> dict[str, Any]:
         schema = json.loads(grammar.value or '{"type": "object"}')
         if schema is False:
             raise ValueError("the schema false allows nothing")
-        options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-        return {"json_schema": ({} if schema is True else without_trivia(schema)) | {"x-guidance": options}}
+        lenient = grammar.is_lenient
+        options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+        schema = {} if schema is True else without_trivia(schema, _note if lenient else None)
+        return {"json_schema": schema | {"x-guidance": options}}
     if grammar.parts or grammar.marks:
         marks = [_mark_rules(tokens, name, text) for name, text in grammar.marks]
         return {"lark_grammar": "\n".join([grammar.value, *marks])}

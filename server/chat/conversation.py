@@ -47,15 +47,14 @@ async def prepare(
     body.check()
     state.check_template(body.chat_template)
     tokenizer, info = state.require_ready()
-    if (body.top_logprobs or 0) > info.max_logprobs:  # the engine would call it logprobs
-        message = f"top_logprobs is {body.top_logprobs}; this server gives at most {info.max_logprobs}"
-        raise InvalidRequestError(message, "top_logprobs")
+    body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
     ids = await state.text_work(
-        http, lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens)
+        http,
+        lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens, body.truncation_side),
     )
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens)
+    max_tokens = body.output_limit()
+    ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens, body.truncation_side)
     room = room_for(max_tokens, len(ids), info)
     params = await state.text_work(
         http,
@@ -70,7 +69,7 @@ async def prepare(
     )
     params = tokenizer.with_eos(params, info.eos_token_ids)
     params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-    if params.grammar is not None and form_field is not None:
+    if params.grammar is not None and params.grammar.field == "response_format" and form_field is not None:
         params = msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, field=form_field))
     run = ChatRun(state, tokenizer, body, ids, params)
     params = msgspec.structs.replace(
@@ -98,7 +97,11 @@ async def prepare(
 
 
 def encode_chat(
-    tokenizer: Tokenizer, info: Ready, conversation: Conversation, truncate: int | None = None
+    tokenizer: Tokenizer,
+    info: Ready,
+    conversation: Conversation,
+    truncate: int | None = None,
+    side: str | None = None,
 ) -> list[int]:
     """Token ids of a rendered conversation. Slow: call it off the event loop.
 
@@ -120,7 +123,7 @@ def encode_chat(
         messages[i] = message
     options: dict[str, Any] = {
         "tools": tools,
-        "add_generation_prompt": conversation.add_generation_prompt,
+        "add_generation_prompt": conversation.add_generation_prompt is not False,
         "continue_final_message": conversation.continue_final_message,
         "chat_template": conversation.chat_template,
         **kwargs,
@@ -135,7 +138,7 @@ def encode_chat(
             text = _render(tokenizer, turns, options | {"tools": whole})
         except InvalidRequestError:
             raise refusal from None
-    text = fit_text(text, tokenizer, info, truncate, "messages")
+    text = fit_text(text, tokenizer, info, truncate, "messages", side)
     return foreign.encode(text, conversation.add_special_tokens)
 
 

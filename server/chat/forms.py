@@ -73,10 +73,12 @@ class Functions(msgspec.Struct, frozen=True):
         return strict or self.is_restricted or not self.is_parallel
 
     def schema(self, tool: Tool, *, is_loose: bool = False) -> Grammar:
-        """The grammar of a function's arguments. Each schema is a separate grammar, so that its references resolve."""
+        """The grammar of a function's arguments. Each schema is a separate grammar, so that its references resolve.
+        Unless the function is strict, what cannot be enforced is left out: tools of MCP servers have such schemas."""
         text = json.dumps({"type": "object", **(tool.function.parameters or _NO_PARAMETERS)})
         origin = f"the schema of {tool.function.name!r}"
-        return Grammar("json", text, field=self.field, origin=origin, is_loose=is_loose)
+        is_lenient = not tool.function.strict
+        return Grammar("json", text, field=self.field, origin=origin, is_lenient=is_lenient, is_loose=is_loose)
 
 
 def answer_grammar(

@@ -52,6 +52,11 @@ class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
 
+    def before_output(self) -> Usage:
+        """The same without any output."""
+        details = self.completion_tokens_details and CompletionTokensDetails(0)
+        return Usage(self.prompt_tokens, 0, self.prompt_tokens, self.prompt_tokens_details, details)
+
 
 class Turn:
     """The time that one request may hold the event loop before other tasks run."""

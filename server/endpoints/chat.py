@@ -42,6 +42,7 @@ class _Answer:
         self._state, self._http, self._run = state, http, run
         self._body = body = run.body
         self._reasoning_field = state.settings.reasoning_field
+        self._top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
         last = body.messages[-1]
         self._echo = last.text() if body.echo and last.role == "assistant" else ""
         self._head = {
@@ -123,8 +124,8 @@ class _Answer:
                     usage = self._run.usage() if mode == "always" else None
                     if piece.index not in started:
                         started.add(piece.index)
-                        opening = self._opening(piece.index)
-                        chunks += [writer.choice(choice, usage, prompt_ids) for choice in opening]
+                        opening, nothing = self._opening(piece.index), usage and usage.before_output()
+                        chunks += [writer.choice(choice, nothing, prompt_ids) for choice in opening]
                         prompt_ids = b""
                     chunks.append(writer.choice(self._choice(piece), usage))
                     if turn.is_over:
@@ -168,7 +169,7 @@ class _Answer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        as_ids, top = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
+        as_ids, top = self._body.return_tokens_as_token_ids, self._top
         content = logprobs_json(self._run.tokenizer, piece.logprobs, top, as_ids)
         if self._body.return_accepted_proposals:
             for entry, score in zip(content, piece.logprobs, strict=True):

@@ -16,7 +16,7 @@ from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.server.chat.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
 from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
 from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
-from jaxserve.server.schemas.common import COMPLETION_TOKENS, CompletionRequest
+from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer
 from jaxserve.text.fill_in_middle import FillInMiddle
 from jaxserve.text.tokenizer import Tokenizer
@@ -44,16 +44,20 @@ async def _prepare(
     tokenizer, info = state.require_ready()
     prompts = body.prompts()
     state.accounts.check(key_of(http), len(prompts), body.n)
-    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    body.count_logprobs(info.vocab_size, info.max_logprobs)
+    max_tokens = body.output_limit()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     middle = FillInMiddle(tokenizer) if body.suffix else None
     if middle is not None:
         encoded = await state.encode(http, [*texts, f"{middle.lead}{body.suffix}"], add_special_tokens=False)
         ids = [middle.prompt(text, encoded[-1]) for text in encoded[:-1]]
     else:
-        found = iter(await state.encode(http, texts, body.add_special_tokens, body.truncate_prompt_tokens))
+        cut = body.truncate_prompt_tokens, body.truncation_side
+        found = iter(await state.encode(http, texts, body.add_special_tokens, *cut))
         ids = [next(found) if isinstance(prompt, str) else prompt for prompt in prompts]
-    ids = [fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens) for one in ids]
+    ids = [
+        fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens, body.truncation_side) for one in ids
+    ]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
@@ -124,7 +128,7 @@ class _Answer:
         self._generation = generation
         self._echoes = echoes
         self._n = generation.requests[0].params.n
-        self._top = min(body.logprobs or 0, 20)
+        self._top = len(body.logprob_token_ids or ()) or body.logprobs or 0
         self._head = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}",
             "object": "text_completion",

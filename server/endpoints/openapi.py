@@ -17,7 +17,8 @@ from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
 from jaxserve.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
-from jaxserve.server.schemas.common import NOT_SERVED, CompletionRequest, DetokenizeRequest, SamplingFields
+from jaxserve.server.schemas.common import CompletionRequest, DetokenizeRequest, EngineFields
+from jaxserve.server.schemas.foreign_fields import NOT_SERVED
 from jaxserve.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
 from jaxserve.server.schemas.weights import UpdateWeightsRequest
@@ -97,10 +98,17 @@ def openapi_document(
         fields = components[kind.__name__]["properties"]
         if "model" in fields:
             fields["model"] = {"enum": [None, *names], "default": None}
-        if issubclass(kind, SamplingFields):
-            fields |= {name: {"enum": [None, *harmless]} for name, harmless in NOT_SERVED.items()}
+        if issubclass(kind, EngineFields):
+            for name in NOT_SERVED:
+                del fields[name]
+            components[kind.__name__]["description"] += " Fields of NotServed are accepted with its values only."
         if "chat_template" in fields and not own_templates:
             fields["chat_template"] = {"type": "null", "description": "Needs --trust-request-chat-template"}
+    components["NotServed"] = {
+        "description": "Fields of other servers, with the values that are accepted because they ask for nothing",
+        "type": "object",
+        "properties": {name: {"enum": [None, *field.harmless]} for name, field in NOT_SERVED.items()},
+    }
     if model is not None and not model.fills_in:
         components["CompletionRequest"]["properties"]["suffix"] = {
             "enum": [None, ""], "description": "Needs a model that fills in the middle"

@@ -26,12 +26,14 @@ def _either(*rules: dict[str, Any]) -> dict[str, Any]:
 
 
 _NO_FORM = ({"type": "text"},)  # the response_format that allows any text
+_NOT_ZERO = {"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"const": -1}, {"minimum": 1}]}}}
 _BEAM_SEARCH = {
     "properties": {
-        "structured_outputs": {"type": "null"}, "prompt_logprobs": {"type": "null"}, "logit_bias": {"enum": [None, {}]},
+        "structured_outputs": {"type": "null"},
+        "prompt_logprobs": {"type": "null"}, "logit_bias": {"enum": [None, {}]},
         "response_format": {"enum": [None, *_NO_FORM]}, "min_tokens": {"enum": [None, 0]},
         "repetition_penalty": {"enum": [None, 1]}, "presence_penalty": {"enum": [None, 0]},
-        "frequency_penalty": {"enum": [None, 0]}, "max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]},
+        "frequency_penalty": {"enum": [None, 0]}, **_NOT_ZERO["properties"],
         "n": {"maximum": MAX_LOGPROBS - MAX_STOP_TOKENS},
     }
 }  # fmt: skip
@@ -86,8 +88,8 @@ _MESSAGE_ITEM = _either(
 RULES: dict[str, list[dict[str, Any]]] = {
     "CompletionRequest": [
         *_SAMPLING,
-        _either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, _is_true("echo")),
-        _either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, _one_of("n", 1)),
+        _either(_NOT_ZERO, _is_true("echo")),
+        _either(_NOT_ZERO, _one_of("n", 1)),
         _either(_one_of("use_beam_search", False), _one_of("echo", False)),
     ],
     "ChatRequest": [
@@ -119,7 +121,11 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "FlatTool": [{"required": ["name"]}],
     "FlatChoice": [{"required": ["name"]}],
     "Item": [_MESSAGE_ITEM],
+    "MessagesRequest": [
+        _either(_one_of("structured_outputs"), {"allOf": [_one_of("output_config"), _one_of("output_format")]})
+    ],
     "ResponsesRequest": [
+        _either(_one_of("structured_outputs"), _one_of("text")),
         _either(
             _one_of("background", False),
             {"properties": {"stream": {"enum": [None, False]}, "store": {"enum": [None, True]}}},

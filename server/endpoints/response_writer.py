@@ -55,7 +55,7 @@ class ResponseWriter:
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "status": "in_progress",
+            "status": "queued" if body.background else "in_progress",
             "background": bool(body.background),
             "error": None,
             "incomplete_details": None,
@@ -85,8 +85,16 @@ class ResponseWriter:
 
     # Each of these methods returns the events that report its change.
 
-    def begin(self) -> Iterator[bytes]:
+    def wait(self) -> Iterator[bytes]:
+        """Begins a response that is made in the background."""
         yield self._event("created", response=self.response)
+        yield self._event("queued", response=self.response)
+
+    def begin(self) -> Iterator[bytes]:
+        """The engine has accepted the request."""
+        if self.response["status"] != "queued":
+            yield self._event("created", response=self.response)
+        self.response["status"] = "in_progress"
         yield self._event("in_progress", response=self.response)
 
     def piece(self, piece: Piece) -> Iterator[bytes]:

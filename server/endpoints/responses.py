@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -97,6 +97,13 @@ def _conversation(state: ServerState, body: ResponsesRequest, owner: ApiKey | No
     if not reader.messages:
         raise InvalidRequestError("input has no message", "input")
     return reader
+
+
+async def compact(http: HTTPRequest) -> Response:
+    """/v1/responses/compact of OpenAI's API, which is not served. Without it, "compact" would be a response's id."""
+    raise APIError(
+        404, f"{http.url.path} is not served; send the whole conversation, or previous_response_id, to /v1/responses"
+    )
 
 
 async def get_response(http: HTTPRequest) -> Response:
@@ -216,30 +223,34 @@ class _Work:
 
     async def _in_background(self) -> None:
         try:
-            if self._log is None:
-                await self.whole()
-                return
-            self._log.add(list(self.writer.begin()))
+            self._tell(self.writer.wait())
             async with contextlib.aclosing(self._run.pieces()) as batches:
                 async for pieces in batches:
-                    self._log.add([event for piece in pieces for event in self._take(piece)])
+                    if self.writer.response["status"] == "queued":
+                        self._tell(self.writer.begin())
+                        self._store([])
+                    self._tell(event for piece in pieces for event in self._take(piece))
         except asyncio.CancelledError:
             self.writer.response["status"] = "cancelled"
             self._store([])
         except Exception as error:
-            events = list(self.writer.fail(to_api_error(error)))
-            if self._log is not None:
-                self._log.add(events)
+            self._tell(self.writer.fail(to_api_error(error)))
             self._store([])
         finally:
             if self._log is not None:
                 self._log.close()
 
+    def _tell(self, events: Iterable[bytes]) -> None:
+        """Adds events to the log, if there is one; they come into being as the response changes."""
+        told = list(events)
+        if self._log is not None:
+            self._log.add(told)
+
     def _store(self, messages: list[Message]) -> None:
         writer = self.writer
         if writer.response["store"]:
             background = self._task is not None
-            running = background and (writer.response["status"] == "in_progress" or self._log is not None)
+            running = background and (writer.response["status"] in ("queued", "in_progress") or self._log is not None)
             stored = StoredResponse(
                 owner=self._owner,
                 response=writer.encoded(),

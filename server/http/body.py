@@ -17,7 +17,7 @@ from jaxserve.server.http.limits import Body
 # Fields that hold a schema or another free form, each bounded by MAX_SCHEMA. In _LISTS every element is bounded.
 _FREE_FIELDS = (
     "response_format", "structured_outputs", "text", "output_config", "output_format", "metadata", "tool_choice",
-    "logit_bias", "chat_template_kwargs", "function_call",
+    "logit_bias", "chat_template_kwargs", "function_call", "json_schema",
 )  # fmt: skip
 _LISTS = ("tools", "functions")
 _PIECE = 2**18  # bytes that are examined before other tasks run

@@ -30,6 +30,9 @@ def explain(error: msgspec.ValidationError, body: str) -> APIError:
     text = _in_words(text)
     if text.startswith("Expected "):
         subject = f"a key of {path}" if is_key else path
+        if (key := _wrong_key(text, body, path, is_key)) is not None:
+            shown = _shown(key, by_length=False)
+            subject = f"the key {shown} of {path}" if is_key else path.replace("...", shown)
         text = text.replace("Expected", f"{subject} must be", 1)
     else:
         text = f"{path}: {text}"
@@ -47,6 +50,18 @@ def _in_words(text: str) -> str:
         return " or ".join(_WORDS[name] for name in names) if set(names) <= _WORDS.keys() else match[0]
 
     return re.sub("`([^`]*)`", words, text)
+
+
+def _wrong_key(text: str, body: str, path: str, is_key: bool) -> str | None:
+    """The key that an error is about, or whose value it is about; msgspec does not tell it. None: it is not clear."""
+    with contextlib.suppress(msgspec.ValidationError, LookupError, TypeError):
+        found = _value_at(body, path.removesuffix("[...]"))
+        if is_key and (pattern := re.search("matching regex '(.*)'", text)) is not None:
+            return next((key for key in found if not re.search(pattern[1], key)), None)
+        if path.endswith("[...]") and "Expected a number" in text:
+            wrong = bool | str | list | dict | None
+            return next((key for key, value in found.items() if isinstance(value, wrong)), None)
+    return None
 
 
 def _value_at(body: str, path: str) -> Any:

@@ -201,11 +201,16 @@ class ServerState:
         return await self.text_threads.run(tenant_of(http), size, work)
 
     async def encode(
-        self, http: Request, texts: list[str], add_special_tokens: bool, truncate: int | None = None
+        self,
+        http: Request,
+        texts: list[str],
+        add_special_tokens: bool,
+        truncate: int | None = None,
+        side: str | None = None,
     ) -> list[list[int]]:
         """Token ids of each text. Raises InvalidRequestError for a text that `fit_text` refuses."""
         tokenizer, info = self.require_ready()
-        texts = [fit_text(text, tokenizer, info, truncate, "prompt") for text in texts]
+        texts = [fit_text(text, tokenizer, info, truncate, "prompt", side) for text in texts]
         ids: list[list[int]] = []
         for some in _in_turns(texts):  # other requests get turns in between, and a disconnected client's work stops
             ids += await self.text_work(http, partial(_encode, tokenizer, some, add_special_tokens), short=True)
@@ -298,17 +303,20 @@ def _decode(body: str, decoder: msgspec.json.Decoder[T]) -> T:
         return decoder.decode(with_whole_numbers(body))
 
 
-def fit_text(text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str) -> str:
+def fit_text(
+    text: str, tokenizer: Tokenizer, info: Ready, truncate: int | None, param: str, side: str | None = None
+) -> str:
     """The text, unless it is certain to have too many tokens. Tokenizing would take time, and 250 times its memory.
 
-    With `truncate`, returns an end of such a text that is long enough for `fit_prompt` to truncate. Without, raises
-    InvalidRequestError.
+    With `truncate`, returns the end of such a text that `fit_prompt` keeps, long enough for it to truncate. Without,
+    raises InvalidRequestError.
     """
     if len(text) < info.max_model_len or (fewest := tokenizer.fewest_tokens(text)) <= info.max_model_len:
         return text
     if truncate is None:
         raise _too_long(info, f"at least {fewest}", param)
-    return text[-2 * info.max_model_len * (tokenizer.longest_token or 1) :]
+    enough = 2 * info.max_model_len * (tokenizer.longest_token or 1)
+    return text[:enough] if side == "right" else text[-enough:]
 
 
 def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:
@@ -320,15 +328,19 @@ def _too_long(info: Ready, count: str, param: str) -> InvalidRequestError:
     )
 
 
-def fit_prompt(ids: list[int], info: Ready, truncate: int | None, param: str, max_tokens: int | None) -> list[int]:
-    """The prompt, checked against the model, and cut to its last `truncate` tokens if that is given.
+def fit_prompt(
+    ids: list[int], info: Ready, truncate: int | None, param: str, max_tokens: int | None, side: str | None = None
+) -> list[int]:
+    """The prompt, checked against the model, and cut to `truncate` tokens if that is given. `side`: which end is cut
+    off, "left" (the default) or "right".
 
     -1 cuts it so that `max_tokens` fit after it. Raises InvalidRequestError for a prompt that is empty or too long, and
     for ids outside the vocabulary.
     """
     if truncate is not None:
         room = max(1, info.max_model_len - max(1, min(max_tokens or 1, info.max_model_len - 1)))
-        ids = ids[-(room if truncate == -1 else truncate) :]
+        most = room if truncate == -1 else truncate
+        ids = ids[:most] if side == "right" else ids[-most:]
     if not ids:
         raise InvalidRequestError("the prompt is empty; it must hold at least one token", param)
     if len(ids) >= info.max_model_len:

@@ -28,6 +28,7 @@ _ROUTES = [
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
     Route("/v1/responses", responses.create_response, methods=["POST"]),
     Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/compact", responses.compact, methods=["GET", "POST", "DELETE"]),
     Route("/v1/responses/{id}", responses.get_response),
     Route("/v1/responses/{id}", responses.delete_response, methods=["DELETE"]),
     Route("/v1/responses/{id}/cancel", responses.cancel_response, methods=["POST"]),

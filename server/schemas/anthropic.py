@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from jaxserve.limits import MAX_STOP_STRINGS, Fraction, Temperature, TopK
+from jaxserve.limits import MAX_STOP_STRINGS
 from jaxserve.server.schemas.chat import CalledFunction, ChatRequest, Message, ToolCall
 from jaxserve.server.schemas.claude_tools import ClaudeTool, functions_of
-from jaxserve.server.schemas.common import PositiveTokens, StopString
+from jaxserve.server.schemas.common import EngineFields, PositiveTokens, StopString
 from jaxserve.server.tools.choice import Choice, NamedChoice, NamedFunction
 from jaxserve.types import InvalidRequestError
 
@@ -69,7 +69,7 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
+class CountTokensRequest(EngineFields, kw_only=True):
     """Body of /v1/messages/count_tokens."""
 
     messages: list[ClaudeMessage]
@@ -123,18 +123,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: PositiveTokens
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: Fraction | None = None
 
     def chat(self) -> ChatRequest:
+        """The body as a chat request. Raises InvalidRequestError, naming the field, for what is not served."""
+        self.check()
         return self.to_chat(
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
+            max_tokens=self.max_tokens, stop=self.stop_sequences, stream=self.stream, **self.engine_fields()
         )
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, NumLogprobs
-from jaxserve.server.schemas.common import PositiveTokens, SamplingFields
+from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from jaxserve.server.schemas.common import AskedLogprobs, PositiveTokens, SamplingFields, SomeTokens
 from jaxserve.server.tools.call_arguments import as_object
 from jaxserve.server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
 from jaxserve.text.tokenizer import TEMPLATE_INPUTS
@@ -66,7 +66,7 @@ class Message(msgspec.Struct):
     """A message of a history. Every answer of this server is valid as one."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[Part | str] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -109,6 +109,8 @@ class Message(msgspec.Struct):
             return self.content or self.refusal or ""
         texts = []
         for part in self.content:
+            if isinstance(part, str):
+                part = Part(text=part)
             text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
             if text is None:
                 raise InvalidRequestError(
@@ -129,7 +131,7 @@ class Conversation(msgspec.Struct, kw_only=True):
 
     messages: Messages
     tools: Tools | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # None: unless continue_final_message is set
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: str | None = None
@@ -140,6 +142,12 @@ class Conversation(msgspec.Struct, kw_only=True):
         if not 0 < len(self.messages) <= MAX_MESSAGES:
             raise InvalidRequestError(
                 f"messages must hold 1 to {MAX_MESSAGES} messages, got {len(self.messages)}", "messages"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message goes on with the last message, and add_generation_prompt begins a new one: set "
+                "one of them to true",
+                "continue_final_message",
             )
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise InvalidRequestError(
@@ -178,7 +186,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: str | NamedFunction | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # None: unless continue_final_message is set
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: str | None = None
@@ -187,14 +195,17 @@ class ChatRequest(SamplingFields, kw_only=True):
     include_reasoning: bool = True
     thinking_token_budget: PositiveTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: AskedLogprobs | None = None
     return_accepted_proposals: bool | None = None
-    max_tokens: PositiveTokens | None = None
-    max_completion_tokens: PositiveTokens | None = None
+    max_tokens: SomeTokens | None = None
+    max_completion_tokens: SomeTokens | None = None
     echo: bool | None = None
 
     def check(self) -> None:
         super().check()
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise InvalidRequestError(f"{name} must be at least 1, or -1 for no limit, got 0", name)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs above 0 is only allowed when logprobs is true", "top_logprobs")
         if self.return_accepted_proposals and not self.logprobs:
@@ -212,6 +223,15 @@ class ChatRequest(SamplingFields, kw_only=True):
         except InvalidRequestError as error:
             older = {"tools": "functions", "tool_choice": "function_call"} if self.is_legacy else {}
             raise InvalidRequestError(str(error), older.get(error.param or "", error.param)) from None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def output_limit(self) -> int | None:
+        """The most tokens of output; None: what the context leaves."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if limit == -1 else limit
 
     @property
     def is_legacy(self) -> bool:
@@ -251,7 +271,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # None: unless continue_final_message is set
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
     chat_template: str | None = None

@@ -1,7 +1,7 @@
 """Request bodies as bounded types, and their conversion to SamplingParams.
 
-A known field that is not served (NOT_SERVED) is refused if it is set. Fields without effect on the output (`user`,
-`metadata`, `store`, …) and unknown fields are ignored, because clients keep adding new ones.
+A known field that is not served is refused if it asks for something (`foreign_fields`). Fields without effect on the
+output (`user`, `metadata`, `store`, …) and unknown fields are ignored, because clients keep adding new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve import limits
-from jaxserve.server.schemas.response_format import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, grammar_of
+from jaxserve.server.schemas.foreign_fields import ForeignFields, check_foreign
+from jaxserve.server.schemas.response_format import (
+    FORM_FIELDS,
+    JSON_SCHEMA,
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    grammar_of,
+)
 from jaxserve.text.generation_defaults import SAMPLING
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError, SamplingParams
@@ -22,21 +29,6 @@ from jaxserve.types import InvalidRequestError, SamplingParams
 _OTHER_SAMPLING = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "use_beam_search", "length_penalty")
 
 COMPLETION_TOKENS = 16  # the default of max_tokens in /v1/completions
-
-# Known fields that are not served, with the values that are accepted because they ask for nothing.
-NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "early_stopping": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "logits_processors": ([],),
-    "prompt_embeds": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "documents": ([],),
-}
 
 # Types of fields that several bodies share. msgspec checks the bounds, and /openapi.json shows them.
 TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": limits.MAX_INT, "format": "token-id"}
@@ -60,6 +52,34 @@ LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$", extra_json_schema={"format": "token-id"})], float],
     Meta(max_length=limits.MAX_LOGIT_BIAS),
 ]
+GrammarText = Annotated[
+    str, Meta(max_length=limits.MAX_GRAMMAR, description="Excludes other fields that ask for a form")
+]
+_NO_LIMIT = "-1: no limit but the context's"
+MaxTokens = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, description=_NO_LIMIT)]
+SomeTokens = Annotated[
+    int, Meta(ge=-1, le=limits.MAX_INT, description=_NO_LIMIT, extra_json_schema={"not": {"const": 0}})
+]
+AskedLogprobs = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        le=limits.MAX_LOGPROBS,
+        extra_json_schema={
+            "x-replaced-by": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": limits.MAX_LOGPROBS,
+                "description": "Or -1: the whole vocabulary, where --max-logprobs allows that many",
+            }
+        },
+    ),
+]
+NamedTokens = Annotated[
+    list[TokenId],
+    Meta(max_length=limits.MAX_LOGPROBS, description="The alternatives of each token; needs logprobs, and no echo"),
+]
+TruncationSide = Annotated[Literal["left", "right"], Meta(description="Which end truncate_prompt_tokens cuts off")]
 Priority = Annotated[int, Meta(ge=-limits.MAX_INT - 1, le=limits.MAX_INT)]
 Truncation = Annotated[int, Meta(ge=-1, le=limits.MAX_INT, extra_json_schema={"not": {"const": 0}})]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_LENGTH)]
@@ -99,11 +119,9 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """The fields that completions and chat have in common. None stands for the default."""
+class EngineFields(ForeignFields, kw_only=True):
+    """The fields that all bodies have in common. None stands for the default."""
 
-    model: str | None = None
-    max_tokens: limits.Tokens | None = None
     temperature: limits.Temperature | None = None
     top_p: limits.Fraction | None = None
     top_k: limits.TopK | None = None
@@ -115,49 +133,55 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=limits.MAX_ALLOWED_TOKENS)] | None = None
     bad_words: BadWords | None = None
     seed: limits.Seed | None = None
-    n: limits.Count | None = None
-    best_of: Annotated[int, Meta(description="1, or the same as n")] | None = None
-    stop: Stop | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[limits.Tokens, Meta(description="At most max_tokens")] | None = None
     skip_special_tokens: bool = True
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    prompt_logprobs: limits.NumLogprobs | None = None
-    truncate_prompt_tokens: Truncation | None = None
     priority: Priority | None = None
-    request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, Meta(extra_json_schema=STRUCTURED_OUTPUTS)] = None
-    use_beam_search: bool | None = None
-    length_penalty: limits.LengthPenalty | None = None
-    # known fields that are not served, see NOT_SERVED
-    early_stopping: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    logits_processors: Any = None
-    prompt_embeds: Any = None
-    audio: Any = None
-    modalities: Any = None
-    web_search_options: Any = None
-    documents: Any = None
+    # forms of outputs by SGLang's and llama.cpp's names
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: GrammarText | None = None
+    json_schema: Annotated[dict[str, Any] | str, Meta(extra_json_schema=JSON_SCHEMA)] | None = None
 
     def check(self) -> None:
         """Raises InvalidRequestError, naming the field, for errors that can be found without the model."""
-        for name, harmless in NOT_SERVED.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                instead = "; structured_outputs does the same" if name.startswith("guided_") else ""
-                raise InvalidRequestError(
-                    f"{name} is not supported by this server{instead}", name, "unsupported_parameter"
-                )
+        check_foreign(self)
+
+    def engine_fields(self) -> dict[str, Any]:
+        """The fields of this class, for a chat request made of another body."""
+        return {name: getattr(self, name) for name in _ENGINE_FIELDS}
+
+
+_ENGINE_FIELDS = [name for name in EngineFields.__struct_fields__ if name not in ForeignFields.__struct_fields__]
+
+
+class SamplingFields(EngineFields, kw_only=True):
+    """The fields that completions and chat have in common. None stands for the default."""
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    n: limits.Count | None = None
+    best_of: Annotated[int, Meta(description="1, or the same as n")] | None = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprob_token_ids: NamedTokens | None = None
+    prompt_logprobs: AskedLogprobs | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: TruncationSide | None = None
+    request_id: RequestId | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
+    use_beam_search: bool | None = None
+    length_penalty: limits.LengthPenalty | None = None
+
+    def check(self) -> None:
+        super().check()
         if self.best_of not in (None, 1, self.n):
             raise InvalidRequestError(
                 f"best_of is only supported when it equals n ({self.n or 1}), got {self.best_of}; "
@@ -168,7 +192,33 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
+        if self.logprob_token_ids and not self.wants_logprobs:
+            raise InvalidRequestError("logprob_token_ids is only allowed together with logprobs", "logprob_token_ids")
         check_range("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, limits.MAX_INT, excluded=0)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of its tokens."""
+        raise NotImplementedError
+
+    def count_logprobs(self, vocab_size: int, most: int) -> None:
+        """Replaces -1 in the fields that ask for log-probabilities by the number of tokens it stands for. Raises
+        InvalidRequestError for more than `most`, the server's bound."""
+        if (named := len(self.logprob_token_ids or ())) > most:
+            raise InvalidRequestError(
+                f"logprob_token_ids has {named} ids; this server gives at most {most} (--max-logprobs)",
+                "logprob_token_ids",
+            )
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            asked = getattr(self, name, None)
+            count = vocab_size if asked == -1 else asked or 0
+            if count > most:
+                all_tokens = f", for all {vocab_size} tokens" if asked == -1 else ""
+                raise InvalidRequestError(
+                    f"{name} is {asked}{all_tokens}; this server gives at most {most} (--max-logprobs)", name
+                )
+            if asked == -1:
+                setattr(self, name, count)
 
     @property
     def usage_mode(self) -> Literal["off", "last", "always"]:
@@ -206,11 +256,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             ignore_eos=self.ignore_eos,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
-            grammar=grammar_of(self.response_format, self.structured_outputs),
+            grammar=grammar_of({name: getattr(self, name) for name in FORM_FIELDS}),
         )
-        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(params, field) or ()
             if (beyond := max(ids, default=0)) >= vocab_size:
                 raise InvalidRequestError(f"{field} holds id {beyond}; the vocabulary has {vocab_size} tokens", field)
@@ -222,7 +273,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: limits.NumLogprobs | None = None
+    logprobs: AskedLogprobs | None = None
     add_special_tokens: bool = True
     suffix: str | None = None
 
@@ -230,10 +281,20 @@ class CompletionRequest(SamplingFields, kw_only=True):
         """The prompts, one entry each. Raises InvalidRequestError for an empty or mixed list."""
         return prompts_of(self.prompt, "prompt")
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def output_limit(self) -> int | None:
+        """The most tokens of output; None: what the context leaves."""
+        return COMPLETION_TOKENS if self.max_tokens is None else None if self.max_tokens == -1 else self.max_tokens
+
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
+        if self.echo and self.logprob_token_ids:
+            raise InvalidRequestError("echo cannot be combined with logprob_token_ids", "echo")
         if self.suffix:
             for name, allowed in (("echo", (None, False)), ("truncate_prompt_tokens", (None,))):
                 if getattr(self, name) not in allowed:

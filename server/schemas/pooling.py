@@ -22,6 +22,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["right"] | None = None  # the end of a text is cut off
     priority: Priority | None = None
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None

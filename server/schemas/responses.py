@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.limits import MAX_ITEMS, Fraction, NumLogprobs, Penalty, RepetitionPenalty, Seed, Temperature, TopK
+from jaxserve.limits import MAX_ITEMS, NumLogprobs
 from jaxserve.server.schemas.chat import ChatRequest, Message, TemplateKwargs
-from jaxserve.server.schemas.common import CacheSalt, PositiveTokens, Priority, Stop
+from jaxserve.server.schemas.common import EngineFields, PositiveTokens, Stop
 from jaxserve.server.schemas.response_items import Item
 from jaxserve.server.schemas.response_tools import FlatChoice, FlatTool, ToolMap
 from jaxserve.types import InvalidRequestError
@@ -16,9 +16,7 @@ from jaxserve.types import InvalidRequestError
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 _SAME_FIELDS = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
-    "chat_template_kwargs",
+    "model", "stream", "parallel_tool_calls", "stop", "chat_template_kwargs", "thinking_token_budget",
 )  # fmt: skip
 
 
@@ -32,7 +30,7 @@ class TextOptions(msgspec.Struct):
     verbosity: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(EngineFields, kw_only=True):
     """Body of /v1/responses."""
 
     input: str | list[Item]
@@ -40,8 +38,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: PositiveTokens | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[str] | None = None
     tools: list[FlatTool] | None = None
@@ -60,23 +56,16 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     # not in OpenAI's API
-    top_k: TopK | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
     stop: Stop | None = None
-    ignore_eos: bool = False
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    thinking_token_budget: PositiveTokens | None = None
     # known fields that are not served
     conversation: Any = None
     prompt: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequestError, naming the field, for errors that the checks of a chat request do not find."""
+        super().check()
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
@@ -117,6 +106,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             response_format=_response_format(self.text),
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
+            **self.engine_fields(),
             **{name: getattr(self, name) for name in _SAME_FIELDS},
         )
 

@@ -6,6 +6,7 @@ import re
 import time
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from engines import bound, drain, make_engine, request, run_all
@@ -159,6 +160,47 @@ def test_the_part_that_is_wrong_is_named(llm):
     assert caught.value.param == "tools"
     loose = Grammar("json", '{"type": "object", "properties": {"x": {"type": "weird"}}}', is_loose=True)
     llm.engine.grammars.check(Grammar("lark", "start: @a | @b", (("a", JSON), ("b", loose))))
+
+
+MCP = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2, "maxItems": 2},
+        "mail": {"type": "string", "pattern": r"^(?!\.)[a-z]{2}$", "maxLength": 3},
+        "size": {"oneOf": [{"type": "integer", "maximum": 9}, {"const": 3}], "not": {"const": 5}},
+    },
+    "required": ["tags", "mail", "size"],
+    "if": {"properties": {"size": {"const": 1}}},
+    "then": {"required": ["mail"]},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("kind", ["lenient", "loose"])
+def test_what_a_grammar_cannot_hold_is_left_out_of_a_lenient_schema(llm, caplog, monkeypatch, kind):
+    """The rest of the schema holds, and the log tells once what is left out."""
+    monkeypatch.setattr("jaxserve.grammars.grammar._noted", set())
+    text = json.dumps(MCP)
+    with pytest.raises(InvalidRequestError, match=r"uniqueItems|oneOf|then|not"):
+        llm.engine.grammars.check(Grammar("json", text))
+    whole = Grammar("json", text, is_lenient=True)
+    if kind == "loose":
+        whole = Grammar("lark", "start: @a", (("a", Grammar("json", text, is_loose=True)),))
+    rest = json.loads(text)
+    for name in ("if", "then"):
+        del rest[name]
+    rest["properties"]["mail"].pop("pattern")
+    rest["properties"]["tags"].pop("uniqueItems")
+    rest["properties"]["size"] = {"type": "integer", "maximum": 9}
+    params = SamplingParams(temperature=1, max_tokens=300, seed=1, n=4, grammar=whole)
+    (output,) = llm.generate(["x"], params, progress=False)
+    ended = [one.text for one in output.outputs if one.finish_reason == "stop"]
+    assert ended
+    for one in ended:
+        jsonschema.validate(json.loads(one), rest)
+    llm.engine.grammars.check(msgspec.structs.replace(whole, origin="the same once more"))
+    for name in ("uniqueItems", "oneOf", "the pattern", "then"):
+        assert sum(name in record.getMessage() for record in caplog.records) == 1, caplog.text
 
 
 # The queue of the compiler

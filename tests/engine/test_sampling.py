@@ -313,6 +313,22 @@ def test_log_probabilities_are_of_the_raw_distribution():
     assert not np.asarray(draw(logits, [GREEDY, GREEDY]).scores).any()
 
 
+def test_log_probabilities_of_named_tokens():
+    """A row that names tokens gets theirs, in their order, instead of the most likely ones; other rows do not."""
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((3, VOCAB)).astype(np.float32)
+    named = (VOCAB - 1, 0, 7)
+    params = [SamplingParams(temperature=0.0, logprob_token_ids=(*named, 0)), GREEDY, SamplingParams(logprobs=2)]
+    assert params[0].logprobs == len(named)
+    scores = np.asarray(draw(logits, params).scores)
+    exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    first = read_scores(scores[0], int(logits[0].argmax()), len(named))
+    assert [token for token, _ in first.top] == list(named)
+    np.testing.assert_allclose([value for _, value in first.top], exact[0, list(named)], atol=1e-5)
+    np.testing.assert_allclose(first.logprob, exact[0].max(), atol=1e-5)
+    assert [token for token, _ in read_scores(scores[2], 0, 2).top] == logits[2].argsort()[::-1][:2].tolist()
+
+
 # Randomness
 
 

@@ -130,7 +130,44 @@ def test_the_same_comes_as_a_stream_and_after_a_cached_prompt(client, ids):
     ids=["regex", "choice", "lark", "gbnf", "json_object"],
 )
 def test_every_kind_of_form(client, ids, form, is_right):
-    choices = ask(client, ids, n=3, extra_body={"structured_outputs": form})
+    check_form(client, ids, {"structured_outputs": form}, is_right)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_right"),
+    [
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
+        ({"ebnf": 'root ::= "a" | "b" root'}, lambda text: text.lstrip("b") == "a"),
+        ({"grammar": 'root ::= ("yes" | "no") [0-9]{2}'}, lambda text: text[:-2] in ("yes", "no")),
+        ({"json_schema": json.dumps(PERSON)}, is_person),
+        ({"json_schema": PERSON, "grammar": "", "regex": None}, is_person),
+    ],
+    ids=["regex", "ebnf", "grammar", "schema as text", "schema"],
+)
+def test_forms_by_names_of_other_servers(client, ids, fields, is_right):
+    """SGLang's regex, ebnf and json_schema, and llama.cpp's grammar and json_schema."""
+    check_form(client, ids, fields, is_right)
+    completion = client.completions.create(model=MODEL, prompt="hi", max_tokens=300, seed=3, extra_body=fields)
+    assert completion.choices[0].finish_reason == "stop"
+    assert is_right(completion.choices[0].text)
+
+
+def test_forms_of_responses_and_messages(server):
+    """vLLM's structured_outputs, and other constraints of sampling, hold in every body."""
+    http = server.http()
+    outputs = {"choice": ["left", "right"], "enable_in_reasoning": True}
+    form = {"structured_outputs": outputs, "bad_words": ["left"]}
+    answer = http.post("/v1/responses", json={"model": MODEL, "input": "hi", "max_output_tokens": 50, **form}).json()
+    assert answer["output"][-1]["content"][0]["text"] == "right"
+    body = {"model": MODEL, "messages": HI, "max_tokens": 50, **form}
+    assert http.post("/v1/messages", json=body).json()["content"][-1]["text"] == "right"
+    for path, body in (("/v1/responses", {"input": "hi"}), ("/v1/messages", {"messages": HI, "max_tokens": 5})):
+        error = http.post(path, json={"model": MODEL, **body, "regex": "("}).json()["error"]
+        assert "regex" in error["message"]
+
+
+def check_form(client, ids, fields, is_right) -> None:
+    choices = ask(client, ids, n=3, extra_body=fields)
     ended = [choice.message for choice in choices if choice.finish_reason == "stop"]
     assert ended
     assert all(message.reasoning and is_right(message.content) for message in ended)
@@ -309,6 +346,18 @@ def test_strict_and_one_call_hold_where_the_model_chooses(client, ids):
     for choice in called:
         (call,) = choice.message.tool_calls
         assert is_person(call.function.arguments)
+
+
+def test_a_schema_with_more_than_a_grammar_holds(client, ids):
+    """Such a tool may be forced: the rest of its schema holds. A strict tool and a response_format are refused."""
+    schema = PERSON | {"not": {"required": ["zzz"]}}
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = ask(client, ids, False, tools=[tool("tell", schema)], **forced)
+    assert is_person(choice.message.tool_calls[0].function.arguments)
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for fields in ({"tools": [tool("tell", schema, strict=True)], **forced}, {"response_format": form}):
+        with pytest.raises(openai.BadRequestError, match="not"):
+            ask(client, ids, False, **fields)
 
 
 def test_a_strict_schema_that_cannot_be_enforced_is_no_reason_to_refuse(client, ids):

@@ -170,6 +170,20 @@ def test_lengths(client, http):
     assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 252
 
 
+def test_no_limit_and_which_end_is_cut(http):
+    """`max_tokens` -1 is what the context leaves. `truncation_side` is the end that is cut off, "left" by default."""
+    unlimited = {"model": MODEL, "prompt": [50] * 250, "max_tokens": -1}
+    assert http.post("/v1/completions", json=unlimited).json()["usage"]["completion_tokens"] == 6
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
+    for limits in ({"max_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 2}):
+        usage = http.post("/v1/chat/completions", json=chat | limits).json()["usage"]
+        assert usage["total_tokens"] == 256
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "truncate_prompt_tokens": 2, "return_token_ids": True}
+    for side, kept in ((None, [7, 8]), ("left", [7, 8]), ("right", [5, 6])):
+        answer = http.post("/v1/completions", json={"model": MODEL, "truncation_side": side, **body}).json()
+        assert answer["choices"][0]["prompt_token_ids"] == kept
+
+
 # chat
 
 
@@ -220,6 +234,37 @@ def test_chat_logprobs(client):
     assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
     result = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, logprobs=True)
     assert all(entry.top_logprobs == [] for entry in result.choices[0].logprobs.content)
+
+
+def test_usage_of_the_chunk_with_the_role(http):
+    """Its usage counts no output yet, whatever the same step has sampled."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 2, "ignore_eos": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = stream(http, "/v1/chat/completions", **body, stream_options=options)
+    prompt = last["usage"]["prompt_tokens"]
+    roles = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["delta"].get("role")]
+    assert [usage["completion_tokens"] for usage in roles] == [0, 0]
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] == prompt for usage in roles)
+    assert last["usage"]["completion_tokens"] == 4
+
+
+def test_texts_in_a_list_of_parts(http):
+    def tokens(content) -> list[int]:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+        return http.post("/tokenize", json=body).json()["tokens"]
+
+    assert tokens(["a", {"type": "text", "text": "b"}]) == tokens("a\nb")
+
+
+def test_continuing_excludes_a_new_message(http):
+    """`continue_final_message` with an explicit `add_generation_prompt` true is a contradiction; each alone is not."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        body = {"model": MODEL, "messages": messages, "max_tokens": 1, "continue_final_message": True}
+        answer = http.post(path, json=body | {"add_generation_prompt": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+        for fields in (body, body | {"add_generation_prompt": False}, body | {"continue_final_message": False}):
+            assert http.post(path, json=fields).status_code == 200
 
 
 def test_continue_final_message_with_echo(client):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.server.schemas.foreign_fields import NOT_SERVED
+
 MODEL = "test-model"
 
 
@@ -26,7 +28,7 @@ def refused(http, path: str, status: int = 400, **body) -> dict:
         ("min_p", {"min_p": 1.5}),
         ("n", {"n": 0}),
         ("n", {"n": 129}),
-        ("max_tokens", {"max_tokens": -1}),
+        ("max_tokens", {"max_tokens": -2}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": 10**30}),
         ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
@@ -72,6 +74,18 @@ def refused(http, path: str, status: int = 400, **body) -> dict:
         ("cache_salt", {"cache_salt": ""}),
         ("request_id", {"request_id": "a b"}),
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
+        ("truncation_side", {"truncate_prompt_tokens": 1, "truncation_side": "middle"}),
+        ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("logprob_token_ids", {"logprob_token_ids": [5]}),
+        ("logprob_token_ids", {"logprob_token_ids": [10**6], "logprobs": 1}),
+        ("logprob_token_ids", {"logprob_token_ids": list(range(21)), "logprobs": 1}),
+        ("echo", {"logprob_token_ids": [5], "logprobs": 1, "echo": True}),
+        ("regex", {"regex": 7}),
+        ("grammar", {"grammar": {"type": "json"}}),
+        ("json_schema", {"json_schema": {}, "grammar": 'root ::= "a"'}),
+        ("json_schema", {"json_schema": "{"}),
+        ("regex", {"regex": "a", "structured_outputs": {"choice": ["a"]}}),
+        ("structured_outputs", {"structured_outputs": {"json": {}, "whitespace_pattern": " "}}),
     ],
 )
 def test_bad_completion_fields(http, param, fields):
@@ -97,6 +111,9 @@ def test_bad_completion_fields(http, param, fields):
         ("chat_template", {"chat_template": "{{ 1 }}"}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": "x"}}),
         ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": -1}),
+        ("messages", {"messages": [{"role": "user", "content": [7]}]}),
         ("continue_final_message", {"continue_final_message": True}),
     ],
 )
@@ -111,6 +128,71 @@ def test_harmless_and_unknown_fields_are_ignored(http):
         "best_of": 1, "suffix": None, "a_field_of_next_year": [1, 2], "tools": [], "response_format": {"type": "text"},
     }  # fmt: skip
     assert http.post("/v1/completions", json=body).status_code == 200
+
+
+FOREIGN = {
+    "guided_regex": ("a", "structured_outputs"),
+    "repeat_penalty": (1.1, "repetition_penalty"),
+    "typical_p": (0.9, "set it to 1"),
+    "mirostat": (2, "set it to 0"),
+    "dry_multiplier": (0.8, "set it to 0"),
+    "xtc_probability": (0.5, "set it to 0"),
+    "no_repeat_ngram_size": (3, "frequency_penalty"),
+    "logits_processors": (["x"], "logit_bias"),
+    "custom_logit_processor": ("x", "logit_bias"),
+    "vllm_xargs": ({"a": 1}, "leave it out"),
+    "samplers": (["top_k"], "leave it out"),
+    "stop_regex": ("a+", "structured_outputs"),
+    "max_new_tokens": (5, "max_tokens"),
+    "n_predict": (5, "max_tokens"),
+    "lora_path": ("adapter", "model"),
+    "do_sample": (False, "temperature 0"),
+    "separate_reasoning": (False, "include_reasoning"),
+}
+BODIES = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_changes_answers_elsewhere_is_refused_by_name(http, path):
+    """Each field with a value that asks for something: the message names it, and what to use instead."""
+    for name, (value, instead) in FOREIGN.items():
+        response = http.post(path, json={"model": MODEL, **BODIES[path], name: value})
+        assert response.status_code == 400, (name, response.text)
+        message = response.json()["error"]["message"]
+        assert message.startswith(f"{name} is not supported"), message
+        assert instead in message
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_neutral_values_of_other_engines_are_accepted(http, path):
+    neutral = {
+        name: field.harmless[-1] if field.harmless else None for name, field in NOT_SERVED.items()
+    } | {"dry_base": 1.75, "mirostat_tau": 5.0, "xtc_threshold": 0.1, "repeat_last_n": 64}  # fmt: skip
+    response = http.post(path, json={"model": MODEL, **BODIES[path], **neutral})
+    assert response.status_code == 200, response.text
+
+
+def test_the_range_of_penalties_matters_where_there_are_penalties(http):
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 1, "repeat_last_n": 64, "repetition_penalty": 1.0}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert refused(http, "/v1/completions", **body | {"presence_penalty": 0.5})["param"] == "repeat_last_n"
+
+
+def test_messages_name_the_key_and_the_bound(http):
+    """Of a dictionary the key that is wrong; of -1, which asks for all tokens, the server's bound."""
+
+    def message(**fields) -> str:
+        return refused(http, "/v1/completions", model=MODEL, prompt="Hi", **fields)["message"]
+
+    assert 'the key "x1" of logit_bias' in message(logit_bias={"5": 1, "x1": 1})
+    assert 'logit_bias["6"] must be a number' in message(logit_bias={"5": 1, "6": "a"})
+    assert message(logprobs=-1).startswith("logprobs is -1, for all")
+    assert "at most 20 (--max-logprobs)" in message(logprobs=-1)
 
 
 def test_bad_requests_in_general(http):

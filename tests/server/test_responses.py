@@ -7,6 +7,7 @@ import time
 
 import openai
 import pytest
+from serving import wait_until
 from test_messages_api import events
 
 from jaxserve.server.http.errors import APIError
@@ -81,8 +82,8 @@ def test_items_as_input(client, scripted):
 
 def test_background(client):
     result = client.responses.create(model=MODEL, input="SAYSLOWLY(" + "word " * 200 + ")SAY", background=True)
-    assert result.status == "in_progress"
-    assert client.responses.retrieve(result.id).status == "in_progress"
+    assert result.status == "queued"
+    wait_until(lambda: client.responses.retrieve(result.id).status == "in_progress")
     with pytest.raises(openai.BadRequestError, match="not been completed"):
         ask(client, "x", previous_response_id=result.id)
     assert client.responses.cancel(result.id).status == "cancelled"
@@ -90,13 +91,27 @@ def test_background(client):
 
     done = ask(client, "Done.", background=True)
     for _ in range(100):
-        if (latest := client.responses.retrieve(done.id)).status != "in_progress":
+        if (latest := client.responses.retrieve(done.id)).status not in ("queued", "in_progress"):
             break
         time.sleep(0.02)
     assert (latest.status, latest.output_text) == ("completed", "Done.")
     assert client.responses.cancel(done.id).status == "completed"
     with pytest.raises(openai.BadRequestError, match="in the background"):
         client.responses.cancel(ask(client, "x").id)
+
+
+def test_events_in_the_background_begin_with_the_queue(client):
+    told = list(ask(client, "Done.", background=True, stream=True))
+    assert [event.type for event in told[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event.response.status for event in told[:3]] == ["queued", "queued", "in_progress"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_compacting_is_not_served(scripted, method):
+    answer = scripted.http().request(method, "/v1/responses/compact", json={"model": MODEL, "input": "x"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert "/v1/responses/compact" in answer.json()["error"]["message"]
 
 
 def test_order_of_events(scripted):

@@ -46,10 +46,23 @@ def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
 
 def obey(body: dict) -> None:
     """Makes a body follow what descriptions say, because JSON Schema cannot."""
-    for field in ("best_of", "continue_final_message", "previous_response_id", "functions", "function_call"):
+    for field in (
+        "best_of",
+        "logprob_token_ids",
+        "continue_final_message",
+        "previous_response_id",
+        "functions",
+        "function_call",
+    ):
         body.pop(field, None)
-    if body.get("min_tokens"):
-        body["max_tokens"] = max(body["min_tokens"], body.get("max_tokens") or 0)
+    if least := body.get("min_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if field == "max_tokens" or body.get(field) is not None:
+                body[field] = max(least, body.get(field) or 0)
+    asks = {"text", "output_config", "output_format", "structured_outputs", "use_beam_search"} & body.keys()
+    if asks or body.get("response_format") not in (None, {"type": "text"}):
+        for field in ("regex", "ebnf", "grammar", "json_schema"):
+            body.pop(field, None)
     if body.get("bad_words"):  # a character may take four tokens here
         body["bad_words"] = [word[: MAX_BAD_WORD_TOKENS // 4 - 1] for word in body["bad_words"]]
     if body.get("n") not in (None, 1) or body.get("use_beam_search"):
@@ -97,7 +110,16 @@ def test_numbers_as_an_expression(most):
 
 def test_the_document_states_the_bounds(http):
     """Of types, of the model, and of what the operator allows."""
-    fields = http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas["ChatRequest"]["properties"]
+    assert schemas["NotServed"]["properties"]["typical_p"] == {"enum": [None, 1]}
+    for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
+        assert "NotServed" in schemas[name]["description"]
+        assert {"structured_outputs", "regex", "ebnf", "grammar", "json_schema"} <= schemas[name]["properties"].keys()
+        assert "typical_p" not in schemas[name]["properties"]
+    assert (fields["max_tokens"]["anyOf"][0]["minimum"], fields["truncation_side"]["anyOf"][0]["enum"]) == (
+        -1, ["left", "right"]
+    )  # fmt: skip
 
     def of(name: str) -> dict:
         return fields[name]["anyOf"][0]
