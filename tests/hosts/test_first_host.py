@@ -18,7 +18,9 @@ from jaxserve.hosts import channel, messages
 from jaxserve.hosts.environment import SECRET
 from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.first_host import FirstHost
+from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import identity_of
+from jaxserve.hosts.other_host import OtherHost
 from jaxserve.hosts.token_digests import EVERY
 
 GOOD = "a secret of sixteen or more bytes"
@@ -220,3 +222,26 @@ def test_an_address_that_this_host_does_not_have(model_folders, monkeypatch):
         FirstHost(EngineConfig(coordinator="no.such.host.invalid:9", **settings))
     FirstHost(EngineConfig(coordinator="192.0.2.1:9", command_host="127.0.0.1", command_port=port, **settings))
     socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_a_first_host_that_closes_connections_is_tried_again(model_folders, monkeypatch):
+    """It may have too many; what it says after all is heard."""
+    monkeypatch.setenv(SECRET, GOOD)
+    monkeypatch.setattr("jaxserve.hosts.other_host.RETRY_SECONDS", 0.01)
+    listener = bind("127.0.0.1", 0)
+    settings = {"num_hosts": 2, "host_id": 1, "command_port": listener.getsockname()[1]}
+    config = EngineConfig(model=str(model_folders("tp_gqa")), coordinator="127.0.0.1:9", **settings)
+    listener.listen()
+
+    def serve(link: channel.Channel) -> None:
+        assert isinstance(messages.decode(link.receive()), messages.Join)
+        link.send(messages.encode(messages.Refused("there are enough")))
+
+    def busy() -> None:
+        for _ in range(2):
+            listener.accept()[0].close()
+        Greetings(listener, GOOD.encode(), 5.0, serve, "first")
+
+    threading.Thread(target=busy, daemon=True).start()
+    with pytest.raises(HostError, match="refuses this host: there are enough"):
+        OtherHost(config)
