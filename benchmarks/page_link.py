@@ -20,9 +20,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.hosts.channel import MAX_FRAME
 from jaxserve.roles import messages
+from jaxserve.roles.messages import KEY_BYTES
 from jaxserve.roles.page_listener import Contents, Export, PageListener, listen
-from jaxserve.roles.prefill_server import KEY_BYTES, PrefillServer, Transfer
+from jaxserve.roles.prefill_server import PrefillServer, Transfer
 
 SECRET = b"a secret of the benchmark"
 LAYERS, SHAPE = 32, (2, 8, 16, 128)  # of a page
@@ -45,7 +47,7 @@ def send(address: str) -> None:
             export.put(Contents(places, b"".join(keys(count)[at : at + FRAME]), [pages]))
         export.end()
 
-    PageListener(listen(address), SECRET, {}, begin, lambda: None, lambda: 0)
+    PageListener(listen(address), SECRET, {}, begin, lambda: None, lambda: 0, MAX_FRAME)
     for _ in sys.stdin:
         print(cpu_seconds(), flush=True)
 

@@ -84,6 +84,8 @@ class EngineConfig:
       coordinator: "host:port" of the first of several hosts that serve the model together, or "auto": hosts as Slurm, a
         LeaderWorkerSet or a TPU pod tells them in the environment. None: there is one host.
       num_hosts, host_id: how many hosts there are, and which of them this is; 0 is the first.
+      command_host: an address that the first host has, where that is not the coordinator's, as behind a load balancer;
+        there it waits for the others. "0.0.0.0": all of its addresses. None: the coordinator's.
       command_port: port of the first host at which it tells the others what to do; None: the one after the
         coordinator's.
       host_secret_file: file with a secret that all hosts know; None: the environment variable JAXSERVE_HOST_SECRET.
@@ -179,6 +181,7 @@ class EngineConfig:
     coordinator: str | None = None
     num_hosts: int = 1
     host_id: int = 0
+    command_host: str | None = None
     command_port: int | None = None
     host_secret_file: str | None = None
     host_timeout: float = 20.0
@@ -291,7 +294,7 @@ class EngineConfig:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"{name} must be between {low} and {high}, got {value!r}")
-        for name in ("revision", "tokenizer", "generation_config"):
+        for name in ("revision", "tokenizer", "generation_config", "command_host"):
             if getattr(self, name) is not None and not (isinstance(value := getattr(self, name), str) and value):
                 raise ConfigError(f"{name} must be a string that is not empty, got {value!r}")
         if (override := self.override_generation_config) is not None:

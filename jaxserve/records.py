@@ -23,10 +23,10 @@ VERSION = 1
 
 # Settings that are left out of records: they name the operator's hosts and folders, or do not concern an answer.
 PRIVATE = frozenset(
-    {"coordinator", "num_hosts", "host_id", "command_port", "host_secret_file", "host_timeout", "profile_dir",
-     "role", "prefill_listen", "prefill_servers", "prefill_min_tokens", "prefill_timeout",
-     "kv_offload_dir", "kv_offload_gib", "kv_offload_dir_gib", "cpu_offload_gib", "max_waiting", "max_waiting_tokens",
-     "max_logprobs", "generation_config", "override_generation_config", "forbid_compile"}
+    {"coordinator", "num_hosts", "host_id", "command_host", "command_port", "host_secret_file",
+     "host_timeout", "profile_dir", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
+     "prefill_timeout", "kv_offload_dir", "kv_offload_gib", "kv_offload_dir_gib", "cpu_offload_gib", "max_waiting",
+     "max_waiting_tokens", "max_logprobs", "generation_config", "override_generation_config", "forbid_compile"}
 )  # fmt: skip
 
 

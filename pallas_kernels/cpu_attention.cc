@@ -350,6 +350,8 @@ static void paged_attention(const Call& call) {
   p.many = call.attribute<bool>("one_order") ? 0 : kMany;
   const int64_t rows = call.argument(5).dims[0], some = std::max<int64_t>(1, kRows / p.group);
   const int32_t *starts = data<int32_t>(call.argument(4)), *lengths = data<int32_t>(call.argument(5));
+  if (kChecked)
+    check_rows(tables, starts, lengths, rows, q.dims[0], p.first_page, pages.dims[0], p.page_size, p.window, kBlock);
   std::vector<Tile> tiles;
   for (int64_t row = 0; row < rows; row++)
     for (int64_t head = 0; head < p.heads; head++)

@@ -114,7 +114,8 @@ def _compiler_name() -> str:
 
 
 def _flags() -> list[str]:
-    """JAXSERVE_CXXFLAGS come last, so that -march may name the oldest of several machines that share a cache."""
+    """JAXSERVE_CXXFLAGS come last, so that -march may name the oldest of several machines that share a cache. With
+    -DJAXSERVE_CHECKED among them, kernels check the indices that they are given."""
     return [*FLAGS, *shlex.split(os.environ.get("JAXSERVE_CXXFLAGS", ""))]
 
 

@@ -45,10 +45,40 @@ static void write_head(const typename From::Stored* from, int64_t dim, typename 
   if (d < page_dim) std::fill(to + d, to + page_dim, 0);
 }
 
+// Checks the slots of `tokens` tokens, which count from first_page, in a cache of so many pages.
+static void check_slots(const int32_t* slots, int64_t tokens, int64_t first_page, int64_t pages, int64_t page_size) {
+  check_index("first_page", first_page, 0, pages);
+  for (int64_t t = 0; t < tokens; t++) check_index("slots", slots[t], -1, (pages - first_page) * page_size, t);
+}
+
+// Checks what attention reads of its rows: the begin of their tokens, of which there are `tokens` [rows + 1]; how many
+// tokens they have in the cache, the new ones included [rows]; and the entries of their tables [rows, most pages], which
+// count from first_page, from the block of tokens on in which the window of the row's first token begins.
+static void check_rows(const Array& tables, const int32_t* starts, const int32_t* lengths, int64_t rows, int64_t tokens,
+                       int64_t first_page, int64_t pages, int64_t page_size, int64_t window,
+                       int64_t block) {
+  check_index("first_page", first_page, 0, pages);
+  check_index("the number of rows", rows, 0, tables.dims[0] + 1);
+  check_index("q_start", starts[0], 0, tokens + 1, 0);
+  for (int64_t row = 0; row < rows; row++) {
+    check_index("q_start", starts[row + 1], starts[row], tokens + 1, row + 1);
+    const int64_t count = starts[row + 1] - starts[row];
+    if (!count) continue;
+    check_index("kv_len", lengths[row], count, tables.dims[1] * page_size + 1, row);
+    const int64_t seen = std::max<int64_t>(0, lengths[row] - count - window + 1);
+    for (int64_t page = seen / block * block / page_size; page * page_size < lengths[row]; page++)
+      check_index("block_tables", data<int32_t>(tables)[row * tables.dims[1] + page], 0, pages - first_page, row, page);
+  }
+}
+
 // The pages of the cache [pages, 2, heads, page_size, page_dim], and their scales or an empty array.
 struct Pages {
   const Array &data, &scales;
   int64_t heads = data.dims[2], size = data.dims[3], dim = data.dims[4];
+
+  void check(const int32_t* slots, int64_t tokens, int64_t first_page) const {
+    if (kChecked) check_slots(slots, tokens, first_page, data.dims[0], size);
+  }
 
   // Writes a token's key (0) or value (1) [from_dim] of one head to its slot, which counts from first_page.
   template <class From, class To>
@@ -67,6 +97,7 @@ static void write_kv(const Call& call) {
   const Pages pages{call.result(0), call.result(1)};
   const int64_t tokens = keys.dims[0], dim = keys.dims[2], first_page = *data<int32_t>(call.argument(5));
   const int32_t* slots = data<int32_t>(call.argument(4));
+  pages.check(slots, tokens, first_page);
   const int64_t some = std::max<int64_t>(1, (1 << 14) / (pages.heads * dim));
   with_element(pages.data.dtype, [&](auto target) {
     with_element(keys.dtype, [&](auto source) {
@@ -118,8 +149,9 @@ static void rotate_and_write(const Call& call) {
   const Pages pages{call.result(1), call.result(2)};
   const int64_t heads = qkv.dims[1], parts = qkv.dims[2], group = parts - 2, dim = qkv.dims[3];
   const int64_t first_page = *data<int32_t>(call.argument(9)), half = angles.dims[1];
-  const int64_t tokens = std::min<int64_t>(qkv.dims[0], *data<int32_t>(call.argument(10)));
+  const int64_t tokens = call.leading(10, qkv.dims[0]);
   const int32_t* slots = data<int32_t>(call.argument(8));
+  pages.check(slots, tokens, first_page);
   const float *from = data<float>(qkv), eps = call.attribute<float>("eps");
   float* queries = data<float>(call.result(0));
   const int64_t some = std::max<int64_t>(1, (1 << 13) / (parts * dim));  // heads of a thread's piece

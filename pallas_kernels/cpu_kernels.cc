@@ -14,8 +14,8 @@ constexpr int64_t kMany = 40;  // from this number of rows on, transposing a pan
 
 // y = x w^T for the first `count` rows of x [tokens, in], and w [out, in]. Other rows of y are not written.
 static void matmul(const Call& call) {
-  const Array &x = call.argument(0), &w = call.argument(1), &count = call.argument(2);
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(count)), in = x.dims[1], out = w.dims[0];
+  const Array &x = call.argument(0), &w = call.argument(1);
+  const int64_t tokens = call.leading(2, x.dims[0]), in = x.dims[1], out = w.dims[0];
   if (tokens <= 0) return;
   const float *xs = data<float>(x), *ws = data<float>(w);
   float* ys = data<float>(call.result());
@@ -26,10 +26,10 @@ static void matmul(const Call& call) {
 }
 DEFINE_HANDLER(Matmul, matmul, kF32, kF32, kS32)
 
-// Runs f(token) for the first `count` tokens of x [tokens, ...], in parallel.
+// Runs f(token) for the tokens of x [tokens, ...] that matter, in parallel. `count`: the argument that says how many.
 template <class F>
-static void for_tokens(const Call& call, const Array& x, const Array& count, F f) {
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(count));
+static void for_tokens(const Call& call, const Array& x, int64_t count, F f) {
+  const int64_t tokens = call.leading(count, x.dims[0]);
   const int64_t size = std::max<int64_t>(1, (1 << 13) * x.dims[0] / std::max<int64_t>(1, element_count(x)));
   parallel_for(call, (tokens + size - 1) / size, [=](int64_t piece) {
     for (int64_t t = piece * size; t < std::min(tokens, (piece + 1) * size); t++) f(t);
@@ -53,7 +53,7 @@ static void rms_norm(const Call& call) {
   const int64_t size = scale.dims[0], rows = element_count(x) / size / x.dims[0];
   const float *xs = data<float>(x), *scales = data<float>(scale), eps = call.attribute<float>("eps");
   float* ys = data<float>(call.result());
-  for_tokens(call, x, call.argument(2), [=](int64_t token) {
+  for_tokens(call, x, 2, [=](int64_t token) {
     for (int64_t row = token * rows; row < (token + 1) * rows; row++)
       norm(xs + row * size, scales, eps, size, ys + row * size);
   });
@@ -67,7 +67,7 @@ static void add_norm(const Call& call) {
   const float *xs = data<float>(x), *ys = data<float>(call.argument(1)), *scales = data<float>(call.argument(3));
   const float *biases = element_count(bias) ? data<float>(bias) : nullptr, eps = call.attribute<float>("eps");
   float *totals = data<float>(call.result(0)), *normed = data<float>(call.result(1));
-  for_tokens(call, x, call.argument(4), [=](int64_t token) {
+  for_tokens(call, x, 4, [=](int64_t token) {
     const int64_t row = token * size;
     for (int64_t i = 0; i < size; i++) totals[row + i] = xs[row + i] + (biases ? ys[row + i] + biases[i] : ys[row + i]);
     norm(totals + row, scales, eps, size, normed + row);
@@ -82,7 +82,7 @@ static void rope(const Call& call) {
   const int64_t half = angles.dims[1], rows = element_count(x) / (2 * half) / x.dims[0];
   const float *xs = data<float>(x), *cosines = data<float>(angles), *sines = data<float>(call.argument(2));
   float* ys = data<float>(call.result());
-  for_tokens(call, x, call.argument(3), [=](int64_t token) {
+  for_tokens(call, x, 3, [=](int64_t token) {
     const float *cos = cosines + token * half, *sin = sines + token * half;
     for (int64_t row = token * rows; row < (token + 1) * rows; row++) {
       const float *a = xs + 2 * row * half, *b = a + half;
@@ -100,7 +100,7 @@ static void silu_gate(const Call& call) {
   const int64_t size = x.dims[1];
   const float* xs = data<float>(x);
   float* ys = data<float>(call.result());
-  for_tokens(call, x, call.argument(1), [=](int64_t token) {
+  for_tokens(call, x, 1, [=](int64_t token) {
     const auto gated = [](const float* from) {
       const Vec low = at(from), high = at(from + kLanes);
       const Vec a = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
@@ -124,7 +124,7 @@ DEFINE_HANDLER(SiluGate, silu_gate, kF32, kS32)
 // Index of the first largest number in each of the first `count` rows of x [rows, size]; 0 for other rows.
 static void arg_max(const Call& call) {
   const Array& x = call.argument(0);
-  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(1))), size = x.dims[1];
+  const int64_t rows = call.leading(1, x.dims[0]), size = x.dims[1];
   const float* xs = data<float>(x);
   int32_t* places = data<int32_t>(call.result());
   std::fill_n(places, x.dims[0], 0);
@@ -151,7 +151,7 @@ DEFINE_HANDLER(ArgMax, arg_max, kF32, kS32)
 // y = x - log(sum(exp(x))) for each of the first `count` rows of x [rows, size]. Zeros in other rows.
 static void log_softmax(const Call& call) {
   const Array& x = call.argument(0);
-  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(1))), size = x.dims[1];
+  const int64_t rows = call.leading(1, x.dims[0]), size = x.dims[1];
   const float* xs = data<float>(x);
   float* ys = data<float>(call.result());
   std::fill(ys + rows * size, ys + x.dims[0] * size, 0.f);
@@ -183,7 +183,7 @@ DEFINE_HANDLER(LogSoftmax, log_softmax, kF32, kS32)
 // Filters the first `count` rows of x [rows, size] by top_k, top_p and min_p [rows]. Other rows are copied.
 static void filter(const Call& call) {
   const Array& x = call.argument(0);
-  const int64_t rows = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(4))), size = x.dims[1];
+  const int64_t rows = call.leading(4, x.dims[0]), size = x.dims[1];
   const float *xs = data<float>(x), excluded = call.attribute<float>("excluded");
   const int32_t* top_k = data<int32_t>(call.argument(1));
   const float *top_p = data<float>(call.argument(2)), *min_p = data<float>(call.argument(3));

@@ -313,6 +313,8 @@ static void latent_attention(const Call& call) {
   p.first_page = *data<int32_t>(call.argument(6)), p.scale = call.attribute<float>("scale");
   const int64_t rows = call.argument(5).dims[0], threads = call.num_threads();
   const int32_t *starts = data<int32_t>(call.argument(4)), *lengths = data<int32_t>(call.argument(5));
+  if (kChecked)
+    check_rows(tables, starts, lengths, rows, q.dims[0], p.first_page, pages.dims[0], p.page_size, INT32_MAX, kBlock);
   int64_t parts;
   std::vector<Tile> tiles = cut(p, starts, lengths, rows, kRows, &parts);
   if (parts < 2 * threads && threads > 1) {  // only smaller tiles give all threads work
@@ -336,6 +338,7 @@ static void write_latent(const Call& call) {
   const int64_t tokens = rows.dims[0], dim = rows.dims[1], rank = call.attribute<int64_t>("rank");
   const int64_t first_page = *data<int32_t>(call.argument(4)), size = pages.dims[1], width = pages.dims[2];
   const int32_t* slots = data<int32_t>(call.argument(3));
+  if (kChecked) check_slots(slots, tokens, first_page, pages.dims[0], size);
   const int64_t some = std::max<int64_t>(1, (1 << 14) / dim);
   with_element(pages.dtype, [&](auto target) {
     with_element(rows.dtype, [&](auto source) {

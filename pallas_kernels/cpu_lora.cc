@@ -7,7 +7,7 @@
 // `Adapters` takes them.
 static void add_adapters(const Call& call) {
   const Array& x = call.argument(1);
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(2)));
+  const int64_t tokens = call.leading(2, x.dims[0]);
   Adapters adapters(call, 3, data<float>(x), tokens, data<float>(call.result()));
   adapters.shrink_all(call);
   adapters.expand_all(call);
@@ -18,7 +18,7 @@ DEFINE_HANDLER(AddAdapters, add_adapters, kF32, kF32, kS32, kAny, kAny, kS32, kS
 // [places, vocab, rank], of which a token's row is looked up; b, place and ranks.
 static void add_to_embeddings(const Call& call) {
   const Array &x = call.argument(0), &a = call.argument(3);
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(2))), vocab = a.dims[1];
+  const int64_t tokens = call.leading(2, x.dims[0]), vocab = a.dims[1];
   Adapters adapters(call, 3, nullptr, tokens, data<float>(call.result()));
   const int32_t *id = data<int32_t>(call.argument(1)), *place = data<int32_t>(call.argument(5));
   for (size_t i = 0; i < adapters.order.size(); i++) {
@@ -37,7 +37,7 @@ DEFINE_HANDLER(AddToEmbeddings, add_to_embeddings, kF32, kS32, kS32, kAny, kAny,
 // a, b, place and ranks. Memory delivers the matrices A while the weight is multiplied, which leaves it idle.
 static void adapted_matmul(const Call& call) {
   const Array& x = call.argument(0);
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
+  const int64_t tokens = call.leading(3, x.dims[0]);
   if (tokens <= 0) return;
   const Panels w(call, 1, call.attribute<int64_t>("out"), call.attribute<int64_t>("inputs"));
   Adapters adapters(call, 4, data<float>(x), tokens, data<float>(call.result()));

@@ -207,12 +207,23 @@ struct Adapters {
     width[2] = call.attribute<int64_t>("third");
     parts = 1 + (width[1] > 0) + (width[2] > 0);
     alternate = parts == 2 && width[0] == 1 && width[1] == 1;
+    if (kChecked) check(data<int32_t>(call.argument(first + 2)), tokens, a_of.dims[0], ranks_of.dims[0]);
     sort(data<int32_t>(call.argument(first + 2)), tokens, a_of.dims[0]);
     const auto shared = [](const Group& group) { return group.count > 1; };
     const auto lone = std::stable_partition(groups.begin(), groups.end(), shared);
     if (groups.end() - lone < 2 * call.num_threads()) return;  // too few for all threads
     alone.assign(lone, groups.end());
     groups.erase(lone, groups.end());
+  }
+
+  void check(const int32_t* place, int64_t tokens, int64_t places, int64_t of_ranks) const {
+    check_index("the number of places", places, 0, of_ranks + 1);
+    check_index("the number of parts", parts, 0, stride + 1);
+    for (int64_t t = 0; t < tokens; t++) {
+      check_index("places", place[t], -1, places, t);
+      for (int64_t p = 0; p < parts && place[t] >= 0; p++)
+        check_index("ranks", ranks[place[t] * stride + p], 0, rank + 1, place[t], p);
+    }
   }
 
   // Orders tokens, which have adapters at these places, and divides their work with A into pieces.

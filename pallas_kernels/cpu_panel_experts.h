@@ -59,10 +59,11 @@ static void multiply_by_expert(const Call& call, const Experts& experts, const P
 static void panel_grouped_matmul(const Call& call) {
   const Array &x = call.argument(0), &sizes = call.argument(3);
   const int64_t in = x.dims[1], out = call.result().dims[1];
+  if (kChecked) check_sizes(data<int32_t>(sizes), sizes.dims[0], x.dims[0]);
   const Experts experts(data<int32_t>(sizes), sizes.dims[0]);
   const float* xs = data<float>(x);
   float* y = data<float>(call.result());
-  const Panels w(call, 1, out, in);
+  const Panels w(call, 1, out, in, sizes.dims[0]);
   const int64_t arithmetic = call.attribute<int64_t>("arithmetic");
   Rounded rounded;
   round_rows(call, Forms(w, arithmetic), in, experts.rows, rounded, [=](int64_t row) { return xs + row * in; });
@@ -144,14 +145,14 @@ static void panel_experts(const Call& call) {
   const int64_t activation = call.attribute<int64_t>("activation"), top_k = chosen.dims[1];
   const bool weighs_inputs = call.attribute<int64_t>("weighs_inputs");
   const float limit = call.attribute<float>("limit");
-  const int64_t tokens = std::clamp<int64_t>(*data<int32_t>(call.argument(8)), 0, x.dims[0]);
+  const int64_t tokens = std::max<int64_t>(call.leading(8, x.dims[0]), 0);
   const float *xs = data<float>(x), *weights = data<float>(call.argument(2));
   const float* bias = element_count(biases) ? data<float>(biases) : nullptr;
   float* y = data<float>(call.result());
   std::fill(y, y + x.dims[0] * out, 0.f);
   const Experts experts(data<int32_t>(chosen), tokens, top_k, call.attribute<int64_t>("experts"));
   if (!experts.rows) return;
-  const Panels first(call, 3, 2 * size, in), second(call, 5, out, size);
+  const Panels first(call, 3, 2 * size, in, experts.count), second(call, 5, out, size, experts.count);
   const int64_t first_arithmetic = call.attribute<int64_t>("first"), arithmetic = call.attribute<int64_t>("second");
   Rounded rounded, rounded_gated;
   const auto inputs = rows_of_tokens(call, experts, xs, weighs_inputs ? weights : nullptr, in,

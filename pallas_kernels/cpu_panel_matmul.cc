@@ -6,7 +6,7 @@
 // y = x w^T for the first `count` rows of x [tokens, in]. Other rows of y are not written.
 static void panel_matmul(const Call& call) {
   const Array& x = call.argument(0);
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(3)));
+  const int64_t tokens = call.leading(3, x.dims[0]);
   if (tokens <= 0) return;
   const Panels w(call, 1, call.attribute<int64_t>("out"), call.attribute<int64_t>("inputs"));
   multiply(call, w, tokens, call.attribute<int64_t>("arithmetic"),

@@ -16,9 +16,18 @@ struct Panels {
   const int32_t* table;  // for each panel: its begin in units of 64 bytes, its type, blocks of a record
   int64_t out, in;
 
-  Panels(const Call& call, int64_t argument, int64_t out, int64_t in)
+  // Of one weight, or of a stack of `experts` weights.
+  Panels(const Call& call, int64_t argument, int64_t out, int64_t in, int64_t experts = 1)
       : data(::data<const uint8_t>(call.argument(argument))), table(::data<int32_t>(call.argument(argument + 1))),
-        out(out), in(in) {}
+        out(out), in(in) {
+    if (!kChecked) return;
+    check_index("the number of panels", experts * count(), 0, call.argument(argument + 1).dims[0] + 1);
+    const int64_t bytes = element_count(call.argument(argument));
+    for (int64_t p = 0; p < experts * count(); p++) {
+      check_index("the type of panel", type(p), 0, kIq4Xs + 1, p);
+      check_index("the begin of panel", int64_t{64} * table[3 * p], 0, bytes - panel_bytes(type(p), in, blocks(p)) + 1, p);
+    }
+  }
   // Returns one weight of a stack.
   Panels of(int64_t expert) const {
     Panels one = *this;

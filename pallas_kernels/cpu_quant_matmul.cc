@@ -218,7 +218,7 @@ static void multiply(const Call& call, const Array& codes, const float* x, int64
 // inputs, to a multiple of kLanes.
 static void quant_matmul(const Call& call) {
   const Array& x = call.argument(0);
-  const int64_t tokens = std::min<int64_t>(x.dims[0], *data<int32_t>(call.argument(5)));
+  const int64_t tokens = call.leading(5, x.dims[0]);
   if (tokens <= 0) return;
   multiply(call, call.argument(1), data<float>(x), tokens, x.dims[1], weight_of(call, 1, 0), data<float>(call.result()));
 }
@@ -230,6 +230,7 @@ static void grouped_quant_matmul(const Call& call) {
   const Array &x = call.argument(0), &sizes = call.argument(5);
   const int32_t* rows = data<int32_t>(sizes);
   const int64_t in = x.dims[1], out = call.result().dims[1];
+  if (kChecked) check_sizes(rows, sizes.dims[0], x.dims[0]);
   float* y = data<float>(call.result());
   int64_t first = 0;
   for (int64_t e = 0; e < sizes.dims[0]; first += rows[e++])

@@ -19,10 +19,10 @@ from jaxserve.pallas_kernels import cpu_build
 # manifest has by their results (`pages`).
 FREE = {
     "model", "revision", "tokenizer", "max_waiting", "max_waiting_tokens", "scheduling_policy", "latency_goal_ms",
-    "memory_utilization", "kv_pages", "coordinator", "num_hosts", "host_id", "command_port", "host_secret_file",
-    "host_timeout", "async_scheduling", "forbid_compile", "profile_dir", "seed", "kv_offload_dir", "kv_offload_dir_gib",
-    "score_prompt", "bundle_key_file", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
-    "prefill_timeout", "generation_config", "override_generation_config", "max_logprobs",
+    "memory_utilization", "kv_pages", "coordinator", "num_hosts", "host_id", "command_host", "command_port",
+    "host_secret_file", "host_timeout", "async_scheduling", "forbid_compile", "profile_dir", "seed", "kv_offload_dir",
+    "kv_offload_dir_gib", "score_prompt", "bundle_key_file", "role", "prefill_listen", "prefill_servers",
+    "prefill_min_tokens", "prefill_timeout", "generation_config", "override_generation_config", "max_logprobs",
 }  # fmt: skip
 # Settings that the prepared weights depend on, and with them everything else.
 OF_WEIGHTS = (
@@ -116,7 +116,9 @@ def differences(made: dict[str, Any], here: dict[str, Any], names: tuple[str, ..
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
     """The settings as JSON has them, without the model's name and those of one process."""
-    own = {"model", "revision", "coordinator", "num_hosts", "host_id", "command_port", "host_secret_file"}
+    own = {
+        "model", "revision", "coordinator", "num_hosts", "host_id", "command_host", "command_port", "host_secret_file",
+    }  # fmt: skip
     names = (name for name in EngineConfig.__dataclass_fields__ if name not in own)
     return msgspec.json.decode(msgspec.json.encode({name: getattr(config, name) for name in names}))
 

@@ -213,6 +213,10 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--num-hosts", field="num_hosts", group=hosts, type=int, metavar="N", help="hosts of the replica")
     flag("--host-id", field="host_id", group=hosts, type=int, metavar="I",
          help="which of them this is; 0: the first, which serves; the others follow it")  # fmt: skip
+    flag("--command-host", field="command_host", group=hosts, metavar="HOST",
+         help="address of the first host's own at which it waits for the others, where it does not have the "
+         "coordinator's, as behind a load balancer; 0.0.0.0: all of its addresses; None: the "
+         "coordinator's")  # fmt: skip
     flag("--command-port", field="command_port", group=hosts, type=int, metavar="PORT",
          help="port of the first host to which the others connect; None: the one after the coordinator's")  # fmt: skip
     flag("--host-secret-file", field="host_secret_file", group=hosts, metavar="FILE",

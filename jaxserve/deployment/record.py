@@ -32,7 +32,7 @@ from jaxserve.config import ConfigError, EngineConfig
 FORM = "jaxserve_lock"
 VERSIONS = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "llguidance",
             "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "libtpu")  # fmt: skip
-OF_PROCESS = ("model", "host_id", "coordinator", "command_port", "host_secret_file", "profile_dir")
+OF_PROCESS = ("model", "host_id", "coordinator", "command_host", "command_port", "host_secret_file", "profile_dir")
 _SHOWN = 12  # differences in a message
 
 

@@ -38,10 +38,10 @@ class AddsRequests(Protocol):
 
 @dataclass(eq=False)
 class _Running:
-    """An export whose request was added. `at`: how many of the wanted pages were sent or given up."""
+    """An export and its request. `at`: how many of the wanted pages were sent or given up."""
 
     export: Export
-    request_id: str
+    request: Request
     hashes: list[bytes]  # that of the root, then of all blocks
     wanted: list[int]
     at: int = 0
@@ -62,15 +62,15 @@ class PageExports:
         self._tiers: PageTiers = blocks.tiers
         self._page_bytes, self._most = runner.layout.page_bytes, runner.layout.copy_sizes[-1]
         self._woken, self._wake = woken, wake
-        self._inbox: queue.SimpleQueue[Export] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Running] = queue.SimpleQueue()
         self._running: list[_Running] = []
         self._numbers = count()
         self._unchanged = unchanged
         self.sent = self.requests = self.lost = 0
 
     def begin(self, export: Export) -> None:
-        """Takes a new export, on any thread."""
-        self._inbox.put(export)
+        """Takes a new export, on any thread. Raises InvalidRequestError for what no prompt here can have."""
+        self._inbox.put(self._checked(export))
         self._wake()
 
     @property
@@ -89,47 +89,55 @@ class PageExports:
         unsent = sum(one.export.unsent for one in self._running)
         for one in self._running.copy():
             if one.export.cancelled:
-                self._engine.abort(one.request_id)
+                self._engine.abort(one.request.request_id)
                 self._running.remove(one)
                 continue
-            finished = one.request_id not in scheduler  # before its last pages are looked for
+            finished = one.request.request_id not in scheduler  # before its last pages are looked for
             unsent += self._read(one, finished, (ALL_UNSENT_BYTES - unsent * self._page_bytes) // self._page_bytes)
             if one.at == len(one.wanted):
                 one.export.end("pages are not there any more" if one.lost else None)
                 self._running.remove(one)
-                self._engine.abort(one.request_id)
+                self._engine.abort(one.request.request_id)
 
-    def _add(self, export: Export) -> None:
+    def _checked(self, export: Export) -> _Running:
         ask, size, groups = export.ask, self._blocks.page_size, self._blocks.num_groups
-        tokens, wanted = np.frombuffer(ask.tokens, np.int32), np.frombuffer(ask.wanted, np.int32).tolist()
+        tokens, wanted = (np.frombuffer(given, np.int32).tolist() for given in (ask.tokens, ask.wanted))
         full = (len(tokens) - 1) // size
+        if not wanted or min(wanted) < 0 or max(wanted) >= full * groups or sorted(set(wanted)) != wanted:
+            raise InvalidRequestError("it asks for pages that the prompt does not have")
+        digest = ask.adapter_digest or None
+        hashes = hash_pages(tokens, ask.cache_salt, size, digest)
+        if hashes != ask.page_hashes:
+            raise InvalidRequestError("the hashes of the prompt's pages are not those of its tokens")
         request = Request(
             request_id=f"{_PREFIX}{next(self._numbers)}",
-            prompt_token_ids=tokens.tolist(),
+            prompt_token_ids=tokens,
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             priority=ask.priority,
             cache_salt=ask.cache_salt,
             tenant=ask.tenant,
+            page_hashes=hashes,
             adapter=ask.adapter,
             adapter_digest=ask.adapter_digest,
         )
-        try:
-            if not self._unchanged():
-                raise InvalidRequestError("the prefill server's weights were replaced")
-            if not wanted or min(wanted) < 0 or max(wanted) >= full * groups or sorted(set(wanted)) != wanted:
-                raise InvalidRequestError("it asks for pages that the prompt does not have")
-            hashes = hash_pages(request.prompt_token_ids, ask.cache_salt, size, ask.adapter_digest or None)
-            if hashes != ask.page_hashes:
-                raise InvalidRequestError("the hashes of the prompt's pages are not those of its tokens")
-            request.page_hashes = hashes
-            self._engine.add_request(request)
-        except (InvalidRequestError, QueueFullError) as error:
-            export.end(str(error))
-            return
         each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
-        chain = [root_hash(ask.cache_salt, ask.adapter_digest or None), *each]
-        self._running.append(_Running(export, request.request_id, chain, wanted))
-        self.requests += 1
+        return _Running(export, request, [root_hash(ask.cache_salt, digest), *each], wanted)
+
+    def _add(self, one: _Running) -> None:
+        if one.export.cancelled:
+            return
+        if not self._unchanged():
+            one.export.end("the prefill server's weights were replaced")
+            return
+        try:
+            self._engine.add_request(one.request)
+        except InvalidRequestError as error:
+            one.export.refuse(error)
+        except QueueFullError as error:
+            one.export.end(str(error))
+        else:
+            self._running.append(one)
+            self.requests += 1
 
     def _read(self, one: _Running, finished: bool, room: int) -> int:
         """Queues the next pages of an export that are there, in their order. Unless it has `finished`, stops at a page

@@ -79,7 +79,7 @@ class PageFetches:
         if not (self._tiers.may_load and self._unchanged()):
             return False
         wanted, keys, tokens = self._missing(seq)
-        if tokens < self._least:
+        if tokens < self._least or not keys:
             return False
         if len(keys) > self._most or not any(server.up for server in self._servers):
             self.fallbacks += 1

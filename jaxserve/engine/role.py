@@ -21,6 +21,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.environment import read_secret
 from jaxserve.hosts.identity import checkpoint_files
+from jaxserve.roles import messages
 from jaxserve.roles.page_listener import PageListener, listen
 from jaxserve.roles.prefill_server import PrefillServer
 from jaxserve.scheduling.block_manager import BlockManager
@@ -43,6 +44,7 @@ class HasRole(AddsRequests, Protocol):
     config: EngineConfig
     runner: ModelRunner
     blocks: BlockManager
+    max_model_len: int
     shapes: list[StepShape]
 
     @property
@@ -78,7 +80,8 @@ class Role:
             engine.scheduler.fetches = self.pages
         else:
             self.pages = PageExports(engine, blocks, runner, memory, self._woken, self._wake, unchanged)
-            PageListener(listener, secret, identity, self.pages.begin, self._wake, load)
+            longest = messages.most_bytes(engine.max_model_len, blocks.page_size, blocks.num_groups)
+            PageListener(listener, secret, identity, self.pages.begin, self._wake, load, longest)
             log.info("waiting for decode servers on %s", config.prefill_listen)
 
     def _wake(self) -> None:

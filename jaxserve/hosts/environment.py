@@ -100,7 +100,13 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def command_address(config: EngineConfig) -> tuple[str, int]:
-    """Where the first host tells the others its commands."""
+    """Where the other hosts connect to get the first host's commands."""
     assert config.coordinator is not None
     host, port = split_address(config.coordinator)
     return host, port + 1 if config.command_port is None else config.command_port
+
+
+def listen_address(config: EngineConfig) -> tuple[str, int]:
+    """Where the first host waits for them."""
+    host, port = command_address(config)
+    return config.command_host or host, port

@@ -5,6 +5,8 @@ The first host schedules. What its runners do on their devices is told to the ot
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -18,17 +20,18 @@ from functools import partial
 from jaxserve.config import EngineConfig
 from jaxserve.execution import commands
 from jaxserve.hosts import channel, messages
-from jaxserve.hosts.environment import command_address, read_secret
+from jaxserve.hosts.environment import listen_address, read_secret
 from jaxserve.hosts.errors import HostError
+from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import difference, identity_of
 from jaxserve.hosts.peer import Peer
 from jaxserve.hosts.start_jax import JOIN_SECONDS, stop_jax
-from jaxserve.hosts.token_digests import TokenDigests
+from jaxserve.hosts.token_digests import EVERY, TokenDigests
 
 log = logging.getLogger(__name__)
 
-GREETING_SECONDS = 10.0  # for a connection to prove that it knows the secret
-GREETINGS = 64  # connections that may be at it
+GREETING_SECONDS = 10.0  # for a connection to prove that it knows the secret, and to join
+RESOLVE_SECONDS = 60.0  # for the coordinator's name to become that of this host, which takes a while in a new pod
 GRACE_SECONDS = 2.0  # after a failure on the devices, for the loss of the host that caused it to be noticed
 
 
@@ -54,14 +57,10 @@ class FirstHost:
         self._sent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # calls sent so far, at each look
         self._calls, self._started, self._over = 0, False, False
         self._changed = threading.Condition()  # guards all of these
+        self._digested: dict[int, int] = {}  # host -> count of its latest digest
         self._digests: dict[int, dict[int, bytes]] = {}  # count -> host -> digest, until all hosts have sent theirs
         self.digests = TokenDigests(partial(self._compare, 0), self.fail)
-        address = command_address(config)
-        try:
-            self._listener = _listen(*address)
-        except OSError as error:
-            raise HostError(f"cannot listen for the other hosts on {address[0]}:{address[1]}: {error}") from error
-        threading.Thread(target=self._accept, name="hosts", daemon=True).start()
+        Greetings(_listener(config), self._secret, GREETING_SECONDS, self._greet, "hosts")
 
     def gather(self) -> None:
         """Waits until all hosts have joined. Raises HostError if they do not come."""
@@ -114,32 +113,8 @@ class FirstHost:
 
     # Joining
 
-    def _accept(self) -> None:
-        places = threading.Semaphore(GREETINGS)
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                log.error("cannot take a host's connection: %s", error)
-                time.sleep(1.0)
-                continue
-            places.acquire()
-
-            def greet(connection: socket.socket = connection, address: tuple = address) -> None:
-                try:
-                    self._greet(connection)
-                except (OSError, EOFError, ValueError) as error:
-                    log.warning("a connection from %s was refused: %s", address[0], error)
-                    connection.close()
-                finally:
-                    places.release()
-
-            threading.Thread(target=greet, name="greeting", daemon=True).start()
-
-    def _greet(self, connection: socket.socket) -> None:
-        connection.settimeout(GREETING_SECONDS)
-        link = channel.accept(connection, self._secret)
-        join = messages.decode(link.receive())
+    def _greet(self, link: channel.Channel) -> None:
+        join = messages.decode(link.receive(channel.MAX_MESSAGE))
         if not isinstance(join, messages.Join):
             raise HostError("it does not ask to join")
         with self._changed:
@@ -161,8 +136,9 @@ class FirstHost:
     def _add(self, host: int, link: channel.Channel) -> None:
         log.info("host %d has joined from %s", host, link.address)
         self._beats[host] = messages.Beat()
+        self._digested[host] = 0
         receive, lose = partial(self._take, host), partial(self._lose, host)
-        self._peers[host] = Peer(link, self._timeout, messages.Beat, receive, lose)
+        self._peers[host] = Peer(link, self._timeout, messages.Beat, receive, lose, channel.MAX_MESSAGE)
         self._changed.notify_all()
 
     # Watching
@@ -178,6 +154,9 @@ class FirstHost:
                     self._answers[host] = message
                     self._changed.notify_all()
             case messages.Tokens(count, digest):
+                if count != self._digested[host] + EVERY:
+                    raise HostError(f"it sent a digest of {count} calls after that of {self._digested[host]}")
+                self._digested[host] = count
                 self._compare(host, count, digest)
             case messages.Failed(reason):
                 self.fail(f"host {host} ({self._peers[host].address}) failed: {reason}")
@@ -238,13 +217,28 @@ class FirstHost:
         self.on_end(reason)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket at the coordinator's address, or on all interfaces where this host goes by that address but
-    does not have it, as behind a load balancer."""
+def _listener(config: EngineConfig) -> socket.socket:
+    """A socket that has the address at which the other hosts connect. Raises HostError."""
+    host, port = listen_address(config)
+    deadline = time.monotonic() + (RESOLVE_SECONDS if _is_name(host) else 0)
+    while True:
+        try:
+            return bind(host, port)
+        except OSError as error:
+            waits = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            if waits and time.monotonic() < deadline:
+                time.sleep(1.0)
+                continue
+            raise HostError(
+                f"cannot listen for the other hosts on {host}:{port}: {error.strerror or error}; where this host does "
+                "not have the coordinator's address, as behind a load balancer, give one of its own with "
+                "--command-host (0.0.0.0: all of them), and where the port is taken, another one with --command-port"
+            ) from error
+
+
+def _is_name(host: str) -> bool:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno == 99:  # EADDRNOTAVAIL
-            return socket.create_server(("", port))
-        raise
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False

@@ -1,8 +1,16 @@
-"""What the hosts of a replica tell each other, in frames of msgpack."""
+"""What the hosts of a replica tell each other, in frames of msgpack. Whatever a message says is checked when it is
+decoded, as far as it can be without knowing what was said before."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated, Any
+
 import msgspec
+
+from jaxserve.hosts.errors import HostError
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -24,21 +32,21 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """A call, as `jaxserve.execution.commands` encodes it. `runner`: whose; 0: the model's runner, 1: the draft model's
     if there is one, the last number: the weights."""
 
-    runner: int
+    runner: Number
     command: bytes
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
     """Sent at least every BEAT_SECONDS. `done`: calls that the host has run; `busy`: it loads or compiles."""
 
-    done: int = 0
+    done: Number = 0
     busy: bool = True
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
     """To a call of the kind `commands.Answered`: its number, what it has returned, or why it has failed."""
 
-    call: int
+    call: Number
     found: dict[str, str]
     why_not: str | None
 
@@ -46,8 +54,8 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """A digest of all tokens that the host's devices sampled in the first `count` calls that sample."""
 
-    count: int
-    digest: bytes
+    count: Number
+    digest: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -69,6 +77,17 @@ def encode(message: Message) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(body: bytes | memoryview) -> Message:
-    """Raises msgspec.DecodeError for what is no message."""
-    return msgspec.msgpack.decode(body, type=Message)
+def decoder(kinds: Any) -> Callable[[bytes | memoryview], Any]:
+    """A function that decodes messages of these kinds. It raises HostError for what is none, whatever that is."""
+    decode = msgspec.msgpack.Decoder(kinds).decode
+
+    def decode_or_refuse(body: bytes | memoryview) -> Any:
+        try:
+            return decode(body)
+        except Exception as error:  # also RecursionError and MemoryError
+            raise HostError(f"it sends what is no message: {error}") from None
+
+    return decode_or_refuse
+
+
+decode: Callable[[bytes | memoryview], Message] = decoder(Message)

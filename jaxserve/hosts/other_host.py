@@ -21,6 +21,7 @@ from jaxserve.hosts.token_digests import TokenDigests
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
+TRIES = 10  # connections that the first host closes, or leaves without an answer
 
 
 class OtherHost:
@@ -39,10 +40,8 @@ class OtherHost:
         self.compiles: Callable[[], bool] = lambda: False
         self._first = "{}:{}".format(*command_address(config))
         secret, identity = read_secret(config), identity_of(config)
-        link = self._connect(command_address(config), secret)
+        link, answer = self._join(command_address(config), secret, messages.Join(config.host_id, identity))
         self._inbox: queue.SimpleQueue[messages.Call | messages.Start | messages.End] = queue.SimpleQueue()
-        link.send(messages.encode(messages.Join(config.host_id, identity)))
-        answer = messages.decode(link.receive())
         if isinstance(answer, messages.Refused):
             raise HostError(f"the first host at {self._first} refuses this host: {answer.reason}")
         self._take(answer)
@@ -71,8 +70,12 @@ class OtherHost:
         time.sleep(3 * GRACE_SECONDS)  # the first host's answer ends this process
         end_process(f"host {self._host_id} failed: {reason}")
 
-    def _connect(self, address: tuple[str, int], secret: bytes) -> channel.Channel:
-        deadline = time.monotonic() + JOIN_SECONDS
+    def _join(
+        self, address: tuple[str, int], secret: bytes, join: messages.Join
+    ) -> tuple[channel.Channel, messages.Message]:
+        """The connection to the first host, and its answer. A first host that is not there yet, or has too many
+        connections, is tried again."""
+        deadline, tries = time.monotonic() + JOIN_SECONDS, TRIES
         while True:
             try:
                 connection = socket.create_connection(address, GREETING_SECONDS)
@@ -82,10 +85,15 @@ class OtherHost:
                 time.sleep(RETRY_SECONDS)
                 continue
             try:
-                return channel.connect(connection, secret)
+                link = channel.connect(connection, secret, GREETING_SECONDS)
+                link.send(messages.encode(join))
+                return link, messages.decode(link.receive(channel.MAX_MESSAGE))
             except (OSError, EOFError) as error:
                 connection.close()
-                raise HostError(f"the first host at {self._first} cannot be joined: {error}") from error
+                tries -= 1
+                if isinstance(error, HostError) or not tries:
+                    raise HostError(f"the first host at {self._first} cannot be joined: {error}") from error
+                time.sleep(RETRY_SECONDS)
 
     def _beat(self) -> messages.Beat:
         return messages.Beat(self._done, self.busy or self.compiles())

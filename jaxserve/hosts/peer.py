@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from jaxserve.hosts import messages
-from jaxserve.hosts.channel import Channel
+from jaxserve.hosts.channel import MAX_FRAME, Channel
 from jaxserve.hosts.errors import HostError
 
 BEAT_SECONDS = 0.5
@@ -28,6 +26,7 @@ class Peer:
       beat: makes the message that is sent every BEAT_SECONDS.
       receive: called with each message, on one thread. If it raises HostError, the host is lost.
       lose: called once with the reason when the host is lost, on a thread of the peer.
+      most: bytes of a message that is taken.
     """
 
     def __init__(
@@ -37,9 +36,11 @@ class Peer:
         beat: Callable[[], messages.Message],
         receive: Callable[[messages.Message], None],
         lose: Callable[[str], None],
+        most: int = MAX_FRAME,
     ):
         self.address = channel.address
         self._channel, self._timeout, self._beat, self._receive, self._lose = channel, timeout, beat, receive, lose
+        self._most = most
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = 0  # bytes; only an estimate, as two threads change it
         self._lost = threading.Event()
@@ -65,10 +66,10 @@ class Peer:
     def _read(self) -> None:
         try:
             while True:
-                self._receive(messages.decode(self._channel.receive()))
+                self._receive(messages.decode(self._channel.receive(self._most)))
         except TimeoutError:
             self._end(f"it has been silent for {self._timeout:g} s")
-        except (msgspec.DecodeError, HostError) as error:
+        except HostError as error:
             self._end(str(error))
         except (EOFError, OSError):
             self._end("its process has ended")

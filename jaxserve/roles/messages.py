@@ -2,11 +2,21 @@
 
 The decode server connects, and says `Hello`. Then it sends `Ask` or `Ping`, one at a time. An `Ask` is answered by any
 number of `Pages` and a `Done`. A decode server that gives up closes the connection.
+
+Whatever a message says is checked when it is decoded, as far as that needs no model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated
+
 import msgspec
+
+from jaxserve.hosts.channel import MAX_MESSAGE
+from jaxserve.hosts.messages import Number, decoder
+
+KEY_BYTES = 33
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -41,14 +51,30 @@ class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     adapter: str = ""
     adapter_digest: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, which a decoder turns into its own error."""
+        for name in ("tokens", "wanted"):
+            if (count := len(getattr(self, name))) % 4:
+                raise ValueError(f"{name} has {count} bytes, which is no multiple of 4")
+
+
+def most_bytes(tokens: int, page_size: int, groups: int) -> int:
+    """Bytes of an `Ask` for a prompt of so many tokens, with room for the other fields."""
+    return MAX_MESSAGE + 4 * tokens + tokens // page_size * (32 + 4 * groups)
+
 
 class Pages(msgspec.Struct, tag=True, frozen=True):
     """Pages whose contents are the next frame: the arrays of the first page, one after the other, then those of the
     second, and so on. `places`: their indices in `Ask.wanted`. `keys`: the key of each (see `page_tiers`), one after
     the other."""
 
-    places: list[int]
+    places: list[Number]
     keys: bytes
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which a decoder turns into its own error."""
+        if len(self.keys) != KEY_BYTES * len(self.places):
+            raise ValueError(f"keys has {len(self.keys)} bytes for {len(self.places)} pages")
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -64,15 +90,10 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
 class Pong(msgspec.Struct, tag=True, frozen=True):
     """`load`: requests that run or wait there."""
 
-    load: int
+    load: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
 Message = Hello | Welcome | Refused | Ask | Pages | Done | Ping | Pong
 
 encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
-
-
-def decode(body: bytes | memoryview) -> Message:
-    """Raises msgspec.DecodeError for what is no message."""
-    return _decode(body)
+decode: Callable[[bytes | memoryview], Message] = decoder(Message)  # raises HostError for what is no message

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import queue
-import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +17,17 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import ConfigError
-from jaxserve.hosts import channel
-from jaxserve.hosts.channel import Channel
+from jaxserve.hosts.channel import MAX_MESSAGE, Channel
 from jaxserve.hosts.environment import split_address
 from jaxserve.hosts.errors import HostError
+from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import difference
 from jaxserve.roles import messages
+from jaxserve.types import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-GREETING_SECONDS = 5.0  # for a connection to prove that it knows the secret
+GREETING_SECONDS = 5.0  # for a connection to prove that it knows the secret, and to say hello
 SEND_SECONDS = 10.0  # for a decode server to read some of what is sent to it
 LOOK_SECONDS = 0.2  # between two looks whether the decode server has given up
 IDLE_SECONDS = 600.0  # after which a connection that asks nothing is closed
@@ -48,13 +47,14 @@ class Export:
     """Pages that a decode server has asked for.
 
     Attributes:
+      peer: the decode server's address.
       queue: what is to be sent; a Done ends it. Only the engine's thread puts something in.
       unsent: pages in the queue. The engine adds, the connection's thread subtracts.
       cancelled: the decode server has given up, or is gone.
     """
 
-    def __init__(self, ask: messages.Ask):
-        self.ask, self.queue = ask, queue.SimpleQueue[Contents | messages.Done]()
+    def __init__(self, ask: messages.Ask, peer: str):
+        self.ask, self.peer, self.queue = ask, peer, queue.SimpleQueue[Contents | messages.Done]()
         self.unsent, self.cancelled, self.lock = 0, False, threading.Lock()
 
     def put(self, contents: Contents) -> None:
@@ -65,18 +65,18 @@ class Export:
     def end(self, reason: str | None = None) -> None:
         self.queue.put(messages.Done(reason))
 
+    def refuse(self, error: InvalidRequestError) -> None:
+        """Ends an export that no right decode server asks for."""
+        log.warning("the decode server %s asks for pages that it does not get: %s", self.peer, error)
+        self.end(str(error))
+
 
 def listen(address: str) -> socket.socket:
     """A socket that has the address, and refuses connections until `PageListener` begins. Raises ConfigError."""
-    host, port = split_address(address)
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return bind(*split_address(address))
     except OSError as error:
-        listener.close()
         raise ConfigError(f"prefill_listen: cannot listen on {address}: {error.strerror or error}") from error
-    return listener
 
 
 class PageListener:
@@ -90,52 +90,39 @@ class PageListener:
         begin: Callable[[Export], None],
         wake: Callable[[], None],
         load: Callable[[], int],
+        most: int,
     ):
-        """`begin`: takes a new export. `wake`: called when there is room in an export's queue, or it is cancelled.
-        `load`: the requests that the engine has. Other threads call them."""
-        self._listener, self._secret, self._identity = listener, secret, identity
+        """`begin`: takes a new export, or raises InvalidRequestError. `wake`: called when there is room in an export's
+        queue, or it is cancelled. `load`: the requests that the engine has. Other threads call them. `most`: bytes of
+        an `Ask` for the longest prompt."""
+        self._identity, self._most = identity, most
         self._begin, self._wake, self._load = begin, wake, load
         self._places = threading.Semaphore(MOST_CONNECTIONS)
-        listener.listen(128)
-        threading.Thread(target=self._accept, name="decode servers", daemon=True).start()
+        Greetings(listener, secret, GREETING_SECONDS, self._serve, "decode servers")
 
-    def _accept(self) -> None:
-        while True:
-            self._places.acquire()
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                self._places.release()
-                log.error("cannot take a decode server's connection: %s", error)
-                time.sleep(1.0)
-                continue
-            threading.Thread(target=self._serve, args=(connection, address[0]), name="decode", daemon=True).start()
-
-    def _serve(self, connection: socket.socket, address: str) -> None:
+    def _serve(self, link: Channel) -> None:
+        if not self._places.acquire(blocking=False):
+            raise HostError(f"there are {MOST_CONNECTIONS} connections of decode servers already")
         try:
-            connection.settimeout(GREETING_SECONDS)
-            link = channel.accept(connection, self._secret)
             self._greet(link)
             while True:
                 link.set_timeout(IDLE_SECONDS)
-                match messages.decode(link.receive()):
+                match messages.decode(link.receive(self._most)):
                     case messages.Ping():
                         link.send(messages.encode(messages.Pong(self._load())))
                     case messages.Ask() as ask:
-                        self._answer(ask, link, connection)
-                    case _:
-                        raise HostError("it says what a decode server does not say")
+                        self._answer(ask, link)
+                    case other:
+                        raise HostError(f"it sends a {type(other).__name__}, which a decode server does not say")
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has given up, is gone, or has nothing to ask any more
-        except (OSError, ValueError) as error:
-            log.warning("a connection from %s was refused: %s", address, error)
         finally:
-            connection.close()
+            link.close()
             self._places.release()
 
     def _greet(self, link: Channel) -> None:
         """Raises HostError if its pages are not like those here."""
-        hello = messages.decode(link.receive())
+        hello = messages.decode(link.receive(MAX_MESSAGE))
         if not isinstance(hello, messages.Hello):
             raise HostError("it does not say hello")
         if (reason := difference(self._identity, hello.identity, "the prefill server")) is not None:
@@ -143,12 +130,15 @@ class PageListener:
             raise HostError(reason)
         link.send(messages.encode(messages.Welcome()))
 
-    def _answer(self, ask: messages.Ask, link: Channel, connection: socket.socket) -> None:
-        export = Export(ask)
-        self._begin(export)
+    def _answer(self, ask: messages.Ask, link: Channel) -> None:
+        export = Export(ask, link.address)
         link.set_timeout(SEND_SECONDS)
         try:
-            while not isinstance(item := self._next(export, connection), messages.Done):
+            self._begin(export)
+        except InvalidRequestError as error:
+            export.refuse(error)
+        try:
+            while not isinstance(item := self._next(export, link), messages.Done):
                 parts = _parts(item)
                 link.send(messages.encode(messages.Pages(item.places, item.keys)))
                 link.send(*parts)
@@ -160,13 +150,13 @@ class PageListener:
             export.cancelled = True
             self._wake()
 
-    def _next(self, export: Export, connection: socket.socket) -> Contents | messages.Done:
+    def _next(self, export: Export, link: Channel) -> Contents | messages.Done:
         """What to send next. Raises EOFError if the decode server gives up, which closes the connection."""
         while True:
             try:
                 return export.queue.get(timeout=LOOK_SECONDS)
             except queue.Empty:
-                if select.select([connection], [], [], 0)[0]:
+                if link.has_input():
                     raise EOFError("it gives up") from None
 
 

@@ -15,10 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from jaxserve.hosts import channel
-from jaxserve.hosts.channel import Channel
+from jaxserve.hosts.channel import MAX_MESSAGE, Channel
 from jaxserve.hosts.environment import split_address
 from jaxserve.hosts.errors import HostError
 from jaxserve.roles import messages
@@ -29,7 +27,6 @@ CONNECTIONS = 8  # prompts that one decode server has one prefill server compute
 CONNECT_SECONDS = 3.0  # for a connection and its greetings
 PING_SECONDS, SILENT_SECONDS = 0.5, 2.0  # between two questions; without an answer for so long, a server is down
 RETRY_SECONDS = 1.0, 15.0  # until a server that is down is tried again: at first, and at most
-KEY_BYTES = 33
 
 
 class Transfer:
@@ -83,30 +80,29 @@ class Transfer:
                 return
             self._connection = connection
         try:
-            link.set_timeout(max(self.deadline - time.monotonic(), 0.01))
+            link.set_deadline(self.deadline)
             link.send(messages.encode(self.ask))
             while True:
-                link.set_timeout(max(self.deadline - time.monotonic(), 0.01))
-                message = messages.decode(link.receive())
+                message = messages.decode(link.receive(MAX_MESSAGE))
                 if isinstance(message, messages.Done):
                     missing = self.received < len(self.places)
                     self.error = message.reason or ("pages are missing" if missing else None)
                     return
                 if not isinstance(message, messages.Pages):
                     raise HostError("it answers what it was not asked")
-                self._take(message, link.receive())
+                self._take(message, link.receive(self._page_bytes * len(message.places)))
         finally:
             with self._lock:
                 self._connection = None
 
     def _take(self, pages: messages.Pages, data: memoryview) -> None:
         each = self._page_bytes
-        if len(data) != each * len(pages.places) or len(pages.keys) != KEY_BYTES * len(pages.places):
+        if len(data) != each * len(pages.places):
             raise HostError("it sends pages of another size")
         for i, place in enumerate(pages.places):
             if place not in self._left:
                 raise HostError("it sends pages that were not asked for, or twice")
-            if pages.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] != self.keys[place]:
+            if pages.keys[messages.KEY_BYTES * i : messages.KEY_BYTES * (i + 1)] != self.keys[place]:
                 raise HostError("it sends pages of another prompt")
             self._store(self.places[place], data[each * i : each * (i + 1)])
             del self._left[place]
@@ -148,9 +144,9 @@ class PrefillServer:
     def _connect(self) -> tuple[Channel, socket.socket]:
         connection = socket.create_connection(split_address(self.address), CONNECT_SECONDS)
         try:
-            link = channel.connect(connection, self._secret)
+            link = channel.connect(connection, self._secret, CONNECT_SECONDS)
             link.send(self._hello)
-            answer = messages.decode(link.receive())
+            answer = messages.decode(link.receive(MAX_MESSAGE))
             if not isinstance(answer, messages.Welcome):
                 raise HostError(answer.reason if isinstance(answer, messages.Refused) else "it does not answer a hello")
         except BaseException:
@@ -209,10 +205,10 @@ class PrefillServer:
             wait = min(2 * wait, RETRY_SECONDS[1])
 
     def _ping(self, link: Channel) -> None:
-        link.set_timeout(SILENT_SECONDS)
         while not self._closed.wait(PING_SECONDS):
+            link.set_deadline(time.monotonic() + SILENT_SECONDS)
             link.send(messages.encode(messages.Ping()))
-            answer = messages.decode(link.receive())
+            answer = messages.decode(link.receive(MAX_MESSAGE))
             if not isinstance(answer, messages.Pong):
                 raise HostError("it does not answer a ping")
             self.load = answer.load
@@ -221,8 +217,6 @@ class PrefillServer:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
-    if isinstance(error, msgspec.DecodeError):
-        return f"it sends what is no message: {error}"
     return str(error) or type(error).__name__
 
 

@@ -6,16 +6,21 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from serving import free_port
+from strangers import HELLO, Strangers
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution import commands
 from jaxserve.hosts import channel, messages
 from jaxserve.hosts.environment import SECRET
+from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.first_host import FirstHost
+from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import identity_of
+from jaxserve.hosts.other_host import OtherHost
 from jaxserve.hosts.token_digests import EVERY
 
 GOOD = "a secret of sixteen or more bytes"
@@ -24,16 +29,19 @@ GOOD = "a secret of sixteen or more bytes"
 class Group:
     """A first host with two others. `ends`: why it ended."""
 
-    def __init__(self, folder, timeout: float):
+    def __init__(self, folder, timeout: float, between: Callable[[int], None] = lambda port: None):
+        """`between`: called with the port before the others join."""
         port = free_port()
         settings = {"coordinator": f"127.0.0.1:{free_port()}", "command_port": port, "num_hosts": 3}
         config = EngineConfig(model=str(folder), host_timeout=timeout, **settings)
         self.first, self.ends = FirstHost(config), []
         self.first.on_end = self.ends.append
         self.others = []
+        between(port)
         for host_id in (1, 2):
-            other = channel.connect(socket.create_connection(("127.0.0.1", port)), GOOD.encode())
+            other = channel.connect(socket.create_connection(("127.0.0.1", port)), GOOD.encode(), 10.0)
             other.send(messages.encode(messages.Join(host_id, identity_of(config))))
+            other.set_timeout(10.0)
             assert messages.decode(other.receive()) == messages.Beat()
             self.others.append(other)
         self.first.gather()
@@ -61,7 +69,7 @@ class Group:
 @pytest.fixture
 def group(model_folders, monkeypatch):
     monkeypatch.setenv(SECRET, GOOD)
-    return lambda timeout=10.0: Group(model_folders("tp_gqa"), timeout)
+    return lambda timeout=10.0, **options: Group(model_folders("tp_gqa"), timeout, **options)
 
 
 def test_calls_reach_all(group):
@@ -131,3 +139,109 @@ def test_a_host_that_failed(group):
     reason = hosts.beat_until_the_end((1, messages.Beat()), (2, messages.Beat()))
     assert reason == "host 1 (127.0.0.1) failed: no memory"
     assert hosts.received(2, messages.End) == messages.End(reason)
+
+
+# Strangers, and hosts that say what makes no sense
+
+
+def test_hosts_join_while_strangers_hold_connections(group):
+    """As many as the system lets in. They hold no threads."""
+    threads = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        strangers = []
+
+        def come(port: int) -> None:
+            strangers.append(stack.enter_context(Strangers(port, 300)))
+
+        start = time.monotonic()
+        hosts = group(between=come)
+        assert time.monotonic() - start < 8
+        time.sleep(1)
+        assert strangers[0].came > 300, "those that came first made room for later ones"
+        assert threading.active_count() - threads <= 2 * 2 + 4  # two for each host, of the first host, and of the test
+        hosts.first.tell(0, commands.Allocate())
+        assert hosts.received(1, messages.Call).runner == 0
+
+
+def test_a_greeting_has_one_limit_however_it_is_cut(group, monkeypatch):
+    monkeypatch.setattr("jaxserve.hosts.first_host.GREETING_SECONDS", 1.0)
+
+    def drip(port: int) -> None:
+        stranger = socket.create_connection(("127.0.0.1", port), 10)
+        start = time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in HELLO:
+                stranger.sendall(bytes([byte]))
+                time.sleep(0.1)
+        assert 0.8 < time.monotonic() - start < 3
+
+    group(between=drip)
+
+
+NONSENSE = {
+    "no message": b"\x81\xa4type\xa3Nap",
+    "nested": b"\x82\xa4type\xa4Join\xa1x" + b"\x91" * 100_000 + b"\xc0",
+    "another message": messages.encode(messages.Beat()),
+    "large": bytes(channel.MAX_MESSAGE + 1),
+}
+
+
+def test_nonsense_from_a_host_that_would_join(group, caplog):
+    def come(port: int) -> None:
+        for body in NONSENSE.values():
+            other = channel.connect(socket.create_connection(("127.0.0.1", port)), GOOD.encode(), 10.0)
+            other.send(body)
+            with pytest.raises((EOFError, ConnectionError)):
+                other.receive()
+
+    group(between=come)
+    assert caplog.text.count("the connection from 127.0.0.1 is closed: it ") == len(NONSENSE)
+
+
+@pytest.mark.parametrize("kind", [*NONSENSE, "digest"])
+def test_nonsense_from_a_host_that_has_joined(kind, group):
+    """It cannot go on, and the reason names it."""
+    hosts = group()
+    others = {"another message": messages.encode(messages.Start()), "digest": messages.encode(messages.Tokens(7, b""))}
+    hosts.others[0].send((NONSENSE | others)[kind])
+    assert hosts.beat_until_the_end((2, messages.Beat())).startswith("host 1 (127.0.0.1) is lost: it sen")
+
+
+def test_an_address_that_this_host_does_not_have(model_folders, monkeypatch):
+    """It does not wait on all addresses instead, unless it is told to."""
+    monkeypatch.setenv(SECRET, GOOD)
+    settings = {"model": str(model_folders("tp_gqa")), "num_hosts": 2}
+    port = free_port()
+    config = EngineConfig(coordinator="192.0.2.1:9", command_port=port, **settings)
+    with pytest.raises(HostError, match=rf"cannot listen .* on 192\.0\.2\.1:{port}.* --command-host"):
+        FirstHost(config)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nobody listens there
+    monkeypatch.setattr("jaxserve.hosts.first_host.RESOLVE_SECONDS", 0.0)
+    with pytest.raises(HostError, match=r"on no\.such\.host\.invalid:"):
+        FirstHost(EngineConfig(coordinator="no.such.host.invalid:9", **settings))
+    FirstHost(EngineConfig(coordinator="192.0.2.1:9", command_host="127.0.0.1", command_port=port, **settings))
+    socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_a_first_host_that_closes_connections_is_tried_again(model_folders, monkeypatch):
+    """It may have too many; what it says after all is heard."""
+    monkeypatch.setenv(SECRET, GOOD)
+    monkeypatch.setattr("jaxserve.hosts.other_host.RETRY_SECONDS", 0.01)
+    listener = bind("127.0.0.1", 0)
+    settings = {"num_hosts": 2, "host_id": 1, "command_port": listener.getsockname()[1]}
+    config = EngineConfig(model=str(model_folders("tp_gqa")), coordinator="127.0.0.1:9", **settings)
+    listener.listen()
+
+    def serve(link: channel.Channel) -> None:
+        assert isinstance(messages.decode(link.receive()), messages.Join)
+        link.send(messages.encode(messages.Refused("there are enough")))
+
+    def busy() -> None:
+        for _ in range(2):
+            listener.accept()[0].close()
+        Greetings(listener, GOOD.encode(), 5.0, serve, "first")
+
+    threading.Thread(target=busy, daemon=True).start()
+    with pytest.raises(HostError, match="refuses this host: there are enough"):
+        OtherHost(config)

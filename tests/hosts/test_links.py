@@ -6,6 +6,7 @@ import base64
 import importlib.metadata
 import os
 import re
+import select
 import socket
 import threading
 import time
@@ -38,6 +39,20 @@ def sockets() -> tuple[socket.socket, socket.socket]:
         return listener.accept()[0], one
 
 
+def accept(connection: socket.socket, secret: bytes) -> channel.Channel:
+    greeting = channel.Greeting(connection, secret)
+    while (link := greeting.advance()) is None:
+        select.select([connection], [], [])
+    link.set_timeout(10)
+    return link
+
+
+def connect(connection: socket.socket, secret: bytes) -> channel.Channel:
+    link = channel.connect(connection, secret, 10.0)
+    link.set_timeout(10)
+    return link
+
+
 def channels(first: bytes = GOOD, other: bytes = GOOD):
     a, b = sockets()
     with ThreadPoolExecutor() as pool:
@@ -49,7 +64,7 @@ def channels(first: bytes = GOOD, other: bytes = GOOD):
                 connection.close()
                 return error
 
-        made = pool.submit(make, channel.accept, a, first), pool.submit(make, channel.connect, b, other)
+        made = pool.submit(make, accept, a, first), pool.submit(make, connect, b, other)
         return tuple(future.result() for future in made)
 
 
@@ -92,7 +107,7 @@ def test_a_first_host_without_the_secret_is_not_trusted():
 
     threading.Thread(target=pretend).start()
     with pytest.raises(WrongSecretError):
-        channel.connect(b, GOOD)
+        connect(b, GOOD)
 
 
 @pytest.mark.parametrize("what", ["changed", "repeated", "left out"])
@@ -162,8 +177,25 @@ def test_a_peer_that_sends_what_is_no_message():
     _, other, _, lost = peers(5)
     other.send(b"\xc1")
     wait_for(lost)
-    with pytest.raises(msgspec.DecodeError):
-        messages.decode(b"\x81\xa4type\xa3Nap")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x81\xa4type\xa3Nap",
+        msgspec.msgpack.encode({"type": "Beat", "done": -1}),
+        msgspec.msgpack.encode({"type": "Call", "runner": -1, "command": b""}),
+        msgspec.msgpack.encode({"type": "Tokens", "count": 2**64 - 1, "digest": b""}),
+        msgspec.msgpack.encode({"type": "Tokens", "count": 64, "digest": bytes(1000)}),
+        b"\x82\xa4type\xa4Beat\xa1x" + b"\x91" * 100_000 + b"\xc0",  # nested deeper than Python's stack
+        b"\x82\xa4type\xa6Failed\xa6reason\xa2\xff\xfe",  # no text
+    ],
+)
+def test_what_is_no_message(body):
+    with pytest.raises(HostError, match="it sends what is no message"):
+        messages.decode(body)
 
 
 def test_digests_of_tokens():

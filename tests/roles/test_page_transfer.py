@@ -1,6 +1,8 @@
 """Engines with the roles prefill and decode over real connections: answers are those of one engine alone, also when
 transfers fail."""
 
+import contextlib
+import socket
 import threading
 import time
 
@@ -11,11 +13,16 @@ from adapter_folders import save_adapter
 from engines import make_engine, request
 from role_engines import SECRET, Proxy, answers, as_it_is, decode_engine, prefill_engine
 from serving import free_port, wait_until
+from strangers import Strangers
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.role import page_identity
+from jaxserve.hosts import channel
+from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import difference
-from jaxserve.roles.prefill_server import SILENT_SECONDS, PrefillServer
+from jaxserve.roles import messages
+from jaxserve.roles.prefill_server import CONNECTIONS, SILENT_SECONDS, PrefillServer, Transfer
+from jaxserve.scheduling.block_manager import hash_pages
 
 PAGE = 8
 FEW = {"rows": 4, "tokens": 32, "page_size": PAGE, "kv_pages": 80, "max_model_len": 160, "kv_offload_gib": 0.05}
@@ -82,7 +89,7 @@ def engines(model_folders):
     with prefill_engine(model_folders("tp_gqa"), **FEW) as (prefill, address):
         proxy = Proxy(address)
         nobody = f"127.0.0.1:{free_port()}"
-        decode = decode_engine(model_folders("tp_gqa"), nobody, proxy.address, up=1, prefill_timeout=5.0, **FEW)
+        decode = decode_engine(model_folders("tp_gqa"), nobody, proxy.address, up=1, prefill_timeout=20.0, **FEW)
         yield Pair(prefill, decode, proxy)
         proxy.close()
 
@@ -207,6 +214,189 @@ def test_the_secret_and_pages_of_another_kind(pair, caplog):
     assert not any(server.up for server in servers)
     for server in servers:
         server.close()
+
+
+# Peers that attack
+
+
+class Peer:
+    """A decode server's connection, which may say anything."""
+
+    def __init__(self, pair):
+        self.port = int(pair.prefill.config.prefill_listen.rpartition(":")[2])
+        identity = page_identity(pair.decode.config, pair.decode._parts.plan, pair.decode.runner)
+        self.connection = socket.create_connection(("127.0.0.1", self.port))
+        self.link = channel.connect(self.connection, SECRET.encode(), 5.0)
+        self.link.send(messages.encode(messages.Hello(identity)))
+        assert messages.decode(self.link.receive()) == messages.Welcome()
+        self.link.set_timeout(10.0)
+
+    def answer(self, body: bytes) -> messages.Done | None:
+        """None: the connection was closed."""
+        try:
+            self.link.send(body)
+            while isinstance(answer := messages.decode(self.link.receive()), messages.Pages):
+                self.link.receive()
+            return answer
+        except (EOFError, ConnectionError):
+            return None
+        finally:
+            self.connection.close()
+
+
+def asked(prompt, pages=(0,), **fields):
+    """A message of the kind Ask, as a dictionary."""
+    array = np.asarray(prompt, np.int64).astype(np.int32)
+    hashes = hash_pages(array[: (len(array) - 1) // PAGE * PAGE], None, PAGE) if len(array) else b""
+    return {"type": "Ask", "tokens": array.tobytes(), "wanted": np.asarray(pages, np.int32).tobytes(),
+            "page_hashes": hashes, **fields}  # fmt: skip
+
+
+PROMPT = list(range(5, 5 + 3 * PAGE + 1))
+CLOSED = {  # messages of no meaning
+    "tokens of three bytes": asked(PROMPT, tokens=b"abc"),
+    "wanted of three bytes": asked(PROMPT, wanted=b"abc"),
+    "tokens as text": asked(PROMPT, tokens="abc"),
+    "a priority of 65 bits": b"\x82\xa4type\xa3Ask\xa8priority\xcf" + b"\xff" * 9,
+    "no fields": {"type": "Ask"},
+    "another end's message": {"type": "Pages", "places": [0], "keys": bytes(33)},
+    "keys of too few bytes": {"type": "Pages", "places": [0, 1], "keys": bytes(33)},
+    "no kind": {"type": "Asks"},
+    "nested": b"\x82\xa4type\xa3Ask\xa1x" + b"\x91" * 100_000 + b"\xc0",
+    "no text": b"\x82\xa4type\xa3Ask\xaacache_salt\xa2\xff\xfe",
+    "nothing": b"",
+    "bytes": bytes(range(256)),
+    "a prompt beyond all bounds": asked([7] * 2**20),
+}
+REFUSED = {  # messages whose meaning is wrong, and the reason
+    "no tokens": (asked([]), "pages that the prompt does not have"),
+    "no pages": (asked(PROMPT, ()), "pages that the prompt does not have"),
+    "a page before the first": (asked(PROMPT, (-1,)), "pages that the prompt does not have"),
+    "a page behind the last": (asked(PROMPT, (0, 3)), "pages that the prompt does not have"),
+    "pages twice": (asked(PROMPT, (0, 0)), "pages that the prompt does not have"),
+    "hashes of another prompt": (asked(PROMPT, page_hashes=bytes(96)), "hashes of the prompt's pages"),
+    "half a hash": (asked(PROMPT, page_hashes=b"abc"), "hashes of the prompt's pages"),
+    "an id below 0": (asked([*PROMPT[:-1], -1]), "token id -1 is outside the vocabulary"),
+    "an id above all": (asked([*PROMPT[:-1], 2**31 - 1]), "token id 2147483647 is outside the vocabulary"),
+    "a prompt that is too long": (asked([7] * 161), "maximum context length is 160"),
+    "an adapter that is not there": (asked(PROMPT, adapter="x" * 1000), "is not loaded"),
+}
+
+
+def encoded(body):
+    return body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+
+
+def test_no_message_of_a_peer_stops_the_engine(pair, caplog):
+    for name, body in CLOSED.items():
+        before = caplog.text.count("the connection from 127.0.0.1 is closed: ")
+        assert Peer(pair).answer(encoded(body)) is None, name
+        wait_until(lambda before=before: caplog.text.count("from 127.0.0.1 is closed: ") == before + 1, message=name)
+    for name, (body, reason) in REFUSED.items():
+        assert reason in Peer(pair).answer(encoded(body)).reason, name
+        assert "127.0.0.1 asks for pages that it does not get" in caplog.records[-1].getMessage()
+        assert reason in caplog.records[-1].getMessage(), name
+    for body in ({"cache_salt": None}, {"priority": -(2**63)}, {"tenant": "x" * 10_000}):
+        assert Peer(pair).answer(encoded(asked(PROMPT, **body))) == messages.Done(), "right, if odd"
+    counts = pair.ask()
+    assert (counts["fetch_requests"], counts["fetch_failed"], counts["fetch_fallbacks"]) == (5, 0, 0)
+
+
+def test_random_messages(pair):
+    """Right ones with some bytes changed or cut."""
+    rng = np.random.default_rng(3)
+    right = encoded(asked(PROMPT, tenant="tenant", adapter="a", adapter_digest="b"))
+    for i in range(60):
+        body = bytearray(right)
+        for at in rng.integers(0, len(body), int(rng.integers(1, 6))):
+            body[at] = rng.integers(256)
+        Peer(pair).answer(bytes(body[: rng.integers(len(body))] if i % 4 == 0 else body))
+    assert pair.ask()["fetch_failed"] == 0
+
+
+@contextlib.contextmanager
+def hostile_server(*answers):
+    """A prefill server that answers each question with these bodies. Yields its address."""
+
+    def serve(link):
+        link.set_timeout(10.0)
+        link.receive()
+        link.send(messages.encode(messages.Welcome()))
+        while True:
+            link.receive()
+            for body in answers:
+                link.send(encoded(body))
+
+    with bind("127.0.0.1", 0) as listener:
+        Greetings(listener, SECRET.encode(), 5.0, serve, "hostile")
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+HOSTILE = {
+    "no message": (b"abc",),
+    "nested": (b"\x82\xa4type\xa4Done\xa1x" + b"\x91" * 100_000 + b"\xc0",),
+    "places below 0": ({"type": "Pages", "places": [-1], "keys": bytes(33)}, bytes(8)),
+    "places beyond all": ({"type": "Pages", "places": [2**62], "keys": bytes(33)}, bytes(8)),
+    "too few keys": ({"type": "Pages", "places": [0, 1], "keys": bytes(33)}, bytes(16)),
+    "another prompt's keys": ({"type": "Pages", "places": [0], "keys": bytes(range(33))}, bytes(8)),
+    "pages of another size": ({"type": "Pages", "places": [0], "keys": bytes(33)}, bytes(9)),
+    "a page twice": ({"type": "Pages", "places": [0, 0], "keys": bytes(66)}, bytes(16)),
+    "a negative load": ({"type": "Pong", "load": -1},),
+    "a large message": (bytes(channel.MAX_MESSAGE + 1),),
+    "a question": ({"type": "Ping"},),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_answer_of_a_prefill_server_stops_a_transfer_from_ending(kind):
+    """Whatever comes, its places are free again, and the threads go on to the next prompt."""
+    stored = []
+    ask = messages.Ask(tokens=bytes(36), wanted=bytes(4), page_hashes=bytes(32))
+    with hostile_server(*HOSTILE[kind]) as address:
+        server = PrefillServer(address, SECRET.encode(), {}, lambda: None)
+        for _ in range(2 * CONNECTIONS):  # each thread has its turn
+            transfer = Transfer(ask, [bytes(33)], [7], lambda place, data: stored.append(place), 8, 5.0)
+            server.submit(transfer)
+            wait_until(lambda transfer=transfer: transfer.over, 5)
+            assert transfer.error or transfer.cancelled
+            assert len(transfer.left()) + transfer.received == 1
+        server.close()
+    assert set(stored) <= {7}
+
+
+def test_a_prefill_server_that_sends_a_byte_now_and_then():
+    """Its answer has one limit, however it is cut."""
+
+    def drip(link):
+        while True:
+            link._socket.sendall(b"\0")
+            time.sleep(0.1)
+
+    with bind("127.0.0.1", 0) as listener:
+        Greetings(listener, SECRET.encode(), 5.0, drip, "hostile")
+        start = time.monotonic()
+        connection = socket.create_connection(listener.getsockname())
+        link = channel.connect(connection, SECRET.encode(), 0.5)
+        with pytest.raises(TimeoutError):
+            link.receive()
+        assert 0.4 < time.monotonic() - start < 2
+        connection.close()
+
+
+def test_a_thousand_strangers(pair):
+    """A decode server gets in while they drip, and they hold no threads."""
+    port, threads = Peer(pair).port, threading.active_count()
+    with Strangers(port, 1024) as strangers:
+        start = time.monotonic()
+        peer = Peer(pair)
+        seconds = time.monotonic() - start
+        more = threading.active_count() - threads
+        assert pair.ask()["fetch_failed"] == 0
+        assert strangers.came > 1024
+    print(f"in after {seconds * 1000:.0f} ms, {more} more threads")
+    assert seconds < 3
+    assert more <= 4
+    peer.connection.close()
 
 
 # What is slow: other models and settings
