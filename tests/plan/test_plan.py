@@ -189,7 +189,11 @@ def test_json_text_and_page(folder, capsys):
 
 def test_json_without_a_file_is_all_of_standard_output(folder, capsys):
     flags = ["--estimate", "--kv-pages", "300"]
-    for given in ([str(folder), *flags, "--json"], ["--json", str(folder), *flags], [str(folder), *flags, "--json", "-"]):
+    for given in (
+        [str(folder), *flags, "--json"],
+        ["--json", str(folder), *flags],
+        [str(folder), *flags, "--json", "-"],
+    ):
         assert main(["plan", *given]) == 0
         out, others = capsys.readouterr()
         assert json.loads(out)["layers"] == 6
