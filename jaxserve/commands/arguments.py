@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve import jax_pools
+from jaxserve.commands.help import CommandParser
 from jaxserve.config import CHOICES, OTHER_NAMES, ConfigError, EngineConfig, LoRAModule
 from jaxserve.hosts.environment import found_hosts
 
@@ -264,6 +265,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
                        "--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking",
                        "--enable-sleep-mode", action=_Usual, nargs=0, dest=argparse.SUPPRESS,
                        default=argparse.SUPPRESS, help="flags of vLLM for what is so without them")  # fmt: skip
+    if isinstance(command, CommandParser):
+        command.use_topics()
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
