@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 _WIDEST = 120  # columns
-_COLUMN = 28  # where texts begin
-_LONGEST_DEFAULT = 44  # characters of a default in the short help
+_COLUMN = 34  # where texts begin
 _LONGEST_CHOICES = 30  # characters of the choices in a flag's head
 
 
@@ -93,6 +93,45 @@ TOPICS = {
     "pooling": Topic("Embeddings and scores", "task", "pooling score-tokens score-prompt"),
     "vllm": Topic("Flags of vLLM for what is so without them", "", "async-scheduling"),
 }
+# Texts of usual flags in the short help, where the beginning of the long one says too much or too little.
+SHORT = {
+    "config": "file with flags, or a record of a deployment",
+    "root-path": "path at which a proxy serves this server",
+    "api-server-count": "processes that answer HTTP",
+    "served-model-name": "names under which clients ask for the model",
+    "chat-template": "Jinja template for conversations",
+    "generation-config": "recommended sampling: auto, none or a folder",
+    "api-key": "require this bearer key (or JAXSERVE_API_KEY)",
+    "admin-key": "key of the administrator's endpoints",
+    "ssl-certfile": "serve HTTPS with this certificate chain",
+    "ssl-keyfile": "private key of the certificate",
+    "cors-origin": "origin whose pages may call the server; *: all",
+    "no-access-log": "print no line for each request",
+    "otlp-endpoint": "send OpenTelemetry traces to this address",
+    "revision": "branch, tag or commit of a hub id",
+    "tokenizer": "folder, GGUF file or hub id of another one",
+    "download-dir": "folder for what is downloaded from the hub",
+    "dtype": "of weights, computation and cache",
+    "quantization": "int8, int4, fp8: quantize while loading",
+    "load-format": "dummy: random weights, for tests",
+    "max-model-len": "longest prompt and output together",
+    "max-num-batched-tokens": "most tokens in one step",
+    "memory-utilization": "share of device memory to use",
+    "kv-pages": "size of the KV cache (default: what fits)",
+    "kv-cache-dtype": "of cached keys and values",
+    "no-prefix-caching": "do not reuse equal beginnings of prompts",
+    "kv-offload-gib": "host memory for evicted KV pages",
+    "platform": "what JAX runs on",
+    "pipeline-parallel-size": "groups that each have some of the layers",
+    "data-parallel-size": "groups with sequences of their own",
+    "enable-expert-parallel": "each device has some experts whole",
+    "speculative-config": 'for example {"method": "ngram"}',
+    "enable-lora": "serve LoRA adapters beside the model",
+    "lora-modules": "adapters to load at start",
+    "max-loras": "adapters on the devices at a time",
+    "deterministic": "whatever else runs beside it",
+    "task": "what the model is for",
+}
 _TOPIC_OF = {flag: name for name, topic in TOPICS.items() for flag in topic.flags}
 
 
@@ -111,7 +150,7 @@ class CommandParser(argparse.ArgumentParser):
             del self._option_string_actions[text]
         self._actions.remove(help_action)
         self._optionals._group_actions.remove(help_action)
-        self.add_argument("-h", "--help", action=_Help, nargs="?", const="", metavar="WORD", default=argparse.SUPPRESS,
+        self.add_argument("-h", "--help", action=_ShowHelp, nargs="?", const="", metavar="WORD", default=argparse.SUPPRESS,
                           help="help on all flags, a topic or a flag")  # fmt: skip
 
     def format_usage(self) -> str:
@@ -121,10 +160,10 @@ class CommandParser(argparse.ArgumentParser):
         return "\n".join(_short(self)) + "\n" if self.by_topic else super().format_help()
 
 
-class _Help(argparse.Action):
+class _ShowHelp(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, word: Any, option: str | None = None) -> None:
         lines = {"": _short, "all": _all}.get(word)
-        print("\n".join(lines(parser) if lines else _about(parser, word)))
+        parser._print_message("\n".join(lines(parser) if lines else _about(parser, word)) + "\n", sys.stdout)
         parser.exit()
 
 
@@ -137,8 +176,9 @@ def _short(parser: CommandParser) -> Iterator[str]:
         ordered = sorted(found, key=lambda action: topic.flags.index(_name(action)))
         yield from _group(f"{topic.title}  --help={name}", ordered, short=True)
     yield ""
-    yield from _wrapped(f"These are the flags that people set. --help=all shows all {len(_flags(parser))}, --help=kv-pages "
-                        f"the flag --kv-pages, and --help=TOPIC all of a topic: {', '.join(TOPICS)}.")  # fmt: skip
+    count = len(_flags(parser))
+    more = f"--help=all shows all {count}, --help=kv-pages the flag --kv-pages, --help=TOPIC those of a topic: "
+    yield from _wrapped(f"These are the flags that people set. {more}{', '.join(TOPICS)}.")
 
 
 def _all(parser: CommandParser) -> Iterator[str]:
@@ -185,8 +225,8 @@ def _beginning(parser: CommandParser) -> Iterator[str]:
 def _usage(parser: CommandParser) -> str:
     positional = [action for action in parser._actions if not action.option_strings]
     words = [f"[{action.dest}]" if action.nargs == "?" else action.dest for action in positional]
-    required = [f"{action.option_strings[0]} {_metavar(action)}" for action in parser._actions if action.required]
-    words = [*words, *(text for text in required if text.startswith("-")), "[flags]"]
+    required = [f"{action.option_strings[0]} {_metavar(action)}" for action in _flags(parser) if action.required]
+    words = [*words, *required, "[flags]"]
     return f"usage: {parser.prog} {' '.join(words)}\n"
 
 
@@ -195,11 +235,12 @@ def _flags(parser: CommandParser) -> list[argparse.Action]:
 
 
 def _own_groups(parser: CommandParser) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """What a command has besides the flags of topics, in its groups."""
-    for group in parser._action_groups:
-        own = [action for action in group._group_actions if _name(action) not in _TOPIC_OF]
-        title = {"positional arguments": "", "options": "Of this command"}.get(group.title or "", group.title)
-        yield str(title).capitalize(), own
+    """What a command has besides the flags of topics, in its groups; the first has no title."""
+    first, second, *others = parser._action_groups  # positional arguments, options
+    for title, actions in [("", first._group_actions + second._group_actions)] + [
+        (str(group.title).capitalize(), group._group_actions) for group in others
+    ]:
+        yield title, [action for action in actions if _name(action) not in _TOPIC_OF]
 
 
 def _name(action: argparse.Action) -> str:
@@ -220,14 +261,13 @@ def _group(title: str, actions: Sequence[argparse.Action], *, short: bool = Fals
 def _entry(action: argparse.Action, *, short: bool = False) -> Iterator[str]:
     """A flag with its text; `short`: the first clause, and no other names but abbreviations."""
     names: Sequence[str] = action.option_strings or [action.dest]
-    if short:
-        names = [name for name in names if name == names[0] or len(name) <= 4]
+    names = names[:1] if short else names
     head = f"  {', '.join(names)} {_metavar(action)}".rstrip()
     lines = list(_wrapped(_text(action, short), _COLUMN))
     if len(head) < _COLUMN - 1:
         lines[0] = head.ljust(_COLUMN) + lines[0].lstrip()
     else:
-        yield head
+        yield from textwrap.wrap(head, _width(), subsequent_indent="    ", break_on_hyphens=False)
     yield from lines
 
 
@@ -243,17 +283,15 @@ def _metavar(action: argparse.Action) -> str:
 
 def _text(action: argparse.Action, short: bool) -> str:
     clauses = ((action.help or "") % {"default": action.default, "prog": ""}).split("; ")
-    default = None if action.default in (None, "", [], {}, (), False, argparse.SUPPRESS) else str(action.default)
-    if isinstance(action.default, tuple) and default:
-        default = ",".join(map(str, action.default))
-    if action.const is False or not action.option_strings:  # --no-ui has the default of its opposite
-        default = None
+    value = ",".join(action.default) if isinstance(action.default, tuple) else action.default
+    silent = action.nargs == 0 or not action.option_strings or value == argparse.SUPPRESS
+    default = None if silent or value is None or value in ("", [], {}) else str(value)
     for clause in [clause for clause in clauses if clause.startswith("None: ")]:
         clauses.remove(clause)
         default = clause.removeprefix("None: ")
     if short:
-        clauses = clauses[:1]
-        default = default if default and len(default) <= _LONGEST_DEFAULT else None
+        clauses = [SHORT.get(_name(action), clauses[0])]
+        default = None if action.default in (None, "auto") else default
     elif action.choices is not None and _metavar(action) == "NAME":
         clauses.append(f"one of {', '.join(map(str, action.choices))}")
     return "; ".join(clauses) + (f" (default: {default})" if default else "")
@@ -261,9 +299,8 @@ def _text(action: argparse.Action, short: bool) -> str:
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
     space = " " * indent
-    width = _width()
     return textwrap.wrap(
-        text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False, break_long_words=False
+        text, _width(), initial_indent=space, subsequent_indent=space, break_on_hyphens=False, break_long_words=False
     ) or [""]
 
 
