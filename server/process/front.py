@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,6 +248,7 @@ class Front(uvicorn.Server):
         )
         tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
         tokenizer.template_defaults = self._state.settings.default_chat_template_kwargs
+        threading.Thread(target=tokenizer.warm, name="tokenizer", daemon=True).start()  # the first chat may wait for it
         return tokenizer
 
     async def _drain(self) -> None:
