@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from jaxserve.checkpoints.gguf import known_gguf
 from jaxserve.checkpoints.hub import BUNDLE
@@ -42,7 +43,7 @@ def read_tokenizer(path: Path) -> Any:
     """A transformers tokenizer from a folder or a GGUF file; no code of the folder runs. Raises ValueError for missing
     files, and any exception of the parsers for damaged ones."""
     folder = path if path.is_dir() else path.parent
-    if (folder.parent / BUNDLE).is_file() and (kept := KeptTokenizer.read(folder / KEPT, path)) is not None:
+    if (folder.parent / BUNDLE).is_file() and (kept := KeptTokenizer.read(folder / KEPT)) is not None:
         return kept
     return _read_with_transformers(path)
 
@@ -75,45 +76,50 @@ class KeptTokenizer:
     """A tokenizer of a bundle, which is used without importing transformers: that takes half of a front's start.
 
     Has what `Tokenizer` asks of a tokenizer of transformers, as transformers had read it when the bundle was made. Only
-    chat templates need transformers. It is imported, and reads the files, at the first one or by `warm`.
+    chat templates need transformers, which is imported at the first one or by `warm`.
     """
 
+    bos_token: str | None
     chat_template: Any
 
-    def __init__(self, path: Path, values: dict[str, Any]):
-        self._path, self._lock = path, threading.Lock()
-        self._whole: Any = None
-        self._size = values["size"]
+    def __init__(self, values: dict[str, Any]):
         for name in (*_KEPT_VALUES, "class_name", "options"):
             setattr(self, name, values[name])
         self.init_kwargs = {"add_eos_token": values["add_eos_token"]}
         self.backend_tokenizer = Backend.from_str(values["backend"])
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+        self._size, self._special = values["size"], values["special_tokens_map"]
+        self._lock = threading.Lock()
+        self._renderer: Any = None
 
     @classmethod
-    def read(cls, file: Path, path: Path) -> KeptTokenizer | None:
-        """The tokenizer in `file`, whose own files are at `path`. None if there is none, or if another version of
-        transformers made it."""
+    def read(cls, file: Path) -> KeptTokenizer | None:
+        """The tokenizer in `file`; None if there is none, or if another version of transformers read it."""
         if not file.is_file():
             return None
         values = json.loads(file.read_bytes())
-        return cls(path, values) if values["transformers"] == version("transformers") else None
+        return cls(values) if values["transformers"] == version("transformers") else None
 
     @staticmethod
     def write(file: Path, path: Path) -> None:
-        """Keeps the tokenizer at `path`, unless it has parts that only Python knows."""
+        """Keeps the tokenizer at `path`, unless it has something of its own that only Python knows."""
+        from transformers import PreTrainedTokenizerBase
+
         whole = _read_with_transformers(path)
-        if (backend := getattr(whole, "backend_tokenizer", None)) is None:
+        backend, special = getattr(whole, "backend_tokenizer", None), whole.special_tokens_map
+        if backend is None or type(whole).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             return
         try:
             text = backend.to_str()
             same = Backend.from_str(text).to_str() == text
         except Exception:  # parts in Python
             return
-        if same and whole.added_tokens_decoder.keys() == backend.get_added_tokens_decoder().keys():
+        added = backend.get_added_tokens_decoder().keys()
+        if same and added == whole.added_tokens_decoder.keys() and _renderer(special).special_tokens_map == special:
             values = {name: getattr(whole, name) for name in _KEPT_VALUES}
             values |= {"transformers": version("transformers"), "class_name": type(whole).__name__, "backend": text}
             values |= {"size": len(whole), "add_eos_token": bool(whole.init_kwargs.get("add_eos_token"))}
+            values |= {"special_tokens_map": special}
             values["options"] = list(inspect.signature(whole.apply_chat_template).parameters)
             file.write_text(json.dumps(values))
 
@@ -121,16 +127,23 @@ class KeptTokenizer:
         return self._size
 
     def warm(self) -> Any:
-        """The tokenizer of transformers, which is read once."""
+        """A tokenizer of transformers that renders templates as this one's would."""
         with self._lock:
-            if self._whole is None:
-                self._whole = _read_with_transformers(self._path)
-            return self._whole
+            if self._renderer is None:
+                self._renderer = _renderer(self._special)
+            return self._renderer
 
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
-        whole = self.warm()
-        whole.chat_template = self.chat_template
-        return whole.apply_chat_template(*args, **options)
+        renderer = self.warm()
+        renderer.chat_template = self.chat_template
+        return renderer.apply_chat_template(*args, **options)
+
+
+def _renderer(special: dict[str, str]) -> Any:
+    """A tokenizer of transformers with these special tokens, of which templates may write some, and no vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **special)
 
 
 def _tiktoken(path: Path) -> str:
