@@ -172,9 +172,7 @@ def _short(parser: CommandParser) -> Iterator[str]:
     for title, actions in _own_groups(parser):
         yield from _group(title, actions)
     for name, topic in TOPICS.items():
-        found = [action for action in _flags(parser) if _name(action) in topic.usual.split()]
-        ordered = sorted(found, key=lambda action: topic.flags.index(_name(action)))
-        yield from _group(f"{topic.title}  --help={name}", ordered, short=True)
+        yield from _group(f"{topic.title}  --help={name}", _named(parser, topic.usual.split()), short=True)
     yield ""
     count = len(_flags(parser))
     more = f"--help=all shows all {count}, --help=kv-pages the flag --kv-pages, --help=TOPIC those of a topic: "
@@ -211,10 +209,13 @@ def _about(parser: CommandParser, word: str) -> Iterator[str]:
 
 
 def _topic(parser: CommandParser, name: str) -> Iterator[str]:
-    topic = TOPICS[name]
-    found = [action for action in _flags(parser) if _name(action) in topic.flags]
-    ordered = sorted(found, key=lambda action: topic.flags.index(_name(action)))
-    yield from _group(f"{topic.title}  --help={name}", ordered)
+    yield from _group(f"{TOPICS[name].title}  --help={name}", _named(parser, TOPICS[name].flags))
+
+
+def _named(parser: CommandParser, names: Sequence[str]) -> list[argparse.Action]:
+    """The flags of these names that the command has, in this order."""
+    known = {_name(action): action for action in _flags(parser)}
+    return [known[name] for name in names if name in known]
 
 
 def _beginning(parser: CommandParser) -> Iterator[str]:
@@ -259,8 +260,8 @@ def _group(title: str, actions: Sequence[argparse.Action], *, short: bool = Fals
 
 
 def _entry(action: argparse.Action, *, short: bool = False) -> Iterator[str]:
-    """A flag with its text; `short`: the first clause, and no other names but abbreviations."""
-    names: Sequence[str] = action.option_strings or [action.dest]
+    """A flag or argument with its text; `short`: without its other names, and only what it is for."""
+    names = action.option_strings or [action.dest]
     names = names[:1] if short else names
     head = f"  {', '.join(names)} {_metavar(action)}".rstrip()
     lines = list(_wrapped(_text(action, short), _COLUMN))
