@@ -124,9 +124,12 @@ def _download(repo: str, revision: str | None, weights: bool, download_dir: str 
                 "(.bin, .pt, .pth) can run code and are never loaded; a .gguf file can be downloaded and served by path"
             )
     where = None if download_dir is None else os.path.expanduser(download_dir)
-    options = {"revision": revision, "cache_dir": where, "local_files_only": unreachable is not None}
+    cached = unreachable is not None
     try:
-        return Path(snapshot_download(repo, allow_patterns=wanted, **options))
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=wanted, cache_dir=where, local_files_only=cached
+        )
+        return Path(found)
     except Exception as error:  # the library raises many unrelated types
         raise failed(unreachable, error) from error
 

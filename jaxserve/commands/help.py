@@ -150,7 +150,7 @@ class CommandParser(argparse.ArgumentParser):
             del self._option_string_actions[text]
         self._actions.remove(help_action)
         self._optionals._group_actions.remove(help_action)
-        what = {"nargs": "?", "const": "", "metavar": "WORD", "default": argparse.SUPPRESS}
+        what: Any = {"nargs": "?", "const": "", "metavar": "WORD", "default": argparse.SUPPRESS}
         self.add_argument("-h", "--help", action=_ShowHelp, help="help on all flags, a topic or a flag", **what)
 
     def format_usage(self) -> str:
