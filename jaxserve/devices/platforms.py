@@ -39,8 +39,8 @@ def check_platform(config: EngineConfig) -> None:
         try:
             found = jax.default_backend()
         except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the wanted platforms is there
-            why = str(error) or f"there is none of {jax.config.values['jax_platforms']}"
-            raise ConfigError(_refusal(wanted, [why, *messages])) from error
+            told = str(error) or f"there is none of {jax.config.values['jax_platforms']}"
+            raise ConfigError(_refusal(wanted, [told, *messages])) from error
     if wanted != "auto":
         if found != _NAMES[wanted]:
             raise ConfigError(_refusal(wanted, [f"JAX runs on {found} in this process", *messages]))
@@ -64,7 +64,7 @@ def asks_for_cpu() -> bool:
 
 def device_files(dev: Path = Path("/dev"), pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     """Files by which NVIDIA's driver and libtpu reach their devices, the first of each kind."""
-    kinds = [NVIDIA_FILES, TPU_FILES]
+    kinds: list[Sequence[str]] = [NVIDIA_FILES, TPU_FILES]
     if not any(_line(file) == _GOOGLE for file in pci.glob("*/vendor")):
         kinds[1] = tuple(name for name in TPU_FILES if not name.startswith("vfio"))
     found = [[path for pattern in patterns for path in sorted(dev.glob(pattern))] for patterns in kinds]
