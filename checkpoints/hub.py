@@ -24,9 +24,12 @@ HUB_SECONDS = 10  # without the hub's answer after this time, the files in its l
 _TEMPLATES = "additional_chat_templates/"
 
 
-def resolve_model(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
-    """The folder of a local path, a hub id (downloaded to the hub's cache when needed) or one of BUNDLED; or the
-    path of a GGUF file. `revision` is a hub id's branch, tag or commit; the id may contain it too: "org/name@main".
+def resolve_model(
+    model: str, *, weights: bool = True, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The folder of a local path, a hub id (downloaded when needed) or one of BUNDLED; or the path of a GGUF file.
+    `revision` is a hub id's branch, tag or commit; the id may contain it too: "org/name@main". Downloads are kept in
+    `download_dir`, or else in the hub's own cache.
 
     Raises CheckpointError when there is no such model.
     """
@@ -35,7 +38,7 @@ def resolve_model(model: str, *, weights: bool = True, revision: str | None = No
         own = found["revision"]
         if own and revision not in (None, own):
             raise CheckpointError(f"{model!r} names the revision {own!r}, but {revision!r} was asked for beside it")
-        return _download(found["repo"], own or revision, weights)
+        return _download(found["repo"], own or revision, weights, download_dir)
     if revision is not None:
         raise CheckpointError(f"{model!r} is no hub id like 'org/name', so it has no revision {revision!r}")
     path = Path(os.path.expanduser(model))
@@ -60,9 +63,9 @@ def bundled_model(bundle: Path) -> Path:
     return file if file.exists() else file.parent
 
 
-def resolve_tokenizer(tokenizer: str | None, model: Path) -> Path:
+def resolve_tokenizer(tokenizer: str | None, model: Path, download_dir: str | None = None) -> Path:
     """The tokenizer's path, as `resolve_model` finds it; for None that of the model."""
-    return model if tokenizer is None else resolve_model(tokenizer, weights=False)
+    return model if tokenizer is None else resolve_model(tokenizer, weights=False, download_dir=download_dir)
 
 
 def local_folder(model: str) -> Path | None:
@@ -93,7 +96,7 @@ def _is_local(model: str) -> bool:
     return os.path.exists(os.path.expanduser(model))
 
 
-def _download(repo: str, revision: str | None, weights: bool) -> Path:
+def _download(repo: str, revision: str | None, weights: bool, download_dir: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -120,10 +123,13 @@ def _download(repo: str, revision: str | None, weights: bool) -> Path:
                 f"{repo!r} holds no .safetensors files, only {', '.join(sorted(others)[:3]) or 'other ones'}. Pickles "
                 "(.bin, .pt, .pth) can run code and are never loaded; a .gguf file can be downloaded and served by path"
             )
+    where = None if download_dir is None else os.path.expanduser(download_dir)
+    cached = unreachable is not None
     try:
-        return Path(
-            snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=unreachable is not None)
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=wanted, cache_dir=where, local_files_only=cached
         )
+        return Path(found)
     except Exception as error:  # the library raises many unrelated types
         raise failed(unreachable, error) from error
 

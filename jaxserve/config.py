@@ -37,6 +37,7 @@ class EngineConfig:
       model: local folder or hub id in Hugging Face format, or "demo" for the bundled model.
       revision: branch, tag or commit of a hub id, as after the @ of "org/name@revision"; None is its main branch.
       tokenizer: folder, GGUF file or hub id with the tokenizer; None is the model's own.
+      download_dir: folder for what is downloaded from the hub; None is the hub's own cache.
       generation_config: recommended sampling parameters. "auto": the model's; "none" (or "vllm", as vLLM has it): none;
         else those of the generation_config.json in this folder. Tokens that end a sequence are always the model's.
       override_generation_config: sampling parameters that replace recommended ones, by name: temperature, top_k, top_p,
@@ -147,6 +148,8 @@ class EngineConfig:
       deterministic_mode: how. "kernels": every kernel adds in an order of the row's own, on one CPU. "verify": tokens
         are decoded ahead, and count once a step of one fixed shape has computed them again (docs/determinism.md).
       deterministic_window: most tokens that a sequence decodes ahead of such a step, 1 to 16.
+      platform: what JAX runs on. "auto": what it finds, but the CPU of a machine with an accelerator is refused, unless
+        the environment variable JAX_PLATFORMS asks for it.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
       seed: seed of dummy weights, and of requests without a seed of their own.
     """
@@ -154,6 +157,7 @@ class EngineConfig:
     model: str
     revision: str | None = None
     tokenizer: str | None = None
+    download_dir: str | None = None
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
     ignore_config_keys: tuple[str, ...] = ()
@@ -219,6 +223,7 @@ class EngineConfig:
     deterministic: bool = False
     deterministic_mode: Literal["kernels", "verify"] = "kernels"
     deterministic_window: int = 15
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     profile_dir: str | None = None
     seed: int = 0
 
@@ -294,7 +299,7 @@ class EngineConfig:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"{name} must be between {low} and {high}, got {value!r}")
-        for name in ("revision", "tokenizer", "generation_config", "command_host"):
+        for name in ("revision", "tokenizer", "download_dir", "generation_config", "command_host"):
             if getattr(self, name) is not None and not (isinstance(value := getattr(self, name), str) and value):
                 raise ConfigError(f"{name} must be a string that is not empty, got {value!r}")
         if (override := self.override_generation_config) is not None:

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MADV_DONTNEED = 4  # of Linux's mman.h
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \S+ +(/\S*\.so[.0-9]*)$")  # read-only, of a library
+# A read-only mapping of a library in smaps, and what follows up to its last line.
+_MAPPING = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ \S+ +/\S*\.so[.0-9]*\n((?:[A-Za-z_]+:.*\n)*)", re.MULTILINE
+)
+_CHANGED = re.compile(r"^(?:Anonymous|Swap): +[1-9]", re.MULTILINE)
 
 
 def settle() -> None:
@@ -46,12 +50,6 @@ def leave_libraries() -> None:
 def _unwritten_libraries(smaps: str) -> Iterator[tuple[int, int]]:
     """Start and end of the library mappings whose pages all equal the file. Others must be kept: dropping a page that
     the linker has written to, or that is swapped out, would lose its contents."""
-    found: re.Match[str] | None = None
-    for line in smaps.splitlines():
-        name, _, value = line.partition(":")
-        if not value or not name.isidentifier():  # the first line of the next mapping
-            found = _MAPPING.match(line)
-        elif name in ("Anonymous", "Swap") and value.split()[0] != "0":
-            found = None
-        elif name == "VmFlags" and found is not None:  # a mapping's last line
+    for found in _MAPPING.finditer(smaps):
+        if "VmFlags:" in found[3] and not _CHANGED.search(found[3]):
             yield int(found[1], 16), int(found[2], 16)

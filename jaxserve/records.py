@@ -26,7 +26,8 @@ PRIVATE = frozenset(
     {"coordinator", "num_hosts", "host_id", "command_host", "command_port", "host_secret_file",
      "host_timeout", "profile_dir", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
      "prefill_timeout", "kv_offload_dir", "kv_offload_gib", "kv_offload_dir_gib", "cpu_offload_gib", "max_waiting",
-     "max_waiting_tokens", "max_logprobs", "generation_config", "override_generation_config", "forbid_compile"}
+     "max_waiting_tokens", "max_logprobs", "generation_config", "override_generation_config", "forbid_compile",
+     "download_dir", "platform"}
 )  # fmt: skip
 
 

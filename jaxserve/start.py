@@ -15,7 +15,8 @@ PRELOAD = "--preload"  # the process imports the engine before it is told what t
 
 def main() -> int:
     engine = None
-    if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
+    asks = any(word in ("-h", "--help") or word.startswith("--help=") for word in sys.argv)
+    if sys.argv[1:2] == ["serve"] and not asks:
         engine = subprocess.Popen(entry.command(ENGINE, PRELOAD), stdin=subprocess.PIPE, env=child_environment())
     from jaxserve.commands.cli import main as run
 

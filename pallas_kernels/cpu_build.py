@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 
 from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
@@ -129,8 +130,14 @@ def _headers() -> Path:
 
 def key(name: str) -> str:
     """16 hexadecimal digits, hashed from everything that a library is built from and for."""
+    return _key(name, _compiler_name(), *_flags())
+
+
+@cache
+def _key(name: str, *how: str) -> str:
+    """`how`: the compiler and its flags."""
     sources = [path.read_text() for path in (*sorted(FOLDER.glob("cpu_*.h")), _source(name))]
-    text = "\n".join([*sources, _compiler_name(), *_flags(), importlib.metadata.version("jaxlib"), *processor()])
+    text = "\n".join([*sources, *how, importlib.metadata.version("jaxlib"), *processor()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,6 @@
 """The command line as users see it: help, whole runs, and one clear line for every mistake."""
 
+import argparse
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from engines import make_engine
 from jaxserve import LLM, SamplingParams
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.config_file import ServeParser
+from jaxserve.commands.help import SHORT, TOPICS
 from jaxserve.commands.serve_flags import read_serve
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
@@ -95,25 +97,84 @@ def test_help_of_a_command(call, command):
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "batch"])
 def test_help_states_units_and_defaults(call, command):
-    text = " ".join(call(command, "--help")[1].split())
-    assert "--max-model-len TOKENS longest prompt and output together, in tokens; None: the model's own limit" in text
+    text = " ".join(call(command, "--help=all")[1].split())
+    assert "--max-model-len TOKENS longest prompt and output together, in tokens; 32K: 32768 (default: the" in text
     assert re.search(r"--max-num-seqs N most sequences in one step \(default: 256\)", text)
-    assert re.search(r"--memory-utilization FRACTION, --gpu-memory-utilization FRACTION of device memory.*0\.9\)", text)
-    assert re.search(r"--kv-pages PAGES.*in pages", text)
-    assert "--tensor-parallel-size DEVICES, -tp DEVICES" in text
+    assert re.search(r"--memory-utilization, --gpu-memory-utilization FRACTION of device memory.*0\.9\)", text)
+    assert re.search(r"--kv-pages, \S+ PAGES size of the KV cache in pages", text)
+    assert "--tensor-parallel-size, -tp DEVICES" in text
+    assert "--no-prefix-caching, --no-enable-prefix-caching do not reuse" in text
+    assert re.search(r"--enable-lora serve LoRA adapters, each under a model name of its own --", text)
 
 
 def test_every_setting_of_the_engine_has_a_flag(call):
-    flags = set(re.findall(r"--(?:no-)?([a-z-]+)", call("serve", "--help")[1]))
+    flags = set(re.findall(r"--(?:no-)?([a-z-]+)", call("serve", "--help=all")[1]))
     fields = {name.replace("_", "-") for name in EngineConfig.__dataclass_fields__} - {"model"}
     assert fields <= flags
 
 
-def test_help_of_flags_that_turn_something_off(call):
-    """Their default is that of what they turn off."""
-    text = " ".join(call("serve", "--help")[1].split())
-    assert "--no-ui serve no page at / --" in text
-    assert re.search(r"--enable-lora serve LoRA adapters, .* \(default: False\)", text)
+def parser_of(command: str) -> argparse.ArgumentParser:
+    commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return commands.choices[command]
+
+
+def test_each_flag_of_serve_has_one_topic():
+    parser = parser_of("serve")
+    flags = {action.option_strings[0].lstrip("-") for action in parser._actions if action.option_strings}
+    listed = [flag for topic in TOPICS.values() for flag in topic.flags]
+    assert sorted(listed) == sorted(flags - {"h", "v", "model"})
+    usual = {flag for topic in TOPICS.values() for flag in topic.usual.split()}
+    assert 35 <= len(usual) <= 50
+    assert SHORT.keys() <= usual
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_of_serve_is_short_and_fits_the_terminal(call, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, text, _ = call("serve", "--help")
+    lines = text.splitlines()
+    assert code == 0
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= columns
+    assert "--help=all" in text
+    assert "--port PORT" in text
+    assert "--prefill-chunk" not in text
+    assert all(f"--help={name}" in text for name, topic in TOPICS.items() if topic.usual)
+    code, more, _ = call("serve", "--help=all")
+    assert max(map(len, more.splitlines())) <= columns
+    assert "--prefill-chunk TOKENS" in more
+
+
+def test_help_on_a_topic_and_on_a_flag(call):
+    code, text, _ = call("serve", "--help=hosts")
+    assert code == 0
+    assert re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE) == [
+        "--coordinator", "--num-hosts", "--host-id", "--command-port", "--host-secret-file", "--host-timeout"
+    ]  # fmt: skip
+    for word in ("kv-pages", "--kv-pages", "kv_pages", "num-gpu-blocks-override"):
+        code, text, _ = call("serve", f"--help={word}")
+        assert (code, text.split()[0]) == (0, "--kv-pages,")
+        assert "size of the KV cache in pages" in text
+        assert "--max-num-seqs" not in text
+    assert "one of auto, none," in " ".join(call("serve", "--help=tool-call-parser")[1].split())
+    drains = re.findall(r"^  (--[a-z-]+)", call("serve", "--help=drain")[1], re.MULTILINE)
+    assert drains == ["--drain-delay", "--drain-seconds"]
+    code, text, _ = call("serve", "--help=nothing")
+    assert code == 0
+    assert all(f"--help={name} " in text for name in TOPICS)
+
+
+def test_help_of_other_commands_has_their_own_flags_first(call):
+    for command, flag in (
+        ("generate", "--max-tokens"),
+        ("bundle", "--out"),
+        ("plan", "--compare"),
+        ("batch", "output"),
+    ):
+        lines = call(command, "--help")[1].splitlines()
+        own = next(i for i, line in enumerate(lines) if line.startswith(f"  {flag} "))
+        assert own < lines.index(next(line for line in lines if line.endswith("--help=model")))
+        assert len(lines) <= 130
 
 
 def test_names_of_vllm():

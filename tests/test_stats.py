@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.scheduling.stats import EngineStats, Histogram
-from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.observe.metrics import _FROM_STATS, Metrics
 
 
 def stats(count: int) -> EngineStats:
@@ -49,3 +52,24 @@ def test_counters_go_on_when_another_engine_starts():
         assert before["jaxserve:iteration_tokens_total_count", labels] == 7 + 5 * round_
         assert before["jaxserve:engine_restarts_total", labels] == round_
         assert gauges["jaxserve:num_requests_running", labels] == 3
+
+
+# Words by which a text would lean on another one, which a dashboard does not show beside it.
+REFERRING = re.compile(
+    r"\b(likewise|them|they|their|these|those|there|such|same|above|below|former|latter|ditto|it)\b", re.IGNORECASE
+)
+
+
+def test_each_help_text_stands_alone():
+    metrics = Metrics("m")
+    metrics.totals.front_restarts = 0
+    sizes = {"max_model_len": 64, "vocab_size": 512, "page_size": 16, "max_num_seqs": 4, "max_loras": 2}
+    metrics.on_ready(Ready(model_folder="m", tokenizer_folder="m", dtype="float32", eos_token_ids=(1,), **sizes))
+    texts = dict(re.findall(r"^# HELP jaxserve:(\w+) (.*)$", metrics.render().decode(), re.MULTILINE))
+    texts = {name: text for name, text in texts.items() if not name.endswith("_created")}
+    assert {name.removesuffix("_total") for name in texts} >= {name for name, *_ in _FROM_STATS}
+    assert {name: text for name, text in texts.items() if len(text.split()) < 2 or REFERRING.search(text)} == {}
+    assert len(set(texts.values())) == len(texts)
+    for name, text in texts.items():
+        unit = name.removesuffix("_total").rpartition("_")[2]
+        assert unit not in ("seconds", "bytes") or unit in text.lower(), name

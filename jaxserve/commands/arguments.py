@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve import jax_pools
+from jaxserve.commands.help import CommandParser
 from jaxserve.config import CHOICES, OTHER_NAMES, ConfigError, EngineConfig, LoRAModule
 from jaxserve.hosts.environment import found_hosts
 
@@ -91,6 +92,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="branch, tag or commit of a hub id, as in org/name@NAME; None: its main branch")  # fmt: skip
     flag("--tokenizer", field="tokenizer", metavar="MODEL",
          help="folder, GGUF file or hub id with the tokenizer; None: the model's own")  # fmt: skip
+    flag("--download-dir", field="download_dir", metavar="DIR",
+         help="folder for what is downloaded from the hub; None: the hub's own cache (HF_HOME)")  # fmt: skip
     flag("--generation-config", field="generation_config", metavar="FOLDER",
          help="recommended sampling parameters: auto: the model's; none (or vllm): none; else those of "
          "generation_config.json in this folder")  # fmt: skip
@@ -202,6 +205,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     flag("--state-snapshots", field="state_snapshots", type=int,
          help="of a model with recurrent layers: states at the ends of prompts that are kept for later requests; "
          "None: a quarter of --max-num-seqs, at least 8")  # fmt: skip
+    flag("--platform", field="platform",
+         help="what JAX runs on; auto: what it finds, but not by mistake the CPU of a machine with an accelerator: say "
+         "cpu where that is meant, here or in JAX_PLATFORMS")  # fmt: skip
     flag("--seed", field="seed", type=int, help="seed of requests without one of their own, and of dummy weights")
     flag("--profile", "--profile-dir", field="profile_dir", metavar="DIR",
          help="folder for traces of JAX's profiler; adds POST /profile?steps=N to a server with --admin-key; "
@@ -263,6 +269,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
                        "--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking",
                        "--enable-sleep-mode", action=_Usual, nargs=0, dest=argparse.SUPPRESS,
                        default=argparse.SUPPRESS, help="flags of vLLM for what is so without them")  # fmt: skip
+    if isinstance(command, CommandParser):
+        command.use_topics()
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import ProgramName
 from jaxserve.models.load import read_hf_config, read_model
 from jaxserve.pallas_kernels import cpu_build, cpu_panels
+from jaxserve.text.tokenizer_files import KEPT, KeptTokenizer
 
 HERE = "here"  # the target that means the devices of this machine
 
@@ -156,6 +158,8 @@ def copy_model(source: Path, folder: Path, config: EngineConfig) -> None:
             shutil.copyfile(source / "config.json", folder / "config.json")
         else:
             write_json(folder / "config.json", read_hf_config(source).values)
+    with contextlib.suppress(Exception):  # without a tokenizer that can be read, the start tells why
+        KeptTokenizer.write(folder / KEPT, copied)
     ignored = config.ignore_config_keys
     if read_model(copied, ignored) != read_model(source, ignored):
         raise BundleError(f"{source}: the settings of this model cannot be copied without its weights")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from jaxserve.commands import bench, conversion, deployment, planning
 from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
+from jaxserve.commands.help import CommandParser
 from jaxserve.commands.serve_flags import add_record_flags, read_serve
 from jaxserve.config import EngineConfig
 
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     from jaxserve import __version__
     from jaxserve.server.process.flags import add_server_flags
 
-    parser = argparse.ArgumentParser(prog="jaxserve", description="Serve open-weight language models with JAX.")
+    parser = CommandParser(prog="jaxserve", description="Serve open-weight language models with JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

@@ -16,7 +16,7 @@ from jaxserve.config import ConfigError, EngineConfig
 def add_plan(commands: Any) -> None:
     """Adds the command to a parser's subcommands."""
     plan = add_command(commands, "plan", run_plan, "size, time and price a model on devices that are not here")
-    add_model(plan)
+    add_model(plan, nargs="?")
     plan.add_argument(
         "--target", default="cpu", metavar="NAME", help="such as h200x8, v6e-8; cpu or cpu:8: this process"
     )
@@ -36,7 +36,8 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--measure", action="store_true",
                       help="measure the device that is here: times of steps beside predicted ones; keeps its rates in "
                       "the file of --constants, for later plans")  # fmt: skip
-    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON; -: print it instead of text")
+    plan.add_argument("--json", nargs="?", const="-", metavar="FILE",
+                      help="write the plan as JSON; without FILE, or with -, print it instead of text")  # fmt: skip
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     add_engine_flags(plan)
 
@@ -47,6 +48,10 @@ def run_plan(args: argparse.Namespace) -> int:
     from jaxserve.plan.text import table_of, text_of
     from jaxserve.plan.traffic import Goal
 
+    if args.model is None and args.json not in (None, "-"):  # `plan --json MODEL`
+        args.model, args.json = args.json, "-"
+    if args.model is None:
+        raise ConfigError("jaxserve plan needs a model: a folder, a config.json, a hub id, or 'demo'")
     goal = None if args.goal is None else Goal.of(args.goal)
     shape, prices = _shape(args.request), _prices(args.prices)
     path = args.constants or measured.default_path()
@@ -108,8 +113,8 @@ def _without_weights(args: argparse.Namespace) -> EngineConfig:
     weights = path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
     if not weights and args.model != "demo":
         args.load_format = "dummy"
-    print("" if weights or args.model == "demo" else "planning by config.json: weights in the checkpoint's float dtype "
-          "unless --quantization says otherwise", file=sys.stderr)  # fmt: skip
+        what = "weights in the checkpoint's float dtype unless --quantization says otherwise"
+        print(f"planning by config.json: {what}", file=sys.stderr)
     return engine_config(args)
 
 

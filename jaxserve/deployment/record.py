@@ -32,7 +32,8 @@ from jaxserve.config import ConfigError, EngineConfig
 FORM = "jaxserve_lock"
 VERSIONS = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "llguidance",
             "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "libtpu")  # fmt: skip
-OF_PROCESS = ("model", "host_id", "coordinator", "command_host", "command_port", "host_secret_file", "profile_dir")
+OF_PROCESS = ("model", "host_id", "coordinator", "command_host", "command_port", "host_secret_file", "profile_dir",
+              "download_dir", "platform")  # fmt: skip
 _SHOWN = 12  # differences in a message
 
 
@@ -89,8 +90,10 @@ def full(config: EngineConfig, flags: Mapping[str, Any], template: str | None) -
     """The record. Reads all files of the model, which is downloaded if needed. Of a bundle, the digest stands for all
     files, which the engine checks when it loads them."""
     record = describe(config, flags, template)
-    folder = resolve_model(config.model, weights=config.load_format != "dummy", revision=config.revision)
-    tokenizer = resolve_tokenizer(config.tokenizer, folder)
+    where = config.download_dir
+    weights = config.load_format != "dummy"
+    folder = resolve_model(config.model, weights=weights, revision=config.revision, download_dir=where)
+    tokenizer = resolve_tokenizer(config.tokenizer, folder, where)
     files = {} if record["bundle"] else model_files(folder)
     record["model"] |= {"revision": commit_of(folder) or config.revision, "format": _format(config, folder)}
     record["model"]["files"] = files

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jaxserve.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-NVIDIA_FILES = "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"  # of which a machine with NVIDIA GPUs has one
 AXES = ("data", "expert_data", "stage", "expert", "tensor", "sequence")
 
 MeshAxes = str | tuple[str, ...] | None  # the axes of a mesh that split an axis of an array; None: it is not split
@@ -76,17 +74,8 @@ def make_mesh(
 
 
 def tell_devices(mesh: Mesh) -> None:
-    """Logs which devices a model runs on. Warns where that is a CPU although there is a GPU: JAX falls back to it if
-    its plugin for GPUs is not installed or does not start."""
-    device = mesh.devices.flat[0]
-    log.info("devices: %d x %s", mesh.size, device.device_kind)
-    unasked = device.platform == "cpu" and not jax.config.values["jax_platforms"]
-    if unasked and any(Path(file).exists() for file in NVIDIA_FILES):
-        log.warning(
-            "the model runs on CPU, although an NVIDIA GPU is here: JAX found no usable GPU. Install "
-            "jaxserve[cuda12] or jaxserve[cuda13], or set JAX_PLATFORMS=cuda to learn why its plugin does not start; "
-            "JAX_PLATFORMS=cpu chooses the CPU"
-        )
+    """Logs which devices a model runs on."""
+    log.info("devices: %d x %s", mesh.size, mesh.devices.flat[0].device_kind)
 
 
 def by_host(devices: Sequence[jax.Device]) -> list[jax.Device]:

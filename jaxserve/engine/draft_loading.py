@@ -71,7 +71,7 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     start = time.perf_counter()
     if given.method == "eagle3":
         assert given.model is not None
-        folder = resolve_model(given.model)
+        folder = resolve_model(given.model, download_dir=config.download_dir)
         shape, spec, files = open_eagle(folder, target.model, config.ignore_config_keys)
     else:
         folder = target.folder

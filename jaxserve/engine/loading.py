@@ -16,6 +16,7 @@ from jaxserve import heap
 from jaxserve.config import MAX_TOKENS_PER_CALL, ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
+from jaxserve.devices.platforms import check_platform
 from jaxserve.engine import data_parallel, streaming, verify_mode
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
@@ -166,6 +167,8 @@ def load_parts(
         hosts = FirstHost(config)
         hosts.gather()
         config = start_jax(config)
+    if devices is None:
+        check_platform(config)
     if staged:
         return _load_pipeline(config, hosts, devices, progress=progress, static_steps=static_steps)
     loaded = load_models(config, devices, progress=progress, static_steps=static_steps)
@@ -194,6 +197,7 @@ def load_parts(
 
 def load_runners(config: EngineConfig) -> tuple[list[Any], HeldWeights]:
     """The runners and the weights of a host that is not the first one, which repeat the calls of the first host's."""
+    check_platform(config)
     options: Any = {"progress": False, "static_steps": None}
     if config.pipeline_parallel_size == 1:
         models = load_models(config, None, **options)

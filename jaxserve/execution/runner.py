@@ -107,6 +107,7 @@ class ModelRunner(UpkeepCalls):
         self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
+        self._analyses: dict[ProgramName, tuple[Any, Any]] = {}  # programs, and what they need of memory
         self.executables: dict[
             ProgramName, Compiled
         ] = {}  # may come from elsewhere, for these sizes of cache and slots
@@ -167,6 +168,7 @@ class ModelRunner(UpkeepCalls):
         ]
         for name in stale:
             del self.executables[name]
+            self._analyses.pop(name, None)
         self._slot_shapes = slots
 
     def set_pages(self, pages: int, max_blocks: int) -> None:
@@ -292,7 +294,11 @@ class ModelRunner(UpkeepCalls):
     def needs(self, shapes: Sequence[StepShape]) -> Needs:
         """The memory that all programs of serving with these buckets need, estimated from those that are compiled."""
         names = self.names(shapes)
-        return needs_of(names, {n: self.executables[n].memory_analysis() for n in names if n in self.executables})
+        known = {name: self.executables[name] for name in names if name in self.executables}
+        for name, program in known.items():
+            if self._analyses.get(name, (None, None))[0] is not program:
+                self._analyses[name] = program, program.memory_analysis()  # takes milliseconds
+        return needs_of(names, {name: self._analyses[name][1] for name in known})
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,

@@ -31,7 +31,7 @@ WEIGHTS = (".safetensors", ".gguf")
 OWN = {
     "model", "revision", "tokenizer", "coordinator", "host_id", "command_host", "command_port",
     "host_secret_file", "profile_dir", "max_waiting", "max_waiting_tokens", "scheduling_policy", "lora_modules",
-    "max_cpu_loras", "host_timeout", "generation_config", "override_generation_config", "max_logprobs",
+    "max_cpu_loras", "host_timeout", "generation_config", "override_generation_config", "max_logprobs", "download_dir",
 }  # fmt: skip
 
 
@@ -48,9 +48,10 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     if draft is not None:
         settings["speculative_config"].pop("model")
     found |= {name: repr(value) for name, value in settings.items() if name not in OWN}
-    found |= checkpoint_files(config.model, config.revision, "checkpoint", weights=config.load_format != "dummy")
+    where, weights = {"download_dir": config.download_dir}, config.load_format != "dummy"
+    found |= checkpoint_files(config.model, config.revision, "checkpoint", weights=weights, **where)
     if draft is not None and draft.model is not None:
-        found |= checkpoint_files(draft.model, None, "draft's checkpoint", weights=True)
+        found |= checkpoint_files(draft.model, None, "draft's checkpoint", weights=True, **where)
     return found
 
 
@@ -63,9 +64,11 @@ def difference(first: Mapping[str, str], other: Mapping[str, str], who: str = "t
     return None
 
 
-def checkpoint_files(model: str, revision: str | None, what: str, *, weights: bool) -> dict[str, str]:
+def checkpoint_files(
+    model: str, revision: str | None, what: str, *, weights: bool, download_dir: str | None = None
+) -> dict[str, str]:
     """The files of a checkpoint, called `what`: for each its size and a digest, see above. Raises CheckpointError."""
-    folder = resolve_model(model, weights=weights, revision=revision)
+    folder = resolve_model(model, weights=weights, revision=revision, download_dir=download_dir)
     paths = [folder] if folder.is_file() else [path for path in sorted(folder.iterdir()) if path.is_file()]
     wanted = [path for path in paths if path.name in CONFIGS or (weights and path.suffix in WEIGHTS)]
     return {f"{what} ({_name(path)})": _digest(path) for path in wanted}

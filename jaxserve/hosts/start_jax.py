@@ -10,6 +10,7 @@ import jax
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.jax_versions import write_compile_cache_here
+from jaxserve.devices.platforms import choose_platform
 from jaxserve.hosts.environment import split_address
 from jaxserve.hosts.errors import HostError
 
@@ -25,6 +26,7 @@ def start_jax(config: EngineConfig) -> EngineConfig:
     looked for devices. Raises HostError, or ConfigError for settings that do not fit the devices."""
     assert config.coordinator is not None
     host, port = split_address(config.coordinator)
+    choose_platform(config)
     # The notice of a preemption would replace our handlers of signals. Our own watch over the hosts is faster than
     # JAX's, and names the host.
     jax.config.update("jax_enable_preemption_service", False)

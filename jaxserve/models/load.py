@@ -77,8 +77,10 @@ log = logging.getLogger(__name__)
 
 def find_files(config: EngineConfig) -> tuple[Path, Path]:
     """(path of the model, path of its tokenizer). Both are downloaded if needed, and the log tells their commit."""
-    folder = resolve_model(config.model, weights=config.load_format != "dummy", revision=config.revision)
-    tokenizer = resolve_tokenizer(config.tokenizer, folder)
+    where = config.download_dir
+    weights = config.load_format != "dummy"
+    folder = resolve_model(config.model, weights=weights, revision=config.revision, download_dir=where)
+    tokenizer = resolve_tokenizer(config.tokenizer, folder, where)
     for name, found in {config.model: folder, config.tokenizer: tokenizer}.items():
         if name and (commit := commit_of(found)):
             log.info("%s is at commit %s", name, commit)

@@ -131,7 +131,9 @@ class Waiting:
         """Lets others pass the next sequence until `rejoin`, if it is a newcomer and not too many have passed it. One
         that was preempted is not passed: newcomers would take the pages that running sequences need to grow."""
         seq = self.peek()
-        passable = seq.num_cached is None and seq.tokens_passing < expected_tokens(seq) and len(self._passed) < MOST_PASSED
+        passable = (
+            seq.num_cached is None and seq.tokens_passing < expected_tokens(seq) and len(self._passed) < MOST_PASSED
+        )
         if passable:
             self._dequeue(seq)
             self._passed.append(seq)

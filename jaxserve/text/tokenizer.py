@@ -75,14 +75,21 @@ class Tokenizer:
         self.longest_token: int | None = max(map(len, pieces), default=None)
         self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)
         # Parameters of this version of transformers, in case TEMPLATE_INPUTS lacks a new one.
-        self._renderer_options = inspect.signature(hf_tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        options = getattr(hf_tokenizer, "options", None)  # of a KeptTokenizer
+        options = options or inspect.signature(hf_tokenizer.apply_chat_template).parameters
+        self._renderer_options = {*options} - {"documents"}
         self._continuation = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._char_bytes = byte_level_alphabet() if self._byte_level else {}
         self._bytes: dict[int, bytes] = {}
 
     @property
     def class_name(self) -> str:
-        return type(self._hf).__name__
+        return getattr(self._hf, "class_name", type(self._hf).__name__)  # a KeptTokenizer tells it
+
+    def warm(self) -> None:
+        """Imports what chat templates need, unless that is there already."""
+        if (warm := getattr(self._hf, "warm", None)) is not None:  # of a KeptTokenizer
+            warm()
 
     # text <-> ids
 
@@ -252,6 +259,7 @@ class Tokenizer:
                 **kwargs,
             )
 
+        self.warm()
         try:
             return within_time(render, TEMPLATE_SECONDS)
         except OutOfTimeError:

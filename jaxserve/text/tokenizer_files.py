@@ -8,19 +8,27 @@ converted to the metadata of a GGUF file, from which `gguf_tokenizer` makes a to
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import re
+import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from jaxserve.checkpoints.gguf import known_gguf
+from jaxserve.checkpoints.hub import BUNDLE
 from jaxserve.text.byte_alphabet import byte_level_alphabet
 from jaxserve.text.gguf_tokenizer import CONTROL, UNKNOWN, USER_DEFINED, make_tokenizer
 
 READABLE = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "tokenizer.model")
+KEPT = "kept_tokenizer.json"  # beside a bundle's model: a tokenizer as transformers had read it
+_KEPT_VALUES = ("bos_token", "bos_token_id", "eos_token_id", "unk_token_id", "all_special_ids", "chat_template")
 _ROLES = {"bos": 1, "eos": 2, "unknown": 0, "padding": -1}  # sentencepiece's default ids
 _SPEC = {"unknown": 40, "bos": 41, "eos": 42, "padding": 43}  # fields of TrainerSpec
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of a tiktoken file
@@ -34,6 +42,13 @@ _TEKKEN_EDGES = {"bos": "<s>", "eos": "</s>"}
 def read_tokenizer(path: Path) -> Any:
     """A transformers tokenizer from a folder or a GGUF file; no code of the folder runs. Raises ValueError for missing
     files, and any exception of the parsers for damaged ones."""
+    folder = path if path.is_dir() else path.parent
+    if (folder.parent / BUNDLE).is_file() and (kept := KeptTokenizer.read(folder / KEPT)) is not None:
+        return kept
+    return _read_with_transformers(path)
+
+
+def _read_with_transformers(path: Path) -> Any:
     if path.suffix == ".gguf":
         return make_tokenizer(known_gguf(path).metadata)
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
@@ -55,6 +70,80 @@ def read_tokenizer(path: Path) -> Any:
         backend.no_padding()
     tokenizer.init_kwargs["add_eos_token"] = _settings(path).get("add_eos_token")  # transformers 5 drops it
     return tokenizer
+
+
+class KeptTokenizer:
+    """A tokenizer of a bundle, which is used without importing transformers: that takes half of a front's start.
+
+    Has what `Tokenizer` asks of a tokenizer of transformers, as transformers had read it when the bundle was made. Only
+    chat templates need transformers, which is imported at the first one or by `warm`.
+    """
+
+    bos_token: str | None
+    chat_template: Any
+
+    def __init__(self, values: dict[str, Any]):
+        for name in (*_KEPT_VALUES, "class_name", "options"):
+            setattr(self, name, values[name])
+        self.init_kwargs = {"add_eos_token": values["add_eos_token"]}
+        self.backend_tokenizer = Backend.from_str(values["backend"])
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+        self._size, self._special = values["size"], values["special_tokens_map"]
+        self._lock = threading.Lock()
+        self._renderer: Any = None
+
+    @classmethod
+    def read(cls, file: Path) -> KeptTokenizer | None:
+        """The tokenizer in `file`; None if there is none, or if another version of transformers read it."""
+        if not file.is_file():
+            return None
+        values = json.loads(file.read_bytes())
+        return cls(values) if values["transformers"] == version("transformers") else None
+
+    @staticmethod
+    def write(file: Path, path: Path) -> None:
+        """Keeps the tokenizer at `path`, unless it has something of its own that only Python knows."""
+        from transformers import PreTrainedTokenizerBase
+
+        whole = _read_with_transformers(path)
+        backend, special = getattr(whole, "backend_tokenizer", None), whole.special_tokens_map
+        if backend is None or type(whole).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return
+        try:
+            text = backend.to_str()
+            same = Backend.from_str(text).to_str() == text
+        except Exception:  # parts in Python
+            return
+        added = backend.get_added_tokens_decoder().keys()
+        if same and added == whole.added_tokens_decoder.keys() and _renderer(special).special_tokens_map == special:
+            values = {name: getattr(whole, name) for name in _KEPT_VALUES}
+            values |= {"transformers": version("transformers"), "class_name": type(whole).__name__, "backend": text}
+            values |= {"size": len(whole), "add_eos_token": bool(whole.init_kwargs.get("add_eos_token"))}
+            values |= {"special_tokens_map": special}
+            values["options"] = list(inspect.signature(whole.apply_chat_template).parameters)
+            file.write_text(json.dumps(values))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def warm(self) -> Any:
+        """A tokenizer of transformers that renders templates as this one's would."""
+        with self._lock:
+            if self._renderer is None:
+                self._renderer = _renderer(self._special)
+            return self._renderer
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        renderer = self.warm()
+        renderer.chat_template = self.chat_template
+        return renderer.apply_chat_template(*args, **options)
+
+
+def _renderer(special: dict[str, str]) -> Any:
+    """A tokenizer of transformers with these special tokens, of which templates may write some, and no vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **special)
 
 
 def _tiktoken(path: Path) -> str:

@@ -15,7 +15,7 @@ from jaxserve.limits import MAX_DETOKENIZED
 from jaxserve.server.chat.conversation import encode_chat
 from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
 from jaxserve.server.http.counts import STREAMS
-from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.errors import APIError, own_path
 from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.state import ServerState, read_body, require_json, state_of, to_json
 from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
@@ -239,7 +239,7 @@ def require_admin(http: Request, *, may_be_empty: bool = False) -> None:
 
 def _not_too_often(http: Request) -> None:
     """Raises APIError (429) if the endpoint was called within the last second."""
-    counts, path, now = state_of(http).counts, http.url.path, time.monotonic_ns()
+    counts, path, now = state_of(http).counts, own_path(http.scope), time.monotonic_ns()
     with counts.lock():
         if now - (latest := counts.total(path)) < 10**9:
             raise APIError(429, f"{path} may be called once a second", headers={"Retry-After": "1"})
@@ -257,4 +257,6 @@ async def openapi(http: Request) -> Response:
         model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), fills_in, info.task)
     names = [*state.settings.model_names, *state.client.adapters]
     document = openapi_document(__version__, names, model, state.settings.trust_request_chat_template)
+    if state.settings.root_path:
+        document["servers"] = [{"url": state.settings.root_path}]
     return _json(document)

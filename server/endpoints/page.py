@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxserve.server.http.errors import own_path
 from jaxserve.server.http.state import state_of, to_json
 
 _FOLDER = Path(__file__).parent.parent / "static"
@@ -27,9 +28,13 @@ _HEADERS = {
 
 
 async def _file(http: Request) -> Response:
-    name, kind = _FILES[http.scope["path"]]
+    name, kind = _FILES[own_path(http.scope)]
     data = (_FOLDER / name).read_bytes()
-    headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(data).hexdigest()[:32]}"'}
+    headers, policy = dict(_HEADERS), _HEADERS["Content-Security-Policy"]
+    if name == "index.html" and (root := state_of(http).settings.root_path):  # the page's links are relative to it
+        data = data.replace(b"<head>", f'<head>\n  <base href="{root}/">'.encode(), 1)
+        headers["Content-Security-Policy"] = policy.replace("base-uri 'none'", "base-uri 'self'")
+    headers["ETag"] = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     if http.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(data, headers=headers, media_type=kind)

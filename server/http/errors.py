@@ -67,8 +67,13 @@ class APIError(Exception):
 
     def response(self, scope: Scope) -> Response:
         """The error as a response, in the shape that the request's path calls for."""
-        body = self.anthropic_body() if scope["path"].startswith(ANTHROPIC_PATHS) else self.body()
+        body = self.anthropic_body() if own_path(scope).startswith(ANTHROPIC_PATHS) else self.body()
         return Response(body, self.status, headers=self.headers, media_type="application/json")
+
+
+def own_path(scope: Scope) -> str:
+    """The path of a request without that at which a proxy serves this server."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def unavailable(message: str, code: str) -> APIError:

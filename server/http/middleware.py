@@ -32,6 +32,37 @@ def note_weights(http: Request, weights: ServedWeights) -> None:
     http.scope.setdefault("state", {})["weight_version"] = weights.version
 
 
+class WithoutRootPath:
+    """Takes the path at which a proxy serves this server off requests, where the proxy has not, so that every check of
+    a path sees the server's own. A path that the server itself may have stays as it is."""
+
+    def __init__(self, app: ASGIApp, root_path: str, paths: Sequence[str]):
+        self.app = app
+        self._root = root_path
+        self._is_own = any(path.startswith(f"{root_path}/") for path in paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if (path == self._root or path.startswith(f"{self._root}/")) and not self._is_own:
+            scope = {**scope, "path": path.removeprefix(self._root) or "/"}
+        await self.app(scope, receive, send)
+
+
+class WithRootPath:
+    """Gives the routes the path at which a proxy serves this server, as ASGI has it: as `root_path`, and at the
+    beginning of `path`. Redirects then lead through the proxy."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self.app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "path" in scope:
+            scope.setdefault("state", {})  # both scopes have the same
+            scope = {**scope, "path": self._root + scope["path"], "root_path": self._root}
+        await self.app(scope, receive, send)
+
+
 class RequestId:
     """Gives every response an `X-Request-Id`: the request's, if it is well-formed, otherwise a new one. Answers that
     were computed by the model also get an `X-Weight-Version`, the version of its weights."""

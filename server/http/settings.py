@@ -41,6 +41,7 @@ class ServerSettings:
       reasoning_parser: a module of `jaxserve.server.reasoning`, "auto" or "none".
       escape_special_tokens: read special tokens in the text of users and tools as plain text.
       reasoning_field: name of the field for the reasoning in a chat message.
+      root_path: the path at which a proxy serves this server, such as /llm; "": there is none.
       ui: serve the page at `/`.
       access_log: log a line for each request.
       record: file to which answered requests are appended, for `jaxserve replay`; None: nothing is recorded.
@@ -77,6 +78,7 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     escape_special_tokens: bool = False
     reasoning_field: str = "reasoning"
+    root_path: str = ""
     ui: bool = True
     access_log: bool = False
     record: str | None = None

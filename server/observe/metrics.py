@@ -34,51 +34,65 @@ TOTALS = "totals"  # name of the file for EngineTotals
 
 # name, kind, description, field of EngineStats
 _FROM_STATS = (
-    ("num_requests_running", "gauge", "Requests in the running batch", "num_running"),
-    ("num_requests_waiting", "gauge", "Requests waiting for a place", "num_waiting"),
-    ("num_preemptions", "counter", "Requests whose pages were taken back", "preemptions"),
+    ("num_requests_running", "gauge", "Completions in the running batch", "num_running"),
+    ("num_requests_waiting", "gauge", "Completions in the queue that wait for a place in the batch", "num_waiting"),
+    ("num_preemptions", "counter",
+     "Completions taken out of the running batch to free KV pages, and computed again later", "preemptions"),
     ("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
     ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache", "prefix_hits"),
-    ("prompt_tokens", "counter", "Prompt tokens computed or found in the cache", "prompt_tokens"),
+    ("prompt_tokens", "counter", "Prompt tokens computed, or found in the prefix cache", "prompt_tokens"),
     ("generation_tokens", "counter", "Tokens generated", "generation_tokens"),
-    ("failed_steps", "counter", "Steps that failed and were computed again", "failed_steps"),
-    ("failed_requests", "counter", "Requests ended because steps failed for them", "failed_requests"),
-    ("moe_routed_tokens", "counter", "Tokens given to experts, over all layers", "moe_routed_tokens"),
-    ("moe_mean_expert_tokens", "counter", "Tokens of a layer's mean expert, over passes and layers", "moe_mean_tokens"),
-    ("moe_busiest_expert_tokens", "counter", "Tokens of a layer's busiest expert, likewise", "moe_busiest_tokens"),
-    ("moe_active_experts", "counter", "Experts that had tokens, likewise", "moe_active_experts"),
-    ("spec_decode_num_drafts", "counter", "Rows whose proposed tokens were checked", "spec_drafts"),
-    ("spec_decode_num_draft_tokens", "counter", "Tokens proposed by speculative decoding", "spec_proposed"),
-    ("spec_decode_num_accepted_tokens", "counter", "Proposed tokens that were kept", "spec_accepted"),
+    ("failed_steps", "counter", "Steps that failed on the devices and were computed again", "failed_steps"),
+    ("failed_requests", "counter",
+     "Requests that ended with an error after failed steps", "failed_requests"),
+    ("moe_routed_tokens", "counter",
+     "Tokens given to experts, each once per expert, over all layers and passes", "moe_routed_tokens"),
+    ("moe_mean_expert_tokens", "counter",
+     "Tokens of an average expert, added up over layers and passes", "moe_mean_tokens"),
+    ("moe_busiest_expert_tokens", "counter",
+     "Tokens of the busiest expert of each layer, added up over layers and passes", "moe_busiest_tokens"),
+    ("moe_active_experts", "counter", "Experts that had tokens, added up over layers and passes", "moe_active_experts"),
+    ("spec_decode_num_drafts", "counter", "Rows whose proposed tokens speculative decoding checked", "spec_drafts"),
+    ("spec_decode_num_draft_tokens", "counter", "Tokens that speculative decoding proposed", "spec_proposed"),
+    ("spec_decode_num_accepted_tokens", "counter",
+     "Tokens that speculative decoding proposed and the model kept", "spec_accepted"),
     ("lora_loads", "counter", "LoRA adapters uploaded to the devices", "adapter_loads"),
-    ("lora_evictions", "counter", "LoRA adapters that gave up their place on the devices", "adapter_evictions"),
-    ("external_prefix_cache_hits", "counter", "Prompt tokens loaded from lower tiers", "offload_hits"),
-    ("kv_offload_host_bytes", "gauge", "KV pages in host memory", "offload_host_bytes"),
-    ("kv_offload_host_capacity_bytes", "gauge", "Room for them", "offload_host_capacity"),
+    ("lora_evictions", "counter", "LoRA adapters evicted from the devices for others", "adapter_evictions"),
+    ("external_prefix_cache_hits", "counter",
+     "Prompt tokens whose KV pages came back from host memory, files or prefill servers", "offload_hits"),
+    ("kv_offload_host_bytes", "gauge", "Bytes of KV pages in host memory", "offload_host_bytes"),
+    ("kv_offload_host_capacity_bytes", "gauge", "Bytes of host memory for KV pages", "offload_host_capacity"),
     ("kv_offload_host_evictions", "counter", "KV pages given up in host memory", "offload_host_evictions"),
-    ("kv_offload_store_bytes", "counter", "KV pages copied from the devices", "offload_stored_bytes"),
-    ("kv_offload_load_bytes", "counter", "KV pages copied to the devices", "offload_loaded_bytes"),
-    ("kv_offload_dropped_pages", "counter", "Evicted KV pages that were not copied", "offload_dropped"),
-    ("kv_offload_disk_bytes", "gauge", "KV pages in files", "offload_disk_bytes"),
-    ("kv_offload_disk_evictions", "counter", "Files of KV pages deleted for others", "offload_disk_evictions"),
-    ("kv_offload_disk_store_bytes", "counter", "KV pages written to files", "offload_disk_written_bytes"),
-    ("kv_offload_disk_load_bytes", "counter", "KV pages read from files", "offload_disk_read_bytes"),
+    ("kv_offload_store_bytes", "counter",
+     "Bytes of KV pages copied from the devices to host memory", "offload_stored_bytes"),
+    ("kv_offload_load_bytes", "counter",
+     "Bytes of KV pages copied from host memory to the devices", "offload_loaded_bytes"),
+    ("kv_offload_dropped_pages", "counter",
+     "KV pages that the prefix cache evicted without a copy, as too many copies were under way", "offload_dropped"),
+    ("kv_offload_disk_bytes", "gauge", "Bytes of KV pages in files", "offload_disk_bytes"),
+    ("kv_offload_disk_evictions", "counter", "Files of KV pages deleted to make room", "offload_disk_evictions"),
+    ("kv_offload_disk_store_bytes", "counter", "Bytes of KV pages written to files", "offload_disk_written_bytes"),
+    ("kv_offload_disk_load_bytes", "counter", "Bytes of KV pages read from files", "offload_disk_read_bytes"),
     ("kv_offload_disk_damaged_pages", "counter", "Files of KV pages found damaged", "offload_disk_damaged"),
-    ("prefill_fetch_requests", "counter", "Prompts whose pages were asked of prefill servers", "fetch_requests"),
-    ("prefill_fetch_failed", "counter", "Of these, prompts of which pages have not come", "fetch_failed"),
-    ("prefill_fallbacks", "counter", "Prompts computed here although a prefill server was to", "fetch_fallbacks"),
+    ("prefill_fetch_requests", "counter", "Prompts whose KV pages were asked of prefill servers", "fetch_requests"),
+    ("prefill_fetch_failed", "counter",
+     "Prompts whose KV pages were asked of prefill servers and did not all come", "fetch_failed"),
+    ("prefill_fallbacks", "counter",
+     "Prompts for prefill servers that were computed here, wholly or in part", "fetch_fallbacks"),
     ("prefill_fetch_pages", "counter", "KV pages received from prefill servers", "fetch_pages"),
-    ("prefill_fetch_bytes", "counter", "The same in bytes", "fetch_bytes"),
-    ("prefill_fetch_seconds", "counter", "Time of these transfers, with the prompts' computation", "fetch_seconds"),
+    ("prefill_fetch_bytes", "counter", "Bytes of KV pages received from prefill servers", "fetch_bytes"),
+    ("prefill_fetch_seconds", "counter",
+     "Seconds of transfers of KV pages from prefill servers, computing prompts included", "fetch_seconds"),
     ("prefill_servers_up", "gauge", "Prefill servers that can be asked", "prefill_servers_up"),
-    ("prefill_export_requests", "counter", "Prompts whose pages decode servers asked for", "export_requests"),
+    ("prefill_export_requests", "counter", "Prompts whose KV pages decode servers asked for", "export_requests"),
     ("prefill_export_pages", "counter", "KV pages sent to decode servers", "export_pages"),
-    ("prefill_export_bytes", "counter", "The same in bytes", "export_bytes"),
-    ("prefill_export_lost", "counter", "KV pages evicted before they could be sent", "export_lost"),
-    ("executables", "gauge", "Compiled step functions", "executables"),
-    ("compilations", "counter", "Programs compiled since start", "compilations"),
-    ("compilation_cache_hits", "counter", "Programs read from the compilation cache", "compile_cache_hits"),
-)
+    ("prefill_export_bytes", "counter", "Bytes of KV pages sent to decode servers", "export_bytes"),
+    ("prefill_export_lost", "counter", "KV pages evicted before a decode server got a copy", "export_lost"),
+    ("executables", "gauge", "Compiled programs that steps run", "executables"),
+    ("compilations", "counter", "Programs compiled since the engine started", "compilations"),
+    ("compilation_cache_hits", "counter",
+     "Programs read from the compilation cache instead of being compiled", "compile_cache_hits"),
+)  # fmt: skip
 
 
 class EngineTotals(msgspec.Struct):
@@ -124,28 +138,62 @@ class Metrics:
         self._prefix = prefix
         self._labels = (model_name, "0")
         self._info: Ready | None = None
-        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
-        self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens", _TOKEN_SECONDS)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token", _SECONDS
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Seconds between two tokens of a completion", _TOKEN_SECONDS
+        )
         self.tpot = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
+            "request_time_per_output_token_seconds",
+            "Mean seconds per token of a request, after its first token",
+            _TOKEN_SECONDS,
         )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _REQUEST_SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "Arrival to a place in the batch", _REQUEST_SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From there to first token", _REQUEST_SECONDS)
-        self.inference = self._histogram("request_inference_time_seconds", "From there to last token", _REQUEST_SECONDS)
-        self.decode = self._histogram("request_decode_time_seconds", "First token to last token", _REQUEST_SECONDS)
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per request", _TOKENS)
-        self.output_tokens = self._histogram("request_generation_tokens", "Output tokens per request", _TOKENS)
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token", _REQUEST_SECONDS
+        )
+        self.queue = self._histogram(
+            "request_queue_time_seconds",
+            "Seconds from a request's arrival to its place in the running batch",
+            _REQUEST_SECONDS,
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds",
+            "Seconds from a request's place in the running batch to its first token",
+            _REQUEST_SECONDS,
+        )
+        self.inference = self._histogram(
+            "request_inference_time_seconds",
+            "Seconds from a request's place in the running batch to its last token",
+            _REQUEST_SECONDS,
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "Seconds from a request's first token to its last", _REQUEST_SECONDS
+        )
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.output_tokens = self._histogram(
+            "request_generation_tokens", "Output tokens of a request, all completions together", _TOKENS
+        )
         self.max_output_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Longest completion's tokens per request", _TOKENS
+            "request_max_num_generation_tokens", "Output tokens of a request's longest completion", _TOKENS
         )
-        self.n = self._histogram("request_params_n", "n per request", _FEW)
-        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request", _TOKENS)
+        self.n = self._histogram("request_params_n", "Completions that a request asked for (its parameter n)", _FEW)
+        self.max_tokens = self._histogram(
+            "request_params_max_tokens",
+            "Most output tokens that a request asked for (its parameter max_tokens)",
+            _TOKENS,
+        )
         self._success = Counter(
-            f"{prefix}:request_success", "Completions ended", (*_LABELS, "finished_reason"), registry=self.registry
+            f"{prefix}:request_success",
+            "Completions that ended, by reason",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
         )
         rejections = Counter(
-            f"{prefix}:admission_rejections", "Requests turned away for now", _LABELS, registry=self.registry
+            f"{prefix}:admission_rejections",
+            "Requests refused for now, as the queue or the number of connections was full",
+            _LABELS,
+            registry=self.registry,
         )
         self.rejections = rejections.labels(*self._labels)
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
@@ -176,21 +224,25 @@ class Metrics:
         stats, totals = self.totals.stats, self.totals
         for name, kind, text, field in _FROM_STATS:
             yield self._family(kind, name, text, getattr(stats, field))
-        yield self._family("counter", "engine_restarts", "Engines started where one had died", totals.restarts)
+        yield self._family(
+            "counter", "engine_restarts", "Starts of an engine's process where another one had died", totals.restarts
+        )
         if totals.front_restarts is not None:
-            text = "Fronts started where one had died"
+            text = "Starts of a front's process where another one had died"
             yield self._family("counter", "front_restarts", text, totals.front_restarts)
-        yield self._family("counter", "compile_seconds", "Time spent compiling", stats.compile_seconds)
-        yield self._histogram_family("iteration_tokens_total", "Tokens computed per step", {(): stats.step_tokens})
+        yield self._family("counter", "compile_seconds", "Seconds spent compiling programs", stats.compile_seconds)
+        yield self._histogram_family("iteration_tokens_total", "Tokens that a step computed", {(): stats.step_tokens})
         phases: dict[tuple[str, ...], Histogram] = {
             (phase,): histogram for phase, histogram in stats.step_seconds.items()
         }
-        yield self._histogram_family("step_seconds", "Host and device time of a step", phases, ("phase",))
+        yield self._histogram_family(
+            "step_seconds", "Seconds of a step, by phase on the host and on the devices", phases, ("phase",)
+        )
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
-        yield self._family("gauge", "kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1", used)
+        yield self._family("gauge", "kv_cache_usage_perc", "KV pages in use, as a fraction from 0 to 1", used)
         accepted = CounterMetricFamily(
             f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Proposed tokens that were kept, by their position among a row's proposals",
+            "Tokens that speculative decoding proposed and the model kept, by position among the proposals of a row",
             labels=[*_LABELS, "position"],
         )
         for position, count in enumerate(stats.spec_accepted_at):
@@ -198,7 +250,9 @@ class Metrics:
         yield accepted
         if self._info is not None:
             info = GaugeMetricFamily(
-                f"{self._prefix}:cache_config_info", "Cache settings", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
+                f"{self._prefix}:cache_config_info",
+                "Always 1; the labels are tokens per KV page and the number of KV pages",
+                labels=[*_LABELS, "block_size", "num_gpu_blocks"],
             )
             info.add_metric([*self._labels, str(self._info.page_size), str(stats.pages_total)], 1)
             yield info
@@ -210,13 +264,17 @@ class Metrics:
         """The version of the weights in a label; how often they were replaced; and vLLM's state of an engine's sleep: 1
         for the state that it is in."""
         version = GaugeMetricFamily(
-            f"{self._prefix}:weight_version_info", "Version of the weights", labels=[*_LABELS, "weight_version"]
+            f"{self._prefix}:weight_version_info",
+            "Always 1; the label is the version of the weights",
+            labels=[*_LABELS, "weight_version"],
         )
         version.add_metric([*self._labels, info.weights.version], 1)
         yield version
-        yield self._family("counter", "weight_updates", "Replacements of the weights", info.weights.updates)
+        yield self._family("counter", "weight_updates", "Times that the weights were replaced", info.weights.updates)
         sleep = GaugeMetricFamily(
-            f"{self._prefix}:engine_sleep_state", "Whether the engine sleeps", labels=[*_LABELS, "sleep_state"]
+            f"{self._prefix}:engine_sleep_state",
+            "1 for the state of sleep that the engine is in, 0 for others",
+            labels=[*_LABELS, "sleep_state"],
         )
         for level, name in enumerate(("awake", "weights_offloaded", "discard_all")):
             sleep.add_metric([*self._labels, name], int(info.sleep_level == level))
@@ -226,7 +284,9 @@ class Metrics:
         """Which adapters requests use, in labels; the value is the time, so that the latest of several is known."""
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily(
-            f"{self._prefix}:lora_requests_info", "LoRA adapters of requests", labels=[*_LABELS, *labels]
+            f"{self._prefix}:lora_requests_info",
+            "Time of this scrape in seconds since 1970; the labels list LoRA adapters in use",
+            labels=[*_LABELS, *labels],
         )
         names = ",".join(stats.adapters_running), ",".join(stats.adapters_waiting)
         info.add_metric([*self._labels, str(most), *names], time.time())

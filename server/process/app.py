@@ -16,7 +16,15 @@ from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
 from jaxserve.server.http.errors import APIError, handle_exception
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.server.http.middleware import ApiKeys, BodyLimit, ConnectionLimit, RequestId, UnexpectedErrors
+from jaxserve.server.http.middleware import (
+    ApiKeys,
+    BodyLimit,
+    ConnectionLimit,
+    RequestId,
+    UnexpectedErrors,
+    WithoutRootPath,
+    WithRootPath,
+)
 from jaxserve.server.http.origin import OriginCheck
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.observe.access import Access
@@ -87,9 +95,12 @@ def build_app(state: ServerState) -> Starlette:
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
+    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    if root := settings.root_path:
+        middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
+        middleware.append(Middleware(WithRootPath, root_path=root))
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
-    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
     app.state.server = state
     return app

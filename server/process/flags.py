@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -19,7 +20,7 @@ _SAME_NAME = (
     "reasoning_parser", "ssl_certfile", "ssl_keyfile", "max_connections", "max_connections_per_address",
     "max_body_bytes", "max_completions_per_request", "max_header_bytes", "client_timeout", "max_stored_responses",
     "ui", "access_log", "otlp_endpoint", "escape_special_tokens", "lora_root", "weights_root", "api_server_count",
-    "record", "record_max_bytes",
+    "record", "record_max_bytes", "root_path",
 )  # fmt: skip
 
 
@@ -32,6 +33,9 @@ def add_server_flags(command: argparse.ArgumentParser) -> None:
     flag("--fd", type=int, metavar="N",
          help="file descriptor of a listening socket to use instead of --host and --port, such as 3 under a systemd "
          "socket unit; clients then wait while the server restarts")  # fmt: skip
+    flag("--root-path", type=_root_path, default="", metavar="PATH",
+         help="path at which a proxy serves this server, such as /llm; the proxy may take it off requests or leave "
+         "it")  # fmt: skip
     flag("--api-server-count", type=int, default=1, metavar="N",
          help="processes that answer HTTP, for one engine and on one port; more than 1 add a process that supervises "
          "them")  # fmt: skip
@@ -138,6 +142,13 @@ def _key(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("a key must not be empty, as everybody has that one")
     return text
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if not re.fullmatch(r"(/[\w.~-]+)*", path, re.ASCII):
+        raise argparse.ArgumentTypeError(f"not a path of letters, digits and - . _ ~, such as /llm: {text}")
+    return path
 
 
 def _origins(text: str) -> list[str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,13 @@ from jaxserve.types import EngineDeadError
 
 log = logging.getLogger("jaxserve.server")
 
+_BUSY_CORES = 2  # that a starting engine keeps busy
 _OTHER_FILES = 256  # open files besides connections
+
+
+def _warm(tokenizer: Tokenizer) -> None:
+    """Has a thread import what the first chat needs; it waits for that."""
+    threading.Thread(target=tokenizer.warm, name="tokenizer", daemon=True).start()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +241,7 @@ class Front(uvicorn.Server):
         gguf.forget()
         heap.settle()
         self.loaded.set()
+        _warm(tokenizer)
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)
 
     def _tokenizer(self, folder: Path, source: Path) -> Tokenizer:
@@ -247,6 +255,8 @@ class Front(uvicorn.Server):
         )
         tokenizer.escape_special_tokens = self._state.settings.escape_special_tokens
         tokenizer.template_defaults = self._state.settings.default_chat_template_kwargs
+        if (os.cpu_count() or 1) > _BUSY_CORES:
+            _warm(tokenizer)
         return tokenizer
 
     async def _drain(self) -> None:

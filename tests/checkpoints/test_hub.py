@@ -99,6 +99,16 @@ def test_without_weights(hub, tmp_path):
     ]
 
 
+def test_downloads_go_to_the_named_folder(hub, tmp_path):
+    there = tmp_path / "models"
+    options = {"model": f"{REPO}@v1", "download_dir": str(there)}
+    assert ask(hub, tmp_path / "home", options) == [[hub.old, sorted([*WEIGHTS, *REST])]]
+    assert list(there.glob(f"models--*/snapshots/{hub.old}/config.json"))
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    offline = ask(hub, tmp_path / "home", options, {"model": f"{REPO}@v1"}, HF_HUB_OFFLINE="1")
+    assert [commit for commit, _ in offline] == [hub.old, None]
+
+
 def test_what_is_not_there_is_named(hub, tmp_path):
     revision, repo, pickles = ask(
         hub, tmp_path, {"model": f"{REPO}@v9"}, {"model": "org/none"}, {"model": "org/pickles"}

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.devices import mesh as meshes
 from jaxserve.devices.mesh import make_mesh, sharding
 from jaxserve.devices.sharded_ops import embed_sharded, matmul_sharded, quant_matmul_sharded
 from jaxserve.pallas_kernels.ops import embed, matmul, quant_matmul
@@ -68,17 +67,3 @@ def test_embeddings_are_the_rows_of_one_device(kind):
     found = jax.jit(lambda table, ids: embed_sharded(mesh, jnp.bfloat16, table, ids))(table, ids)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, embed(table, ids).astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize(("platforms", "there", "warns"), [("", True, True), ("cpu", True, False), ("", False, False)])
-def test_a_cpu_beside_a_gpu(monkeypatch, caplog, tmp_path, platforms, there, warns):
-    mesh, before = make_mesh(2), jax.config.values["jax_platforms"]
-    monkeypatch.setattr(meshes, "NVIDIA_FILES", [str(tmp_path if there else tmp_path / "missing")])
-    try:
-        jax.config.update("jax_platforms", platforms)
-        with caplog.at_level("INFO", "jaxserve"):
-            meshes.tell_devices(mesh)
-    finally:
-        jax.config.update("jax_platforms", before)
-    assert "devices: 2 x cpu" in caplog.text
-    assert ("although an NVIDIA GPU is here" in caplog.text) == warns

@@ -188,6 +188,23 @@ def test_json_text_and_page(folder, capsys):
     assert "http://" not in html
 
 
+def test_json_without_a_file_is_all_of_standard_output(folder, capsys):
+    flags = ["--estimate", "--kv-pages", "300"]
+    for given in (
+        [str(folder), *flags, "--json"],
+        ["--json", str(folder), *flags],
+        [str(folder), *flags, "--json", "-"],
+    ):
+        assert main(["plan", *given]) == 0
+        out, others = capsys.readouterr()
+        assert json.loads(out)["layers"] == 6
+        assert others.startswith("planning by config.json")
+    assert main(["plan", str(folder), *flags, "--compare", "cpu", "cpu,max_num_seqs=4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert main(["plan", "--json"]) == 1
+    assert "needs a model" in capsys.readouterr().err
+
+
 def test_compare_names_the_cheapest(folder, capsys):
     goal = "ttft<5s,tpot<1s,rps=2,in=50,out=10"
     several = ["cpu", "cpu,max_num_seqs=4", "cpu:2,quantization=int8,kv_pages=50"]

@@ -25,11 +25,12 @@ def hub(tiny_model_folder):
 def test_a_tag_and_the_tokenizer_of_another(hub, tmp_path, monkeypatch):
     for name, value in hub.environment(tmp_path / "cache").items():
         monkeypatch.setenv(name, value)
-    config = SMALL | {"model": "org/tiny@v1", "tokenizer": "org/words"}
+    config = SMALL | {"model": "org/tiny@v1", "tokenizer": "org/words", "download_dir": str(tmp_path / "models")}
     with running_server("org/tiny@v1", tmp_path / "log", engine=None, config=config) as server:
         log = (tmp_path / "log").read_text()
         assert f"org/tiny@v1 is at commit {hub.tagged}" in log
         assert f"org/words is at commit {hub.words}" in log
+        assert len(list((tmp_path / "models").glob("models--org--*/snapshots"))) == 2
         (folder := tmp_path / "words").mkdir()
         (folder / "tokenizer.model").write_bytes(WORDS.read_bytes())
         ids = load_tokenizer(folder).encode("Hello world")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 
+import httpx
 import pytest
 import tokenizers_for_tests as kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import wait_until
 
+from jaxserve.commands.cli import make_parser
 from jaxserve.config import EngineConfig
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.process.fingerprint import fingerprint
+from jaxserve.server.process.flags import server_options
 from jaxserve.server.schemas.chat import Conversation, Message
 from jaxserve.text.chat_template import read_chat_template
 from jaxserve.text.generation_defaults import GenerationDefaults
@@ -265,3 +268,39 @@ def test_no_sampling_is_greedy(tmp_path):
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
         assert GenerationDefaults.load(tmp_path).temperature == temperature
+
+
+def test_a_proxy_that_serves_the_server_below_a_path(start_server):
+    """Whether the proxy takes its path off requests or not, checks and answers are those of the same paths without."""
+    server = start_server("CachingEngine", root_path="/v1/llm", api_keys=["a", "b"], admin_key="admin")
+    http, plain = server.http(headers={"Authorization": "Bearer a"}), httpx.Client(base_url=server.url)
+    for path in ("/v1/models", "/v1/llm/v1/models"):
+        assert http.get(path).json()["data"][0]["id"] == "test-model"
+        assert plain.get(path).status_code == 401
+    for path in ("/health", "/v1/llm/health", "/v1/llm/", "/v1/llm", "/v1/llm/ui/app.css"):
+        assert plain.get(path).status_code == 200
+    assert [http.get(path).status_code for path in ("/metrics", "/v1/llm/metrics", "/v1/llmmetrics")] == [403, 403, 404]
+    page = plain.get("/v1/llm")
+    assert '<base href="/v1/llm/">' in page.text
+    assert "base-uri 'self'" in page.headers["content-security-policy"]
+    refused = http.post("/v1/llm/v1/messages", json={})
+    assert refused.json()["type"] == "error", "not in Anthropic's shape"
+    moved = http.get("/health/", follow_redirects=False)
+    assert moved.headers["location"] == f"{server.url}/v1/llm/health"
+    document = http.get("/v1/llm/openapi.json").json()
+    assert document["servers"] == [{"url": "/v1/llm"}]
+    assert "/v1/models" in document["paths"]
+    admin = {"Authorization": "Bearer admin"}
+    answers = [plain.post("/v1/llm/reset_prefix_cache", headers=admin, json={}).status_code for _ in range(3)]
+    assert answers[0] == 200
+    assert 429 in answers
+
+
+def test_root_path_is_a_path(capsys):
+    parser = make_parser()
+    for text, path in (("/llm/", "/llm"), ("/a/b-1", "/a/b-1"), ("/", ""), ("", "")):
+        assert server_options(parser.parse_args(["serve", "demo", "--root-path", text]))["root_path"] == path
+    for text in ("llm", "/a b", "//host", "http://host/llm", '/"'):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["serve", "demo", "--root-path", text])
+        assert "not a path of letters" in capsys.readouterr().err

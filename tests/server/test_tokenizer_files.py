@@ -3,7 +3,10 @@
 import base64
 import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf_files
@@ -14,8 +17,12 @@ import tokenizers_for_tests as kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.checkpoints.hub import BUNDLE
 from jaxserve.text.gguf_tokenizer import _GPT4O, _SEED
 from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.tokenizer_files import KEPT, KeptTokenizer
+
+ROOT = Path(__file__).parents[2]
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "tokenizers"
 EXPECTED = json.loads((GOLDENS / "expected.json").read_text(encoding="utf-8"))
@@ -212,3 +219,65 @@ SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p
 @given(text=st.text(st.sampled_from("aBcD'sS lL123½ \n\r\t/.,(Çéö你ʼ😀\u0301\u2003_")))
 def test_patterns_split_as_the_published_ones(ours, published, text):
     assert regex.findall(ours, text) == regex.findall(published, text)
+
+
+KEPT_TEXTS = ["Hello <|im_start|> world", " naïve 你好 😀\n\n\tx1y22", "<tool> a<sep>b", "", "x" * 2000]
+WITHOUT_TRANSFORMERS = """
+import sys
+from pathlib import Path
+from jaxserve.text.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+print(tokenizer.encode("Hello"), "transformers" in sys.modules)
+tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+print("transformers" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("kind", ["demo", "byte_level", "bpe", "unigram"])
+def test_a_kept_tokenizer_is_the_one_that_transformers_read(kind, tmp_path):
+    """That of a bundle, in every way in which it is used."""
+    model = tmp_path / "model"
+    model.mkdir()
+    if kind == "demo":
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(ROOT / "checkpoints" / "demo" / name, model)
+    elif kind == "byte_level":
+        kinds.save_byte_level(model)
+        kinds.add_special_tokens(model, ["<special>"])
+    else:
+        shutil.copy(GOLDENS / f"{kind}.model", model / "tokenizer.model")
+        settings = {"legacy": False, "add_eos_token": True, "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    KeptTokenizer.write(model / KEPT, model)
+    whole = load_tokenizer(model)
+    assert not isinstance(whole._hf, KeptTokenizer), "this is no bundle"
+    (tmp_path / BUNDLE).touch()
+    kept = load_tokenizer(model)
+    assert isinstance(kept._hf, KeptTokenizer)
+    for text in KEPT_TEXTS:
+        for special in (True, False):
+            assert kept.encode(text, special) == whole.encode(text, special)
+            assert kept.decode(whole.encode(text), special) == whole.decode(whole.encode(text), special)
+    assert [kept.token_bytes(i) for i in range(kept.vocab_size)] == [
+        whole.token_bytes(i) for i in range(whole.vocab_size)
+    ]
+    names = ("vocab_size", "bos_token_id", "eos_token_ids", "special_ids", "adds_eos", "longest_token", "class_name",
+             "markers", "special_texts", "chat_template", "_renderer_options", "_marker_ids")  # fmt: skip
+    assert {name: getattr(kept, name) for name in names} == {name: getattr(whole, name) for name in names}
+    assert kept.render_chat(MESSAGES) == whole.render_chat(MESSAGES)
+    kept.chat_template = "{{ messages | length }}!"
+    assert kept.render_chat(MESSAGES) == "1!"
+    values = json.loads((model / KEPT).read_text())
+    (model / KEPT).write_text(json.dumps(values | {"transformers": "0.1"}))
+    assert not isinstance(load_tokenizer(model)._hf, KeptTokenizer), "transformers may read it in another way now"
+
+
+def test_a_kept_tokenizer_needs_transformers_only_for_chats(tmp_path):
+    shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / BUNDLE).touch()
+    KeptTokenizer.write(tmp_path / "model" / KEPT, tmp_path / "model")
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(tmp_path / "model")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ids = load_tokenizer(ROOT / "checkpoints" / "demo").encode("Hello")
+    assert done.stdout.splitlines() == [f"{ids} False", "True"]

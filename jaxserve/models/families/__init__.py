@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
@@ -60,9 +61,24 @@ def _begun(name: str, layout: Mapping[str, str]) -> str:
 
 @cache
 def families() -> tuple[Family, ...]:
-    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    found = (getattr(module, "FAMILIES", None) or [getattr(module, "FAMILY", None)] for module in modules)
-    return tuple(family for some in found for family in some if family is not None)
+    return tuple(family for info in pkgutil.iter_modules(__path__) for family in _families_in(info.name))
+
+
+@cache
+def _families_in(name: str) -> list[Family]:
+    module = importlib.import_module(f"{__name__}.{name}")
+    found = getattr(module, "FAMILIES", None) or [getattr(module, "FAMILY", None)]
+    return [family for family in found if family is not None]
+
+
+def _family_of(architecture: str) -> Family | None:
+    """The family of an architecture. Imports only the modules whose source has its name, as there are forty."""
+    for path in sorted(Path(__path__[0]).glob("*.py")):
+        if path.stem != "__init__" and f'"{architecture}"' in path.read_text(encoding="utf-8"):
+            for family in _families_in(path.stem):
+                if architecture in family.architectures:
+                    return family
+    return next((family for family in families() if architecture in family.architectures), None)
 
 
 def find_family(hf: HFConfig) -> Family:
@@ -71,11 +87,11 @@ def find_family(hf: HFConfig) -> Family:
     Raises ConfigError for an unknown architecture. The message names the nearest known one, and what differs from it.
     """
     given = hf.take("architectures", None) or []
-    by_name = {name: family for family in families() for name in family.architectures}
     for name in given:
         for alias in (name, *(name.removesuffix(end) + "ForCausalLM" for end in HEADLESS if name.endswith(end))):
-            if alias in by_name:
-                return by_name[alias]
+            if (family := _family_of(alias)) is not None:
+                return family
+    by_name = {name: family for family in families() for name in family.architectures}
     raise ConfigError(
         f"{hf.source}: architectures={given} is not supported{_nearest(hf, given, by_name)}. `jaxserve models list` "
         "lists what is"
