@@ -108,7 +108,8 @@ def entry(model: str, target: str, scheme: str, compiled: Compiled | None = None
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, of the rows that fit."""
-    lines = ["| model | target | weights in | GiB a device | tokens | estimated TPOT ms, batch 1 | batch 128, estimated | programs |"]
+    times = "estimated TPOT ms, batch 1 | batch 128, estimated"
+    lines = [f"| model | target | weights in | GiB a device | tokens | {times} | programs |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
         if row["fits"]:

@@ -40,7 +40,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Of the tests that -m has chosen, --most-cases keeps at most N cases of each, evenly spread over its parameters."""
+    """Of what -m has chosen, --most-cases keeps at most N cases of each test, evenly spread over its parameters."""
     most = config.getoption("most_cases")
     if most is None:
         return

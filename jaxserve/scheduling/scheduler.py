@@ -214,8 +214,8 @@ class Scheduler:
     # Admission
 
     def _admit_newcomers(self, rows: Rows) -> Rows:
-        """Places waiting sequences in order, while tokens (also those that `rows` lend), slots and pages last. Those that
-        need fewer pages pass one that needs more than there are."""
+        """Places waiting sequences in order, while tokens (also those that `rows` lend), slots and pages last. One that
+        needs more pages than there are is passed by others."""
         seqs: list[Sequence] = []
         num_new: list[bool] = []
         share = NewcomersShare(self.running, rows, self.budget, self.turns, len(self.waiting))
