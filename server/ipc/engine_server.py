@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from jaxserve.checkpoints.files import clipped
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
@@ -243,8 +244,10 @@ class EngineServer:
         learn of the change before the answer."""
         try:
             changed = change_adapters(engine, message, lambda read: self._inbox.put((front, read)))
-        except (ValueError, OSError) as error:
-            front.send(messages.ChangeDone(message.ticket, str(error)))
+        except Exception as error:  # whatever an adapter's files hold, the engine goes on
+            if not isinstance(error, ValueError | OSError):
+                log.exception("an adapter could not be loaded")
+            front.send(messages.ChangeDone(message.ticket, clipped(str(error) or type(error).__name__)))
             return
         if changed is not None:
             assert isinstance(self._greeting, messages.Ready)

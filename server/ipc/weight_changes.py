@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.checkpoints.files import clipped
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.connected_front import ConnectedFront
 from jaxserve.types import QueueFullError
@@ -144,7 +145,7 @@ def _failure(message: WeightChange, error: Exception) -> messages.ChangeDone:
         case _:
             log.exception("the weights could not be changed", exc_info=error)
             code = messages.INTERNAL_ERROR
-    return messages.ChangeDone(message.ticket, str(error) or type(error).__name__, code)
+    return messages.ChangeDone(message.ticket, clipped(str(error) or type(error).__name__), code)
 
 
 def _names(submit: messages.Submit) -> list[str]:
