@@ -80,19 +80,15 @@ def clipped(message: str) -> str:
 
 
 @contextmanager
-def contents_of(path: str | Path) -> Iterator[None]:
-    """Turns unexpected errors, which the contents of a file or folder have caused, into CheckpointErrors."""
+def contents_of(path: str | Path, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """Turns errors that the contents of a file or folder have caused, of whatever type, into those of `kind`. Errors
+    that jaxserve has written for users stay as they are."""
     try:
         yield
-    except CheckpointError:
-        raise
-    except _UNEXPECTED as error:
-        if _is_clear(error):
+    except MemoryError as error:
+        raise kind(f"{path} cannot be used: its contents would take too much memory") from error
+    except (*_UNEXPECTED, OSError) as error:
+        if isinstance(error, ValueError) and type(error).__module__.startswith("jaxserve."):
             raise
-        what = "it would take too much memory" if isinstance(error, MemoryError) else f"clipped(f"{type(error).__name__}: {error}")
-        raise CheckpointError(f"{path} cannot be used, its contents are damaged or wrong: {what}") from error
-
-
-def _is_clear(error: BaseException) -> bool:
-    """Whether an error is one that jaxserve has written for users, in a class of its own."""
-    return isinstance(error, ValueError) and type(error).__module__.startswith("jaxserve.")
+        why = clipped(f"{type(error).__name__}: {error}")
+        raise kind(f"{path} cannot be used, its contents are damaged or wrong: {why}") from error
