@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import stat
 import struct
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ _UNEXPECTED = (
     ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, LookupError, MemoryError, RecursionError,
     TypeError, ValueError, struct.error,
 )  # fmt: skip
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlist = _SHOWN.maxdict = _SHOWN.maxtuple = MAX_SHOWN // 4
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = MAX_SHOWN
 
 
 def open_regular(path: str | Path) -> FileIO:
@@ -67,11 +72,13 @@ def read_json(path: str | Path, most: int = MAX_JSON_BYTES) -> Any:
 
 def shown(value: Any, most: int = MAX_SHOWN) -> str:
     """A name or a value from a file, for a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integers of more than 4,300 digits
-        text = f"an {type(value).__name__} of too many digits"
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    if isinstance(value, str | bytes):
+        return shortened(repr(value[: most + 1]), most)
+    return shortened(_SHOWN.repr(value), most)
+
+
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def clipped(message: str) -> str:

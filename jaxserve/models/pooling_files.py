@@ -9,8 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxserve.checkpoints.files import read_json
-from jaxserve.checkpoints.load import FLOATS
-from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
+from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.models.families import families
 from jaxserve.models.load import Checkpoint, read_hf_config
