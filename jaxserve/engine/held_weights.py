@@ -17,6 +17,7 @@ from jax.experimental.layout import Format
 
 from jaxserve import heap
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import contents_of
 from jaxserve.checkpoints.given import given_tensors
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import place_of
@@ -113,7 +114,9 @@ class HeldWeights(commands.Commanded):
     def check_model(self, path: Path) -> None:
         """Raises ConfigError or CheckpointError unless a folder or file has the model that is served."""
         plan = self._plan
-        given = read_model(path, self._config.ignore_config_keys).limited_to(plan.longest)
+        with contents_of(path):
+            given = read_model(path, self._config.ignore_config_keys).limited_to(plan.longest)
+        given = replace(given, dtype=plan.model.dtype)  # weights are read in the server's own, as at a start
         if plan.pooler is not None:
             given = replace(given, tie_embeddings=True, head_bias=False)  # as in ModelPlan
         if set(given.eos_token_ids) <= set(plan.model.eos_token_ids):  # no generation_config.json tells of others
@@ -142,7 +145,8 @@ class HeldWeights(commands.Commanded):
             for runner in self._runners:  # the cache fills the memory that the present weights leave
                 runner.free_cache()
         path = self._plan.folder if source is None else Path(source) if isinstance(source, str) else None
-        made = self._read(path, source)
+        with contents_of(path or "given arrays"):
+            made = self._read(path, source)
         heap.trim()
         for arrays, forms in zip(made, self._forms, strict=True):
             if _forms(arrays) != forms[: len(arrays)]:

@@ -25,7 +25,7 @@ from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.adapter_changes import AdapterChange, AdapterRead, change_adapters
 from jaxserve.server.ipc.connected_front import ConnectedFront
-from jaxserve.server.ipc.weight_changes import WeightChange, WeightChanges
+from jaxserve.server.ipc.weight_changes import UpdateChecked, WeightChange, WeightChanges
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
 log = logging.getLogger("jaxserve.engine")
@@ -63,6 +63,9 @@ class EngineLike(Protocol):
     def pool(self) -> PoolSnapshot: ...
 
 
+Message = messages.FrontMessage | AdapterRead | UpdateChecked
+
+
 class EngineServer:
     """Serves one engine to the fronts that connect to a unix socket.
 
@@ -70,7 +73,7 @@ class EngineServer:
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | AdapterRead | None] | None]
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, Message | None] | None]
         self._inbox = queue.SimpleQueue()
         self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
@@ -204,9 +207,7 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(
-        self, engine: EngineLike, front: ConnectedFront, message: messages.FrontMessage | AdapterRead | None
-    ) -> None:
+    def _handle(self, engine: EngineLike, front: ConnectedFront, message: Message | None) -> None:
         match message:
             case messages.Submit():
                 self._add(engine, front, message)
@@ -226,7 +227,7 @@ class EngineServer:
                 front.send(messages.Pool(engine.pool()))
             case messages.LoadAdapter() | messages.UnloadAdapter() | AdapterRead():
                 self._change_adapters(engine, front, message)
-            case messages.Sleep() | messages.WakeUp() | messages.UpdateWeights():
+            case messages.Sleep() | messages.WakeUp() | messages.UpdateWeights() | UpdateChecked():
                 self._ask_for_change(engine, front, message)
             case messages.Drain():
                 self._draining = True
@@ -254,9 +255,9 @@ class EngineServer:
             self._announce(msgspec.structs.replace(self._greeting, adapters=changed))
             front.send(messages.ChangeDone(message.ticket))
 
-    def _ask_for_change(self, engine: EngineLike, front: ConnectedFront, message: WeightChange) -> None:
+    def _ask_for_change(self, engine: EngineLike, front: ConnectedFront, message: WeightChange | UpdateChecked) -> None:
         """Notes a change of the weights; `_change_weights` makes it. Ends all running requests if it aborts them."""
-        if not self._changes.ask(front, message):
+        if not self._changes.ask(front, message, lambda checked: self._inbox.put((front, checked))):
             return
         with self._fronts_lock:
             fronts = list(self._fronts.values())
