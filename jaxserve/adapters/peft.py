@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+import signal
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ HARMLESS = {
 }
 CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")  # `init_lora_weights` that change the base's weights
 MOST_PATTERN = 256  # characters of a regular expression in `alpha_pattern`
+PATTERN_SECONDS = 0.5  # for one name and expression
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 _PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")
 _EXPERTS = re.compile(r"(?:.+\.)?layers\.(?P<layer>\d+)\.(?:.+\.)?experts(?:\.base_layer)*")
@@ -112,6 +117,26 @@ class _Settings:
         raise ConfigError(f"{self._path}: {key} of {shortened(module)} must be a number, got {shown(value)}")
 
 
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raises TooLongError after PATTERN_SECONDS of computing, also within an expression. Signals interrupt only the
+    main thread, which reads the files in a process of their own (`reading`)."""
+
+    def stop(*_: object) -> None:
+        raise TooLongError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATTERN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 class _Patterns:
     """Settings of single modules, by regular expressions for the ends of their names, of which the first that matches
     counts. Nearly all are plain names, which are looked up."""
@@ -139,7 +164,9 @@ class _Patterns:
             if i > first:
                 break
             try:
-                if compiled.match(module):
+                with _time_limit():
+                    found = compiled.match(module)
+                if found:
                     return self._values[i]
             except TooLongError:
                 raise ConfigError(

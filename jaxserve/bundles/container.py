@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.files import open_regular, read_bytes, shown
+from jaxserve.checkpoints.files import contents_of, open_regular, read_bytes, shown
 from jaxserve.checkpoints.hub import BUNDLE, BUNDLE_MODEL
 
 FORMAT = 1
@@ -97,10 +97,8 @@ class Bundle:
             if not hmac.compare_digest(found, _mac(key, data)):
                 what = "has another key" if found else "has no MAC"
                 raise BundleError(f"{path} {what}: it was not signed with this key")
-        try:
+        with contents_of(path / BUNDLE, BundleError):
             manifest = msgspec.json.decode(data, type=Manifest)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise BundleError(f"{path / BUNDLE} cannot be read: {error}") from None
         if manifest.format != FORMAT:
             raise BundleError(f"{path} has format {manifest.format}, but this version reads {FORMAT}")
         for name in manifest.files:
@@ -122,10 +120,8 @@ class Bundle:
         return data
 
     def json(self, name: str, kind: Any = Any) -> Any:
-        try:
+        with contents_of(self.path / name, BundleError):
             return msgspec.json.decode(self.read(name), type=kind)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise BundleError(f"{self.path / name} cannot be read: {error}") from None
 
     def check(self, names: Iterable[str]) -> None:
         """Reads these files and compares their sizes and digests, several at a time. Raises BundleError for the first
