@@ -3,7 +3,6 @@ import their libraries at the same time."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ PRELOAD = "--preload"  # the process imports the engine before it is told what t
 def main() -> int:
     engine = None
     if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
-        engine = subprocess.Popen(entry.command(ENGINE, PRELOAD), stdin=subprocess.PIPE, env=child_environment())
+        engine = subprocess.Popen(entry.command(ENGINE, PRELOAD), stdin=subprocess.PIPE, env=entry.child_environment())
     from jaxserve.commands.cli import main as run
 
     try:
@@ -24,10 +23,3 @@ def main() -> int:
     finally:
         if engine is not None and engine.stdin is not None:
             engine.stdin.close()  # one that was not used ends
-
-
-def child_environment() -> dict[str, str]:
-    """This process's environment without API keys. PYTHONSAFEPATH keeps the current folder out of the import path of
-    the child's own child processes."""
-    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
-    return own | {"PYTHONSAFEPATH": "1"}

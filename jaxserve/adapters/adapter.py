@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.adapters.matrices import Changeable, LowRank, read_matrices
+from jaxserve.adapters.reading import read_matrices
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.models.adapter_targets import AdapterTargets, Matrices
+from jaxserve.models.changeable import Changeable, LowRank
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.adapters.matrices import Changeable, LowRank
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.files import shown
 from jaxserve.checkpoints.gguf import HEADER_ONLY, GGUFFile, StoredTensor, read_gguf
@@ -23,6 +22,7 @@ from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES, HF_TOP, ROLES
 from jaxserve.checkpoints.gguf_tensor import GGUFTensor
 from jaxserve.checkpoints.mistral_native import in_halves
 from jaxserve.config import ConfigError
+from jaxserve.models.changeable import Changeable, LowRank
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.weight\.lora_(?P<side>[ab])")
 

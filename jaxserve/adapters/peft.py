@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.adapters.matrices import Changeable, LowRank
 from jaxserve.checkpoints.errors import CheckpointError, TooLongError
 from jaxserve.checkpoints.files import read_json, shortened, shown
 from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo, read_header
 from jaxserve.config import ConfigError
+from jaxserve.models.changeable import Changeable, LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings that need no care: they are read here, describe training, or say which modules the tensors' names show.

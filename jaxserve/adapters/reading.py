@@ -27,13 +27,12 @@ import msgspec
 import numpy as np
 
 from jaxserve import entry
-from jaxserve.adapters.matrices import Changeable, LowRank, read_matrices
 from jaxserve.checkpoints.errors import CheckpointError, TooLongError
 from jaxserve.checkpoints.files import clipped, contents_of
 from jaxserve.checkpoints.gguf import read_gguf
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError
-from jaxserve.start import child_environment
+from jaxserve.models.changeable import Changeable, LowRank
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +42,23 @@ CPU_HEADERS = 10.0  # for those of a whole checkpoint
 SECONDS, PER_BYTE = 30.0, 1e-7  # beside ten times the time to compute, because files may lie on slow disks
 MEMORY, MEMORY_PER_BYTE = 2**31, 5
 T = TypeVar("T")
+
+
+def read_matrices(path: Path, changeable: Changeable) -> dict[str, LowRank]:
+    """Name of a weight of the model -> the matrices that an adapter adds to it, in float32. `path` is a folder in
+    PEFT's layout, or a GGUF file.
+
+    Raises CheckpointError for files that are damaged or do not fit the model, and ConfigError for adapters of a kind
+    that is not supported, or of a rank that is too high.
+    """
+    with contents_of(path):
+        if path.suffix == ".gguf":
+            from jaxserve.adapters.gguf_adapter import read_gguf_adapter  # imports JAX
+
+            return read_gguf_adapter(path, changeable)
+        from jaxserve.adapters.peft import read_peft
+
+        return read_peft(path, changeable)
 
 
 class Ask(msgspec.Struct):
@@ -130,7 +146,7 @@ class FileReader:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        own = child_environment() | {"OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+        own = entry.child_environment() | {"OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(
             entry.command("jaxserve.adapters.reading"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own
         )
@@ -187,6 +203,9 @@ def main() -> None:
     asks = sys.stdin.buffer
     changeable: Changeable | None = _receive(asks, Changeable | None)
     _limit_memory(MEMORY + (0 if changeable is None else MEMORY_PER_BYTE * changeable.most_bytes))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its owner, which closes its standard input
+    os.nice(5)  # the engine's steps come first
     while (ask := _receive(asks, Ask)) is not None:
         answer, matrices = _answer(ask, changeable)
         _send(answers, answer)
@@ -194,6 +213,7 @@ def main() -> None:
             answers.write(memoryview(np.ascontiguousarray(a)).cast("B"))
             answers.write(memoryview(np.ascontiguousarray(b)).cast("B"))
         answers.flush()
+        del matrices  # an adapter's numbers are not kept until the next one comes
 
 
 def _answer(ask: Ask, changeable: Changeable | None) -> tuple[Answer, list[LowRank]]:
@@ -231,9 +251,8 @@ def _read_headers(path: Path) -> None:
 
 
 def _limit_memory(most: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    if hard == resource.RLIM_INFINITY or most < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    with contextlib.suppress(OSError, ValueError):  # a lower limit is set already, or the system has none
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
@@ -186,18 +187,28 @@ class HeldWeights(commands.Commanded):
             assert isinstance(source, Mapping)
             start = self.files
             files = replace(start, tensors=given_tensors(source, start.family.every_name))
-        made = [self._read_for(runner, plan, files) for runner in self._of_model]
+        stored = None if path is None else self._stored_dtype(path)
+        made = [self._read_for(runner, plan, files, stored) for runner in self._of_model]
         if self._draft is not None:
             draft = load_draft(config, plan, list(self._draft.mesh.devices.flat))
             assert draft is not None
             made.append(draft.runner.weights)
         return made
 
-    def _read_for(self, runner: ModelRunner, plan: ModelPlan, files: Checkpoint | None) -> list[jax.Array]:
+    def _stored_dtype(self, path: Path) -> np.dtype | None:
+        """For `make_params`: that of the served model, if a copy of it is in another dtype."""
+        own = self._plan.model.dtype
+        return None if read_model(path, self._config.ignore_config_keys).dtype == own else jnp.dtype(own)
+
+    def _read_for(
+        self, runner: ModelRunner, plan: ModelPlan, files: Checkpoint | None, stored: np.dtype | None
+    ) -> list[jax.Array]:
         config = self._config
         if isinstance(runner, StreamingRunner):
             return streaming.read_anew(config, plan, runner, files)
-        params = make_params(runner.model, plan.folder, runner.mesh, config, progress=False, source=files)
+        params = make_params(
+            runner.model, plan.folder, runner.mesh, config, progress=False, source=files, stored=stored
+        )
         _, params = trust_matmul(runner.model, params, runner.mesh, config.matmul_backend)
         if runner.drafter is not None:
             head = load_head(config, plan)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.adapters.matrices import Changeable, ExpertWeights, LowRank
 from jaxserve.checkpoints.load import Piece, Stack, put_piece, row_sources
 from jaxserve.devices.mesh import MeshAxes, is_split, spec
+from jaxserve.models.changeable import Changeable, ExpertWeights, LowRank
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS

@@ -347,9 +347,15 @@ def make_params(
     *,
     progress: bool,
     source: Checkpoint | None = None,
+    stored: np.dtype | None = None,
 ) -> dict[str, Any]:
-    """The parameters of an engine: read from `folder` (see `load_params`), or random with load_format="dummy"."""
+    """The parameters of an engine: read from `folder` (see `load_params`), or random with load_format="dummy".
+
+    stored: the dtype of a CPU's float matrices where the settings leave it to the files; None: theirs.
+    """
     packing = Packing.of(config, mesh)
+    if packing is not None and packing.dtype is None:
+        packing = dataclasses.replace(packing, dtype=stored)
     rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
     if config.load_format != "dummy":
         return load_params(

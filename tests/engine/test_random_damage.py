@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import hostile_files
 from adapter_folders import DEMO, save_adapter
 
-from jaxserve.adapters.matrices import Changeable, read_matrices
+from jaxserve.adapters.reading import read_matrices
 from jaxserve.bundles import weights
 from jaxserve.bundles.container import DIGEST, WEIGHTS, Bundle, File, Manifest, seal
 from jaxserve.checkpoints.errors import CheckpointError, TooLongError
@@ -37,6 +37,7 @@ from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.adapter_targets import AdapterTargets
+from jaxserve.models.changeable import Changeable
 from jaxserve.models.load import make_decoder, read_model
 
 SECONDS, MEMORY = 2.0, 2**28

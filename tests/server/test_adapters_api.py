@@ -357,13 +357,17 @@ STALL = 0.1  # seconds
 
 
 def holds_nobody_up(stream: Stream, work) -> None:
-    """Other processes take this machine's time too, so that `work` may be repeated, and counts against a pause."""
+    """Other processes take this machine's time too, so that `work` may be repeated, and counts against a pause that is
+    as long."""
     gaps = []
     for _ in range(5):
-        gaps.append((stream.longest_gap(lambda: time.sleep(0.5)), stream.longest_gap(work)))
-        if gaps[-1][1] < max(STALL, 1.5 * gaps[-1][0]):
+        began = time.monotonic()
+        beside = stream.longest_gap(work)
+        took = time.monotonic() - began
+        gaps.append((beside, took, 0.0 if beside < STALL else stream.longest_gap(lambda took=took: time.sleep(took))))
+        if beside < max(STALL, 2 * gaps[-1][2]):
             return
-    raise AssertionError(f"the stream stalled; seconds in a pause, and beside the work: {gaps}")
+    raise AssertionError(f"the stream stalled; (seconds beside the work, of the work, in a pause): {gaps}")
 
 
 @pytest.mark.parametrize("kind", ["adapters", pytest.param("slow adapters", marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""What adapters may change of a model, as plain data, and the matrices of an adapter's files. Imports no JAX."""
+"""What adapters may change of a model, as plain data for the process that reads adapters. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.files import contents_of, shown
+from jaxserve.checkpoints.files import shown
 from jaxserve.config import ConfigError
 
 LowRank = tuple[np.ndarray, np.ndarray]  # A [rank, in], and B [out, rank] with the scaling
@@ -76,20 +76,3 @@ class Changeable(msgspec.Struct, frozen=True):
             )
         if rank == 0:
             raise CheckpointError(f"{path}: the matrices for {shown(name)} are empty: they have rank 0")
-
-
-def read_matrices(path: Path, changeable: Changeable) -> dict[str, LowRank]:
-    """Name of a weight of the model -> the matrices that an adapter adds to it, in float32. `path` is a folder in
-    PEFT's layout, or a GGUF file.
-
-    Raises CheckpointError for files that are damaged or do not fit the model, and ConfigError for adapters of a kind
-    that is not supported, or of a rank that is too high.
-    """
-    with contents_of(path):
-        if path.suffix == ".gguf":
-            from jaxserve.adapters.gguf_adapter import read_gguf_adapter  # imports JAX
-
-            return read_gguf_adapter(path, changeable)
-        from jaxserve.adapters.peft import read_peft
-
-        return read_peft(path, changeable)
