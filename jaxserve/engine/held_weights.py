@@ -187,7 +187,7 @@ class HeldWeights(commands.Commanded):
             assert isinstance(source, Mapping)
             start = self.files
             files = replace(start, tensors=given_tensors(source, start.family.every_name))
-        stored = None if path is None else self._stored_dtype(path)
+        stored = None if path in (None, self._plan.folder) else self._stored_dtype(path)
         made = [self._read_for(runner, plan, files, stored) for runner in self._of_model]
         if self._draft is not None:
             draft = load_draft(config, plan, list(self._draft.mesh.devices.flat))
@@ -195,8 +195,9 @@ class HeldWeights(commands.Commanded):
             made.append(draft.runner.weights)
         return made
 
-    def _stored_dtype(self, path: Path) -> np.dtype | None:
+    def _stored_dtype(self, path: Path | None) -> np.dtype | None:
         """For `make_params`: that of the served model, if a copy of it is in another dtype."""
+        assert path is not None
         own = self._plan.model.dtype
         return None if read_model(path, self._config.ignore_config_keys).dtype == own else jnp.dtype(own)
 

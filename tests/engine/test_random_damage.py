@@ -30,7 +30,7 @@ from adapter_folders import DEMO, save_adapter
 
 from jaxserve.adapters.reading import read_matrices
 from jaxserve.bundles import weights
-from jaxserve.bundles.container import DIGEST, WEIGHTS, Bundle, File, Manifest, seal
+from jaxserve.bundles.container import DIGEST, WEIGHTS, Bundle, BundleError, File, Manifest, seal
 from jaxserve.checkpoints.errors import CheckpointError, TooLongError
 from jaxserve.checkpoints.gguf import read_gguf
 from jaxserve.checkpoints.safetensors import read_folder
@@ -173,6 +173,20 @@ CASES: dict[str, Callable[[Path, Changeable], Case]] = {
     "adapters": OfAdapter, "GGUF adapters": OfGGUFAdapter, "safetensors": OfSafetensors, "GGUF": OfGGUF,
     "bundles": OfBundle,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "weights/../../outside"])
+def test_a_bundle_names_only_its_own_files(name, changeable, tmp_path):
+    case = OfBundle(tmp_path / "good", changeable)
+    case.folder.mkdir()
+    case.write()
+    path = case.folder / "bundle.json"
+    value = json.loads(path.read_bytes())
+    value["files"][name] = {"bytes": 1, "sha256": ""}
+    path.write_text(json.dumps(value))
+    case.mend(path)
+    with pytest.raises(BundleError, match="is no file of the bundle"):
+        case.read()
 
 
 def _too_long(*_: object) -> None:
