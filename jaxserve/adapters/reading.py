@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -133,7 +133,7 @@ class FileReader:
             finally:
                 late.cancel()
 
-    def _matrices(self, path: Path, answer: Answer, numbers: BinaryIO) -> dict[str, LowRank]:
+    def _matrices(self, path: Path, answer: Answer, numbers: IO[bytes]) -> dict[str, LowRank]:
         if answer.error is not None:
             raise (ConfigError if answer.of_kind else CheckpointError)(answer.error)
         found: dict[str, LowRank] = {}
@@ -170,22 +170,22 @@ def _code(process: subprocess.Popen[bytes]) -> str:
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def _send(stream: BinaryIO, message: Any) -> None:
+def _send(stream: IO[bytes], message: Any) -> None:
     data = msgspec.msgpack.encode(message)
     stream.write(len(data).to_bytes(8, "little") + data)
     stream.flush()
 
 
-def _receive(stream: BinaryIO, kind: type[T] | Any) -> T | None:
+def _receive(stream: IO[bytes], kind: type[T] | Any) -> T | None:
     """None at the end of the stream."""
     if len(head := stream.read(8)) < 8:
         return None
     return msgspec.msgpack.decode(stream.read(int.from_bytes(head, "little")), type=kind)
 
 
-def _numbers(stream: BinaryIO, shape: tuple[int, int]) -> np.ndarray:
+def _numbers(stream: IO[bytes], shape: tuple[int, int]) -> np.ndarray:
     made = np.empty(shape, np.float32)
-    left = memoryview(made).cast("B")
+    left = memoryview(made).cast("B")  # type: ignore[arg-type]
     while len(left):
         count = stream.readinto(left)  # type: ignore[attr-defined]
         if not count:
