@@ -7,6 +7,7 @@ model may be split into files NAME-00001-of-0000N.gguf, of which the first holds
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -16,17 +17,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import open_regular, shown
 from jaxserve.checkpoints.safetensors import MAX_ELEMENTS
 
 MAX_HEADER_BYTES = 2**27  # a vocabulary of a million tokens takes a quarter of it
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
-MAX_NAME_BYTES = 65535
+MAX_KEY_BYTES = 65535
+MAX_NAME_BYTES = 512  # of a tensor
+MAX_KEYS, MAX_TENSORS = 2**16, 2**18
+MAX_STRINGS = 2**21  # in all arrays: a vocabulary of a million tokens, and its merges
 
 
 class BlockType(NamedTuple):
@@ -151,7 +156,7 @@ def read_gguf(path: Path) -> GGUFFile:
     for number in range(2, count + 1):
         part = _read_file(path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf"))
         if twice := tensors.keys() & part.tensors.keys():
-            raise CheckpointError(f"{part.path}: tensor {min(twice)!r} is in {tensors[min(twice)].path.name} too")
+            raise CheckpointError(f"{part.path}: tensor {shown(min(twice))} is in {tensors[min(twice)].path.name} too")
         tensors |= part.tensors
     return GGUFFile(path, first.metadata, tensors)
 
@@ -177,30 +182,35 @@ def write_header(source: Path, target: Path) -> None:
 
 def _raw_metadata(path: Path) -> bytes:
     """The bytes of a checked file from its beginning to the end of the metadata."""
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         header = _Header(path, file, os.fstat(file.fileno()).st_size)
         header.bytes(16, "the magic, the version and the number of tensors")
         for _ in range(header.count(_SMALLEST_ENTRY, "the metadata")):
-            header.value(header.string("a metadata key", MAX_NAME_BYTES))
+            header.value(header.string("a metadata key", MAX_KEY_BYTES))
         end = file.tell()
         file.seek(0)
         return file.read(end)
 
 
+def _opened(path: Path) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(open_regular(path), 2**16))
+
+
 def _read_file(path: Path) -> GGUFFile:
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             return _Header(path, file, os.fstat(file.fileno()).st_size).read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 class _Header:
-    """Reads the part of a file before its data. `left`: bytes that the header may still take."""
+    """Reads the part of a file before its data. `left`: bytes that the header may still take; `strings_left`: strings
+    that arrays may still have."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self.path, self.file, self.size = path, file, size
-        self.left = min(size, MAX_HEADER_BYTES)
+        self.left, self.strings_left = min(size, MAX_HEADER_BYTES), MAX_STRINGS
 
     def refuse(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {why}")
@@ -212,17 +222,17 @@ class _Header:
         if version not in (2, 3):
             why = "big-endian" if version in (2 << 24, 3 << 24) else f"of version {version}"
             raise self.refuse(f"a GGUF file {why}; versions 2 and 3, little-endian, can be read")
-        tensors = self.count(_SMALLEST_TENSOR, "the tensors")
-        entries = self.count(_SMALLEST_ENTRY, "the metadata")
+        tensors = self.count(_SMALLEST_TENSOR, "the tensors", MAX_TENSORS)
+        entries = self.count(_SMALLEST_ENTRY, "the metadata", MAX_KEYS)
         metadata: dict[str, Any] = {}
         for _ in range(entries):
-            key = self.string("a metadata key", MAX_NAME_BYTES)
+            key = self.string("a metadata key", MAX_KEY_BYTES)
             if key in metadata:
-                raise self.refuse(f"metadata key {key!r} stands there twice")
+                raise self.refuse(f"metadata key {shown(key)} stands there twice")
             metadata[key] = self.value(key)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self.refuse(f"general.alignment must be a power of two up to {MAX_ALIGNMENT}, got {alignment!r:.80}")
+            raise self.refuse(f"general.alignment must be a power of two up to {MAX_ALIGNMENT}, got {shown(alignment)}")
         if HEADER_ONLY in metadata:
             self.size = 2**62  # there is no data in which tensors must lie
         infos = [self.tensor(alignment) for _ in range(tensors)]
@@ -235,14 +245,15 @@ class _Header:
         for info, after in itertools.zip_longest(infos, infos[1:]):
             end = info.start + info.nbytes
             if end > self.size:
-                raise self.refuse(f"truncated: tensor {info.name!r} ends at byte {end}, but the file has {self.size}")
+                name = shown(info.name)
+                raise self.refuse(f"truncated: tensor {name} ends at byte {end}, but the file has {self.size}")
             if after and end > after.start:
-                raise self.refuse(f"tensor {after.name!r} overlaps {info.name!r}")
+                raise self.refuse(f"tensor {shown(after.name)} overlaps {shown(info.name)}")
             yield info.name, info
         if len({info.name for info in infos}) < len(infos):
             names = sorted(info.name for info in infos)
             twice = next(name for name, after in itertools.pairwise(names) if name == after)
-            raise self.refuse(f"tensor {twice!r} stands there twice")
+            raise self.refuse(f"tensor {shown(twice)} stands there twice")
 
     # The elements of a header. `what` names the element in errors.
 
@@ -258,15 +269,20 @@ class _Header:
     def number(self, dtype: str, what: str) -> Any:
         return np.frombuffer(self.bytes(np.dtype(dtype).itemsize, what), dtype)[0].item()
 
-    def count(self, smallest: int, what: str) -> int:
+    def length(self, what: str) -> int:
+        return int.from_bytes(self.bytes(8, what), "little")
+
+    def count(self, smallest: int, what: str, most: int = MAX_HEADER_BYTES) -> int:
         """Reads the number of elements that follow, each of at least `smallest` bytes."""
-        count = self.number("<u8", what)
+        count = self.length(what)
         if count * smallest > self.left:
             raise self.refuse(f"{what}: {count} are claimed, which cannot lie in the {self.left} bytes that are left")
+        if count > most:
+            raise self.refuse(f"{what}: {count} are claimed, and at most {most} are read")
         return count
 
     def string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
-        length = self.number("<u8", what)
+        length = self.length(what)
         if length > most:
             raise self.refuse(f"{what} claims {length} bytes, more than {most}")
         try:
@@ -274,8 +290,24 @@ class _Header:
         except UnicodeDecodeError:
             raise self.refuse(f"{what} is not valid UTF-8") from None
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """As `string` for each, but for millions of them."""
+        read, made = self.file.read, []
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            self.left -= 8 + length
+            if self.left < 0:
+                raise self.refuse(f"{what} claims {length} bytes, more than the header has left")
+            made.append(read(length))
+        if self.file.tell() > self.size or (made and len(made[-1]) < length):
+            raise self.refuse("the file was truncated while being read")
+        try:
+            return [one.decode() for one in made]
+        except UnicodeDecodeError:
+            raise self.refuse(f"{what} is not valid UTF-8") from None
+
     def value(self, key: str) -> Any:
-        what = f"metadata {key!r}"
+        what = f"metadata {shown(key)}"
         kind = self.number("<u4", what)
         if kind == _STRING:
             return self.string(what)
@@ -283,10 +315,12 @@ class _Header:
             return self.scalars(kind, 1, what)[0].item()
         kind = self.number("<u4", what)
         if kind == _STRING:
-            return [self.string(what) for _ in range(self.count(8, what))]
+            count = self.count(8, what, self.strings_left)
+            self.strings_left -= count
+            return self.strings(count, what)
         if kind == _ARRAY:
             raise self.refuse(f"{what} is an array of arrays, which no known key is")
-        return self.scalars(kind, self.number("<u8", what), what)
+        return self.scalars(kind, self.length(what), what)
 
     def scalars(self, kind: int, count: int, what: str) -> np.ndarray:
         if kind not in _SCALARS:
@@ -299,12 +333,12 @@ class _Header:
     def tensor(self, alignment: int) -> StoredTensor:
         """A tensor info; its start is relative to the beginning of the data."""
         name = self.string("a tensor's name", MAX_NAME_BYTES)
-        what = f"tensor {name!r}"
-        dimensions = self.number("<u4", what)
+        what = f"tensor {shown(name)}"
+        dimensions = int.from_bytes(self.bytes(4, what), "little")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self.refuse(f"{what} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed")
-        shape = tuple(np.frombuffer(self.bytes(8 * dimensions, what), "<u8").tolist())[::-1]
-        number, start = self.number("<u4", what), self.number("<u8", what)
+        shape = struct.unpack(f"<{dimensions}Q", self.bytes(8 * dimensions, what))[::-1]
+        number, start = struct.unpack("<IQ", self.bytes(12, what))
         if 0 in shape or math.prod(shape) > MAX_ELEMENTS:
             raise self.refuse(f"{what} has an invalid shape {list(shape)}")
         if number not in TYPES:

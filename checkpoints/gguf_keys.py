@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats.gguf_blocks import FLOATS
 from jaxserve.checkpoints.gguf import GGUFFile
+from jaxserve.checkpoints.safetensors import read_numbers
 
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_freqs.weight",
@@ -127,7 +128,7 @@ def _divisors(keys: Keys, name: str, turned: int) -> np.ndarray:
     stored = keys.file.tensors[name]
     if stored.shape != (turned // 2,) or stored.type.name != "F32":
         raise keys.refuse(f"tensor {name!r} is {stored.type.name} {list(stored.shape)}, not F32 [{turned // 2}]")
-    return np.fromfile(stored.path, FLOATS["F32"], turned // 2, offset=stored.start)
+    return read_numbers(stored.path, name, FLOATS["F32"], turned // 2, stored.start)
 
 
 def _llama3_scaling(keys: Keys, theta: float, turned: int) -> dict[str, Any] | None:

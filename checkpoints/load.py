@@ -24,7 +24,7 @@ from jaxserve.checkpoints.formats import QuantReader
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.mixed import mixed_array, widens
 from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
-from jaxserve.checkpoints.safetensors import TensorInfo
+from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo
 from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ THREADS = min(4, os.cpu_count() or 1)  # NumPy and JAX release Python's lock whi
 READ_BYTES = 2 * 2**20  # bytes read at a time, so few that they are still in the processor's cache when they are copied
 ALIGNMENT = 64  # bytes; arrays with this alignment become JAX arrays on CPU without a copy
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)

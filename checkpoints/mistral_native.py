@@ -6,7 +6,6 @@ queries and keys in pairs; here they are read in Hugging Face's order.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import read_json
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 
 PARAMS = "params.json"
@@ -83,7 +83,7 @@ def read_params(folder: Path) -> dict[str, Any]:
     them. Raises CheckpointError."""
     path = folder / PARAMS
     try:
-        params = json.loads(path.read_text(encoding="utf-8"))
+        params = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(params, dict) or "hidden_dim" not in params:

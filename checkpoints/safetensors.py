@@ -10,18 +10,27 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from json.decoder import scanstring
 from pathlib import Path
 from typing import Self
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import open_regular, read_bytes, shown
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 25_000_000  # 150,000 tensors, and twice as many with short names
+MAX_TENSORS = 1_000_000  # of all files of a folder
+MAX_INDEX_BYTES = 2**26
+MAX_NAME = 512  # characters
+MAX_METADATA = 2**16  # entries, which are not read
 MAX_DIMENSIONS = 8
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 MAX_ELEMENTS = 2**56
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -42,6 +51,13 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+
+_SPACES = re.compile(r"[ \t\n\r]*")
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_OPENING = re.compile(r"\{[ \t\n\r]*")
+_AFTER_VALUE = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*|\})")
+_NO_METADATA = re.compile(r"null|\{[ \t\n\r]*\}")
+_ENTRY = re.compile(r"[ \t\n\r]*:[ \t\n\r]*(\{[^{}]{0,4096}\})")  # without objects inside
 
 
 @dataclass(frozen=True)
@@ -93,42 +109,124 @@ class TensorInfo:
 
     def _numbers(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
         """`count` numbers of the file, `offset` bytes after the tensor's start."""
-        data = np.fromfile(self.path, dtype, count, offset=self.start + offset)
-        if data.size != count:
-            raise CheckpointError(f"{self.path} ends inside tensor {self.name!r}: it was truncated while being read")
-        return data
+        return read_numbers(self.path, self.name, dtype, count, self.start + offset)
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file. Raises CheckpointError for a damaged file."""
+def read_numbers(path: Path, name: str, dtype: np.dtype, count: int, first: int) -> np.ndarray:
+    """`count` numbers of the tensor `name` from byte `first` on. Memory is taken only for bytes that the file has."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            whole = first + count * dtype.itemsize <= os.fstat(file.fileno()).st_size
+            data = np.fromfile(file, dtype, count, offset=first) if whole else np.empty(0, dtype)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    if data.size != count:
+        raise CheckpointError(f"{path} ends inside tensor {shown(name)}: it is truncated")
+    return data
+
+
+def read_header(path: Path, most: int = MAX_TENSORS) -> dict[str, TensorInfo]:
+    """The tensors of one file. Raises CheckpointError for a damaged file, and for more than `most` tensors.
+
+    The time is proportional to the header's length, and the header is not decoded at once: Python's JSON decoder would
+    hold the interpreter's lock meanwhile, and memory of a hundred times the length.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            if size < 8 or length > size - 8:
                 raise CheckpointError(
                     f"{path} is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
                 )
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{path}: the header has {length} bytes, and at most {MAX_HEADER_BYTES} are read")
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    tensors: dict[str, TensorInfo] = {}
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=_without_duplicates)
+        for name, entry in _entries(path, raw.decode()):
+            if name in tensors:
+                raise ValueError(f"{shown(name)} stands there twice")
+            if len(tensors) >= most:
+                raise CheckpointError(f"{path} has more than {most} tensors")
+            tensors[name] = _tensor(path, name, _object(entry), 8 + length, size)
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is not valid JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the safetensors header must be a JSON object")
-    header.pop("__metadata__", None)
-    tensors = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
     _check_tiling(path, tensors, 8 + length, size)
     return tensors
 
 
+def _entries(path: Path, text: str) -> Iterator[tuple[str, str]]:
+    """(name of a tensor, its entry as JSON) for each entry of a header. Raises ValueError for what is not JSON."""
+    at = _end(_SPACES, text, 0)
+    if not text.startswith("{", at):
+        raise CheckpointError(f"{path}: the safetensors header must be a JSON object")
+    at = _end(_SPACES, text, at + 1)
+    closed = text.startswith("}", at)
+    at += closed
+    while not closed:
+        name, at = _string(text, at)
+        if name == "__metadata__":
+            at = _end_of_metadata(text, at)
+        else:
+            if (entry := _ENTRY.match(text, at)) is None:
+                raise ValueError(f"or tensor {shown(name)} has no dtype, shape and data_offsets")
+            yield name, entry[1]
+            at = entry.end()
+        at, closed = _after_value(text, at)
+    if text[at:].strip(" \t\n\r"):
+        raise ValueError(f"it goes on behind its end, at character {at}")
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """The end of what must stand at a place. Raises ValueError if it does not."""
+    if (match := pattern.match(text, at)) is None:
+        raise ValueError(f"unexpected text at character {at}")
+    return match.end()
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    """A string of a header, and its end."""
+    if not text.startswith('"', at):
+        raise ValueError(f"a string was expected at character {at}")
+    return scanstring(text, at + 1, True)
+
+
+def _after_value(text: str, at: int) -> tuple[int, bool]:
+    """The end of the comma or bracket behind a value of an object, and whether the object ends there."""
+    end = _end(_AFTER_VALUE, text, at)
+    return end, text[at:end].strip(" \t\n\r") == "}"
+
+
+def _end_of_metadata(text: str, at: int) -> int:
+    """Where the metadata end, an object of strings that is not kept."""
+    at = _end(_COLON, text, at)
+    if (empty := _NO_METADATA.match(text, at)) is not None:
+        return empty.end()
+    at = _end(_OPENING, text, at)
+    for _ in range(MAX_METADATA):
+        _, at = _string(text, at)
+        _, at = _string(text, _end(_COLON, text, at))
+        at, closed = _after_value(text, at)
+        if closed:
+            return at
+    raise ValueError(f"__metadata__ has more than {MAX_METADATA} entries")
+
+
+def _object(entry: str) -> object:
+    return json.loads(entry, object_pairs_hook=_without_duplicates)
+
+
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} stands there twice")
+    made: dict[str, object] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f"{shown(name)} stands there twice")
+        made[name] = value
     return made
 
 
@@ -138,25 +236,27 @@ def _check_tiling(path: Path, tensors: dict[str, TensorInfo], begin: int, size: 
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
         if tensor.start != at:
             what = "overlaps" if tensor.start < at else "leaves a hole after"
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} {what} {before}")
-        at, before = tensor.start + tensor.nbytes, repr(tensor.name)
+            raise CheckpointError(f"{path}: tensor {shown(tensor.name)} {what} {before}")
+        at, before = tensor.start + tensor.nbytes, shown(tensor.name)
     if at != size:
         raise CheckpointError(f"{path}: {size - at} bytes after {before} belong to no tensor")
 
 
 def _tensor(path: Path, name: str, entry: object, base: int, size: int) -> TensorInfo:
     def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {name!r} {why}")
+        return CheckpointError(f"{path}: tensor {shown(name)} {why}")
 
+    if len(name) > MAX_NAME:
+        raise refuse(f"has a name of more than {MAX_NAME} characters")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise refuse("has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise refuse(f"has dtype {dtype!r}; supported are {', '.join(DTYPES)}")
+        raise refuse(f"has dtype {shown(dtype)}; supported are {', '.join(DTYPES)}")
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(x for x in shape if x) > MAX_ELEMENTS:
-        raise refuse(f"has an invalid shape {shape!r}")
+        raise refuse(f"has an invalid shape {shown(shape)}")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise refuse(f"has invalid data_offsets {offsets!r}")
+        raise refuse(f"has invalid data_offsets {shown(offsets)}")
     begin, end = offsets
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != needed:
@@ -191,9 +291,9 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{folder} holds no .safetensors files{hint}")
     tensors: dict[str, TensorInfo] = {}
     for path in paths:
-        for name, tensor in read_header(path).items():
+        for name, tensor in read_header(path, MAX_TENSORS - len(tensors)).items():
             if name in tensors:
-                raise CheckpointError(f"tensor {name!r} is both in {tensors[name].path.name} and in {path.name}")
+                raise CheckpointError(f"tensor {shown(name)} is both in {tensors[name].path.name} and in {path.name}")
             tensors[name] = tensor
     return tensors
 
@@ -203,13 +303,19 @@ def _all_files(folder: Path) -> list[Path]:
     return [path for path in paths if not path.name.startswith("consolidated")] or paths
 
 
+class _Index(msgspec.Struct):
+    """The part of an index that is read; msgspec skips the others without keeping them."""
+
+    weight_map: dict[str, str]
+
+
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
+        names = set(msgspec.json.decode(read_bytes(index, MAX_INDEX_BYTES), type=_Index).weight_map.values())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error}") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name!r:.200}, which is no .safetensors file of its folder")
     if not any(os.path.isfile(folder / name) for name in names) and (others := _all_files(folder)):
         return others  # some quantizers copy the original model's index

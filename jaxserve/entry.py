@@ -6,6 +6,7 @@ A child process started this way imports its parent's installation, and nothing 
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -14,6 +15,13 @@ from pathlib import Path
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
     """The command line that runs `module` with these arguments."""
     return [python, "-P", str(Path(__file__).resolve()), module, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment without API keys. PYTHONSAFEPATH keeps the current folder out of the import path of
+    the child's own child processes."""
+    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
+    return own | {"PYTHONSAFEPATH": "1"}
 
 
 if __name__ == "__main__":

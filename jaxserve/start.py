@@ -3,7 +3,6 @@ import their libraries at the same time."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -17,7 +16,7 @@ def main() -> int:
     engine = None
     asks = any(word in ("-h", "--help") or word.startswith("--help=") for word in sys.argv)
     if sys.argv[1:2] == ["serve"] and not asks:
-        engine = subprocess.Popen(entry.command(ENGINE, PRELOAD), stdin=subprocess.PIPE, env=child_environment())
+        engine = subprocess.Popen(entry.command(ENGINE, PRELOAD), stdin=subprocess.PIPE, env=entry.child_environment())
     from jaxserve.commands.cli import main as run
 
     try:
@@ -25,10 +24,3 @@ def main() -> int:
     finally:
         if engine is not None and engine.stdin is not None:
             engine.stdin.close()  # one that was not used ends
-
-
-def child_environment() -> dict[str, str]:
-    """This process's environment without API keys. PYTHONSAFEPATH keeps the current folder out of the import path of
-    the child's own child processes."""
-    own = {name: value for name, value in os.environ.items() if not (name.startswith("JAXSERVE_") and "KEY" in name)}
-    return own | {"PYTHONSAFEPATH": "1"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import read_json
 from jaxserve.checkpoints.formats.packing import quant_config
 
 AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -33,7 +33,7 @@ def with_settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):

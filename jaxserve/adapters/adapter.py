@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.adapters.peft import read_peft
+from jaxserve.adapters.reading import read_matrices
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.config import ConfigError
-from jaxserve.models.adapter_targets import AdapterTargets, LowRank, Matrices
+from jaxserve.models.adapter_targets import AdapterTargets, Matrices
+from jaxserve.models.changeable import Changeable, LowRank
 
 
 @dataclass(frozen=True)
@@ -39,42 +39,37 @@ class Adapter:
         return sum(array.nbytes for some in self.matrices.values() for array in some)
 
 
-def load_adapter(path: Path, name: str, targets: AdapterTargets, max_rank: int, dtype: Any = jnp.float32) -> Adapter:
+Read = Callable[[Path, Changeable], Mapping[str, LowRank]]
+
+
+def load_adapter(
+    path: Path,
+    name: str,
+    targets: AdapterTargets,
+    max_rank: int,
+    dtype: Any = jnp.float32,
+    read: Read = read_matrices,
+) -> Adapter:
     """Reads a folder in PEFT's layout, or a GGUF file. `targets` are those of the runner (`ModelRunner.targets`);
-    `dtype` is that of matrices on the devices.
+    `dtype` is that of matrices on the devices. `read`: how the files are read, see `read_matrices`.
 
     Raises CheckpointError for files that are damaged or do not fit the model, and ConfigError for adapters of a kind
     that is not supported, or of a higher rank than `max_rank`.
     """
-    if path.suffix == ".gguf":
-        from jaxserve.adapters.gguf_adapter import read_gguf_adapter  # not imported where no file is a GGUF file
-
-        given = read_gguf_adapter(path, targets)
-    else:
-        given = read_peft(path, targets)
+    given = read(path, targets.changeable(max_rank))
     rank = max((len(a) for a, _ in given.values()), default=0)
     if not rank:
         raise CheckpointError(f"{path}: the adapter has no matrices")
-    if rank > max_rank:
-        raise ConfigError(
-            f"{path}: the adapter has rank {rank}, and at most {max_rank} is served: raise --max-lora-rank"
-        )
-    _check(path, given, targets, dtype)
+    _check(path, given, dtype)
     matrices = {target.path: made for target in targets.targets if (made := target.joined(given)) is not None}
     return Adapter(name, _digest(given), rank, matrices)
 
 
-def _check(path: Path, given: Mapping[str, LowRank], targets: AdapterTargets, dtype: Any) -> None:
+def _check(path: Path, given: Mapping[str, LowRank], dtype: Any) -> None:
     """Infinite numbers in one adapter would make the results of others NaN, where products multiply by 0 the matrices
     of the adapters that a token has not."""
     most = float(jnp.finfo(dtype).max)
     for name, (a, b) in given.items():
-        out, inputs = targets.shapes[name]
-        if (a.shape[1:], b.shape) != ((inputs,), (out, len(a))):
-            raise CheckpointError(
-                f"{path}: A {list(a.shape)} and B {list(b.shape)} do not fit {name} [{out}, {inputs}] of the model, "
-                f"which needs [rank, {inputs}] and [{out}, rank]"
-            )
         for matrix in (a, b):
             largest = np.abs(matrix).max(initial=0.0)
             if not np.isfinite(largest):

@@ -7,6 +7,8 @@ src/llama-adapter.h). As in files of models, Llama's queries and keys have the r
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -14,61 +16,99 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.gguf import read_gguf
+from jaxserve.checkpoints.files import shown
+from jaxserve.checkpoints.gguf import HEADER_ONLY, GGUFFile, StoredTensor, read_gguf
 from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES, HF_TOP, ROLES, TOP, Architecture
 from jaxserve.checkpoints.gguf_tensor import GGUFTensor
 from jaxserve.checkpoints.mistral_native import in_halves
 from jaxserve.config import ConfigError
-from jaxserve.models.adapter_targets import AdapterTargets, LowRank
+from jaxserve.models.changeable import Changeable, LowRank
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.weight\.lora_(?P<side>[ab])")
 
 
-def read_gguf_adapter(path: Path, targets: AdapterTargets) -> dict[str, LowRank]:
+def read_gguf_adapter(path: Path, changeable: Changeable) -> dict[str, LowRank]:
     """As `peft.read_peft`."""
     file = read_gguf(path)
     metadata = file.metadata
+    if HEADER_ONLY in metadata:
+        raise ConfigError(f"{path} is the header of a file ({HEADER_ONLY}), without the numbers of its tensors")
     kinds = {"general.type": "adapter", "adapter.type": "lora"}
     for key, wanted in kinds.items():
-        if metadata.get(key) != wanted:
-            raise ConfigError(f"{path}: {key} is {metadata.get(key)!r}, and only {wanted!r} can be added to a model")
+        found = metadata.get(key)
+        if not isinstance(found, str) or found != wanted:
+            raise ConfigError(f"{path}: {key} is {shown(found)}, and only {wanted!r} can be added to a model")
     if metadata.get("adapter.alora.invocation_tokens") is not None:
         raise ConfigError(f"{path}: adapters that begin at a token (aLoRA) are not supported")
-    row = ARCHITECTURES.get(metadata.get("general.architecture", ""))
+    architecture = metadata.get("general.architecture", "")
+    row = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
     if row is None:
-        raise ConfigError(f"{path}: architecture {metadata.get('general.architecture')!r} is not supported")
-    alpha = float(metadata.get("adapter.lora.alpha", 0.0))
-    sides: dict[tuple[str | None, str], dict[str, np.ndarray]] = defaultdict(dict)
+        raise ConfigError(f"{path}: architecture {shown(architecture)} is not supported")
+    alpha = metadata.get("adapter.lora.alpha", 0.0)
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ConfigError(f"{path}: adapter.lora.alpha must be a number, got {shown(alpha)}")
+    if len(file.tensors) > changeable.most_tensors:
+        raise CheckpointError(f"{path} has more than {changeable.most_tensors} tensors")
+    made: dict[str, LowRank] = {}
+    for (layer, part), (a, b) in _pairs(file).items():
+        name = _weight(path, layer, part, row, changeable)
+        made |= _matrices(path, name, a, b, alpha, changeable, paired=row.paired and part in ("attn_q", "attn_k"))
+    return made
+
+
+def _pairs(file: GGUFFile) -> dict[tuple[str | None, str], tuple[StoredTensor, StoredTensor]]:
+    """(layer, part of it) -> the tensors lora_a and lora_b."""
+    sides: dict[tuple[str | None, str], dict[str, StoredTensor]] = defaultdict(dict)
     for stored in file.tensors.values():
         match = _NAME.fullmatch(stored.name)
         if match is None:
-            raise CheckpointError(f"{path}: tensor {stored.name!r} is neither a lora_a nor a lora_b of a weight")
-        tensor = GGUFTensor(stored.name, stored.path, np.dtype(np.float32), stored.shape, stored.start, stored.type)
-        sides[match["layer"], match["part"]][match["side"]] = tensor.read().astype(np.float32)
-    found: dict[str, LowRank] = {}
+            raise CheckpointError(
+                f"{file.path}: tensor {shown(stored.name)} is neither a lora_a nor a lora_b of a weight"
+            )
+        sides[match["layer"], match["part"]][match["side"]] = stored
     for (layer, part), pair in sides.items():
         if pair.keys() != {"a", "b"}:
-            raise CheckpointError(f"{path}: {part} of layer {layer} has only lora_{next(iter(pair))}")
-        a, b = pair["a"], pair["b"]
-        b = b * (alpha / b.shape[-1] if alpha else 1.0)
-        name = _weight(path, layer, part, row, targets)
-        if "{e}" in name:
-            found |= {name.format(e=e): matrices for e, matrices in enumerate(zip(a, b, strict=True))}
-        elif part == "token_embd":
-            found[name] = np.ascontiguousarray(b.T), a
-        else:
-            paired = row.paired and part in ("attn_q", "attn_k")
-            found[name] = a, in_halves(b, targets.head_dim) if paired else b
-    return found
+            raise CheckpointError(f"{file.path}: {part} of layer {layer} has only lora_{next(iter(pair))}")
+    return {key: (pair["a"], pair["b"]) for key, pair in sides.items()}
 
 
-def _weight(path: Path, layer: str | None, part: str, row: Architecture, targets: AdapterTargets) -> str:
+def _matrices(
+    path: Path, name: str, a: StoredTensor, b: StoredTensor, alpha: float, changeable: Changeable, *, paired: bool
+) -> dict[str, LowRank]:
+    """The matrices for a weight of the model, or with "{e}" in its name for that of each expert. Shapes are checked
+    before numbers are read."""
+    names, is_table = [name], a.name.startswith("token_embd.")
+    shapes = (b.shape[::-1], a.shape) if is_table else (a.shape, b.shape)
+    if "{e}" in name:
+        count = next(e for e in itertools.count() if name.replace("{e}", str(e)) not in changeable.shapes)
+        if not a.shape[0] == b.shape[0] == count:
+            raise CheckpointError(
+                f"{path}: A {list(a.shape)} and B {list(b.shape)} of {shown(a.name)} are not those of {count} experts"
+            )
+        names, shapes = [name.replace("{e}", str(e)) for e in range(count)], (a.shape[1:], b.shape[1:])
+    for one in names:
+        changeable.check(path, one, *shapes)
+    up = _floats(b) * (alpha / b.shape[-1] if alpha else 1.0)
+    down = _floats(a)
+    if is_table:
+        return {name: (np.ascontiguousarray(up.T), down)}
+    if "{e}" in name:
+        return dict(zip(names, zip(down, up, strict=True), strict=True))
+    return {name: (down, in_halves(up, changeable.head_dim) if paired else up)}
+
+
+def _floats(stored: StoredTensor) -> np.ndarray:
+    kind = np.dtype(np.float32)
+    return GGUFTensor(stored.name, stored.path, kind, stored.shape, stored.start, stored.type).read().astype(kind)
+
+
+def _weight(path: Path, layer: str | None, part: str, row: Architecture, changeable: Changeable) -> str:
     """The name of a weight of the model, by its name in GGUF files; with "{e}" for experts."""
     role = (ROLES | dict(row.roles) if layer else TOP).get(part)
-    name = targets.roles.get(f"{role}.weight", "").replace("{i}", layer or "")
+    name = changeable.roles.get(f"{role}.weight", "").replace("{i}", layer or "")
     if row.modules and part in (row.modules if layer else HF_TOP):
         name = f"model.layers.{layer}.{row.modules[part]}.weight" if layer else f"{HF_TOP[part]}.weight"
-    if name.replace("{e}", "0") not in targets.shapes:
-        where = f"of layer {layer} " if layer else ""
-        raise CheckpointError(f"{path}: the model has no weight {part} {where}that adapters may change")
+    if name.replace("{e}", "0") not in changeable.shapes:
+        where = f"of layer {shown(layer)} " if layer else ""
+        raise CheckpointError(f"{path}: the model has no weight {shown(part)} {where}that adapters may change")
     return name

@@ -7,20 +7,23 @@ weight, with A [rank, in] and B [out, rank]. The scaling is alpha / rank, or alp
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import signal
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.load import FLOATS
-from jaxserve.checkpoints.safetensors import TensorInfo, read_header
+from jaxserve.checkpoints.errors import CheckpointError, TooLongError
+from jaxserve.checkpoints.files import read_json, shortened, shown
+from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo, read_header
 from jaxserve.config import ConfigError
-from jaxserve.models.adapter_targets import AdapterTargets, LowRank
+from jaxserve.models.changeable import Changeable, LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings that need no care: they are read here, describe training, or say which modules the tensors' names show.
@@ -33,11 +36,13 @@ HARMLESS = {
 }
 CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")  # `init_lora_weights` that change the base's weights
 MOST_PATTERN = 256  # characters of a regular expression in `alpha_pattern`
+PATTERN_SECONDS = 0.5  # for one name and expression
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")
 _EXPERTS = re.compile(r"(?:.+\.)?layers\.(?P<layer>\d+)\.(?:.+\.)?experts(?:\.base_layer)*")
 
 
-def read_peft(folder: Path, targets: AdapterTargets) -> dict[str, LowRank]:
+def read_peft(folder: Path, changeable: Changeable) -> dict[str, LowRank]:
     """Name of a weight of the model -> the matrices that the adapter adds to it, B with the scaling; in float32.
 
     Raises CheckpointError for damaged files and for modules that the model does not have, and ConfigError for adapters
@@ -45,16 +50,18 @@ def read_peft(folder: Path, targets: AdapterTargets) -> dict[str, LowRank]:
     """
     settings = _Settings.read(folder / CONFIG)
     found: dict[str, LowRank] = {}
-    for (module, is_table), (a, b) in _pairs(folder / WEIGHTS, targets).items():
-        name = targets.weight_of(module)
+    for (module, is_table), (a, b) in _pairs(folder / WEIGHTS, changeable).items():
+        name = changeable.weight_of(module)
         if name is None and (match := _EXPERTS.fullmatch(module)):
-            found |= _of_experts(folder, module, int(match["layer"]), a, b, settings, targets)
+            found |= _of_experts(folder, module, int(match["layer"][:9]), a, b, settings, changeable)
             continue
         if name is None:
-            known = ", ".join(sorted({one.rpartition(".")[2] for one in targets.by_module}))
-            raise CheckpointError(f"{folder}: adapters can change {known} of this model, not {module}")
-        b = b * settings.scaling(module, len(a))
-        found[name] = (np.ascontiguousarray(b.T), np.ascontiguousarray(a.T)) if is_table else (a, b)
+            known = ", ".join(sorted({one.rpartition(".")[2] for one in changeable.modules}))
+            raise CheckpointError(f"{folder}: adapters can change {known} of this model, not {shortened(module)}")
+        changeable.check(folder, name, *((b.shape[::-1], a.shape[::-1]) if is_table else (a.shape, b.shape)))
+        scaling = settings.scaling(module, a.shape[0])
+        down, up = _floats(a), _floats(b) * scaling
+        found[name] = (np.ascontiguousarray(up.T), np.ascontiguousarray(down.T)) if is_table else (down, up)
     return found
 
 
@@ -64,25 +71,24 @@ class _Settings:
     def __init__(self, path: Path, values: dict[str, Any]):
         self._path, self._values = path, values
         if values.get("peft_type", "LORA") != "LORA":
-            raise ConfigError(f"{path}: peft_type is {values['peft_type']!r}, and only LORA is supported")
+            raise ConfigError(f"{path}: peft_type is {shown(values['peft_type'])}, and only LORA is supported")
         for key, value in values.items():
             if key not in HARMLESS and value not in (None, False, "none") and value != [] and value != {}:
-                raise ConfigError(f"{path}: {key}={value!r} is not supported: only matrices A and B can be added")
+                raise ConfigError(
+                    f"{path}: {shortened(key)}={shown(value)} is not supported: only matrices A and B can be added"
+                )
         begun = values.get("init_lora_weights", True)
         if isinstance(begun, str) and begun.lower().startswith(CHANGED_BASES):
             raise ConfigError(
-                f"{path}: init_lora_weights={begun!r} has changed the weights of the model itself; convert the adapter "
-                "with PEFT's path_initial_model_for_weight_conversion"
+                f"{path}: init_lora_weights={shown(begun)} has changed the weights of the model itself; convert the "
+                "adapter with PEFT's path_initial_model_for_weight_conversion"
             )
-        for key in ("rank_pattern", "alpha_pattern"):
-            patterns = values.get(key) or {}
-            if not isinstance(patterns, dict) or any(len(pattern) > MOST_PATTERN for pattern in patterns):
-                raise ConfigError(f"{path}: {key} must map patterns of at most {MOST_PATTERN} characters")
+        self._own = {key: _Patterns(path, key, values.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")}
 
     @classmethod
     def read(cls, path: Path) -> _Settings:
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -93,92 +99,150 @@ class _Settings:
 
     def scaling(self, module: str, rank: int) -> float:
         """The factor of B A for a module whose matrices have this rank."""
-        alpha = self._of("alpha_pattern", "lora_alpha", module, 8)
-        if (stated := self._of("rank_pattern", "r", module, 8)) != rank:
-            raise CheckpointError(f"{self._path}: {module} should have rank {stated}, and its matrices have {rank}")
-        return float(alpha) / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
+        alpha = self._of("alpha_pattern", "lora_alpha", module)
+        if (stated := self._of("rank_pattern", "r", module)) != rank:
+            raise CheckpointError(
+                f"{self._path}: {shortened(module)} should have rank {shown(stated)}, and its matrices have {rank}"
+            )
+        return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
-    def _of(self, patterns: str, key: str, module: str, default: int) -> float:
-        """A module's own setting, by the first pattern that matches the end of its name, or that for all modules."""
-        value = self._values.get(key, default)
-        for pattern, own in (self._values.get(patterns) or {}).items():
-            try:
-                matches = re.match(rf"(.*\.)?({pattern})$", module)
-            except re.error as error:
-                raise ConfigError(f"{self._path}: {patterns} has no valid pattern {pattern!r}: {error}") from None
-            if matches:
-                value = own
+    def _of(self, patterns: str, key: str, module: str) -> float:
+        """A module's own setting, or else that for all modules."""
+        value = self._own[patterns].find(module, self._values.get(key, 8))
+        try:
+            if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
+        except OverflowError:  # an integer that no float can hold
+            pass
+        raise ConfigError(f"{self._path}: {key} of {shortened(module)} must be a number, got {shown(value)}")
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raises TooLongError after PATTERN_SECONDS of computing, also within an expression. Signals interrupt only the
+    main thread, which reads the files in a process of their own (`reading`)."""
+
+    def stop(*_: object) -> None:
+        raise TooLongError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATTERN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class _Patterns:
+    """Settings of single modules, by regular expressions for the ends of their names, of which the first that matches
+    counts. Nearly all are plain names, which are looked up."""
+
+    def __init__(self, path: Path, key: str, given: Any):
+        if not isinstance(given, dict) or any(len(pattern) > MOST_PATTERN for pattern in given):
+            raise ConfigError(f"{path}: {key} must map patterns of at most {MOST_PATTERN} characters")
+        self._path, self._key, self._values = path, key, list(given.values())
+        self._plain = {pattern: i for i, pattern in enumerate(given) if _PLAIN.fullmatch(pattern)}
+        self._others = [
+            (i, pattern, self._compiled(pattern)) for i, pattern in enumerate(given) if pattern not in self._plain
+        ]
+
+    def _compiled(self, pattern: str) -> re.Pattern[str]:
+        try:
+            return re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"{self._path}: {self._key} has no valid pattern {shown(pattern)}: {error}") from None
+
+    def find(self, module: str, default: Any) -> Any:
+        parts = module.split(".")
+        ends = (".".join(parts[i:]) for i in range(len(parts)))
+        first = min((self._plain[end] for end in ends if end in self._plain), default=len(self._values))
+        for i, pattern, compiled in self._others:
+            if i > first:
                 break
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ConfigError(f"{self._path}: {key} of {module} must be a number, got {value!r}")
-        return value
+            try:
+                with _time_limit():
+                    found = compiled.match(module)
+                if found:
+                    return self._values[i]
+            except TooLongError:
+                raise ConfigError(
+                    f"{self._path}: {self._key} has a pattern that takes too long to match: {shown(pattern)}"
+                ) from None
+        return self._values[first] if first < len(self._values) else default
 
 
-def _pairs(path: Path, targets: AdapterTargets) -> dict[tuple[str, bool], LowRank]:
-    """(module, whether it is a table of embeddings) -> A and B as in the file, in float32."""
-    sides: dict[tuple[str, bool], dict[str, np.ndarray]] = defaultdict(dict)
+def _pairs(path: Path, changeable: Changeable) -> dict[tuple[str, bool], tuple[TensorInfo, TensorInfo]]:
+    """(module, whether it is a table of embeddings) -> the tensors A and B."""
+    sides: dict[tuple[str, bool], dict[str, TensorInfo]] = defaultdict(dict)
     if not path.exists() and path.with_suffix(".bin").exists():
         raise CheckpointError(
             f"{path.with_suffix('.bin')} is a pickle, which is not read: save the adapter as safetensors"
         )
-    for name, tensor in read_header(path).items():
+    for name, tensor in read_header(path, changeable.most_tensors).items():
         plain = name.removeprefix("base_model.model.")
         match = _KEY.fullmatch(plain)
         if match:
-            sides[match["module"], bool(match["table"])][match["side"]] = _floats(tensor)
+            if tensor.dtype.name not in FLOATS:
+                raise CheckpointError(f"{path}: {shown(name)} has dtype {tensor.dtype.name}, not a plain float")
+            sides[match["module"], bool(match["table"])][match["side"]] = tensor
         elif plain.endswith("magnitude_vector") or ".lora_magnitude_vector" in plain:
-            raise ConfigError(f"{path}: DoRA is not supported, and {name!r} belongs to it")
-        elif not (plain.endswith(".base_layer.weight") and _is_copy(plain, tensor, targets)):
-            raise CheckpointError(f"{path}: {name!r} is neither a lora_A nor a lora_B; nothing else can be added")
+            raise ConfigError(f"{path}: DoRA is not supported, and {shown(name)} belongs to it")
+        elif not (plain.endswith(".base_layer.weight") and _is_copy(plain, tensor, changeable)):
+            raise CheckpointError(f"{path}: {shown(name)} is neither a lora_A nor a lora_B; nothing else can be added")
     for (module, _), pair in sides.items():
         if pair.keys() != {"A", "B"}:
-            raise CheckpointError(f"{path}: {module} has only lora_{next(iter(pair))}")
-        a, b = pair["A"], pair["B"]
-        if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
-            raise CheckpointError(f"{path}: A {list(a.shape)} and B {list(b.shape)} of {module} do not fit each other")
+            raise CheckpointError(f"{path}: {shortened(module)} has only lora_{next(iter(pair))}")
+        a, b = pair["A"].shape, pair["B"].shape
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+            raise CheckpointError(f"{path}: A {list(a)} and B {list(b)} of {shortened(module)} do not fit each other")
     return {key: (pair["A"], pair["B"]) for key, pair in sides.items()}
 
 
-def _is_copy(name: str, tensor: TensorInfo, targets: AdapterTargets) -> bool:
+def _is_copy(name: str, tensor: TensorInfo, changeable: Changeable) -> bool:
     """Whether a tensor can be the model's own, which PEFT saves beside adapters of embeddings."""
-    own = targets.weight_of(name.removesuffix(".base_layer.weight"))
-    return own is not None and targets.shapes[own] == tensor.shape
+    own = changeable.weight_of(name.removesuffix(".base_layer.weight"))
+    return own is not None and changeable.shapes[own] == tensor.shape
 
 
 def _floats(tensor: TensorInfo) -> np.ndarray:
-    if tensor.dtype.name not in FLOATS:
-        raise CheckpointError(f"{tensor.path}: {tensor.name!r} has dtype {tensor.dtype.name}, not a plain float")
     return tensor.read().astype(np.float32)
 
 
 def _of_experts(
-    folder: Path, module: str, layer: int, a: np.ndarray, b: np.ndarray, settings: _Settings, targets: AdapterTargets
+    folder: Path, module: str, layer: int, a: TensorInfo, b: TensorInfo, settings: _Settings, changeable: Changeable
 ) -> dict[str, LowRank]:
     """The matrices of each expert, from those of a parameter with all experts' weights (`target_parameters`).
 
     A is [experts * rank, in] and B is [out, rank * experts], where the expert is the last index. PEFT nests several
     such parameters of a module in any order, so that only shapes tell which parameter is meant.
     """
-    known = targets.experts_of(layer)
+    known = changeable.experts.get(layer)
     if known is None:
-        raise CheckpointError(f"{folder}: layer {layer} of this model has no experts, which {module} would change")
-    count = known[0].experts
-    assert count is not None
-    fits = [t for t in known if t.shape == (b.shape[0], a.shape[1])]
-    if not fits or len(a) % count:
+        raise CheckpointError(
+            f"{folder}: layer {layer} of this model has no experts, which {shortened(module)} would change"
+        )
+    count = len(known[0].members)
+    fits = [one for one in known if one.shape == (b.shape[0], a.shape[1])]
+    if not fits or a.shape[0] % count:
         shapes = " and ".join(f"[{count} * rank, {t.shape[1]}] and [{t.shape[0]}, rank * {count}]" for t in known)
         raise CheckpointError(
-            f"{folder}: A {list(a.shape)} and B {list(b.shape)} of {module} do not fit the model's experts, which "
-            f"need {shapes}"
+            f"{folder}: A {list(a.shape)} and B {list(b.shape)} of {shortened(module)} do not fit the model's experts, "
+            f"which need {shapes}"
         )
-    target, rank = fits[0], len(a) // count
+    target, rank = fits[0], a.shape[0] // count
+    for name in target.members[0]:
+        changeable.check(folder, name, (rank, a.shape[1]), (b.shape[0] // len(target.members[0]), rank))
     parameter = "gate_up_proj" if target is known[0] else "down_proj"
     plain = module.replace(".base_layer", "")
-    downs = a.reshape(count, rank, -1)
-    ups = b.reshape(len(b), rank, count).transpose(2, 0, 1) * settings.scaling(f"{plain}.{parameter}", rank)
+    scaling = settings.scaling(f"{plain}.{parameter}", rank)
+    downs = _floats(a).reshape(count, rank, -1)
+    ups = _floats(b).reshape(b.shape[0], rank, count).transpose(2, 0, 1) * scaling
     found: dict[str, LowRank] = {}
-    for pieces, down, up in zip(target.members, downs, ups, strict=True):
-        names = list(dict.fromkeys(piece.name for piece in pieces))
+    for names, down, up in zip(target.members, downs, ups, strict=True):
         for name, rows in zip(names, np.split(up, len(names)), strict=True):
             found[name] = down, rows
     return found

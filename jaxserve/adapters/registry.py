@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from jaxserve.checkpoints.files import contents_of
+
 if TYPE_CHECKING:
     from jaxserve.adapters.adapter import Adapter
 
@@ -67,8 +69,13 @@ class Registry:
         return self._names.get(name)
 
     def read(self, name: str, path: str) -> Future[Adapter]:
-        """Begins to read an adapter's files; `add` takes the result."""
-        return self._thread.submit(self._load, Path(path).expanduser(), name)
+        """Begins to read an adapter's files; `add` takes the result. Whatever their contents are, the result is an
+        adapter, or a ValueError or OSError."""
+        return self._thread.submit(self._read, Path(path).expanduser(), name)
+
+    def _read(self, path: Path, name: str) -> Adapter:
+        with contents_of(path):
+            return self._load(path, name)
 
     def add(self, adapter: Adapter, path: str, parent: str | None = None) -> ServedAdapter:
         """Makes an adapter known by its name, in place of an earlier one, which requests that ask for it keep.
@@ -117,7 +124,7 @@ def _same(wanted: ServedAdapter, reading: Future[Adapter]) -> Adapter:
     """The adapter that was read again. Raises AdapterError unless it is the one that was read before."""
     try:
         adapter = reading.result()
-    except (ValueError, OSError) as error:
+    except Exception as error:
         raise AdapterError(f"the adapter {wanted.name!r} cannot be read again: {error}") from error
     if adapter.digest.hex() != wanted.digest:
         raise AdapterError(f"the files of the adapter {wanted.name!r} have changed; load it again")

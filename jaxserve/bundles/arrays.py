@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.checkpoints.files import open_regular, shown
 from jaxserve.checkpoints.int4 import halves
 from jaxserve.devices.executables import Leaf, leaf_of, sharding_of
 
@@ -70,10 +72,10 @@ class Writer:
 
 
 class Reader:
-    """Makes arrays from the files of a folder, which are mapped."""
+    """Makes arrays from the files of a folder, which are mapped. `known`: the names of those that may be read."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, known: Collection[str]):
+        self._folder, self._known = folder, known
         self._files: dict[str, mmap.mmap] = {}
 
     def read(self, stored: Sequence[Stored], mesh: Mesh) -> list[jax.Array]:
@@ -95,13 +97,17 @@ class Reader:
 
     def _mapped(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
         shape = tuple(stop - start for start, stop in shard.index)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or shard.offset < 0:
+            raise ValueError(f"a shard has the shape {shown(list(shape))} at byte {shown(shard.offset)}")
         if not count:
             return np.zeros(shape, dtype)
         halved = _is_halved(dtype, shape)
         size = count // 2 if halved else count * dtype.itemsize
         if shard.file not in self._files:
-            with (self._folder / shard.file).open("rb") as file:
+            if shard.file not in self._known:
+                raise ValueError(f"the bundle has no file {shown(shard.file)} of weights")
+            with open_regular(self._folder / shard.file) as file:
                 self._files[shard.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         bytes_ = np.frombuffer(self._files[shard.file], np.uint8, size, shard.offset)
         return (halves(bytes_) if halved else bytes_).view(dtype).reshape(shape)

@@ -22,18 +22,20 @@ import os
 import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import contents_of, open_regular, read_bytes, shown
 from jaxserve.checkpoints.hub import BUNDLE, BUNDLE_MODEL
 
 FORMAT = 1
 DIGEST, MAC = "bundle.sha256", "bundle.mac"
 WEIGHTS, PROGRAMS = "weights.json", "programs.json"
 MODEL = BUNDLE_MODEL
+MAX_MANIFEST = 2**24  # bytes
 KEY_BYTES = 16  # the shortest key of a MAC
 _PIECE = 2**22  # bytes that are hashed at a time
 
@@ -95,12 +97,13 @@ class Bundle:
             if not hmac.compare_digest(found, _mac(key, data)):
                 what = "has another key" if found else "has no MAC"
                 raise BundleError(f"{path} {what}: it was not signed with this key")
-        try:
+        with contents_of(path / BUNDLE, BundleError):
             manifest = msgspec.json.decode(data, type=Manifest)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise BundleError(f"{path / BUNDLE} cannot be read: {error}") from None
         if manifest.format != FORMAT:
             raise BundleError(f"{path} has format {manifest.format}, but this version reads {FORMAT}")
+        for name in manifest.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise BundleError(f"{path / BUNDLE} names {shown(name)}, which is no file of the bundle")
         return cls(path, manifest, digest, key is not None)
 
     def names(self, *folders: str) -> list[str]:
@@ -111,15 +114,14 @@ class Bundle:
 
     def read(self, name: str) -> bytes:
         """A file's bytes, after their digest was checked. Raises BundleError."""
-        data = _read(self.path / name)
+        known = self.manifest.files.get(name)
+        data = _read(self.path / name, known.bytes if known is not None else 0)
         self._compare(name, len(data), hashlib.sha256(data).hexdigest())
         return data
 
     def json(self, name: str, kind: Any = Any) -> Any:
-        try:
+        with contents_of(self.path / name, BundleError):
             return msgspec.json.decode(self.read(name), type=kind)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise BundleError(f"{self.path / name} cannot be read: {error}") from None
 
     def check(self, names: Iterable[str]) -> None:
         """Reads these files and compares their sizes and digests, several at a time. Raises BundleError for the first
@@ -168,7 +170,7 @@ def hashed(path: Path) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(_PIECE)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             while count := file.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
                 size += count
@@ -207,8 +209,8 @@ def _digest_line(digest: str) -> bytes:
     return f"{digest}  {BUNDLE}\n".encode()
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int = MAX_MANIFEST) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, most)
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxserve.bundles import trees
 from jaxserve.bundles.arrays import Reader, Stored, Writer
 from jaxserve.bundles.container import WEIGHTS, Bundle, BundleError
+from jaxserve.checkpoints.files import contents_of
 from jaxserve.devices.executables import Leaf, leaf_of, sharding_of
 
 CLASSES = {kind.__name__: kind for kind in trees.PLAIN}
@@ -45,18 +46,15 @@ class StoredWeights:
 
     def forms(self, mesh: Mesh) -> Any:
         """The parameters as shapes with shardings."""
-        leaves = [
-            jax.ShapeDtypeStruct(tuple(x.shape), jax.numpy.dtype(x.dtype), sharding=sharding_of(x, mesh))
-            for x in self._described.leaves
-        ]
-        try:
+        with contents_of(self._bundle.path / WEIGHTS, BundleError):
+            leaves = [
+                jax.ShapeDtypeStruct(tuple(x.shape), jax.numpy.dtype(x.dtype), sharding=sharding_of(x, mesh))
+                for x in self._described.leaves
+            ]
             return trees.build(self._described.tree, leaves, CLASSES)
-        except (ValueError, TypeError, msgspec.ValidationError) as error:
-            raise BundleError(f"{self._bundle.path / WEIGHTS} cannot be read: {error}") from None
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
         """The arrays of `ModelRunner.weights`, mapped from the files where the devices allow it."""
-        try:
-            return Reader(self._bundle.path).read(self._described.arrays, mesh)
-        except (ValueError, OSError) as error:
-            raise BundleError(f"{self._bundle.path}: the weights cannot be read: {error}") from None
+        known = self._bundle.names("weights")
+        with contents_of(self._bundle.path / WEIGHTS, BundleError):
+            return Reader(self._bundle.path, known).read(self._described.arrays, mesh)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.adapters.adapter import Adapter, load_adapter
+from jaxserve.adapters.reading import FileReader
 from jaxserve.adapters.registry import AdapterError, Registry, ServedAdapter
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution.runner import ModelRunner
@@ -47,8 +48,10 @@ class Adapters:
         assert runner.stacks is not None
         targets, dtype = runner.stacks.adapters, runner.stacks.sizes.dtype
 
+        reader = FileReader(targets.changeable(config.max_lora_rank))
+
         def load(path: Path, name: str) -> Adapter:
-            return load_adapter(path, name, targets, config.max_lora_rank, dtype)
+            return load_adapter(path, name, targets, config.max_lora_rank, dtype, reader.read_adapter)
 
         adapters = cls(Registry(load, config.host_adapters), AdapterPool(config.max_loras), runner)
         for module in config.lora_modules:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
 from jaxserve import heap
 from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.files import contents_of
 from jaxserve.checkpoints.given import given_tensors
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import place_of
@@ -113,7 +115,9 @@ class HeldWeights(commands.Commanded):
     def check_model(self, path: Path) -> None:
         """Raises ConfigError or CheckpointError unless a folder or file has the model that is served."""
         plan = self._plan
-        given = read_model(path, self._config.ignore_config_keys).limited_to(plan.longest)
+        with contents_of(path):
+            given = read_model(path, self._config.ignore_config_keys).limited_to(plan.longest)
+        given = replace(given, dtype=plan.model.dtype)  # weights are read in the server's own, as at a start
         if plan.pooler is not None:
             given = replace(given, tie_embeddings=True, head_bias=False)  # as in ModelPlan
         if set(given.eos_token_ids) <= set(plan.model.eos_token_ids):  # no generation_config.json tells of others
@@ -142,7 +146,8 @@ class HeldWeights(commands.Commanded):
             for runner in self._runners:  # the cache fills the memory that the present weights leave
                 runner.free_cache()
         path = self._plan.folder if source is None else Path(source) if isinstance(source, str) else None
-        made = self._read(path, source)
+        with contents_of(path or "given arrays"):
+            made = self._read(path, source)
         heap.trim()
         for arrays, forms in zip(made, self._forms, strict=True):
             if _forms(arrays) != forms[: len(arrays)]:
@@ -182,18 +187,29 @@ class HeldWeights(commands.Commanded):
             assert isinstance(source, Mapping)
             start = self.files
             files = replace(start, tensors=given_tensors(source, start.family.every_name))
-        made = [self._read_for(runner, plan, files) for runner in self._of_model]
+        stored = None if path in (None, self._plan.folder) else self._stored_dtype(path)
+        made = [self._read_for(runner, plan, files, stored) for runner in self._of_model]
         if self._draft is not None:
             draft = load_draft(config, plan, list(self._draft.mesh.devices.flat))
             assert draft is not None
             made.append(draft.runner.weights)
         return made
 
-    def _read_for(self, runner: ModelRunner, plan: ModelPlan, files: Checkpoint | None) -> list[jax.Array]:
+    def _stored_dtype(self, path: Path | None) -> np.dtype | None:
+        """For `make_params`: that of the served model, if a copy of it is in another dtype."""
+        assert path is not None
+        own = self._plan.model.dtype
+        return None if read_model(path, self._config.ignore_config_keys).dtype == own else jnp.dtype(own)
+
+    def _read_for(
+        self, runner: ModelRunner, plan: ModelPlan, files: Checkpoint | None, stored: np.dtype | None
+    ) -> list[jax.Array]:
         config = self._config
         if isinstance(runner, StreamingRunner):
             return streaming.read_anew(config, plan, runner, files)
-        params = make_params(runner.model, plan.folder, runner.mesh, config, progress=False, source=files)
+        params = make_params(
+            runner.model, plan.folder, runner.mesh, config, progress=False, source=files, stored=stored
+        )
         _, params = trust_matmul(runner.model, params, runner.mesh, config.matmul_backend)
         if runner.drafter is not None:
             head = load_head(config, plan)

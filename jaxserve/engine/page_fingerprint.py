@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
+from jaxserve.checkpoints.files import open_regular
 from jaxserve.config import EngineConfig
 from jaxserve.execution.runner import ModelRunner
 
@@ -58,7 +59,7 @@ def _add_files(digest: hashlib.blake2b, folder: Path, *, times: bool) -> None:
         stat = path.stat()
         changed = f" {stat.st_mtime_ns}" if times else ""
         _add(digest, f"{path.name} {stat.st_size}{changed}".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for i in range(_SAMPLES):
                 file.seek(stat.st_size * i // _SAMPLES)
                 _add(digest, file.read(_SAMPLE_BYTES))

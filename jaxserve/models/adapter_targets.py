@@ -3,6 +3,7 @@ adapters' matrices in the parameters."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoints.load import Piece, Stack, put_piece, row_sources
 from jaxserve.devices.mesh import MeshAxes, is_split, spec
+from jaxserve.models.changeable import Changeable, ExpertWeights, LowRank
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
@@ -56,9 +58,6 @@ class Matrices(NamedTuple):
     a: np.ndarray
     b: np.ndarray
     ranks: np.ndarray
-
-
-LowRank = tuple[np.ndarray, np.ndarray]  # A [rank, in], and B [out, rank] with the scaling
 
 
 @dataclass(frozen=True)
@@ -180,29 +179,21 @@ class AdapterTargets:
                 found.update({piece.name: (piece.shape[0], piece.shape[1]) for piece in member})
         return found
 
-    @cached_property
-    def by_module(self) -> dict[str, str]:
-        """Name of a module -> name of its weight; also without the first part of the module's name, because models
-        with images have the same modules below another one."""
-        found: dict[str, str] = {}
+    def changeable(self, max_rank: int) -> Changeable:
+        """The same as plain data, for adapters of at most this rank."""
+        modules: dict[str, str] = {}
         for name in self.shapes:
             module = name.removesuffix(".weight")
             for known in (module, module.replace(*MOE_NAMES)):
-                found.setdefault(known, name)
-                found.setdefault(known.partition(".")[2] or known, name)
-        return found
-
-    def weight_of(self, module: str) -> str | None:
-        """The name of the weight of a module, whose own name may have further parts in front. None: it has none that
-        adapters may change."""
-        while module not in self.by_module and "." in module:
-            module = module.partition(".")[2]
-        return self.by_module.get(module)
-
-    def experts_of(self, layer: int) -> tuple[Target, Target] | None:
-        """The products of the experts of a layer, gate and up, then down; None if it has no experts."""
-        found = [t for t in self.targets if t.experts is not None and t.path.startswith(f"layers_{layer}/")]
-        return (found[0], found[1]) if found else None
+                modules.setdefault(known, name)
+                modules.setdefault(known.partition(".")[2] or known, name)
+        stacks: dict[int, list[ExpertWeights]] = defaultdict(list)
+        for target in self.targets:
+            if target.experts is not None:
+                layer = int(target.path.partition("/")[0].removeprefix("layers_"))
+                stacks[layer].append(ExpertWeights(target.shape, [_names(pieces) for pieces in target.members]))
+        experts = {layer: (both[0], both[1]) for layer, both in stacks.items()}
+        return Changeable(self.shapes, modules, experts, dict(self.roles), self.head_dim, max_rank)
 
 
 def _roles(decoder: Decoder) -> Names:

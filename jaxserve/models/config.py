@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from jaxserve.checkpoints.files import read_json
 from jaxserve.config import ConfigError
 
 
@@ -126,7 +127,7 @@ class HFConfig:
     def read(cls, folder: Path, ignored: Collection[str] = ()) -> HFConfig:
         path = folder / "config.json"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except FileNotFoundError:
             raise ConfigError(f"{folder} holds no config.json: not a model folder in Hugging Face format") from None
         except OSError as error:

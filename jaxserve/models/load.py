@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 
 from jaxserve.checkpoints import orbax
+from jaxserve.checkpoints.files import read_json
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.checkpoints.load import Host, Stack, load_weights, member_of, read_weight
 from jaxserve.checkpoints.mistral_native import PARAMS, is_native, read_params
@@ -104,7 +104,7 @@ def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
     path = folder / "generation_config.json"
     if path.exists():
         try:
-            extra = take_token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+            extra = take_token_ids(read_json(path).get("eos_token_id"))
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is not a valid generation config: {error}") from None
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
@@ -349,9 +349,15 @@ def make_params(
     *,
     progress: bool,
     source: Checkpoint | None = None,
+    stored: np.dtype | None = None,
 ) -> dict[str, Any]:
-    """The parameters of an engine: read from `folder` (see `load_params`), or random with load_format="dummy"."""
+    """The parameters of an engine: read from `folder` (see `load_params`), or random with load_format="dummy".
+
+    stored: the dtype of a CPU's float matrices where the settings leave it to the files; None: theirs.
+    """
     packing = Packing.of(config, mesh)
+    if packing is not None and packing.dtype is None:
+        packing = dataclasses.replace(packing, dtype=stored)
     rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
     if config.load_format != "dummy":
         return load_params(

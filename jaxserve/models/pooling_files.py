@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from jaxserve.checkpoints.load import FLOATS
-from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
+from jaxserve.checkpoints.files import read_json
+from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo, read_folder
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.models.families import families
 from jaxserve.models.load import Checkpoint, read_hf_config
@@ -166,6 +165,6 @@ def _tensor(tensors: Mapping[str, TensorInfo], name: str, path: Path) -> TensorI
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxserve import limits
+from jaxserve.checkpoints.files import read_json
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         if not path.is_file():
             return cls()
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
             eos = data.get("eos_token_id")
             data |= {"temperature": 0.0} if data.get("do_sample") is False else {}
             known = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}

@@ -21,6 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from jaxserve.checkpoints.files import read_bytes, read_json, read_text
 from jaxserve.checkpoints.gguf import known_gguf
 from jaxserve.checkpoints.hub import BUNDLE
 from jaxserve.text.byte_alphabet import byte_level_alphabet
@@ -161,7 +162,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path := folder / name).is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             if not isinstance(found, dict):
                 raise ValueError(f"{name} must hold a JSON object")
             settings |= found
@@ -169,7 +170,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         token = settings.get(f"{name}_token")
         settings[f"{name}_token"] = token.get("content") if isinstance(token, dict) else token
     if (path := folder / "chat_template.jinja").is_file():
-        settings["chat_template"] = path.read_text(encoding="utf-8")
+        settings["chat_template"] = read_text(path)
     return settings
 
 
@@ -177,7 +178,7 @@ def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]
     """Added tokens: id -> (text, whether it is special)."""
     path, found = folder / "added_tokens.json", {}
     if path.is_file():
-        found = {i: (text, True) for text, i in json.loads(path.read_text(encoding="utf-8")).items()}
+        found = {i: (text, True) for text, i in read_json(path).items()}
     for i, token in (settings.get("added_tokens_decoder") or {}).items():
         found[int(i)] = (token["content"], bool(token.get("special", False)))
     return found
@@ -197,7 +198,7 @@ def _templates(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _from_sentencepiece(path: Path) -> Any:
-    data = path.read_bytes()
+    data = read_bytes(path, None)
     if _TIKTOKEN.match(data):
         raise ValueError(_tiktoken(path))
     try:
@@ -288,7 +289,7 @@ def _signed(value: int) -> int:
 
 def _from_tekken(path: Path) -> Any:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, None))
         config = data["config"]
         count, size = config["default_num_special_tokens"], config["default_vocab_size"]
         names = [token["token_str"] for token in data.get("special_tokens") or ()] or _TEKKEN_SPECIAL.split()

@@ -19,12 +19,13 @@ from typing import Protocol
 
 import msgspec
 
+from jaxserve.checkpoints.files import clipped
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.adapter_changes import AdapterChange, AdapterRead, change_adapters
 from jaxserve.server.ipc.connected_front import ConnectedFront
-from jaxserve.server.ipc.weight_changes import WeightChange, WeightChanges
+from jaxserve.server.ipc.weight_changes import UpdateChecked, WeightChange, WeightChanges
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
 log = logging.getLogger("jaxserve.engine")
@@ -62,6 +63,9 @@ class EngineLike(Protocol):
     def pool(self) -> PoolSnapshot: ...
 
 
+Message = messages.FrontMessage | AdapterRead | UpdateChecked
+
+
 class EngineServer:
     """Serves one engine to the fronts that connect to a unix socket.
 
@@ -69,7 +73,7 @@ class EngineServer:
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, messages.FrontMessage | AdapterRead | None] | None]
+        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, Message | None] | None]
         self._inbox = queue.SimpleQueue()
         self._fronts: dict[int, ConnectedFront] = {}
         self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
@@ -203,9 +207,7 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(
-        self, engine: EngineLike, front: ConnectedFront, message: messages.FrontMessage | AdapterRead | None
-    ) -> None:
+    def _handle(self, engine: EngineLike, front: ConnectedFront, message: Message | None) -> None:
         match message:
             case messages.Submit():
                 self._add(engine, front, message)
@@ -225,7 +227,7 @@ class EngineServer:
                 front.send(messages.Pool(engine.pool()))
             case messages.LoadAdapter() | messages.UnloadAdapter() | AdapterRead():
                 self._change_adapters(engine, front, message)
-            case messages.Sleep() | messages.WakeUp() | messages.UpdateWeights():
+            case messages.Sleep() | messages.WakeUp() | messages.UpdateWeights() | UpdateChecked():
                 self._ask_for_change(engine, front, message)
             case messages.Drain():
                 self._draining = True
@@ -243,17 +245,19 @@ class EngineServer:
         learn of the change before the answer."""
         try:
             changed = change_adapters(engine, message, lambda read: self._inbox.put((front, read)))
-        except (ValueError, OSError) as error:
-            front.send(messages.ChangeDone(message.ticket, str(error)))
+        except Exception as error:  # whatever an adapter's files hold, the engine goes on
+            if not isinstance(error, ValueError | OSError):
+                log.exception("an adapter could not be loaded")
+            front.send(messages.ChangeDone(message.ticket, clipped(str(error) or type(error).__name__)))
             return
         if changed is not None:
             assert isinstance(self._greeting, messages.Ready)
             self._announce(msgspec.structs.replace(self._greeting, adapters=changed))
             front.send(messages.ChangeDone(message.ticket))
 
-    def _ask_for_change(self, engine: EngineLike, front: ConnectedFront, message: WeightChange) -> None:
+    def _ask_for_change(self, engine: EngineLike, front: ConnectedFront, message: WeightChange | UpdateChecked) -> None:
         """Notes a change of the weights; `_change_weights` makes it. Ends all running requests if it aborts them."""
-        if not self._changes.ask(front, message):
+        if not self._changes.ask(front, message, lambda checked: self._inbox.put((front, checked))):
             return
         with self._fronts_lock:
             fronts = list(self._fronts.values())

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.adapters.reading import FileReader
+from jaxserve.checkpoints.files import clipped, contents_of
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.connected_front import ConnectedFront
 from jaxserve.types import QueueFullError
@@ -21,6 +24,18 @@ log = logging.getLogger("jaxserve.engine")
 
 MAX_HELD = 1024  # requests that wait for new weights, for an engine without a limit of its own
 WeightChange = messages.Sleep | messages.WakeUp | messages.UpdateWeights
+
+
+@dataclass
+class UpdateChecked:
+    """A thread has looked at the files of new weights. `error`: why they cannot be used."""
+
+    asked: messages.UpdateWeights
+    error: Exception | None
+
+    @property
+    def ticket(self) -> int:
+        return self.asked.ticket
 
 
 @dataclass
@@ -46,6 +61,7 @@ class WeightChanges:
         self._most = getattr(getattr(engine, "config", None), "max_waiting", None) or MAX_HELD
         self._asked: _Asked | None = None
         self._held: list[tuple[ConnectedFront, messages.Submit]] = []
+        self._reader, self._checks = FileReader(), ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     @property
     def waits(self) -> bool:
@@ -60,8 +76,11 @@ class WeightChanges:
         """Until the change that waits is given up; None if there is none."""
         return None if self._asked is None else max(0.0, self._asked.deadline - time.monotonic())
 
-    def ask(self, front: ConnectedFront, message: WeightChange) -> bool:
-        """Notes a change that is possible; answers any other. Returns whether running requests are to be aborted."""
+    def ask(
+        self, front: ConnectedFront, message: WeightChange | UpdateChecked, then: Callable[[UpdateChecked], object]
+    ) -> bool:
+        """Notes a change that is possible; answers any other. The files of new weights are looked at first, by a thread
+        that then calls `then`, whose message comes back here. Returns whether running requests are to be aborted."""
         try:
             if self._weights is None:
                 raise ValueError("the weights of this engine cannot be changed")
@@ -71,13 +90,29 @@ class WeightChanges:
                 case messages.Sleep():
                     self._weights.check_sleep(message.level)
                 case messages.UpdateWeights():
-                    self._weights.check_update(Path(message.path))
+                    self._checks.submit(self._check, message, then)
+                    return False
+                case UpdateChecked():
+                    if message.error is not None:
+                        raise message.error
+                    message = message.asked
         except Exception as error:
             front.send(_failure(message, error))
             return False
         patience = 0.0 if isinstance(message, messages.WakeUp) else message.timeout
         self._asked = _Asked(front, message, time.monotonic() + patience)
         return not isinstance(message, messages.WakeUp) and message.aborts
+
+    def _check(self, asked: messages.UpdateWeights, then: Callable[[UpdateChecked], object]) -> None:
+        assert self._weights is not None
+        path, found = Path(asked.path), None
+        try:
+            self._reader.check_headers(path)
+            with contents_of(path):
+                self._weights.check_update(path)
+        except Exception as error:
+            found = error
+        then(UpdateChecked(asked, found))
 
     def holds(self, front: ConnectedFront, submit: messages.Submit) -> bool:
         """Whether a new request must wait for new weights, in which case it is kept. Raises QueueFullError for one that
@@ -135,7 +170,7 @@ class WeightChanges:
         return messages.ChangeDone(message.ticket)
 
 
-def _failure(message: WeightChange, error: Exception) -> messages.ChangeDone:
+def _failure(message: WeightChange | UpdateChecked, error: Exception) -> messages.ChangeDone:
     match error:
         case ValueError() | OSError():
             code = messages.INVALID
@@ -144,7 +179,7 @@ def _failure(message: WeightChange, error: Exception) -> messages.ChangeDone:
         case _:
             log.exception("the weights could not be changed", exc_info=error)
             code = messages.INTERNAL_ERROR
-    return messages.ChangeDone(message.ticket, str(error) or type(error).__name__, code)
+    return messages.ChangeDone(message.ticket, clipped(str(error) or type(error).__name__), code)
 
 
 def _names(submit: messages.Submit) -> list[str]:

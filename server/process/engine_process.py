@@ -29,7 +29,7 @@ from jaxserve.server.ipc.messages import ServedWeights
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE, run_engine
 from jaxserve.server.observe.output import log_to_stderr
 from jaxserve.server.process.socket_folder import SocketFolder
-from jaxserve.start import ENGINE, PRELOAD, child_environment
+from jaxserve.start import ENGINE, PRELOAD
 
 FLUSH_SECONDS = 5  # time to write the last answers, and then for the engine to exit, once no request runs
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -68,7 +68,9 @@ class EngineProcess:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.socket_path)
         early, self._early = self._early, None
-        self._process = early or subprocess.Popen(entry.command(ENGINE), stdin=subprocess.PIPE, env=child_environment())
+        self._process = early or subprocess.Popen(
+            entry.command(ENGINE), stdin=subprocess.PIPE, env=entry.child_environment()
+        )
         config = asdict(self._config)
         start = Launch(
             config=config, socket_path=self.socket_path, engine_class=self._engine_class, weights=self._weights

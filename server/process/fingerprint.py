@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxserve.checkpoints.files import open_regular
 from jaxserve.config import EngineConfig
 from jaxserve.deployment.record import bundle_digest, settings_of, versions
 from jaxserve.server.ipc.messages import Ready
@@ -46,7 +47,7 @@ def fingerprint(
         size = path.stat().st_size
         _add(digest, path.name.encode())
         _add(digest, str(size).encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for i in range(_SAMPLES):
                 file.seek(size * i // _SAMPLES)
                 _add(digest, file.read(_SAMPLE_BYTES))

@@ -29,7 +29,6 @@ from jaxserve.server.observe.metrics import TOTALS, EngineTotals
 from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess
 from jaxserve.server.process.front_process import CANNOT_GO_ON, FrontLaunch
 from jaxserve.server.process.supervisor import Supervisor
-from jaxserve.start import child_environment
 from jaxserve.types import EngineDeadError
 
 log = logging.getLogger("jaxserve.server")
@@ -155,7 +154,7 @@ class _Fronts:
         process = await asyncio.create_subprocess_exec(
             *entry.command("jaxserve.server.process.front_process", python=sys.executable),
             stdin=asyncio.subprocess.PIPE,
-            env=child_environment() | {"PROMETHEUS_MULTIPROC_DIR": self._launch.shared},
+            env=entry.child_environment() | {"PROMETHEUS_MULTIPROC_DIR": self._launch.shared},
             pass_fds=[self._launch.listener],
         )
         assert process.stdin is not None

@@ -243,6 +243,22 @@ def test_refuses(file, case):
     assert str(file) in str(caught.value)
 
 
+def test_many_strings(file):
+    """12 million took 44 s."""
+    many = entry("k", 9, struct.pack("<IQ", 8, 12_000_000) + bytes(8 * 12_000_000))
+    file.write_bytes(header(entries=[many]))
+    with pytest.raises(CheckpointError, match="12000000 are claimed, and at most 2097152 are read"):
+        read_gguf(file)
+    words = ["a", "", "\u20ac" * 1000]
+    some = entry("k", 9, struct.pack("<IQ", 8, 3) + b"".join(map(text, words)))
+    file.write_bytes(header(entries=[some, entry("after", 7, b"\1")]))
+    assert read_gguf(file).metadata == {"k": words, "after": True}
+    cut = struct.pack("<IQ", 8, 2) + text("a") + struct.pack("<Q", 10**6)
+    file.write_bytes(header(entries=[entry("k", 9, cut)]))
+    with pytest.raises(CheckpointError, match="claims 1000000 bytes, more than the header has left"):
+        read_gguf(file)
+
+
 def test_a_good_file_of_the_same_pieces(file):
     file.write_bytes(header(infos=[info("a", (9,)), info("b", (8,), start=64)], entries=[entry("k", 7, b"\1")]))
     read = read_gguf(file)

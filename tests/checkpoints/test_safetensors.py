@@ -1,6 +1,8 @@
 """The safetensors reader: right on good files, and one clear CheckpointError, at no cost in memory, on bad ones."""
 
 import json
+import os
+import time
 import tracemalloc
 
 import numpy as np
@@ -71,6 +73,8 @@ def test_a_file_that_shrinks_while_it_is_read(file):
         tensor.read()
 
 
+EMPTY = json.dumps(entry((0,), 0, 0))
+
 # Bad files. (header, bytes after it, what the message must say)
 
 BAD = {
@@ -80,7 +84,7 @@ BAD = {
     "a list": (b"[]", b"", "must be a JSON object"),
     "deeply nested": (b'{"a":' * 100_000, b"", "not valid JSON"),
     "an integer of 10,000 digits": (b'{"a":' + b"9" * 10_000 + b"}", b"", "not valid JSON"),
-    "the same name twice": (b'{"a": 1, "b": {}, "a": 1}', b"", "'a' stands there twice"),
+    "the same name twice": (f'{{"a": {EMPTY}, "b": {EMPTY}, "a": {EMPTY}}}'.encode(), b"", "'a' stands there twice"),
     "the same key twice": (b'{"a": {"dtype": "F32", "dtype": "F16"}}', b"", "'dtype' stands there twice"),
     "no fields": ({"a": {}}, b"", "'a' has no dtype"),
     "an entry of another type": ({"a": 5}, b"", "'a' has no dtype"),
@@ -136,6 +140,60 @@ def test_a_folder_in_place_of_a_file(file):
     file.mkdir()
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_header(file)
+
+
+def test_headers_that_took_long(file):
+    """60,000 repeated names took 46 s, and names of any length were matched with quadratic expressions."""
+    repeated = ('{"a": ' + EMPTY + (', "b": ' + EMPTY) * 60_000 + "}").encode()
+    for header, says in [
+        (repeated, "'b' stands there twice"),
+        ({"a" * 540_000: entry((0,), 0, 0)}, "a name of more than 512 characters"),
+        (b"{" + b" " * 25_000_000 + b"}", "at most 25000000 are read"),
+        ({"__metadata__": {str(i): "" for i in range(70_000)}}, "more than 65536 entries"),
+    ]:
+        write(file, header)
+        began = time.process_time()
+        with pytest.raises(CheckpointError, match=says) as caught:
+            read_header(file)
+        assert time.process_time() - began < 2
+        assert len(str(caught.value)) < 500
+    with pytest.raises(CheckpointError, match="more than 2 tensors"):
+        read_header(write(file, {name: entry((0,), 0, 0) for name in "abc"}), most=2)
+
+
+def test_metadata_may_be_any_strings(file):
+    odd = {"quotes": '{"a": [1, "}"]}', "escapes": '\\"\n\u20ac', "": ""}
+    for metadata in (odd, {}, None):
+        write(file, {"a": entry(), "__metadata__": metadata, "b": entry((0,), 8, 8)}, bytes(8))
+        assert read_header(file).keys() == {"a", "b"}
+    with pytest.raises(CheckpointError, match="a string was expected"):
+        read_header(write(file, {"__metadata__": {"a": 1}}))
+
+
+def test_a_pipe_in_place_of_a_file(file):
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_header(file)
+    file.unlink()
+    save_file(TINY, file)
+    tensor = read_header(file)["b"]
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        tensor.read()
+
+
+def test_an_index_with_more_than_names(tmp_path):
+    """What is not read costs no memory: 30 MB of lists took a GiB."""
+    write_sharded(tmp_path, one=ONE)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"x": [' + "[]," * 10**7 + '[]], "weight_map": {"a": "one.safetensors"}}')
+    tracemalloc.start()
+    try:
+        assert read_folder(tmp_path).keys() == {"a"}
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
 
 
 def test_claims_cost_no_memory(file):

@@ -1,7 +1,10 @@
 """Adapters' files: GGUF adapters are those of PEFT, and what cannot be served is refused with a reason."""
 
 import json
+import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import gguf
@@ -11,6 +14,7 @@ from gguf_files import gguf_name, in_pairs
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.adapters.adapter import load_adapter
+from jaxserve.adapters.reading import FileReader, read_matrices
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh
@@ -173,3 +177,51 @@ def test_missing_files(targets, tmp_path):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="is a pickle"):
         load_adapter(folder, "a", targets("llama3_gqa"), RANK)
+
+
+def test_the_process_that_reads(targets, tmp_path):
+    """It reads what this process would, and another one takes its place where it was ended."""
+    found = targets("llama3_gqa").changeable(RANK)
+    reader = FileReader(found)
+    for folder in (GOLDENS / "llama_all", GOLDENS / "llama_q_proj"):
+        mine, its = read_matrices(folder, found), reader.read_adapter(folder, found)
+        assert mine.keys() == its.keys()
+        for name in mine:
+            for one, other in zip(mine[name], its[name], strict=True):
+                np.testing.assert_array_equal(one, other)
+    with pytest.raises(CheckpointError, match="nothing"):
+        reader.read_adapter(tmp_path / "nothing", found)
+    reader._process.kill()
+    reader._process.wait()
+    assert reader.read_adapter(folder, found).keys() == mine.keys()
+    os.kill(reader._process.pid, signal.SIGSTOP)  # as one that reads for ever
+    threading.Timer(0.3, reader._process.kill).start()
+    with pytest.raises(CheckpointError, match=r"has ended with signal SIGKILL"):
+        reader.read_adapter(folder, found)
+    assert reader.read_adapter(folder, found).keys() == mine.keys()
+
+
+def test_patterns(targets, tmp_path):
+    """The first that matches the end of a module's name counts, be it a plain name or an expression."""
+    folder = shutil.copytree(GOLDENS / "llama_q_proj", tmp_path / "a")
+    found = targets("llama3_gqa").changeable(RANK)
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def scale(**patterns: int) -> float:
+        change(folder, lora_alpha=1, alpha_pattern=patterns)
+        return read_matrices(folder, found)[name][1].max()
+
+    one = scale()
+    for patterns, factor in [
+        ({"q_proj": 2}, 2),
+        ({"_proj": 2}, 1),
+        ({"self_attn.q_proj": 3, "q_proj": 2}, 3),
+        ({"q_proj": 2, "self_attn.q_proj": 3}, 2),
+        ({r"layers\.[1-9]\..*": 4, "q_proj": 2}, 4),
+        ({"q_proj": 2, r"layers\.[1-9]\..*": 4}, 2),
+        ({r"layers\.[2-9]\..*": 4, "q_proj": 2}, 2),
+    ]:
+        assert scale(**patterns) == pytest.approx(factor * one), patterns
+    change(folder, alpha_pattern={"(.+)+!": 2})
+    with pytest.raises(ConfigError, match=r"takes too long to match: '\(\.\+\)\+!'"):
+        read_matrices(folder, found)

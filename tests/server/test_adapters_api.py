@@ -1,12 +1,18 @@
 """LoRA adapters of a real server: names, loading while others stream, more adapters than places, and who may do it."""
 
 import asyncio
+import itertools
+import json
 import os
 import re
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
+import hostile_files
+import httpx
 import openai
 import pytest
 from serving import DEMO, SMALL, running_server, wait_until
@@ -34,6 +40,7 @@ def server(root, tmp_path_factory):
     config = SMALL | {"enable_lora": True, "max_loras": PLACES, "max_lora_rank": 8, "lora_modules": modules}
     config |= {"max_cpu_loras": 16, "kv_pages": 200}
     options = {"config": config, "admin_key": "admin", "lora_root": str(root), "access_log": True}
+    options["weights_root"] = str(tmp_path_factory.mktemp("weights"))
     with running_server(DEMO, log, engine=None, **options) as server:
         yield server
 
@@ -301,6 +308,146 @@ def test_servers_without_the_flags_refuse(start_server, tmp_path):
     assert (answer.status_code, "--enable-lora" in answer.text) == (404, True)
     closed = start_server()
     assert (load(closed, "a0").status_code, "--admin-key" in load(closed, "a0").text) == (404, True)
+
+
+def engine_of(server) -> int:
+    """The number of the engine's process."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    (engine,) = [pid for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(engine)
+
+
+class Stream:
+    """Streams one completion after the other, and notes when each token came."""
+
+    def __init__(self, server):
+        self.times: list[float] = []
+        self._server, self._ended = server, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        fields = {"model": "test-model", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        while not self._ended.is_set():
+            with httpx.stream("POST", f"{self._server.url}/v1/completions", json=fields, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        assert "error" not in json.loads(line[6:])
+                        self.times.append(time.monotonic())
+
+    def __enter__(self):
+        self._thread.start()
+        wait_until(lambda: self.times, 60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def longest_gap(self, work) -> float:
+        """The longest time without a token while `work` is done, and until the first token after that."""
+        wait_until(lambda: self.times, 60)
+        first = len(self.times) - 1
+        work()
+        end = time.monotonic()
+        wait_until(lambda: self.times[-1] > end, 120)
+        times = self.times[first:]
+        return max(after - before for before, after in itertools.pairwise(times))
+
+
+STALL = 0.1  # seconds
+
+
+def holds_nobody_up(stream: Stream, work) -> None:
+    """Other processes take this machine's time too, so that `work` may be repeated, and counts against a pause that is
+    as long."""
+    gaps = []
+    for _ in range(5):
+        began = time.monotonic()
+        beside = stream.longest_gap(work)
+        took = time.monotonic() - began
+        gaps.append((beside, took, 0.0 if beside < STALL else stream.longest_gap(lambda took=took: time.sleep(took))))
+        if beside < max(STALL, 2 * gaps[-1][2]):
+            return
+    raise AssertionError(f"the stream stalled; (seconds beside the work, of the work, in a pause): {gaps}")
+
+
+@pytest.mark.parametrize("kind", ["adapters", pytest.param("slow adapters", marks=pytest.mark.slow)])
+def test_hostile_adapters(server, root, kind):
+    """Each is refused with an answer that names the file, while a stream goes on; the engine's process stays."""
+    engine = engine_of(server)
+    took = {}
+    with Stream(server) as stream:
+        for name, (write, says) in (
+            hostile_files.ADAPTERS if kind == "adapters" else hostile_files.SLOW_ADAPTERS
+        ).items():
+            path = f"hostile/{name}"
+            write(root / path)
+
+            def refused(path=path, name=name, says=says) -> None:
+                began = time.monotonic()
+                body = {"lora_name": "hostile", "lora_path": path}
+                answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=ADMIN, timeout=60)
+                took[name] = round(time.monotonic() - began, 2)
+                assert answer.status_code == 400, (name, answer.text[:1000])
+                message = answer.json()["error"]["message"]
+                assert Path(path).name in message, name
+                assert says in message, (name, message)
+                assert len(message) < 700, name
+
+            holds_nobody_up(stream, refused)
+    print("seconds:", took)
+    assert engine_of(server) == engine
+    assert text(server, "a0") != text(server, "test-model")
+    assert load(server, "after", "a3").status_code == 200  # the next adapter is read as ever
+    assert unload(server, "after").status_code == 200
+
+
+def test_hostile_adapters_that_are_read_again(server, root):
+    """A request for an adapter whose files were changed ends with an error that says so."""
+    engine = engine_of(server)
+    save_adapter(root / "turned", 3)
+    assert load(server, "turned").status_code == 200
+    hostile_files.with_settings(root / "turned", lora_alpha=10**400)
+    load_all(server)  # more than stay in the host's memory
+    asyncio.run(texts(server, [f"a{i}" for i in range(20)]))
+    with pytest.raises(openai.APIError, match="turned"):
+        text(server, "turned")
+    assert engine_of(server) == engine
+    assert unload(server, "turned").status_code == 200
+
+
+def update(server, path: Path) -> httpx.Response:
+    return httpx.post(f"{server.url}/update_weights", headers=ADMIN, json={"model_path": str(path)}, timeout=120)
+
+
+def test_hostile_checkpoints(server, tmp_path_factory):
+    weights = next(tmp_path_factory.getbasetemp().glob("weights*"))
+    engine, expected = engine_of(server), text(server, "test-model")
+    with Stream(server) as stream:
+        for name, (write, says) in hostile_files.CHECKPOINTS.items():
+            path = write(weights / name)
+
+            def refused(path=path, says=says) -> None:
+                answer = update(server, path)
+                assert answer.status_code == 400, (path, answer.text[:1000])
+                message = answer.json()["error"]["message"]
+                assert path.name in message
+                assert says in message, message
+
+            holds_nobody_up(stream, refused)
+    assert engine_of(server) == engine
+    assert text(server, "test-model") == expected
+
+
+def test_a_copy_in_float32_takes_the_place_of_bfloat16(server, tmp_path_factory):
+    """As trainers save models. The numbers are the same, and so is the answer."""
+    weights = next(tmp_path_factory.getbasetemp().glob("weights*"))
+    config = json.loads((DEMO / "config.json").read_text())
+    assert config.get("torch_dtype", config.get("dtype")) == "bfloat16"
+    expected = text(server, "test-model")
+    answer = update(server, hostile_files.as_float32(weights / "float32"))
+    assert answer.status_code == 200, answer.text
+    assert text(server, "test-model") == expected
 
 
 def test_adapters_survive_a_restart_of_the_engine(server, root):
