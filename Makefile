@@ -33,14 +33,14 @@ export PYTHONDONTWRITEBYTECODE =
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
 
-test: $(VENV)/installed-test
+test: $(VENV)/installed-$(TEST_EXTRA)
 	$(PYTEST) --ignore tests/aot --ignore tests/kernels $(CASES)
 
 test-all: CASES =
 test-all: test
 
 # Tests of the engine; used with VENV and PYTHON of another version.
-test-engine: $(VENV)/installed-test
+test-engine: $(VENV)/installed-$(TEST_EXTRA)
 	$(BIN)/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
 	$(PYTEST) $(ENGINE_TESTS)
 
@@ -60,22 +60,21 @@ test-replicas: pyproject.toml
 	$(PIP_INSTALL_FOR_TESTS) -e ".[test,ray,chart]" $(EXTRA)
 	$(BIN)/python -m pytest -m "slow or not slow" -s tests/replicas
 
-slow: GROUP = -m slow --timeout 1800 $(CASES)
-slow: HANGS_AFTER = 3660
-slow: test test-kernels
+slow:
+	$(MAKE) test test-kernels TEST_EXTRA=test-slow GROUP="-m slow --timeout 1800 $(CASES)" HANGS_AFTER=3660
 
-lint: $(VENV)/installed-test
+lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory types
 
 # mypy knows no mapped packages, so it gets a folder with links, in which they lie as they are imported.
-types: $(VENV)/installed-test
+types: $(VENV)/installed-lint
 	rm -rf build/types && mkdir -p build/types/jaxserve
 	cd build/types/jaxserve && ln -s ../../../jaxserve/* ../../../server ../../../checkpoints ../../../pallas_kernels .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
-format: $(VENV)/installed-test
+format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -84,9 +83,9 @@ $(VENV)/installed: pyproject.toml
 	$(PIP_INSTALL) -e .
 	touch $@
 
-$(VENV)/installed-test: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL_FOR_TESTS) -e ".[$(TEST_EXTRA)]" $(EXTRA)
+$(VENV)/installed-%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL_FOR_TESTS) -e ".[$*]" $(EXTRA)
 	touch $(VENV)/installed $@
 
 clean:

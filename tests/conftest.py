@@ -17,6 +17,7 @@ FLAGS = (
     "--xla_cpu_use_fusion_emitters=false",
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+MOST_MAPS = 20_000  # of the process's memory, at the end of a module
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
 
@@ -30,6 +31,7 @@ import pytest  # noqa: E402
 
 from jaxserve.devices.compile_cache import enable_compile_cache  # noqa: E402
 
+gc.set_threshold(50_000, 20, 50)  # tracing makes many objects and no garbage that has to be found early
 enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -40,7 +42,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Of what -m has chosen, --most-cases keeps at most N cases of each test, evenly spread over its parameters."""
+    """Of what -m has chosen, --most-cases keeps at most N cases of each test, evenly spread over its parameters. Of a
+    test that is marked with `compiles` it keeps the first."""
     most = config.getoption("most_cases")
     if most is None:
         return
@@ -49,7 +52,7 @@ def pytest_collection_modifyitems(config, items):
         tests[item.nodeid.partition("[")[0]].append(item)
     kept = set()
     for cases in tests.values():
-        count = min(most, len(cases))
+        count = 1 if cases[0].get_closest_marker("compiles") else min(most, len(cases))
         kept.update(cases[i * len(cases) // count] for i in range(count))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
@@ -57,11 +60,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_executables():
-    """Frees a module's executables at its end. Each one of XLA's CPU backend has tens of memory maps, and a process
-    that reaches the kernel's limit of 65,530 maps dies of a segmentation fault."""
+    """Frees executables at a module's end if there are many. Each one of XLA's CPU backend has tens of memory maps, and
+    a process that reaches the kernel's limit of 65,530 maps dies of a segmentation fault."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    if len(Path("/proc/self/maps").read_bytes().splitlines()) > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

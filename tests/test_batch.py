@@ -85,6 +85,7 @@ def whole(source, model_folders):
     return target
 
 
+@pytest.mark.slow
 def test_every_request_is_answered(whole):
     given = answers(whole)
     wrong = {name: given.pop(name) for name in WRONG}
@@ -282,6 +283,7 @@ def test_output_of_another_batch(refused, whole, tmp_path):
     assert whole.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_lines_that_are_no_requests_of_a_batch(model_folders, tmp_path):
     """Invalid lines get errors as answers, and the others answers with the model's name."""
     folder = str(model_folders(CASE))

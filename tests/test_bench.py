@@ -107,6 +107,7 @@ def test_client_reads_chunks_cut_anywhere(piece):
     assert events == [b"abc", b"[DONE]"]
 
 
+@pytest.mark.slow
 def test_a_run_against_a_server(tmp_path, capsys):
     results, picture = tmp_path / "results.json", tmp_path / "plot.png"
     with running_server(DEMO, tmp_path / "log", engine="ParrotEngine", config={"max_model_len": 256}) as server:

@@ -290,6 +290,7 @@ def test_unknown_models(monkeypatch, call, tmp_path):
         assert err.startswith(f"jaxserve: {message}")
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_the_hub():
     code, out, (*_, line) = run("generate", "some-org/no-such-model", "x")
     assert (code, out) == (1, "")
@@ -369,6 +370,7 @@ def say(small_llm, call, monkeypatch):
     return say
 
 
+@pytest.mark.slow
 def test_generate_reads_standard_input(say, small_llm):
     code, out, err = say("generate", "x", "-", *GREEDY, stdin="in the beginning")
     (result,) = small_llm.generate("in the beginning", SamplingParams(temperature=0, max_tokens=12), progress=False)
@@ -423,6 +425,7 @@ def test_models(model_folders, call, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_inspect(model_folders, call):
     """The report before loading agrees with the loaded engine."""
     folder = model_folders(CASE)

@@ -155,6 +155,7 @@ def test_what_failed_is_tried_again_by_the_next_call(tmp_path, monkeypatch):
     assert seen == [{"stage": "device", "status": "running", "seconds": 3.0, "rows": [], "facts": {}}]
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_costs_the_stage_its_time(stages):
     found = stages("""
 with record.row("a"): pass
@@ -166,6 +167,7 @@ with record.row("b"): time.sleep(60)
     assert found["at"] == "b"
 
 
+@pytest.mark.slow
 def test_what_the_end_of_a_call_interrupts_is_done_by_the_next_one(stages, monkeypatch, tmp_path):
     monkeypatch.setattr(first_light, "GRACE", 2)
     program = """
@@ -204,6 +206,7 @@ def keys_of(document):
 # --- the stages ---
 
 
+@pytest.mark.slow
 def test_the_cases_of_a_device_begin_with_what_matters_most():
     cases = list(correctness.cases(Device("gpu", "NVIDIA H200", (9, 0)), rehearse=False))
     names = [case.key for case in cases]
@@ -216,6 +219,7 @@ def test_the_cases_of_a_device_begin_with_what_matters_most():
     assert len(correctness.LARGE.decodes) > 48, "so many that rows are not split"
 
 
+@pytest.mark.slow
 def test_the_cases_have_every_kernel_in_the_forms_that_engines_use():
     keys = [case.key for case in correctness.cases(Device("gpu", "NVIDIA H200", (9, 0)), rehearse=False)]
     for kernel in ("int4 g128 shuffled, bfloat16", "int8 channel shuffled, float16", "fp8 tensor, bfloat16"):
@@ -328,6 +332,7 @@ def stand_ins(tmp_path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_stages_are_imported_with_stand_ins(stand_ins):
     modules = ", ".join(path.stem for path in (BENCHMARKS / "light").glob("*.py") if path.stem != "__init__")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([stand_ins, str(BENCHMARKS)])}
@@ -377,6 +382,7 @@ def read_device(out):
     return read(out / "device.json")["facts"]["device"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", [["correctness", "resources"], ["kernels", "peers"]], ids="-".join)
 def test_a_rehearsal(tmp_path, only):
     done = run("--out", tmp_path, "--rehearse", "--only", *only)

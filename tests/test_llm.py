@@ -67,6 +67,7 @@ def answer(shared_llm):
 # Prompts
 
 
+@pytest.mark.slow
 def test_a_prompt_in_all_its_forms(llm, answer):
     ids = llm.tokenizer.encode(TEXT)
     forms = [TEXT, ids, tuple(ids), np.asarray(ids, np.int32), {"prompt": TEXT}, {"prompt_token_ids": ids}]
@@ -411,6 +412,7 @@ def test_arguments_by_the_names_of_vllm(llm, capfd, monkeypatch):
     assert variables == [{"enable_thinking": False}] * 2
 
 
+@pytest.mark.slow
 def test_dummy_weights_need_only_a_config(tmp_path):
     config = tiny_models.CASES["llama3_gqa"].config
     (tmp_path / "config.json").write_text(json.dumps(config))

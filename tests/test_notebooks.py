@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat: pip install 'jaxserve[test-slow]'")
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install 'jaxserve[test-slow]'")
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,7 +20,7 @@ def run(monkeypatch):
         cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
         assert not any(cell.outputs or cell.execution_count for cell in cells)
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}).execute()
+        nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}).execute()
         outputs = [output for cell in cells for output in cell.outputs]
         text = "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
         return text, sum("image/png" in output.get("data", {}) for output in outputs)
@@ -27,6 +28,7 @@ def run(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_plan(run):
     text, figures = run("plan")
     assert figures == 2

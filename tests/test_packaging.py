@@ -109,6 +109,7 @@ def check_among_decoys(folder: Path, path: Path) -> None:
     run_among_decoys(folder, path, *started)
 
 
+@pytest.mark.slow
 def test_checkout_among_decoys(decoys: Path):
     check_among_decoys(decoys, ROOT)
 
@@ -149,6 +150,7 @@ def test_wheel_holds_one_package_with_every_file(wheel: Path):
     assert files == modules() | data_files()
 
 
+@pytest.mark.slow
 def test_wheel_among_decoys(wheel: Path, tmp_path: Path, decoys: Path):
     installed = tmp_path / "site-packages"
     zipfile.ZipFile(wheel).extractall(installed)

@@ -26,6 +26,8 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import load_params, read_model
 from jaxserve.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.compiles
+
 ROOT = Path(__file__).parent.parent
 TEXT = ROOT / "checkpoints" / "demo" / "calibration.txt"
 SETTINGS = {"calibration": str(TEXT), "samples": 8, "length": 64}
@@ -66,6 +68,7 @@ def distance(folder, out, tmp_path):
     return np.sqrt(np.square(got - right).mean() / np.square(right - right.mean(1, keepdims=True)).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "method"),
     [
@@ -224,6 +227,7 @@ def sparse_model(folder, layers):
     return at
 
 
+@pytest.mark.slow
 def test_memory_holds_one_layer(tmp_path):
     """A model of 16 layers takes no more than one of 2."""
     folders = [tmp_path / str(layers) for layers in (2, 16)]

@@ -16,6 +16,8 @@ import perplexity
 
 from jaxserve.llm import LLM
 
+pytestmark = pytest.mark.compiles
+
 # The others run with -m slow.
 QUICK = {("moe", "float32"), ("moe", "fp8-blocks"), ("mla", "fp8-blocks"), ("mla", "int8")}
 GOLDEN = json.loads((trained_models.TRAINED / "perplexity.json").read_text())

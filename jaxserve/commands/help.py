@@ -76,7 +76,7 @@ TOPICS = {
     "hosts": Topic(
         "Several hosts (the same command on each, with its --host-id)",
         "",
-        "coordinator num-hosts host-id command-port host-secret-file host-timeout",
+        "coordinator num-hosts host-id command-host command-port host-secret-file host-timeout",
     ),
     "roles": Topic(
         "Prefill and decode on servers of their own",

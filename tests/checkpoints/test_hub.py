@@ -66,6 +66,7 @@ def ask(hub, cache, *options, **environment):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_revisions_and_files(hub, tmp_path):
     main, old, tag, branch, short, twice, tokens = ask(
         hub,

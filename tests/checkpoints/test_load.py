@@ -256,6 +256,7 @@ def large_folder(tmp_path_factory):
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_peak_of_host_memory(large_folder, devices):

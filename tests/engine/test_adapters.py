@@ -22,6 +22,8 @@ from jaxserve.pallas_kernels.lora.reference import add_adapters
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
 
+pytestmark = pytest.mark.compiles
+
 GOLDENS = Path(__file__).parent.parent / "goldens" / "adapters"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
 LOGITS_ATOL = 1e-4
@@ -56,6 +58,7 @@ def upload(engine, place: int, path: Path) -> None:
         write()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_merged_weights(model, model_folders, monkeypatch):
     """All adapters of a checkpoint, and none, in one batch: logits and tokens of the merged weights."""
@@ -86,6 +89,7 @@ def test_merged_weights(model, model_folders, monkeypatch):
     assert [first.token_ids, second.token_ids] == [completion.token_ids for completion in unchanged]
 
 
+@pytest.mark.slow
 def test_many_adapters_without_compiling(model_folders, monkeypatch):
     """32 adapters in one batch, one of which takes the place of another between steps. Each row has the tokens that it
     has with its adapter alone. Nothing is compiled after the start."""
@@ -134,6 +138,7 @@ def distance(ours: Completion, theirs: Completion) -> float:
     return max(far)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_all", "qwen3_moe_experts"])
 def test_split_over_devices(name, model_folders, monkeypatch):
     folder = model_folders(model_of(name))

@@ -14,6 +14,8 @@ from jaxserve.engine import dispatching
 from jaxserve.engine.engine import Engine
 from jaxserve.types import Grammar, InvalidRequestError, Request
 
+pytestmark = pytest.mark.compiles
+
 CASE, RNG = "llama3_gqa", np.random.default_rng(8)
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.2}
 KINDS = [
@@ -95,6 +97,7 @@ def together(engine: Engine, crowd: list[Request], *others: Request) -> dict:
     return drain(engine)
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(engine, crowd, alone):
     """With preemption, shared prefixes, siblings and beams, and two places for six adapters."""
     before = engine.stats()

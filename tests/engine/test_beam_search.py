@@ -11,6 +11,8 @@ from tiny_models import fingerprint
 
 from jaxserve.types import InvalidRequestError
 
+pytestmark = pytest.mark.compiles
+
 RECORDED = json.loads((GOLDENS / "beams.json").read_text())
 CASE = "llama3_gqa"
 
@@ -45,6 +47,7 @@ def found(engine, *requests):
     return [[results[one.request_id, i].token_ids for i in range(one.params.n)] for one in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECORDED)
 def test_as_transformers(case, model_folders):
     requests, outputs = searches(case)
@@ -54,6 +57,7 @@ def test_as_transformers(case, model_folders):
         assert found(engine, one) == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,6 +103,7 @@ def test_log_probabilities_and_ends(model_folders):
     np.testing.assert_allclose(ours, [entry.logprob for entry in scored], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_pages_are_shared(model_folders):
     """Eight beams of a long prompt take little more than one."""
     engine = make_engine(model_folders(CASE), rows=8, tokens=256)

@@ -25,6 +25,8 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.pallas_kernels.types import Activations, PanelArray, QuantArray
 
+pytestmark = pytest.mark.compiles
+
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_pages": 40, "decode_steps": 2}
 PROMPTS = [[1, 5, 9, 200, 7], [3] * 20, [2, 400]]
 # Serves a bundle in a process whose XLA raises, and prints the tokens.
@@ -80,6 +82,7 @@ def copy(made, tmp_path) -> Path:
     return Path(shutil.copytree(made[1], tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_a_bundle_is_served_by_another_process_without_a_compiler(made):
     config, bundle = made
     assert served_without_compiler(replace(config, model=str(bundle))) == tokens_of(config)

@@ -7,6 +7,8 @@ from engines import drain, make_engine, request
 
 from jaxserve.execution import commands
 
+pytestmark = pytest.mark.compiles
+
 CASE = "tp_gqa"
 
 

@@ -14,6 +14,8 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.types import KVPages
 
+pytestmark = pytest.mark.compiles
+
 PAGES = 997  # collides with no other dimension
 BUCKETS = range(4)
 UPKEEP = Upkeep("set_slots", 8), Upkeep("count_tokens", 512), Upkeep("update_tables"), Upkeep("copy_pages")
@@ -88,6 +90,7 @@ def test_upkeep_happens_in_place(engine, name):
     check(engine.runner, name, engine.runner.cache if name.takes_cache else engine.runner.slots)
 
 
+@pytest.mark.slow
 def test_a_sharded_step_updates_cache_and_slots_in_place(make):
     engine = make(devices=2)
     assert device_bytes(engine.runner.cache) * 2 == sum(pages.data.nbytes for pages in engine.runner.cache)

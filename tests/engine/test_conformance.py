@@ -10,6 +10,8 @@ from tiny_models import CASES, fingerprint
 
 from jaxserve.models.families import families
 
+pytestmark = pytest.mark.compiles
+
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
 

@@ -10,6 +10,8 @@ from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.pallas_kernels.paged_attention.reference import MASKED
 from jaxserve.pallas_kernels.token_shares import part_weights
 
+pytestmark = pytest.mark.compiles
+
 ONE_HEAD = "llama_mqa"  # 1 key-value head, 8 query heads
 LATENT = "deepseek_v3_groups"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

@@ -13,6 +13,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.programs import StepProgram
 from jaxserve.types import Grammar, InvalidRequestError
 
+pytestmark = pytest.mark.compiles
+
 EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "llama3_gqa"
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
 slow = pytest.mark.slow
@@ -69,6 +71,7 @@ def sizes_of(groups, devices=1, whole=False):
 FEW_PAGES = {"kv_pages": 14, "page_size": 8, "max_model_len": 104, "prefill_chunk": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [

@@ -28,6 +28,8 @@ from jaxserve.models.families import read_model_config
 from jaxserve.models.load import read_model
 from jaxserve.models.rope import inverse_frequencies
 
+pytestmark = pytest.mark.compiles
+
 GOLDENS = Path(__file__).parent.parent / "goldens"
 # Norms that are split over devices, norms that need all of them, several kinds of layers, and latents.
 ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older", "deepseek_v3_groups")
@@ -51,6 +53,7 @@ def answers(engine, case, tag=""):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*(case for case in cases(ON_DEVICES) if case.values[0] not in ODD), CHUNKED])
 def test_on_two_devices(case, model_folders):
     engine = make_engine(model_folders(case), tokens=320, tensor_parallel_size=2, **CASES[case].options)
@@ -85,6 +88,7 @@ def test_in_bfloat16(case, model_folders):
     assert typical(np.abs(np.array(found) - expected)) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*cases(IN_PARTS), CHUNKED])
 def test_in_parts(case, model_folders):
     """In chunks and with too few pages for all, then once more from the cache."""
@@ -149,6 +153,7 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "architecture", "begin"),
     [
@@ -195,6 +200,7 @@ def test_minicpm_is_granite_by_other_names(model_folders, tmp_path):
     answers(make_engine(folder, tokens=320), "granite_plain_attention")
 
 
+@pytest.mark.slow
 def test_gpt2_as_it_was_first_published(model_folders, tmp_path):
     """Without the beginning of the names, and with the mask that was saved."""
     config, mask = DENSE_CASES["gpt2_inner"].config, {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}
@@ -217,6 +223,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(case=st.sampled_from(sorted(DENSE_CASES)), data=st.data())
 def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
@@ -267,6 +274,7 @@ def quantized(source, target, config):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("case", ["phi3_longrope", "falcon_40b", "glm4_sandwich"])
 def test_parts_of_quantized_tensors(case, devices, model_folders, tmp_path):

@@ -7,6 +7,8 @@ from first_difference import Tracer, first_difference
 
 from jaxserve.config import ConfigError
 
+pytestmark = pytest.mark.compiles
+
 RNG = np.random.default_rng(5)
 SHARED = RNG.integers(5, 400, 40).tolist()
 PROMPTS = [
@@ -66,6 +68,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -83,6 +86,7 @@ def test_bits_do_not_depend_on_what_else_runs(case, options, model_folders):
     assert together(folder, deterministic=True, **options) == alone(folder, deterministic=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -103,6 +107,7 @@ def test_scoring_gives_the_bits_of_sampling(case, options, model_folders):
         assert bits(scored.prompt_logprobs)[len(prompt) :] == bits(one.logprobs)
 
 
+@pytest.mark.slow
 def test_where_the_usual_mode_differs(model_folders, monkeypatch):
     """Usually decodes differ from prompts from the first layer's attention on. In the mode no layer differs."""
     prompt = PROMPTS[3]

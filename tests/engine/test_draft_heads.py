@@ -28,6 +28,8 @@ from jaxserve.speculation.step_times import Curve, StepTimes
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "draft_heads.json").read_text())
 OPTIONS = {"llama3_gqa": {}, "qwen3_untied": {"own_embed": True, "norm_before_residual": True, "speculators": True}}
 MTP = ("deepseek_v3_groups", "glm4_moe_groups")

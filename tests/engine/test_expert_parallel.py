@@ -8,6 +8,8 @@ from flax.traverse_util import flatten_dict
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.model_plan import ModelPlan
 
+pytestmark = pytest.mark.compiles
+
 PLAIN = "qwen3_moe_plain"  # 8 experts, 2 for each token, windows
 OTHERS = (
     "gpt_oss_sinks", "mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups",
@@ -22,6 +24,7 @@ def tokens_of(folder, count=None, **options):
     return [one.token_ids for one in results], engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "devices"),
     [
@@ -43,6 +46,7 @@ def test_the_same_tokens(case, devices, model_folders):
         assert {part.data.shape for part in stack.addressable_shards} == {(count // devices, out, inputs)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [

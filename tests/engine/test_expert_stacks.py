@@ -26,6 +26,8 @@ from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import reference
 from jaxserve.pallas_kernels.types import QuantArray
 
+pytestmark = pytest.mark.compiles
+
 EXPERTS, OUT, INPUTS = 8, 16, 64
 rng = np.random.default_rng(8)
 

@@ -20,6 +20,8 @@ from jaxserve.pallas_kernels.parts import Row
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.types import QuantRows
 
+pytestmark = pytest.mark.compiles
+
 PROMPT = np.random.default_rng(7).integers(5, 500, 40).tolist()
 
 
@@ -77,6 +79,7 @@ def answer(folder, devices: int, **options) -> SimpleNamespace:
 
 # Repeated KV heads; biases, which are Rows of one array; norms of queries and keys with the head tied; operations that
 # no fused kernel knows beside some that they know.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "devices"),
     [

@@ -109,6 +109,7 @@ def test_rules_that_name_each_other_in_a_long_chain(llm):
     llm.engine.grammars.check(Grammar("lark", f'start: r0\n{rules}\nr12000: "z"'))
 
 
+@pytest.mark.slow
 def test_a_refusal_is_the_requests_only_update(engine, tokenizer):
     bad = Grammar("json", '{"type": "integer", "minimum": 5, "maximum": 3}')
     for one in (bound("bad", bad, n=2), bound("good", JSON)):

@@ -16,6 +16,8 @@ from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
 from jaxserve.scheduling.row_choice import TokenBudget
 from jaxserve.types import InvalidRequestError
 
+pytestmark = pytest.mark.compiles
+
 FAMILIES = ([0] * 40, [1, 2] * 20, [3, 4, 5, 0, 1] * 8)  # prompts begin like one of these
 
 

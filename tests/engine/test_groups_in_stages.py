@@ -9,6 +9,8 @@ from same_answers import PROMPTS, check_equal
 
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 DENSE, ONE_HEAD, EXPERTS, LATENT = "llama3_gqa", "llama_mqa", "qwen3_moe_plain", "deepseek_v3_groups"
 SLOW = pytest.mark.slow
 TIGHT = {"kv_pages": 12, "page_size": 16, "max_model_len": 96, "prefill_chunk": 16}
@@ -72,6 +74,7 @@ def test_each_step_has_its_share_of_every_group(deep_folders):
     assert steady.count([0, 0, 1, 1]) >= len(steady) - 4, "but for the last ones"
 
 
+@pytest.mark.slow
 def test_grammars_and_a_failed_step(deep_folders):
     """Tokens that are drawn apart go back to their groups; those of a step that failed are forgotten."""
     folder = deep_folders(EXPERTS, 2)

@@ -18,6 +18,8 @@ from jaxserve.models.families import read_model_config
 from jaxserve.models.weights import abstract_params
 from jaxserve.types import InvalidRequestError
 
+pytestmark = pytest.mark.compiles
+
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = "qwen3_next_odd", "qwen3_next_groups"
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values

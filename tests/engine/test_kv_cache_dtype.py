@@ -6,6 +6,8 @@ from engines import drain, generate, make_engine, request
 
 from jaxserve.config import ConfigError, EngineConfig
 
+pytestmark = pytest.mark.compiles
+
 CASE = "tp_gqa"
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (1, 9, 33, 70)]
@@ -32,6 +34,7 @@ def alone(dtype, model_folders):
     return [tokens(generate(engine, one))[0] for one in requests()]
 
 
+@pytest.mark.slow
 def test_with_its_prefix_cached_and_copied(dtype, model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, kv_cache_dtype=dtype)
     assert tokens(generate(engine, *requests("first-"))) == alone
@@ -42,6 +45,7 @@ def test_with_its_prefix_cached_and_copied(dtype, model_folders, alone):
     assert drain(engine)["four", 0].token_ids == alone[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_after_preemption(dtype, devices, model_folders, alone):
     few = {"kv_pages": 12, "max_model_len": 110, "tensor_parallel_size": devices}

@@ -18,6 +18,8 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import commands
 from jaxserve.execution.signatures import Upkeep
 
+pytestmark = pytest.mark.compiles
+
 PAGE = 8
 FEW = {"rows": 4, "tokens": 32, "page_size": PAGE, "kv_pages": 40, "max_model_len": 120}
 KINDS = {  # a test model, and settings
@@ -68,6 +70,7 @@ def load_always(engine):
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_the_same(kind, model_folders, tmp_path):
     case, settings = KINDS[kind]
@@ -86,6 +89,7 @@ def test_answers_are_the_same(kind, model_folders, tmp_path):
     engine.blocks.tiers.check_integrity()
 
 
+@pytest.mark.slow
 def test_nothing_compiles_once_it_is_ready(model_folders, caplog):
     caplog.set_level(logging.INFO)
     settings = {**FEW, "kv_pages": 30, "max_num_batched_tokens": 32, "max_num_seqs": 4}
@@ -112,6 +116,7 @@ def test_copies_take_no_copy_of_the_cache(devices, model_folders):
     assert max(read.temp_size_in_bytes, write.temp_size_in_bytes) <= 3 * contents < runner.cache_bytes / 50
 
 
+@pytest.mark.slow
 def test_others_decode_while_pages_are_loaded(model_folders):
     """The loaded sequence starts with its pages, and until then each step serves the others."""
     settings = {**FEW, "kv_pages": 20, "latency_goal_ms": 0}  # one token a call
@@ -142,6 +147,7 @@ def test_others_decode_while_pages_are_loaded(model_folders):
     assert results["again", 0].num_cached == 80
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_gets_its_pages_back(model_folders):
     settings = {**FEW, "kv_pages": 26, "prefix_caching": True}
     made = [request(f"r{i}", np.random.default_rng(i).integers(5, 300, 30).tolist(), max_tokens=60) for i in range(4)]
@@ -153,6 +159,7 @@ def test_a_preempted_sequence_gets_its_pages_back(model_folders):
     assert stats.offload_hits > 30, "what was preempted was computed again"
 
 
+@pytest.mark.slow
 def test_what_takes_longer_to_load_is_computed(model_folders):
     engine = make_engine(model_folders("tp_gqa"), **FEW, **TIERS)
     engine.copies.measure(engine.shapes)
@@ -166,6 +173,7 @@ def test_what_takes_longer_to_load_is_computed(model_folders):
     assert engine.stats().offload_stored_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_tenant_does_not_find_another_s_pages(model_folders):
     engine = make_engine(model_folders("tp_gqa"), **{**FEW, "kv_pages": 24}, **TIERS)
     prompt, other = (np.random.default_rng(i).integers(5, 300, 81).tolist() for i in range(2))
@@ -218,6 +226,7 @@ def with_files(folder, path, **settings):
     return load_always(make_engine(folder, **{**FEW, **TIERS, "kv_offload_dir": str(path), **settings}))
 
 
+@pytest.mark.slow
 def test_the_next_engine_finds_the_files(model_folders, tmp_path):
     folder = shutil.copytree(model_folders("tp_gqa"), tmp_path / "model")
     engine = with_files(folder, tmp_path / "kv")
@@ -240,6 +249,7 @@ def test_the_next_engine_finds_the_files(model_folders, tmp_path):
     assert with_files(folder, tmp_path / "kv").copies.files.found == 0
 
 
+@pytest.mark.slow
 def test_damaged_files_are_not_used(model_folders, tmp_path):
     folder = model_folders("tp_gqa")
     engine = with_files(folder, tmp_path / "kv")

@@ -6,6 +6,8 @@ from engines import generate, make_engine, request
 from test_dense_models import answers
 from tiny_models import CASES
 
+pytestmark = pytest.mark.compiles
+
 DEEPSEEK = ("deepseek_v3_groups", "deepseek_v2_lite", "deepseek_v2_groups")
 WHOLE = [
     pytest.param(case, devices, marks=() if (case, devices) == (DEEPSEEK[0], 1) else pytest.mark.slow)
@@ -23,6 +25,7 @@ def plain_engine(folder, case, **options):
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "devices"), WHOLE)
 def test_whole(case, devices, model_folders):
     answers(plain_engine(model_folders(case), case, tokens=320, tensor_parallel_size=devices), case)

@@ -16,6 +16,8 @@ from jaxserve.devices import layouts
 from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels.types import QuantArray
 
+pytestmark = pytest.mark.compiles
+
 CASE = "mixtral_experts"
 
 

@@ -23,6 +23,8 @@ from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import UpkeepCalls, calls
 
+pytestmark = pytest.mark.compiles
+
 MIB = 2**20
 
 
@@ -117,6 +119,7 @@ def test_the_share_of_gpu_memory_that_jax_reserves(monkeypatch, name):
     assert (found.total, found.utilization) == (80 * MIB, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 60 * MIB // 10])
 @pytest.mark.parametrize("temporaries", [1 * MIB, 150 * MIB])
 def test_pages_are_what_all_programs_leave(start, code, temporaries):
@@ -165,6 +168,7 @@ def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
     assert all(len(completion.token_ids) == 3 for completion in completions)
 
 
+@pytest.mark.slow
 def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
     gpu = Gpu()
     monkeypatch.setattr("jaxserve.engine.sizing.Sizing.guess", lambda self: Needs(gpu.temporaries, 2 * MIB, 44 * MIB))
@@ -174,6 +178,7 @@ def test_a_good_guess_compiles_nothing_twice(start, monkeypatch):
     assert 0.95 < used(engine, gpu) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guess", [0, 10**12])
 def test_a_bad_guess_is_corrected(start, monkeypatch, guess):
     """And what does not depend on the number of pages is compiled once."""

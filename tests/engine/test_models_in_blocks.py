@@ -24,6 +24,8 @@ from jaxserve.pallas_kernels.types import BlockArray, MixedArray, QuantArray
 
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 
+pytestmark = pytest.mark.compiles
+
 Kind = gguf_files.Kind
 DEMO = Path(checkpoints.__file__).parent / "demo"
 PROMPT = np.random.default_rng(0).integers(1, 4000, 40).tolist()
@@ -42,6 +44,7 @@ def likelihoods(path, devices) -> tuple[np.ndarray, dict]:
     return np.array(found), flatten_dict(engine.runner.params, sep="/")
 
 
+@pytest.mark.slow
 def test_a_model_in_blocks(tmp_path, monkeypatch):
     """Everything stays in blocks, also where rows are fused, or split over two devices; the answers are the same."""
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind_of)

@@ -22,6 +22,8 @@ from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
+pytestmark = pytest.mark.compiles
+
 CASE = "mixtral_experts"  # 5 experts, 2 for each token
 
 
@@ -79,6 +81,7 @@ def rounded(request, tmp_path_factory, model_folders):
     return request.param, float_copy(model_folders(CASE), values, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_quantized_while_loading(rounded, devices, model_folders):
     """The same tokens as from the rounded values in a file of floats."""
@@ -91,6 +94,7 @@ def test_quantized_while_loading(rounded, devices, model_folders):
     assert answers(engine, 4) == answers(make_engine(values), 4)
 
 
+@pytest.mark.slow
 def test_panels_of_experts(model_folders):
     """With --matmul-backend auto, int8 and int4 lie in panels on a CPU; inputs are rounded, which changes little."""
     for scheme in ("int8", "int4"):
@@ -104,6 +108,7 @@ def gguf_files():
     return pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind"), [(CASE, "Q8_0"), (CASE, "F16"), ("qwen2_moe_gguf", "Q8_0"), ("wide", "Q4_K"), ("wide", "Q6_K")]
 )
@@ -128,6 +133,7 @@ def uneven(name):
     return ("Q6_K" if "w1" in name else "Q4_K") if "experts" in name else "F32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [lambda name: "Q4_K" if "experts" in name else "F32", uneven], ids=["even", "uneven"])
 def test_gguf_in_blocks(types, tmp_path, gguf_files, monkeypatch):
     """As on GPUs, stacks keep the file's width, here in plain XLA: the tokens that panels give, on one device and two;
@@ -235,6 +241,7 @@ def mxfp4_folders(case, folder, out):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_mxfp4(devices, tmp_path, model_folders):
     case = "gpt_oss_sinks"

@@ -15,6 +15,8 @@ from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.windows import Chunk
 from jaxserve.types import InvalidRequestError
 
+pytestmark = pytest.mark.compiles
+
 FAMILIES = [[family, *np.random.default_rng(family).integers(0, VOCAB, 39).tolist()] for family in range(6)]
 WINDOWS = [(None,), (6,), (None, 6, 6), (None, Chunk(8), Chunk(8))]
 

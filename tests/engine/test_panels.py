@@ -19,7 +19,7 @@ from jaxserve.pallas_kernels.cpu_panels import PanelType
 from jaxserve.pallas_kernels.types import MixedArray, PanelArray
 
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
+pytestmark = [pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler"), pytest.mark.compiles]
 
 Kind = gguf_files.Kind
 DEMO = Path(checkpoints.__file__).parent / "demo"
@@ -66,6 +66,7 @@ def wide(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_16_bits_stay_and_give_the_bits_of_float32(wide):
     short, long = load(DEMO), load(wide)
     assert all(types_of(w) == {PanelType.BF16} for w in matrices(short).values())
@@ -141,6 +142,7 @@ def test_a_plan_tells_the_form_of_each_weight(tmp_path):
     assert len(sizes) == 2, "the layers differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
 def test_4_bit_floats_take_4_bits(scheme):
     """As the plan says; the exact arithmetic is that of plain XLA."""
@@ -158,6 +160,7 @@ def test_4_bit_floats_take_4_bits(scheme):
     np.testing.assert_allclose(likelihoods(exact)[:GIVEN], likelihoods(plain)[:GIVEN], rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
 def test_integers_by_default_come_close(kind, tmp_path):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", KINDS.get(kind, lambda name: Kind.Q8_0))

@@ -14,11 +14,14 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.pipeline import check_devices
 from jaxserve.models.stages import split_layers
 
+pytestmark = pytest.mark.compiles
+
 PLAIN = "llama3_gqa"
 PP2 = {"pipeline_parallel_size": 2}
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layers", "stages", "tensor"),
     [
@@ -51,6 +54,7 @@ def test_the_same_answers(case, layers, stages, tensor, deep_folders):
 TIGHT = {"kv_pages": 12, "max_model_len": 96, "prefill_chunk": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [
@@ -83,6 +87,7 @@ def test_whole_experts(case, layers, tensor, others, deep_folders):
     assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in others
 
 
+@pytest.mark.slow
 def test_what_stages_hold(deep_folders):
     """Only the weights and the layers of the cache that are theirs; and nothing compiles after the start."""
     folder = deep_folders("llama32_tied", 5)
@@ -122,6 +127,7 @@ def test_steps_in_flight(deep_folders):
     assert max(depths) == 2  # and one more while the host waits
 
 
+@pytest.mark.slow
 def test_after_a_failed_step(deep_folders):
     """Tokens on their way back from a step that failed are forgotten."""
     folder = deep_folders(PLAIN, 2)

@@ -16,6 +16,8 @@ from jaxserve.models.pooling_files import find_task
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
+pytestmark = pytest.mark.compiles
+
 GOLDEN = np.load(pooling_models.GOLDEN)
 NOTHING = SamplingParams(max_tokens=0, ignore_eos=True)
 
@@ -103,12 +105,14 @@ def test_preempted_prompts_are_pooled_anew(name, folders):
     assert engine.stats().preemptions >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embed_last", "embed_mean"])
 def test_tensor_parallel(name, folders):
     engine = make(folders(name), tensor_parallel_size=2)
     check(name, pool(engine, pooling_models.prompts_of(name))[0])
 
 
+@pytest.mark.slow
 def test_odds_of_two_tokens(tmp_path, folders):
     """A model that generates scores by two of its tokens; its embeddings are its head as well."""
     folder = tmp_path / "model"
@@ -126,6 +130,7 @@ def test_odds_of_two_tokens(tmp_path, folders):
         make(folder, task="score", score_tokens=("no", "zq"))
 
 
+@pytest.mark.slow
 def test_everything_is_compiled_before_readiness(folders):
     """Nothing that samples is compiled, and nothing later."""
     engine = Engine.load(EngineConfig(model=str(folders("embed_last")), kv_pages=50, max_num_seqs=4,

@@ -17,6 +17,8 @@ from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
+pytestmark = pytest.mark.compiles
+
 CASE = "tp_gqa"
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (3, 40)]
@@ -55,6 +57,7 @@ def in_floats(engine) -> None:
     runner.executables.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_same_tokens_as_in_floats(model_folders, scheme, devices):
@@ -72,6 +75,7 @@ def test_same_tokens_as_in_floats(model_folders, scheme, devices):
     assert len({tuple(ids) for ids in found}) == len(found)
 
 
+@pytest.mark.slow
 def test_bytes_on_the_device(model_folders):
     """No copy in floats: what the weights take is the sum of their quantized parts."""
     sizes = {}
@@ -119,6 +123,7 @@ def test_insisting_on_a_quantization_that_is_not_there(model_folders):
         EngineConfig(model="demo", matmul_backend="cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
     """As `jaxserve quantize --method rtn` does; the tokens are those of the rounded values."""
@@ -136,6 +141,7 @@ def test_floats_are_rounded_while_they_are_loaded(model_folders, scheme):
         assert 0 < error < largest * {"int8": 1 / 250, "int4": 1 / 14, "fp8": 1 / 16}[scheme.removesuffix(DYNAMIC)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_orbax_checkpoint(model_folders, tmp_path, devices):
     """Converted, a model gives the same tokens, on one device and on two; also a quantized one."""

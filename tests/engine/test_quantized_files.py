@@ -13,6 +13,8 @@ from safetensors.numpy import save_file
 from jaxserve.pallas_kernels.cpu_panels import PanelType
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
+pytestmark = pytest.mark.compiles
+
 CASE, GROUP = "tp_gqa", 32
 RNG = np.random.default_rng(21)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (2, 37)]
@@ -63,6 +65,7 @@ def tokens_of(folder, **options) -> list[list[int]]:
     return [completion.token_ids for completion in generate(engine, *requests)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_act_order(folders, devices):
     """Inputs in the order of their groups; where query, key and value have orders of their own they become floats."""

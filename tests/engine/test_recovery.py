@@ -18,6 +18,8 @@ from jaxserve.engine.recovery import UNEXPLAINED
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 CASE = "llama3_gqa"
 RNG = np.random.default_rng(5)
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.2}
@@ -162,6 +164,7 @@ def poison_answer(monkeypatch, at):
     return bad(logprobs=1, n=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 9])
 @pytest.mark.parametrize(
     "poison",

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from engines import drain, generate, make_engine, request
 
+pytestmark = pytest.mark.compiles
+
 CASE = "tp_gqa"  # 8 query heads over 2 KV heads: with 8 devices each KV head stands on four of them
 RNG = np.random.default_rng(7)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (1, 9, 33, 70)]
@@ -38,12 +40,14 @@ def tokens(completions):
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.slow
 def test_the_reference_is_not_trivial(alone):
     assert all(len(ids) == LENGTH for ids in alone)
     assert len({tuple(ids) for ids in alone}) == len(alone)
     assert all(len(set(ids)) > 10 for ids in alone)
 
 
+@pytest.mark.slow
 def test_in_a_batch_of_32(model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=32, tokens=128, kv_pages=400)
     others = [request(f"other-{i}", RNG.integers(5, 500, 5 + i), max_tokens=50) for i in range(24)]
@@ -51,6 +55,7 @@ def test_in_a_batch_of_32(model_folders, alone):
     assert tokens(results[12 : 12 + len(alone)]) == alone
 
 
+@pytest.mark.slow
 def test_with_its_prefix_cached(model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=128)
     generate(engine, *requests("first-"))
@@ -70,12 +75,14 @@ def test_when_chunked(model_folders, alone):
     assert len(longest) > 6, "the 70-token prompts were not computed in chunks"
 
 
+@pytest.mark.slow
 def test_after_preemption(model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, kv_pages=20, max_model_len=200)
     assert tokens(generate(engine, *requests())) == alone
     assert engine.stats().preemptions > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [400, 20])
 def test_with_few_penalty_rows(pages, model_folders, alone):
     """Sequences with penalties wait for a row of token counts, and take over rows that others have used."""
@@ -93,6 +100,7 @@ def test_with_few_penalty_rows(pages, model_folders, alone):
     assert max(most) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 8])
 def test_under_tensor_parallelism(devices, model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, tensor_parallel_size=devices)
@@ -104,6 +112,7 @@ def test_under_tensor_parallelism(devices, model_folders, alone):
     assert pages.data.addressable_shards[0].data.shape[2] == max(2, devices) // devices
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt(model_folders):
     """n > 1: completion 0 is what n = 1 gives; the others differ, and repeat with the seed."""
     engine = make_engine(model_folders(CASE), rows=8, tokens=128)
@@ -150,6 +159,7 @@ def test_aborting_frees_everything(model_folders):
     assert engine.stats().num_waiting == engine.stats().num_running == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [400, 20])
 def test_asynchronous_scheduling_changes_nothing(pages, model_folders, alone):
     engine = make_engine(
@@ -267,6 +277,7 @@ def test_paused_and_aborted(model_folders):
     assert "one" not in engine.scheduler
 
 
+@pytest.mark.slow
 def test_rows_that_wait_for_the_host_draw_beside_the_loop_of_the_others(model_folders, alone):
     """Masks, beams and a queue do not stop the loop on the device, and none of it changes an answer."""
     engine = make_engine(model_folders(CASE), rows=8, tokens=64, kv_pages=400, max_model_len=200)

@@ -32,6 +32,8 @@ from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.logprobs import read_scores
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
+pytestmark = pytest.mark.compiles
+
 ROWS = SLOTS_PER_CALL
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
@@ -141,6 +143,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", FILTERS)
 @settings(max_examples=60, deadline=None)
 @given(case=filter_rows())
@@ -370,6 +373,7 @@ def test_tokens_follow_the_distribution(varied, temperature):
     assert chi_square_is_plausible(pairs, np.outer(thirds, thirds).reshape(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 4096, 50257])
 def test_the_token_drawn_has_the_largest_sum_of_logit_and_noise(vocab):
     rng = np.random.default_rng(vocab)

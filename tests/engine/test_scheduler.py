@@ -140,6 +140,7 @@ TestScheduler = SchedulerMachine.TestCase
 PRESSED = [((None,), None), ((6,), None), ((None, 6, 6), None), ((None,), 4), ((None, Chunk(8), Chunk(8)), None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("windows", "snapshots"), PRESSED)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_under_pressure(overlapped, windows, snapshots):
@@ -337,6 +338,7 @@ def test_tokens_for_prompts_beside_decodes(decodes, prompts, on_cpu, elsewhere):
     assert TokenBudget(2048, 32, bursts=False).for_prompts(decodes, prompts) == elsewhere
 
 
+@pytest.mark.slow
 def test_steps_with_prompts_take_no_longer_than_the_goal_beside_decodes():
     """By an accelerator's costs, also where many prompts wait beside few that decode; without these, steps are full."""
     cost, goal = StepCost(weights=3.5e-3, token=1.8e-5, attention=1e-6), 0.010

@@ -16,6 +16,8 @@ from jaxserve.speculation.speculator import Acceptance, Speculator
 from jaxserve.speculation.step_times import Curve, StepTimes
 from jaxserve.types import Request, SamplingParams
 
+pytestmark = pytest.mark.compiles
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 
@@ -122,6 +124,7 @@ def test_the_same_tokens(case, options, errors, model_folders, monkeypatch):
     assert counters.spec_accepted == sum(counters.spec_accepted_at)
 
 
+@pytest.mark.slow
 def test_fewer_steps_for_text_that_repeats(model_folders):
     """With measured steps, and programs that are compiled before."""
     settings = {"rows": 2, "tokens": 16, "max_model_len": 96, "decode_steps": True}

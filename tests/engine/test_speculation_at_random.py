@@ -17,6 +17,8 @@ from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 CASE, DRAFT = "llama3_gqa", "qwen3_tied"
 LOOKUP = {"num_speculative_tokens": 6, "prompt_lookup_min": 1}
 SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "kv_pages": 150}
@@ -226,6 +228,7 @@ def model(engines):
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("accept-all", "reject-all")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "most likely", *SLOWER])
 def test_sampling_follows_the_model(drafter, engines, model, monkeypatch):
     if drafter is None:
@@ -249,6 +252,7 @@ def speculate(drafter, engines, most, monkeypatch):
     engines[1].speculator = Speculator(method or Known(sampled(engines[0]), 0.0), 6, budget=64)
 
 
+@pytest.mark.slow
 def test_a_wrong_verifier_is_seen(engines, model, monkeypatch):
     """One that keeps what stands behind a proposal which was not drawn."""
     speculate("most likely", engines, model[0], monkeypatch)

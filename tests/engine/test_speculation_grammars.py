@@ -15,6 +15,8 @@ from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 CASE = "llama3_gqa"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
 GRAMMARS = [

@@ -22,6 +22,8 @@ from jaxserve.speculation import speculator
 from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 SLOW = pytest.mark.slow
 FEW_PAGES = {"kv_pages": 24}
 
@@ -107,6 +109,7 @@ def test_right_proposals_take_fewer_steps_and_nothing_compiles(deep_folders, eag
     assert 3 * steps[0.0] < steps[1.0]
 
 
+@pytest.mark.slow
 def test_text_that_a_grammar_forces(deep_folders, eager):
     """Nothing repeats, so that all proposals are what the grammar forces."""
     folder, forced = deep_folders(CASE, 4), Grammar("choice", '["a rather long text that nobody chose"]')

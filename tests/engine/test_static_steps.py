@@ -13,6 +13,8 @@ from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.scheduling.sampler import Sampler
 from jaxserve.types import Grammar, SamplingParams
 
+pytestmark = pytest.mark.compiles
+
 CASE = "tp_gqa"
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (3, 9, 40)]
@@ -56,6 +58,7 @@ def static(model_folders):
     return small(model_folders, static=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sampler_gives_the_same_tokens(kind, static, expected):
     static.ran.clear()
@@ -108,6 +111,7 @@ def test_rows_shared_out_over_devices_give_the_same_tokens(model_folders, expect
         assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
+@pytest.mark.slow
 def test_masks_beams_and_prompt_scores(model_folders):
     """What draws apart from the step, or wants its hidden states."""
     some = [
@@ -127,6 +131,7 @@ def test_masks_beams_and_prompt_scores(model_folders):
     assert [len(entry.top) for entry in one[3].logprobs] == [3] * 9
 
 
+@pytest.mark.slow
 def test_log_probabilities_beside_rows_that_want_none(model_folders):
     """A row with a mask draws apart, so that the step's own program may have none: hers come with the draw."""
     alone = request("told", PROMPTS[0], max_tokens=9, allowed_token_ids=tuple(range(5, 300)), logprobs=3)
@@ -148,6 +153,7 @@ def test_log_probabilities_are_never_left_out(model_folders):
     assert output.updates[0].finish_reason == "error"
 
 
+@pytest.mark.slow
 def test_everything_is_compiled_before_the_engine_is_ready(model_folders):
     engine = small(model_folders, static=True, forbid_compile=True, decode_steps=2, latency_goal_ms=60_000.0)
     engine.compile()

@@ -23,6 +23,8 @@ from jaxserve.execution.layer_uploads import HOST, LayerUploads, move_to_host
 from jaxserve.jax_pools import HOST_POOL
 from jaxserve.plan.deployment import Deployment
 
+pytestmark = pytest.mark.compiles
+
 PLAIN = "llama3_gqa"
 SOME = {"cpu_offload_gib": 1e-9}  # as few layers as possible: three
 ALL = {"cpu_offload_gib": 1.0}
@@ -39,6 +41,7 @@ def engine(deep_folders):
     return made
 
 
+@pytest.mark.slow
 def test_the_same_answers(engine, deep_folders, monkeypatch):
     """And at most two layers are on the devices: the one that computes, and the next one. Nothing compiles."""
     alone = answers(make_engine(deep_folders(PLAIN, 5), **TIGHT))

@@ -12,6 +12,8 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 CASE = "llama3_gqa"  # two end-of-sequence ids
 JSON = Grammar("json", json.dumps(PERSON))
 
@@ -53,6 +55,7 @@ def check_schemas(llm, count):
         checker.validate(json.loads(text))
 
 
+@pytest.mark.slow
 def test_outputs_validate_against_their_schemas(llm):
     check_schemas(llm, 40)
 
@@ -149,6 +152,7 @@ def same(results, alone):
     return True
 
 
+@pytest.mark.slow
 def test_alone_they_are_valid(alone, tokenizer):
     others = ("free", "greedy", "after")
     assert all(valid(tokenizer, one) for (name, _), one in alone.items() if not name.startswith(others))
@@ -162,6 +166,7 @@ def test_alone_they_are_valid(alone, tokenizer):
     assert max(entry.rank for entry in scored.logprobs) > 50  # raw: the model would have said something else
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

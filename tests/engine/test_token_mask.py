@@ -10,6 +10,8 @@ from jaxserve.grammars import token_mask
 from jaxserve.grammars.token_mask import AllowedTokens, TokenMask, bits_of
 from jaxserve.types import SamplingParams
 
+pytestmark = pytest.mark.compiles
+
 VOCAB = 70
 WORDS = 3
 TOKENS = st.integers(0, VOCAB - 1)

@@ -20,6 +20,8 @@ from jaxserve.execution.verifying import VerifyingRunner
 from jaxserve.pallas_kernels import ops
 from jaxserve.types import Grammar
 
+pytestmark = pytest.mark.compiles
+
 RNG = np.random.default_rng(5)
 SHARED = RNG.integers(5, 400, 40).tolist()
 PROMPTS = [
@@ -88,6 +90,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -128,6 +131,7 @@ def test_adapters(options, model_folders, tmp_path):
     assert together(load(folder, 5, max_loras=2, **options), 1) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -179,6 +183,7 @@ def test_wrong_proposals_only_cost_time(model_folders, monkeypatch):
     assert together(usual, 3) != together(usual, 4)
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_few(model_folders):
     """One step that counts; the others decode ahead. The start checks that rows have the same bits in any company."""
     engine = load(model_folders("tp_gqa"), 3)

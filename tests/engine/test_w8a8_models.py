@@ -22,6 +22,8 @@ from jaxserve.pallas_kernels.quant_matmul import reference, w8a8
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import Activations, PanelArray, QuantArray
 
+pytestmark = pytest.mark.compiles
+
 CASE = "tp_gqa"
 PROMPT = np.random.default_rng(5).integers(5, 500, 40).tolist()
 FP8 = "float8_e4m3fn"
@@ -62,6 +64,7 @@ def test_what_is_written(folder):
     }
 
 
+@pytest.mark.slow
 def test_likelihoods(folder):
     """Rounding moves them, on several devices with scales of each device's part, and none has them exact."""
     exact = likelihoods(folder, activation_quantization="none", matmul_backend="cpu")
@@ -109,6 +112,7 @@ def test_orbax_says_all_of_it(tmp_path):
     assert tuple(w.activations for _, w in sorted(orbax.describe(tmp_path).items())) == wanted
 
 
+@pytest.mark.slow
 def test_dummy_weights(model_folders):
     options = {"load_format": "dummy", "quantization": "int8-dynamic", "activation_quantization": "checkpoint"}
     assert {w.activations for w in weights_of(make_engine(model_folders(CASE), **options))} == {Activations("int8")}

@@ -19,6 +19,8 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.held_weights import Aside, HeldWeights
 from jaxserve.types import InvalidRequestError, QueueFullError
 
+pytestmark = pytest.mark.compiles
+
 CASE = "llama3_gqa"
 SLOW = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -61,6 +63,7 @@ def other(model_folders, tmp_path_factory):
     return other_weights(model_folders(CASE), tmp_path_factory.mktemp("weights") / "other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

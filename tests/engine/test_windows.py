@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request, run_all
 
+pytestmark = pytest.mark.compiles
+
 WINDOW, LONG, PAGE, STEP = 256, 32_000, 16, 1024
 MODELS = {  # a test model, what to change in its config, and the windows of its groups of layers
     "all": ("mistral_window", {}, (WINDOW,)),
@@ -55,6 +57,7 @@ def prompt(length, seed=0):
     return np.random.default_rng(seed).integers(5, 500, length).tolist()
 
 
+@pytest.mark.slow
 def test_a_long_prompt_holds_the_window_alone(model, folder):
     """Pages in use at 32,000 tokens fall by the ratio that arithmetic predicts, and the answer stays."""
     settings = {"page_size": PAGE, "tokens": STEP, "rows": 2, "max_model_len": LONG + 64}
@@ -85,6 +88,7 @@ def test_decoding_holds_the_window_alone(model, folder):
     assert max(used) <= pages_held(model, 840, WINDOW // PAGE + 2)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_found_by_the_pages_of_its_window(model, folder):
     """Of an earlier prompt only the last pages need to be cached in the groups with a window."""
     pages = pages_held(model, 5016, 150)
@@ -97,6 +101,7 @@ def test_a_prefix_is_found_by_the_pages_of_its_window(model, folder):
     assert engine.blocks.num_used == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens_per_call", [False, True])
 def test_many_with_siblings_and_beams(model, folder, tokens_per_call):
     """Under preemption, forks and beams: the same answers as with pages enough and no window's give and take."""

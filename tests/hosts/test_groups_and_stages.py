@@ -70,6 +70,7 @@ def groups(count: int, devices: int = 1, whole: bool = False) -> dict[str, Any]:
     return {"data_parallel_size": count, "tensor_parallel_size": devices, "enable_expert_parallel": whole}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "hosts", "devices", "options"),
     [

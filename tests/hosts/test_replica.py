@@ -50,6 +50,7 @@ def other_checkpoint(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_from_start_to_end(start_replica, model_folders, tmp_path):
     """Hosts that do not fit are refused, and one that comes late is waited for. Together they answer as one process
     does, also after they have slept, until one is killed. Another takes its place, until it stands still."""

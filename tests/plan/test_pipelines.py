@@ -15,6 +15,8 @@ from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
 from jaxserve.plan.stages import deployments
 from jaxserve.plan.traffic import Goal, simulate
 
+pytestmark = pytest.mark.compiles
+
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128, "vocab_size": 512,
@@ -39,6 +41,7 @@ def rooflines(folder, stages=3, **changes) -> tuple[list, PipelineRoofline]:
     return made, PipelineRoofline([Roofline(one, RATES) for one in made])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_memory_of_each_stage_is_that_of_the_engine(folder, tied):
     (folder / "config.json").write_text(json.dumps(SMALL | {"tie_word_embeddings": tied}))
@@ -59,6 +62,7 @@ def test_memory_of_each_stage_is_that_of_the_engine(folder, tied):
     assert room["cache_bytes"] in {one.cache_bytes for one in own}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [{"data_parallel_size": 2}, {"decode_context_parallel_size": 2}])
 def test_groups_in_stages_and_shared_tokens(folder, split):
     """Two stages of two groups with two devices each, or of two devices that share out the cache's tokens."""
@@ -112,6 +116,7 @@ def test_parts_of_a_prompt_are_in_several_stages(folder):
     assert long < 0.6 * prompt_seconds(whole, 6 * 64, 64)
 
 
+@pytest.mark.slow
 def test_the_scheduler_fills_the_stages_as_the_roofline_says(folder):
     """Requests that begin at once: the real scheduler in micro-batches against the formula for a full batch."""
     stages = 3

@@ -17,6 +17,8 @@ from jaxserve.plan.report import make_plan
 from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
 from jaxserve.plan.traffic import Goal, simulate
 
+pytestmark = pytest.mark.compiles
+
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128, "vocab_size": 512,
@@ -95,6 +97,7 @@ def test_roofline_grows_as_it_must(folder):
 GROUPS = {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 
+@pytest.mark.slow
 def test_groups_have_the_memory_of_the_engine(folder):
     (folder / "config.json").write_text(json.dumps(MIXTURE))
     config = settings(folder, kv_pages=40, max_num_batched_tokens=64, **GROUPS)
@@ -246,6 +249,7 @@ def test_unknown_targets_are_refused(folder):
     assert main(["plan", str(folder), "--target", "cpu", "--constants", str(folder / "none.json")]) == 1
 
 
+@pytest.mark.slow
 def test_hub_ids_need_only_the_config(tmp_path):
     with running_hub() as hub:
         hub.commit("org/small", {"config.json": json.dumps(SMALL).encode()}, "main")

@@ -102,6 +102,7 @@ def pair(engines):
     engines.proxy.change = as_it_is
 
 
+@pytest.mark.slow
 def test_answers_are_the_same(pair):
     for _ in range(2):
         counts = pair.ask()
@@ -138,6 +139,7 @@ def test_connections_that_break(pair):
     assert 0 < counts["fetch_failed"] <= 5
 
 
+@pytest.mark.slow
 def test_a_server_that_falls_silent(pair):
     """As one that is stopped in the middle of a transfer: its pings are not answered."""
 

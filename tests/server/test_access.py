@@ -125,6 +125,7 @@ def test_log_and_traces(watched):
     assert sorted(failed) == ["400", "401"]
 
 
+@pytest.mark.slow
 def test_clients_that_leave_and_answers_in_the_background(watched):
     server, spans = watched
     http = server.http(headers={"Authorization": "Bearer secret"})

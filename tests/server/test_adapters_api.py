@@ -76,6 +76,7 @@ async def texts(server, models: list[str], **options) -> list[str]:
     return [answer.choices[0].text for answer in answers]
 
 
+@pytest.mark.slow
 def test_adapters_are_models_with_a_parent(server, root):
     cards = {card.id: card.model_dump() for card in server.openai().models.list()}
     assert cards["test-model"]["parent"] is None
@@ -109,6 +110,7 @@ def test_every_endpoint_takes_an_adapter_s_name(server):
     assert {"test-model", "a0", "a1"} <= set(models["enum"])
 
 
+@pytest.mark.slow
 def test_several_completions_beams_and_prefixes_keep_to_their_adapter(server):
     """The prompt is longer than a page, so that one adapter's pages could be mistaken for another's."""
     prompt = "import os\nimport sys\n" * 6
@@ -166,6 +168,7 @@ def gauge(server) -> tuple[str, set[str], set[str]]:
     return labels["max_lora"], *names
 
 
+@pytest.mark.slow
 def test_the_gauge_names_what_runs_and_waits(server):
     names = load_all(server)[:20]
 
@@ -188,6 +191,7 @@ def test_the_gauge_names_what_runs_and_waits(server):
     wait_until(lambda: gauge(server)[1:] == (set(), set()))
 
 
+@pytest.mark.slow
 def test_loading_while_others_stream(server, root):
     """No step waits for long, and nothing compiles (the server runs with --forbid-compile)."""
     load_all(server)
@@ -302,6 +306,7 @@ def test_only_the_admin_may(server):
         assert server.http().post(path, content=b"{}", headers=form).status_code == 400
 
 
+@pytest.mark.slow
 def test_servers_without_the_flags_refuse(start_server, tmp_path):
     plain = start_server(admin_key="admin", lora_root=str(tmp_path))
     answer = load(plain, "a0")
@@ -450,6 +455,7 @@ def test_a_copy_in_float32_takes_the_place_of_bfloat16(server, tmp_path_factory)
     assert text(server, "test-model") == expected
 
 
+@pytest.mark.slow
 def test_adapters_survive_a_restart_of_the_engine(server, root):
     """Also those that were loaded while the server ran, except where the files are gone."""
     load_all(server)

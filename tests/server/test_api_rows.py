@@ -58,6 +58,7 @@ def test_usage_counts_a_prompt_once(http):
     assert usage["prompt_tokens_details"]["cached_tokens"] == 1
 
 
+@pytest.mark.slow
 def test_no_chat_template_is_the_clients_error(start_server, tmp_path):
     """`no chat template: 400`."""
     import tokenizers_for_tests as kinds

@@ -206,6 +206,7 @@ class TestBudgets:
         assert held["choices"][0]["message"]["content"].strip() == expected.strip()
         assert held["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
 
+    @pytest.mark.slow
     @needs_demo
     def test_a_form_binds_after_the_forced_end(self, start_server):
         server = start_server(engine=None, config=SMALL, reasoning_parser="deepseek_r1")

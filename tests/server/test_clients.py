@@ -50,6 +50,7 @@ class TestLangChain:
 
         return make
 
+    @pytest.mark.slow
     def test_text_whole_and_streamed(self, chat, scripted):
         model = chat(scripted, stream_usage=True)
         whole = model.invoke(say(TEXT))

@@ -186,6 +186,7 @@ class TestItems:
 
 
 class TestEvents:
+    @pytest.mark.slow
     def test_background_and_stream(self, client):
         events = list(client.responses.create(model=MODEL, input=SLOW, background=True, stream=True))
         assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -197,6 +198,7 @@ class TestEvents:
         assert again == events[5:]
         assert list(client.responses.retrieve(name, stream=True)) == events
 
+    @pytest.mark.slow
     def test_it_goes_on_when_the_client_leaves_and_can_be_followed(self, client, http):
         stream = client.responses.create(model=MODEL, input=SLOW, background=True, stream=True)
         name = next(iter(stream)).response.id

@@ -39,6 +39,7 @@ def get(server, path: str) -> tuple[int, str | None]:
     return answer.status_code, None if answer.is_success else error_of(answer)["code"]
 
 
+@pytest.mark.slow
 def test_silent_connections_count_and_time_out(start_server):
     server = start_server(max_connections=4, client_timeout=3)
     with contextlib.ExitStack() as stack, server.http() as early:
@@ -53,6 +54,7 @@ def test_silent_connections_count_and_time_out(start_server):
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_no_more_than_the_reserve(start_server):
     """Beyond it sockets are closed at once, so that they cannot use up the files of the process."""
     server = start_server(max_connections=2, client_timeout=10)
@@ -67,6 +69,7 @@ def test_no_more_than_the_reserve(start_server):
         wait_until(lambda: get(server, "/health")[0] == 200, seconds=20)
 
 
+@pytest.mark.slow
 def test_connections_of_one_address(start_server):
     server = start_server(max_connections_per_address=3)
     with contextlib.ExitStack() as stack:

@@ -164,6 +164,7 @@ def test_bad_frames_cost_only_their_sender(path, config):
         asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_front_that_does_not_read_holds_up_the_work_and_loses_nothing(path, config, monkeypatch):
     monkeypatch.setattr(connected_front, "MAX_BACKLOG", 2000)
     wanted = 10 * 20_000

@@ -68,6 +68,7 @@ def start(hostile: Path, command: list[str], *flags: str) -> ServerUnderTest:
     return ServerUnderTest(process, port, ".", log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["console script", "entry"])
 def test_a_server_runs_nothing_of_the_folder_it_is_in(hostile, way):
     script = hostile.parent / "bin" / "jaxserve"

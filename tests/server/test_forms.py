@@ -306,6 +306,7 @@ def test_a_recursive_model_is_one_all_the_way_down(server, client, ids):
 # Tools together with a form
 
 
+@pytest.mark.slow
 def test_a_model_that_may_call_calls_or_holds_to_the_form(client, ids):
     kinds = set()
     tools = [tool("tell", PERSON)]
@@ -377,6 +378,7 @@ def test_white_space_cannot_go_on_for_ever(server, client, ids, chosen):
     assert choice.finish_reason in ("stop", "tool_calls")
 
 
+@pytest.mark.slow
 def test_allowed_tools(client, ids):
     tools = [tool(name, PERSON) for name in ("a", "b", "c")]
     for mode in ("auto", "required"):

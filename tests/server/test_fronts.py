@@ -108,6 +108,7 @@ ADMIN = {"Authorization": "Bearer admin", "Content-Type": "application/json"}
 class TestLimits:
     """What one front may do depends on what all of them do."""
 
+    @pytest.mark.slow
     def test_processes(self, two):
         assert {kind: len(found) for kind, found in children(two).items()} == {"front": 2, "engine": 1}
 
@@ -155,6 +156,7 @@ class TestLimits:
             refused = of_each_front(two, lambda client: client.post("/v1/completions", json=BODY, headers=OTHER), 2)
             assert {answer.status_code for answers in refused.values() for answer in answers} == {503}
 
+    @pytest.mark.slow
     def test_connections(self, two):
         with contextlib.ExitStack() as stack:
             for _ in range(41):
@@ -190,6 +192,7 @@ def three(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
 class TestResponses:
     """Those of one front are known to all."""
 
+    @pytest.mark.slow
     def test_conversation(self, three):
         first = three.openai().responses.create(model="test-model", input="SAY(one)SAY")
 
@@ -232,6 +235,7 @@ class TestResponses:
         assert numbers.count(0) == 6
         wait_until(lambda: three.metric("num_requests_running") == 0)
 
+    @pytest.mark.slow
     def test_background_of_a_front_that_dies(self, three):
         body = {"model": "test-model", "input": SLOWLY, "background": True}
         names = [httpx.post(three.url + "/v1/responses", json=body).json()["id"] for _ in range(2)]
@@ -346,6 +350,7 @@ def busy_front(server) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed(start_server):
     """It is started once, and every front recovers."""
     server = start_server("SlowEngine", access_log=True, api_server_count=3, config={"max_model_len": 2048})
@@ -391,6 +396,7 @@ def test_a_front_that_hangs_is_replaced(start_server):
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_sigterm_drains(start_server):
     """Running requests of all fronts end by themselves; then all processes do, the engine last."""
     server = start_server("SlowEngine", access_log=True, api_server_count=2)
@@ -437,6 +443,7 @@ def test_all_end_with_their_parent(start_server, monkeypatch, request):
     assert not list(folder.glob("jaxserve-*"))
 
 
+@pytest.mark.slow
 def test_what_no_front_can_do_ends_the_server(start_server, tmp_path):
     server = start_server(api_server_count=2, ready=False, config={"model": str(tmp_path)})  # has no tokenizer
     assert server.process.wait(60) == 1
@@ -484,6 +491,7 @@ def test_the_real_engine(tmp_path):
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_the_number_is_checked(start_server):
     server = start_server(api_server_count=0, ready=False)
     assert server.process.wait(60) == 1

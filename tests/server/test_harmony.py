@@ -286,6 +286,7 @@ def streamed(server, text: str, **options) -> tuple[str, str, list, str]:
     return reasoning, content, calls, reason
 
 
+@pytest.mark.slow
 def test_chat(server):
     whole = ask(server, ANSWER)
     message = whole.choices[0].message
@@ -462,6 +463,7 @@ def test_messages(server):
     assert (plain.content[1].text, plain.stop_reason) == ("Four.", "end_turn")
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_reasoning_and_keeps_the_answer(tmp_path, capsys):
     """`jaxserve chat`: the answer alone becomes part of the conversation."""
     kinds.save_byte_level(tmp_path, TEMPLATE)

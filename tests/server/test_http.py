@@ -337,6 +337,7 @@ def test_no_cors_by_default(http):
     assert not any(name.startswith("access-control") for name in response.headers)
 
 
+@pytest.mark.slow
 def test_long_prompts_come_to_the_engine_with_the_hashes_of_their_pages(start_server):
     server = start_server("HashingEngine", config={"max_model_len": 10_000})
     long, short = [5] * 5001, [6] * 40
@@ -348,6 +349,7 @@ def test_long_prompts_come_to_the_engine_with_the_hashes_of_their_pages(start_se
             assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_most_alternatives_of_a_token(start_server):
     server = start_server(config={"max_model_len": 256, "max_logprobs": 3})
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True}

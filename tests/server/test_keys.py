@@ -65,6 +65,7 @@ def test_keys_of_a_file_have_salts_and_limits(start_server, tmp_path):
     assert httpx.get(server.url + "/v1/models", headers={"x-api-key": "one"}).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "salt", "shared"), [(["a", "b"], False, True), (["a"], None, True), (["a"], True, True)]
 )
@@ -170,6 +171,7 @@ def test_who_sees_the_requests_of_all(shared):
     assert get(shared, "/v1/models", "ann-key").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_prompt_of_another_key_is_not_found(shared):
     """Its tokens are computed anew, so that neither cached_tokens nor the time tells of it."""
     prompt = list(range(50, 150))
@@ -189,12 +191,14 @@ def test_no_process_shows_a_key(shared):
     assert "-key" not in shared.log.read_text()
 
 
+@pytest.mark.slow
 def test_open_metrics(start_server):
     server = start_server(api_keys=["one", "two"], open_metrics=True)
     assert httpx.get(server.url + "/metrics").status_code == 200
     assert {get(server, path, None).status_code for path in ("/load", "/pool")} == {401}
 
 
+@pytest.mark.slow
 def test_a_single_key_sees_all(start_server):
     """There is nobody else whom it could tell of."""
     server = start_server(api_keys=["one"])
@@ -202,6 +206,7 @@ def test_a_single_key_sees_all(start_server):
     assert {get(server, path, None).status_code for path in MONITORS} == {401}
 
 
+@pytest.mark.slow
 def test_admin_endpoints(start_server, tmp_path):
     """`admin endpoints are off by default with a key of their own`; not for forms of other pages; once a second."""
     server = start_server("CachingEngine", api_keys=["user"], admin_key="admin", config={"profile_dir": str(tmp_path)})
@@ -219,6 +224,7 @@ def test_admin_endpoints(start_server, tmp_path):
     assert post(server, key="admin", max_tokens=1).status_code == 401
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_is_reset(start_server):
     server = start_server("CachingEngine", admin_key="admin")
     assert [cached(server) for _ in range(2)] == [0, 2]

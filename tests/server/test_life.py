@@ -55,6 +55,7 @@ def test_streams_arrive_token_by_token(slow):
     assert times[-1] - times[0] > 0.2
 
 
+@pytest.mark.slow
 def test_health_while_loading(start_server):
     server = start_server("SlowLoadingEngine", ready=False)
     wait_until(lambda: server.status("/health") is not None, seconds=30)
@@ -70,6 +71,7 @@ def test_health_while_loading(start_server):
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_signal_while_loading(start_server):
     server = start_server("SlowLoadingEngine", ready=False)
     wait_until(lambda: server.status("/health") == 503, seconds=30)
@@ -78,6 +80,7 @@ def test_signal_while_loading(start_server):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_engine_that_does_not_start(start_server):
     server = start_server("BrokenConfigEngine", ready=False)
     assert server.process.wait(20) == 1
@@ -125,6 +128,7 @@ def test_engine_death(start_server):
     assert http.post("/v1/completions", json={**BODY, "max_tokens": 5}).status_code == 200
 
 
+@pytest.mark.slow
 def test_queue_full(start_server):
     server = start_server("SlowEngine", config={"max_waiting": 1, "max_model_len": 2048})
     with server.http().stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
@@ -137,6 +141,7 @@ def test_queue_full(start_server):
     assert server.metric("admission_rejections_total") == 1
 
 
+@pytest.mark.slow
 def test_api_keys(start_server):
     server = start_server(api_keys=["first", "second"])
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
@@ -150,6 +155,7 @@ def test_api_keys(start_server):
         server.openai().models.list()
 
 
+@pytest.mark.slow
 def test_body_limit(start_server):
     server = start_server(max_body_bytes=1000)
     body = json.dumps({**BODY, "prompt": "x" * 2000}).encode()
@@ -187,6 +193,7 @@ def test_drain_lets_running_requests_finish(start_server):
     assert server.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_drain_ends_what_takes_too_long(start_server):
     server = start_server("SlowEngine", config={"max_model_len": 2048}, drain_seconds=0.3)
     thread, answers = in_background(server, {**BODY, "stream": True})
@@ -198,6 +205,7 @@ def test_drain_ends_what_takes_too_long(start_server):
     assert server.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_restart_on_a_socket_that_stays(start_server):
     """Whoever was accepted gets an answer or an error; whoever comes meanwhile waits for the next process."""
     body = {**BODY, "max_tokens": 30}
@@ -227,6 +235,7 @@ def test_restart_on_a_socket_that_stays(start_server):
         assert second.stop() == 0
 
 
+@pytest.mark.slow
 def test_exit_waits_for_no_client(start_server):
     """Neither for one who has not sent all, who gets a 503, nor for one who does not read."""
     server = start_server("SlowEngine", config={"max_model_len": 2048}, drain_seconds=3)
@@ -247,6 +256,7 @@ def test_exit_waits_for_no_client(start_server):
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_second_signal_exits_at_once(start_server):
     server = start_server("SlowEngine", config={"max_model_len": 2048})
     with server.http().stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
@@ -258,6 +268,7 @@ def test_second_signal_exits_at_once(start_server):
         assert server.process.wait(2) == 1
 
 
+@pytest.mark.slow
 def test_engine_goes_when_the_server_is_killed(start_server):
     server = start_server()
     children = subprocess.run(

@@ -38,6 +38,7 @@ def error_of(response: httpx.Response) -> dict:
     return error
 
 
+@pytest.mark.slow
 def test_requests_at_a_time_under_a_key(start_server, tmp_path):
     path = tmp_path / "keys"
     path.write_text("one a\ntwo b 1\n")
@@ -85,6 +86,7 @@ def test_completions_count_under_a_key(start_server, tmp_path):
     wait_until(lambda: post(server, key="two", n=4, max_tokens=1).status_code == 200, seconds=3)
 
 
+@pytest.mark.slow
 def test_priorities_are_within_the_bounds_of_a_key(start_server, tmp_path):
     path = tmp_path / "keys"
     path.write_text("one a\nvip b - -10\n")
@@ -122,6 +124,7 @@ def test_a_flood_of_one_key_leaves_others_their_turn(start_server, tmp_path):
         assert ended == 500
 
 
+@pytest.mark.slow
 def test_request_timeout(start_server):
     server = start_server("SlowEngine", config={"max_model_len": 2048}, request_timeout=0.5)
     begin = time.monotonic()
@@ -135,6 +138,7 @@ def test_request_timeout(start_server):
     assert post(server, max_tokens=2).status_code == 200
 
 
+@pytest.mark.slow
 def test_too_many_connections(start_server):
     """`Limits on … connections`: 503 in the shape of all errors, and /health goes on."""
     server = start_server("SlowEngine", config={"max_model_len": 2048}, max_connections=2)
@@ -151,6 +155,7 @@ def test_too_many_connections(start_server):
     assert server.metric("admission_rejections_total") >= 1
 
 
+@pytest.mark.slow
 def test_long_head(start_server):
     server = start_server(max_header_bytes=4096)
     assert httpx.get(server.url + "/version", headers={"x": "y" * 1000}).status_code == 200
@@ -158,6 +163,7 @@ def test_long_head(start_server):
         httpx.get(server.url + "/version", headers={"x": "y" * 2_000_000}).raise_for_status()
 
 
+@pytest.mark.slow
 def test_many_bodies_at_once(start_server):
     """`Everything countable in a request is bounded`: what is on its way too; short requests are taken all the same."""
     server = start_server(max_body_bytes=100_000)
@@ -204,6 +210,7 @@ def test_requests_that_do_not_come(impatient, begin):
         assert ("code" in error) == (b"messages" not in begin)
 
 
+@pytest.mark.slow
 def test_connections_that_keep_their_time(impatient):
     """Neither an idle connection nor an answer that takes long has to do with it."""
     with impatient.http() as client:
@@ -213,6 +220,7 @@ def test_connections_that_keep_their_time(impatient):
         assert client.post("/v1/completions", json=BODY | {"max_tokens": 50}).status_code == 200
 
 
+@pytest.mark.slow
 def test_readers_that_take_nothing_are_disconnected(impatient):
     """Their requests, of 40 s, end with it."""
     body = json.dumps(BODY | {"stream": True, "n": 64, "logprobs": 20}).encode()
@@ -251,6 +259,7 @@ def everything(client: socket.socket) -> bytes:
     return b"".join(iter(lambda: client.recv(2**16), b""))
 
 
+@pytest.mark.slow
 def test_files(start_server):
     """As many as connections need, though most systems begin with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -266,6 +275,7 @@ def test_files(start_server):
         assert httpx.get(server.url + "/version", timeout=5).status_code == 200
 
 
+@pytest.mark.slow
 def test_https(start_server, tmp_path):
     certificate, key = make_certificate(tmp_path)
     server = start_server(ready=False, ssl_certfile=str(certificate), ssl_keyfile=str(key))

@@ -37,6 +37,7 @@ def mapped(process: int) -> set[str]:
     return {Path(line.split(maxsplit=5)[5]).name for line in lines if len(line.split(maxsplit=5)) > 5}
 
 
+@pytest.mark.slow
 def test_memory_beside_weights_and_cache(server):
     """All processes together, pages that they share counted once (Pss), after requests of several kinds."""
     with server.http() as client:

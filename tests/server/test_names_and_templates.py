@@ -51,6 +51,7 @@ def prompt_of(http, **body) -> str:
     return http.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"]
 
 
+@pytest.mark.slow
 def test_several_names(named):
     """All are listed, the first is the default and the metrics' label, and answers carry the name asked for."""
     http, client = named.http(), named.openai()
@@ -139,6 +140,7 @@ def test_a_template_that_is_missing_ends_the_start(capsys):
     assert "/nowhere/template.jinja' cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_variables_that_requests_do_not_set(start_server):
     """They have the operator's values."""
     template = "{{ x }}{{ enable_thinking }}"
@@ -270,6 +272,7 @@ def test_no_sampling_is_greedy(tmp_path):
         assert GenerationDefaults.load(tmp_path).temperature == temperature
 
 
+@pytest.mark.slow
 def test_a_proxy_that_serves_the_server_below_a_path(start_server):
     """Whether the proxy takes its path off requests or not, checks and answers are those of the same paths without."""
     server = start_server("CachingEngine", root_path="/v1/llm", api_keys=["a", "b"], admin_key="admin")

@@ -71,6 +71,7 @@ def test_own_origins(parrot):
     assert ask(parrot, origin="https://llm.example", sec_fetch_site="same-origin") == (200, None)
 
 
+@pytest.mark.slow
 def test_allowed_hosts_and_origins(start_server):
     server = start_server(allowed_hosts=["LLM.example"], cors_origins=["https://app.example"])
     assert ask(server, host="llm.example:80") == (200, None)
@@ -82,6 +83,7 @@ def test_allowed_hosts_and_origins(start_server):
     assert httpx.options(server.url + "/v1/completions", headers=asked).status_code == 200
 
 
+@pytest.mark.slow
 def test_servers_for_others(start_server):
     """One on all addresses is called by many names, and still obeys no page of another site."""
     server = start_server(host="0.0.0.0")
@@ -90,6 +92,7 @@ def test_servers_for_others(start_server):
     assert ask(server, host="llm.example", origin="https://evil.example") == (403, "unknown_origin")
 
 
+@pytest.mark.slow
 def test_an_inherited_listener(start_server):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
@@ -98,6 +101,7 @@ def test_an_inherited_listener(start_server):
         assert ask(server, host="evil.example") == (421, "unknown_host")
 
 
+@pytest.mark.slow
 def test_a_key_is_enough(start_server):
     """Which a page of another site does not have."""
     server = start_server(api_keys=["secret"])

@@ -48,6 +48,7 @@ def vectors(answer):
     return np.array([item.embedding for item in answer.data], np.float32)
 
 
+@pytest.mark.slow
 def test_all_forms_of_input(embedder, folders, offline):
     client, tokenizer = embedder.openai(), load_tokenizer(folders["embed_last"])
     ids = [tokenizer.encode(text) for text in TEXTS]
@@ -156,6 +157,7 @@ def test_scores_and_ranks(scorer, folders):
     assert cut.json()["usage"]["prompt_tokens"] == 256
 
 
+@pytest.mark.slow
 def test_descriptions(embedder, scorer):
     """/openapi.json has the endpoints that the model is for, and /server_info its task."""
     for server, task, path in ((embedder, "embed", "/v1/embeddings"), (scorer, "score", "/v2/rerank")):

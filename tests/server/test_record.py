@@ -30,6 +30,7 @@ def recorded(tmp_path_factory, request):
     return file
 
 
+@pytest.mark.slow
 def test_a_server_s_records_are_equal_when_they_run_again(recorded, capsys):
     lines = [json.loads(line) for line in recorded.read_text().splitlines()]
     assert len(lines) == 4

@@ -85,6 +85,7 @@ def test_an_engine_that_is_killed_is_started_again(start_server):
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_while_it_restarts(start_server, tmp_path):
     """What comes meanwhile is told to try again, and /health says why. It gives up after so many attempts."""
     kinds.save_byte_level(tmp_path)
@@ -112,6 +113,7 @@ def test_while_it_restarts(start_server, tmp_path):
     assert "the engine died 3 times in 10 minutes, the last time: the model is broken" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_without_restarts_the_server_ends_with_its_engine(start_server):
     server = start_server("MarkedEngine", engine_restarts=0)
     answer = ask(server, BODY | {"prompt": [66, 1]})
@@ -150,6 +152,7 @@ def test_watchdog(start_server):
     assert server.metric("engine_restarts_total") == 2
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_does_not_outlive_its_server(start_server):
     server = start_server()
     os.kill(engine := engine_of(server), signal.SIGSTOP)
@@ -203,6 +206,7 @@ def test_long_names_of_temporary_folders(start_server, tmp_path, monkeypatch):
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_full_pipe_holds_nobody_up(tiny_model_folder):
     """Neither that of the access log nor that of the other messages, also not at the end."""
     port = free_port()

@@ -37,6 +37,7 @@ class Balancer:
         self._thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 2.0])
 def test_rolling_restart(start_server, delay):
     """With --drain-delay no request is refused, and without it some are."""

@@ -57,6 +57,7 @@ def test_long_prompt_logprobs_are_written_beside_the_loop():
     assert gap < whole / 4
 
 
+@pytest.mark.slow
 def test_a_client_that_hardly_reads(start_server):
     """Its request pauses, so that the front holds little for it; and all of the answer comes once it does read."""
     count = 30_000

@@ -184,6 +184,7 @@ def test_letters_tell_more_than_the_length():
     assert tokenizer.fewest_tokens("\u00e9" * 12_800) == 100  # of which a normalizer could make anything
 
 
+@pytest.mark.slow
 def test_long_texts_let_other_threads_go_on(byte_level):
     """The plain call keeps Python's lock until it is done, and with it the event loop."""
     text = " ".join(random.Random(0).choices(["the", "dog", "Zurich", "naïve", "0.75", "\n\n"], k=300_000))

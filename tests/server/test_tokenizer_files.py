@@ -272,6 +272,7 @@ def test_a_kept_tokenizer_is_the_one_that_transformers_read(kind, tmp_path):
     assert not isinstance(load_tokenizer(model)._hf, KeptTokenizer), "transformers may read it in another way now"
 
 
+@pytest.mark.slow
 def test_a_kept_tokenizer_needs_transformers_only_for_chats(tmp_path):
     shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / BUNDLE).touch()

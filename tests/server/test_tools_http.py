@@ -276,6 +276,7 @@ def test_allowed_tools(client):
         assert [call.function.name for call in result.message.tool_calls] == ["get_weather"]
 
 
+@pytest.mark.slow
 def test_response_field_by_flag(start_server, tmp_path):
     import tokenizers_for_tests as kinds
 
@@ -291,6 +292,7 @@ def test_response_field_by_flag(start_server, tmp_path):
         ask(server.openai(), "x", tools=[WEATHER])
 
 
+@pytest.mark.slow
 def test_marks_of_reasoning_that_are_special_tokens(start_server, tmp_path):
     """They stay in the text until the reasoning is found, although special tokens are left out of answers."""
     import tokenizers_for_tests as kinds

@@ -77,6 +77,7 @@ def is_sleeping(server) -> bool:
     return httpx.get(f"{server.url}/is_sleeping", headers=ADMIN).json()["is_sleeping"]
 
 
+@pytest.mark.slow
 def test_new_weights(server):
     first, old, version = facts(complete(server))
     compiled = server.metric("executables")
@@ -145,6 +146,7 @@ def test_new_weights_wake_the_engine_up(server):
     assert facts(complete(server)) == first
 
 
+@pytest.mark.slow
 def test_who_may_do_it(server, parrot, start_server):
     for path in ("/sleep", "/wake_up", "/update_weights"):
         assert httpx.post(server.url + path, json={}).status_code == 401
@@ -174,6 +176,7 @@ def test_what_is_refused_changes_nothing(server, root, tmp_path):
     assert not is_sleeping(server)
 
 
+@pytest.mark.slow
 def test_requests_that_run_and_requests_that_come(server):
     """Running requests end with the old weights, new ones wait for the new ones. A change is given up if a request runs
     for too long, and aborts those that run if it may."""
@@ -214,6 +217,7 @@ def test_requests_that_run_and_requests_that_come(server):
         assert post(server, "/wake_up").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_load_of_streams_loses_no_request(server):
     """Weights are replaced again and again under load. Each answer is that of one of the weights, as its version says;
     nothing is lost or refused."""
