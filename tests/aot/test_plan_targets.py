@@ -37,6 +37,7 @@ def published():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h200x1", "v6e-8"])
 def test_compiled_plan(target, tmp_path):
     devices = len(devices_of(target))

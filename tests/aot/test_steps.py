@@ -300,6 +300,7 @@ def test_steps_of_narrow_weights(target, scheme, tmp_path):
     check(runner, StepShape.of(PROMPT_TOKENS, 64, page_size, decode_only=False), 2, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "layers"),
     [
@@ -313,6 +314,7 @@ def test_steps_of_llama_70b_in_int4(target, layers, tmp_path):
     check(runner, StepShape.of(PROMPT_TOKENS, 64, 16, decode_only=False), layers, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "backend", "page_size"), [TARGETS[0], TARGETS[2], TARGETS[4]])
 def test_buckets_for_a_budget_that_is_no_multiple_of_8(target, backend, page_size, tmp_path):
     """What kernels refuse they refuse at lowering; buckets are rounded up, though kernels take any number."""

@@ -208,6 +208,7 @@ def test_from_heads_queries_to_heads_results(backend, expand, rows):
     assert ("expanded_attention" in program) == (expand and not options["decode_only"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_disk_cache")
 @pytest.mark.parametrize("target", ["h200x1", "v5e-1", "v6e-1"])
 def test_the_expanded_form_compiles_with_blocks_alone_expanded(target):
