@@ -1,10 +1,10 @@
 # make serve   install into .venv and serve the bundled demo model on http://127.0.0.1:8000
-# make test    install the test extra and run two cases of each test, but those of kernels
+# make test    install the test extra and run two cases of each test (one if it compiles), but those of kernels
 # make test-all   all cases of these tests; more than an hour
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
-# make slow    two cases of each test that takes minutes, also of kernels; all cases, for hours: make slow CASES=
+# make slow    two cases of each test that is marked as slow, also of kernels; all cases, for hours: make slow CASES=
 
 PYTHON ?= python3
 VENV ?= .venv

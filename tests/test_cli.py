@@ -149,7 +149,8 @@ def test_help_on_a_topic_and_on_a_flag(call):
     code, text, _ = call("serve", "--help=hosts")
     assert code == 0
     assert re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE) == [
-        "--coordinator", "--num-hosts", "--host-id", "--command-port", "--host-secret-file", "--host-timeout"
+        "--coordinator", "--num-hosts", "--host-id", "--command-host", "--command-port", "--host-secret-file",
+        "--host-timeout",
     ]  # fmt: skip
     for word in ("kv-pages", "--kv-pages", "kv_pages", "num-gpu-blocks-override"):
         code, text, _ = call("serve", f"--help={word}")

@@ -126,6 +126,7 @@ def test_packages_import_one_way(package):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_modules_have_no_circle_of_imports():
     """Considers only imports that run when a file is imported."""
     assert not circles({name: needs(name) for name in MODULES})

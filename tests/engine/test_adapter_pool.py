@@ -20,6 +20,7 @@ def running(simulation: Simulation) -> list[str | None]:
     return [seq.adapter.name if seq.adapter else None for seq in simulation.scheduler.running]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_64_adapters_in_8_places(overlapped, speculates):

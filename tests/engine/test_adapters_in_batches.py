@@ -109,6 +109,7 @@ def test_company_changes_nothing(engine, crowd, alone):
         assert len({tuple(alone[f"{kind}-{name}", 0][0]) for name in [None, *map("a{}".format, range(ADAPTERS))]}) > 4
 
 
+@pytest.mark.slow
 def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     """Also where the devices lose the adapters."""
     original, restore = dispatching.encode_slot, engine.runner.restore
@@ -135,6 +136,7 @@ def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
 SLOWER = [pytest.param(method, marks=pytest.mark.slow) for method in ("draft_model", "eagle3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", *SLOWER])
 def test_speculation_changes_nothing(method, model_folders, paths, crowd, alone, tmp_path):
     """Drafts propose without adapters."""

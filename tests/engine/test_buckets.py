@@ -119,6 +119,7 @@ TABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", TABLE)
 def test_table_of_an_8b_model_on_an_h200(scheme):
     """And what padding costs at worst, and on average over all sizes of a step: with the plans' cutting 4.5%."""

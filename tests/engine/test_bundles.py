@@ -162,6 +162,7 @@ def reasons(config: EngineConfig, caplog) -> str:
     return "".join(record.getMessage() for record in caplog.records if "are not used" in record.getMessage())
 
 
+@pytest.mark.slow
 def test_programs_that_cannot_be_used_are_compiled_and_the_log_says_why(copy, made, caplog, monkeypatch):
     config = replace(made[0], model=str(copy))
     assert reasons(config, caplog) == ""

@@ -220,6 +220,7 @@ def build_slowly(monkeypatch, seconds):
     return begun
 
 
+@pytest.mark.slow
 def test_the_time_in_the_queue_does_not_count(engine, monkeypatch):
     """Twelve at 0.3 s on two threads: the last waits longer than a grammar may take."""
     monkeypatch.setattr("jaxserve.grammars.grammar.COMPILE_SECONDS", 1.2)

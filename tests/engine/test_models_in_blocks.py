@@ -94,6 +94,7 @@ def form_of(w) -> str | tuple:
     return w.kind if isinstance(w, BlockArray) else str(w.codes.dtype if isinstance(w, QuantArray) else w.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXED, ids=lambda kind: kind.__name__)
 def test_each_part_of_a_weight_has_the_width_of_the_file(kind, tmp_path, monkeypatch):
     """In bytes of the device for each number of the matrices, against those of the file; answers as from floats."""

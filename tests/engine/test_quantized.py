@@ -88,6 +88,7 @@ def test_bytes_on_the_device(model_folders):
     assert sizes["auto"] == 4 * sizes["int8"] == 4 * sizes["fp8"] == 8 * sizes["int4"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu_panels.available(), reason="no C++ compiler")
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_integer_products_by_default(model_folders, scheme):

@@ -194,6 +194,7 @@ def test_a_poisoned_request_fails_alone(engine, undisturbed, monkeypatch, poison
     assert run(engine)[1] == undisturbed, "the engine is as before"
 
 
+@pytest.mark.slow
 def test_several_that_are_poisoned(engine, undisturbed, monkeypatch):
     is_poisoned = lambda slot, params, *rest: params.top_k == 13  # noqa: E731
     monkeypatch.setattr(dispatching, "encode_slot", raising(dispatching.encode_slot, is_poisoned))

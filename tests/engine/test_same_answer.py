@@ -64,6 +64,7 @@ def test_with_its_prefix_cached(model_folders, alone):
     assert [r.num_cached for r in results] == [(len(p) - 1) // 16 * 16 for p in PROMPTS for _ in KINDS]
 
 
+@pytest.mark.slow
 def test_when_chunked(model_folders, alone):
     engine = make_engine(model_folders(CASE), rows=8, tokens=16)
     plans = []
@@ -169,6 +170,7 @@ def test_asynchronous_scheduling_changes_nothing(pages, model_folders, alone):
     assert not engine.in_flight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [400, 20])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_several_tokens_per_call_change_nothing(pages, asynchronous, model_folders, alone):
@@ -217,6 +219,7 @@ def test_calls_are_short_while_a_client_streams(model_folders):
     assert engine.scheduler.schedule(engine._tokens_per_call()).rows.num_new.tolist() == [1], "a prompt is computed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"prefix_caching": False}, {"async_scheduling": False}])
 def test_paused_and_gone_on(model_folders, alone, config):
     """In the middle, twice; meanwhile it holds no pages, and others go on."""

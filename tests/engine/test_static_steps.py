@@ -69,6 +69,7 @@ def test_each_sampler_gives_the_same_tokens(kind, static, expected):
     assert [len(one.logprobs) for one in results] == [LENGTH if kind is Sampler.FULL else 0] * len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_can_do_more_gives_the_same_tokens(static, expected):
     """One row asks for everything, and the others run with it."""
     results = generate(

@@ -102,6 +102,7 @@ def test_after_a_failed_step(engine):
     assert [one.token_ids for one in made] == expected
 
 
+@pytest.mark.slow
 def test_weights_are_put_aside_and_replaced(engine, deep_folders, tmp_path):
     """At level 1 the layers in host memory stay where they are, at level 2 they are freed too. Nothing compiles."""
     folder, runner = deep_folders(PLAIN, 5), engine.runner

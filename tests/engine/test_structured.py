@@ -86,6 +86,7 @@ def test_every_kind(llm):
             assert check(text), text
 
 
+@pytest.mark.slow
 def test_the_end_is_allowed_only_where_the_grammar_accepts(engine, tokenizer):
     digits = Grammar("regex", "[0-9]{3,6}")
     ends = dict.fromkeys(engine.eos_token_ids, 100.0)  # the model wants nothing but to end

@@ -58,6 +58,7 @@ def test_equal_lists_share_a_mask():
     assert masks.mask(None) is None
 
 
+@pytest.mark.slow
 def test_masks_are_made_once_per_request_and_not_in_every_step(model_folders, monkeypatch):
     """Also for the n completions of a request, and for requests with the same list."""
     made, make = [], token_mask.bits_of

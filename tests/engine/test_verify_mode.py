@@ -198,6 +198,7 @@ def test_compiled_programs_are_few(model_folders):
     together(engine, 0)
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_their_company_are_noticed(model_folders, monkeypatch):
     engine = load(model_folders("tp_gqa"), 3, dtype="float16")
 

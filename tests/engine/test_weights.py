@@ -108,6 +108,7 @@ def test_new_weights_take_the_memory_of_the_cache(model_folders, other, tmp_path
     assert caches == [False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
     "options",

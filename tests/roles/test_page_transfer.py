@@ -115,6 +115,7 @@ def test_answers_are_the_same(pair):
     assert pair.decode.stats().offload_hits >= 2 * PAGE * counts["fetch_pages"]
 
 
+@pytest.mark.slow
 def test_bits_that_change_on_the_way(pair):
     def flip(data, before):
         changed = bytearray(data)

@@ -20,6 +20,7 @@ from serving import DEMO, SMALL, running_server, wait_until
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from adapter_folders import save_adapter
 
+pytestmark = pytest.mark.slow  # compiling the demo with adapters takes half a minute
 PROMPT = "def main("
 ADMIN = {"Authorization": "Bearer admin"}
 PLACES = 8
@@ -76,7 +77,6 @@ async def texts(server, models: list[str], **options) -> list[str]:
     return [answer.choices[0].text for answer in answers]
 
 
-@pytest.mark.slow
 def test_adapters_are_models_with_a_parent(server, root):
     cards = {card.id: card.model_dump() for card in server.openai().models.list()}
     assert cards["test-model"]["parent"] is None
@@ -110,7 +110,6 @@ def test_every_endpoint_takes_an_adapter_s_name(server):
     assert {"test-model", "a0", "a1"} <= set(models["enum"])
 
 
-@pytest.mark.slow
 def test_several_completions_beams_and_prefixes_keep_to_their_adapter(server):
     """The prompt is longer than a page, so that one adapter's pages could be mistaken for another's."""
     prompt = "import os\nimport sys\n" * 6
@@ -144,7 +143,6 @@ def test_unknown_names_are_not_found(server):
     assert raised.value.code == "model_not_found"
 
 
-@pytest.mark.slow
 def test_64_adapters_in_8_places(server):
     """Each answers as it does alone, in whatever order they come."""
     names = load_all(server)
@@ -168,7 +166,6 @@ def gauge(server) -> tuple[str, set[str], set[str]]:
     return labels["max_lora"], *names
 
 
-@pytest.mark.slow
 def test_the_gauge_names_what_runs_and_waits(server):
     names = load_all(server)[:20]
 
@@ -191,7 +188,6 @@ def test_the_gauge_names_what_runs_and_waits(server):
     wait_until(lambda: gauge(server)[1:] == (set(), set()))
 
 
-@pytest.mark.slow
 def test_loading_while_others_stream(server, root):
     """No step waits for long, and nothing compiles (the server runs with --forbid-compile)."""
     load_all(server)
@@ -306,7 +302,6 @@ def test_only_the_admin_may(server):
         assert server.http().post(path, content=b"{}", headers=form).status_code == 400
 
 
-@pytest.mark.slow
 def test_servers_without_the_flags_refuse(start_server, tmp_path):
     plain = start_server(admin_key="admin", lora_root=str(tmp_path))
     answer = load(plain, "a0")
@@ -413,8 +408,7 @@ def test_hostile_adapters_that_are_read_again(server, root):
     save_adapter(root / "turned", 3)
     assert load(server, "turned").status_code == 200
     hostile_files.with_settings(root / "turned", lora_alpha=10**400)
-    load_all(server)  # more than stay in the host's memory
-    asyncio.run(texts(server, [f"a{i}" for i in range(20)]))
+    asyncio.run(texts(server, load_all(server)))  # more than stay in the host's memory
     with pytest.raises(openai.APIError, match="turned"):
         text(server, "turned")
     assert engine_of(server) == engine
@@ -455,7 +449,6 @@ def test_a_copy_in_float32_takes_the_place_of_bfloat16(server, tmp_path_factory)
     assert text(server, "test-model") == expected
 
 
-@pytest.mark.slow
 def test_adapters_survive_a_restart_of_the_engine(server, root):
     """Also those that were loaded while the server ran, except where the files are gone."""
     load_all(server)

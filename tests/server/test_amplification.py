@@ -50,6 +50,7 @@ def test_costs_are_measured(front):
     assert dear.memory > cheap.memory + 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", amplification.ENDPOINTS)
 def test_a_short_search_finds_nothing_dearer(front, path):
     _, body = amplification.search(front, path, 8)

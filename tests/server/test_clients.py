@@ -36,6 +36,7 @@ def say(text: str) -> str:
     return f"SAY({text})SAY"
 
 
+@pytest.mark.slow
 class TestLangChain:
     @pytest.fixture(scope="class")
     def chat(self):
@@ -50,7 +51,6 @@ class TestLangChain:
 
         return make
 
-    @pytest.mark.slow
     def test_text_whole_and_streamed(self, chat, scripted):
         model = chat(scripted, stream_usage=True)
         whole = model.invoke(say(TEXT))

@@ -45,6 +45,7 @@ def prompt_of(http, **body) -> int:
 
 
 class TestTools:
+    @pytest.mark.slow
     def test_what_cannot_run_here_is_left_out_and_told(self, scripted, http):
         tools = [*TOOLS, {"type": "web_search", "filters": {}}, {"type": "mcp\n", "server_label": "x"}]
         for stream in (False, True):
@@ -116,6 +117,7 @@ class TestTools:
         (item,) = ask(client, text, tools=[PATCH, DOCS], tool_choice=allowed).output
         assert item.input == "x"
 
+    @pytest.mark.slow
     @needs_demo
     def test_a_forced_function_of_a_namespace_is_held_to_its_schema(self, demo_server):
         tool = {"type": "function", "name": "get_weather", "parameters": CITY}

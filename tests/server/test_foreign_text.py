@@ -134,6 +134,7 @@ def test_json_in_ascii():
     assert tokenizer.decode(ids, skip_special_tokens=False) == '<|im_start|>"<|im_end|> \\u00fc"'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("escape", [False, True])
 def test_a_server(tmp_path, escape):
     """The prompts of both endpoints, as the engine gets them."""

@@ -266,6 +266,7 @@ def pointer_tools() -> list[dict]:
     return [tool(f"t{i}", schema) for i, schema in enumerate(schemas)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_references_resolve_in_the_tool_that_holds_them(client, ids, choice):
     tools = [*pointer_tools(), openai.pydantic_function_tool(Tree, name="grow")]
@@ -367,6 +368,7 @@ def test_a_strict_schema_that_cannot_be_enforced_is_no_reason_to_refuse(client, 
         assert choice.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["none", "auto", "required"])
 def test_white_space_cannot_go_on_for_ever(server, client, ids, chosen):
     """A model that wants nothing else writes the form all the same."""

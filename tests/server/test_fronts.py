@@ -112,6 +112,7 @@ class TestLimits:
     def test_processes(self, two):
         assert {kind: len(found) for kind, found in children(two).items()} == {"front": 2, "engine": 1}
 
+    @pytest.mark.slow
     def test_every_front_is_reached(self, two):
         of_each_front(two, lambda client: client.get("/v1/models", headers=OTHER), 2)
 
@@ -208,6 +209,7 @@ class TestResponses:
         gone = of_each_front(three, lambda client: client.get(f"/v1/responses/{first.id}").status_code, 3)
         assert {code for codes in gone.values() for code in codes} == {404}
 
+    @pytest.mark.slow
     def test_background(self, three):
         """Any front shows its events, and can stop it."""
         body = {"model": "test-model", "input": SLOWLY, "background": True, "stream": True}

@@ -285,6 +285,7 @@ ENDPOINTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(text=ANSWERS, stream=st.booleans(), forced=st.booleans(), most=st.sampled_from([5, 30, 500]))

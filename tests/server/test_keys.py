@@ -179,6 +179,7 @@ def test_a_prompt_of_another_key_is_not_found(shared):
     assert cached(shared, "bob-key", prompt=prompt) == 0
 
 
+@pytest.mark.slow
 def test_no_process_shows_a_key(shared):
     """Neither in its arguments nor, of the engine, in its environment."""
     children = subprocess.run(

@@ -187,6 +187,7 @@ def test_many_bodies_at_once(start_server):
     wait_until(lambda: send("x" * 90_000).status_code == 200, seconds=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begin",
     [

@@ -55,6 +55,7 @@ def test_memory_beside_weights_and_cache(server):
     assert 0 < beside <= MOST_MIB, held
 
 
+@pytest.mark.slow
 def test_who_imports_what(server):
     """JAX's library is in the engine's process alone, and nobody has what serving does not need."""
     front = server.process.pid

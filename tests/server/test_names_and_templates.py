@@ -82,6 +82,7 @@ def test_several_names(named):
     wait_until(lambda: named.metric("num_requests_running", "first") == 0)
 
 
+@pytest.mark.slow
 def test_template_from_a_file(named):
     assert prompt_of(named.http()) == '<user>Hi"none"'
     assert named.http().get("/tokenizer_info").json()["chat_template"] == TEMPLATE
