@@ -58,6 +58,7 @@ def test_the_same_tokens(case, devices, shares, model_folders):
     assert values.addressable_shards[0].data.size * parts == values.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -72,6 +73,7 @@ def test_codes(case, dtype, model_folders):
     assert tokens_of(folder, **options, decode_context_parallel_size=4)[0] == tokens_of(folder, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [

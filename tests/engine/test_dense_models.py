@@ -67,6 +67,7 @@ def test_on_eight_devices(case, model_folders):
     answers(make_engine(model_folders(case), tokens=320, tensor_parallel_size=8), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

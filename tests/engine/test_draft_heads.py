@@ -138,6 +138,7 @@ def test_proposals_end_where_block_tables_do(model_folders, tmp_path, monkeypatc
     assert max(seen) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"kv_pages": 24}, marks=pytest.mark.slow)])
 def test_the_same_tokens_of_the_demo(options, eager):
     """With a head that was trained, whose proposals are often right, while it samples and follows grammars."""

@@ -40,6 +40,7 @@ def check(engine, case, tag="", params=None):
     return [result.num_cached for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
 def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
@@ -65,6 +66,7 @@ def test_several_tokens_a_call(static, model_folders):
     assert max(most) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_that_part(devices, model_folders):
     """The second prompt shows where others part from the first: its steps end there, and the third begins there. A

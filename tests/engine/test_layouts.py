@@ -27,6 +27,7 @@ def answers(folder, **options):
     return engine, [results[i].token_ids for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "scheme"),
     [(2, "int4"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "auto"), (8, "int8")))],

@@ -43,6 +43,7 @@ ALONE = ("qwen3_next_odd",)  # with heads that two devices cannot share
 USUAL = (CASE, "qwen2_moe_shared", "gpt_oss_sinks", "glm4_moe_groups")  # the others run with -m slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*USUAL, *(pytest.param(case, marks=pytest.mark.slow) for case in MOE_CASES if case not in USUAL + ALONE)]
 )

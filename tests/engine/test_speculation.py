@@ -275,6 +275,7 @@ def test_an_engine_learns_from_outputs(model_folders):
     assert engine.counters.spec_accepted - kept >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "draft", "least", "options"),
     [

@@ -104,6 +104,7 @@ METHODS = ["ngram", "suffix", "draft_model", *KNOWN]
 OPTIONS: list[dict] = [{}, {"kv_pages": 24}, {"async_scheduling": False}, {"prefix_caching": False}]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_requests_have_the_same_answers(count, model_folders, monkeypatch):

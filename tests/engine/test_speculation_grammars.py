@@ -76,6 +76,7 @@ def outcome(results):
     return {key: (one.token_ids, one.finish_reason) for key, one in results.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "errors", "options"),
     [

@@ -42,6 +42,7 @@ def settings(folder, **changes) -> EngineConfig:
     return EngineConfig(model=str(folder), load_format="dummy", max_num_seqs=8, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "devices"), [pytest.param("cpu", 1, marks=pytest.mark.slow), ("cpu:8", 8)])
 def test_memory_is_that_of_the_engine(folder, target, devices):
     config = settings(folder, kv_pages=100, tensor_parallel_size=devices, max_num_batched_tokens=128)
