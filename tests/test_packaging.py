@@ -143,6 +143,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_wheel_holds_one_package_with_every_file(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}

@@ -14,7 +14,7 @@ from jaxserve.engine import dispatching
 from jaxserve.engine.engine import Engine
 from jaxserve.types import Grammar, InvalidRequestError, Request
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.slow]
 
 CASE, RNG = "llama3_gqa", np.random.default_rng(8)
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.2}
@@ -97,7 +97,6 @@ def together(engine: Engine, crowd: list[Request], *others: Request) -> dict:
     return drain(engine)
 
 
-@pytest.mark.slow
 def test_company_changes_nothing(engine, crowd, alone):
     """With preemption, shared prefixes, siblings and beams, and two places for six adapters."""
     before = engine.stats()
@@ -109,7 +108,6 @@ def test_company_changes_nothing(engine, crowd, alone):
         assert len({tuple(alone[f"{kind}-{name}", 0][0]) for name in [None, *map("a{}".format, range(ADAPTERS))]}) > 4
 
 
-@pytest.mark.slow
 def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     """Also where the devices lose the adapters."""
     original, restore = dispatching.encode_slot, engine.runner.restore
@@ -136,7 +134,6 @@ def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
 SLOWER = [pytest.param(method, marks=pytest.mark.slow) for method in ("draft_model", "eagle3")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", *SLOWER])
 def test_speculation_changes_nothing(method, model_folders, paths, crowd, alone, tmp_path):
     """Drafts propose without adapters."""

@@ -28,6 +28,7 @@ def served(engine):
     return {key: completion.token_ids for key, completion in drain(engine).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_log_gives_the_same_tokens_elsewhere(devices, model_folders):
     settings = {"rows": 4, "tokens": 48, "kv_pages": 60, "page_size": 8, "tensor_parallel_size": devices}

@@ -75,6 +75,7 @@ def proposals(engine, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDENS)
 @pytest.mark.parametrize("tokens", [32, 8])
 def test_proposals_are_those_of_transformers(case, tokens, model_folders, tmp_path, monkeypatch, eager):

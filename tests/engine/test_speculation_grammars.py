@@ -107,6 +107,7 @@ def test_the_same_tokens(method, errors, options, model_folders, monkeypatch):
     assert quick.counters.spec_accepted > (200 if method is not None else 30)
 
 
+@pytest.mark.slow
 def test_forced_text_takes_few_steps(model_folders, monkeypatch):
     """Nothing repeats, so that all proposals are what the grammar forces."""
     monkeypatch.setattr(speculator, "LEAST_CHANCE", 0)

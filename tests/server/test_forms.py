@@ -15,6 +15,8 @@ import pytest
 import tiny_models
 from serving import SMALL, running_server
 
+pytestmark = pytest.mark.slow
+
 MODEL = "test-model"
 CASE = "qwen3_tied"
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -266,7 +268,6 @@ def pointer_tools() -> list[dict]:
     return [tool(f"t{i}", schema) for i, schema in enumerate(schemas)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_references_resolve_in_the_tool_that_holds_them(client, ids, choice):
     tools = [*pointer_tools(), openai.pydantic_function_tool(Tree, name="grow")]
@@ -305,9 +306,6 @@ def test_a_recursive_model_is_one_all_the_way_down(server, client, ids):
 
 
 # Tools together with a form
-
-
-@pytest.mark.slow
 def test_a_model_that_may_call_calls_or_holds_to_the_form(client, ids):
     kinds = set()
     tools = [tool("tell", PERSON)]
@@ -368,7 +366,6 @@ def test_a_strict_schema_that_cannot_be_enforced_is_no_reason_to_refuse(client, 
         assert choice.finish_reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["none", "auto", "required"])
 def test_white_space_cannot_go_on_for_ever(server, client, ids, chosen):
     """A model that wants nothing else writes the form all the same."""
@@ -380,7 +377,6 @@ def test_white_space_cannot_go_on_for_ever(server, client, ids, chosen):
     assert choice.finish_reason in ("stop", "tool_calls")
 
 
-@pytest.mark.slow
 def test_allowed_tools(client, ids):
     tools = [tool(name, PERSON) for name in ("a", "b", "c")]
     for mode in ("auto", "required"):

@@ -14,6 +14,8 @@ from serving import DEMO, ROOT, SMALL, running_server
 
 from jaxserve import heap
 
+pytestmark = pytest.mark.slow
+
 sys.path.append(str(ROOT / "benchmarks"))
 memory = importlib.import_module("peers.memory")
 gguf_files = pytest.importorskip("gguf_files", reason="needs gguf", exc_type=ImportError)
@@ -37,7 +39,6 @@ def mapped(process: int) -> set[str]:
     return {Path(line.split(maxsplit=5)[5]).name for line in lines if len(line.split(maxsplit=5)) > 5}
 
 
-@pytest.mark.slow
 def test_memory_beside_weights_and_cache(server):
     """All processes together, pages that they share counted once (Pss), after requests of several kinds."""
     with server.http() as client:
@@ -55,7 +56,6 @@ def test_memory_beside_weights_and_cache(server):
     assert 0 < beside <= MOST_MIB, held
 
 
-@pytest.mark.slow
 def test_who_imports_what(server):
     """JAX's library is in the engine's process alone, and nobody has what serving does not need."""
     front = server.process.pid

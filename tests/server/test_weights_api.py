@@ -20,6 +20,8 @@ from test_fronts import children, of_each_front, ready_of_each, wait_all_ready
 
 from jaxserve.checkpoints.safetensors import read_folder
 
+pytestmark = pytest.mark.slow
+
 ADMIN = {"Authorization": "Bearer admin"}
 PROMPTS = [f"def thing_{i}(" for i in range(4)]
 
@@ -77,7 +79,6 @@ def is_sleeping(server) -> bool:
     return httpx.get(f"{server.url}/is_sleeping", headers=ADMIN).json()["is_sleeping"]
 
 
-@pytest.mark.slow
 def test_new_weights(server):
     first, old, version = facts(complete(server))
     compiled = server.metric("executables")
@@ -146,7 +147,6 @@ def test_new_weights_wake_the_engine_up(server):
     assert facts(complete(server)) == first
 
 
-@pytest.mark.slow
 def test_who_may_do_it(server, parrot, start_server):
     for path in ("/sleep", "/wake_up", "/update_weights"):
         assert httpx.post(server.url + path, json={}).status_code == 401
@@ -176,7 +176,6 @@ def test_what_is_refused_changes_nothing(server, root, tmp_path):
     assert not is_sleeping(server)
 
 
-@pytest.mark.slow
 def test_requests_that_run_and_requests_that_come(server):
     """Running requests end with the old weights, new ones wait for the new ones. A change is given up if a request runs
     for too long, and aborts those that run if it may."""
@@ -217,7 +216,6 @@ def test_requests_that_run_and_requests_that_come(server):
         assert post(server, "/wake_up").status_code == 200
 
 
-@pytest.mark.slow
 def test_a_load_of_streams_loses_no_request(server):
     """Weights are replaced again and again under load. Each answer is that of one of the weights, as its version says;
     nothing is lost or refused."""
@@ -253,7 +251,6 @@ def test_a_load_of_streams_loses_no_request(server):
     assert len(seen) > 24
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_engine_that_died_comes_back_with_the_new_weights(server):
     assert update(server, "b", weight_version="last").status_code == 200
@@ -265,7 +262,6 @@ def test_an_engine_that_died_comes_back_with_the_new_weights(server):
     assert facts(complete(server)) == before
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_several_fronts(root, tmp_path):
     """All fronts refuse requests while the engine sleeps, and answer with the new weights once they are replaced."""
