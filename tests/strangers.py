@@ -14,7 +14,9 @@ class Strangers:
 
     def __init__(self, port: int, count: int, seconds: float = 0.3):
         """`seconds`: between two bytes of a connection."""
-        self._port, self._seconds, self.came = port, seconds, 0
+        self._port = port
+        self._seconds = seconds
+        self.came = 0
         self._sent: list[tuple[socket.socket, int]] = []
         self._end = threading.Event()
         for _ in range(count):

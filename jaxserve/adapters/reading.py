@@ -100,7 +100,8 @@ class FileReader:
         self._ask(path, headers=True)
 
     def _ask(self, path: Path, *, headers: bool) -> dict[str, LowRank]:
-        cpu_seconds, size = CPU_HEADERS, 0
+        cpu_seconds = CPU_HEADERS
+        size = 0
         if self._changeable is not None and not headers:
             size = self._changeable.most_bytes
             cpu_seconds = CPU_SECONDS + CPU_PER_WEIGHT * len(self._changeable.shapes) + CPU_PER_BYTE * size

@@ -49,7 +49,8 @@ def run_plan(args: argparse.Namespace) -> int:
     from jaxserve.plan.traffic import Goal
 
     if args.model is None and args.json not in (None, "-"):  # `plan --json MODEL`
-        args.model, args.json = args.json, "-"
+        args.model = args.json
+        args.json = "-"
     if args.model is None:
         raise ConfigError("jaxserve plan needs a model: a folder, a config.json, a hub id, or 'demo'")
     goal = None if args.goal is None else Goal.of(args.goal)

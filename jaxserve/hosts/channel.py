@@ -97,7 +97,8 @@ class Greeting:
 
     def __init__(self, connection: socket.socket, secret: bytes):
         connection.setblocking(False)
-        self.connection, self._secret = connection, secret
+        self.connection = connection
+        self._secret = secret
         self._given, self._nonces = bytearray(), b""
 
     def advance(self) -> Channel | None:

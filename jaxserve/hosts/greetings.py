@@ -57,7 +57,10 @@ class Greetings:
         called with each that has proven it, on a thread of its own; it has the rest of the time until it calls
         `set_timeout`. If `serve` raises OSError, EOFError or ValueError, the connection is closed, and the log says
         why."""
-        self._listener, self._secret, self._seconds, self._serve = listener, secret, seconds, serve
+        self._listener = listener
+        self._secret = secret
+        self._seconds = seconds
+        self._serve = serve
         self._name = name
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[_Stranger, None] = {}  # the oldest first

@@ -48,7 +48,8 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     if draft is not None:
         settings["speculative_config"].pop("model")
     found |= {name: repr(value) for name, value in settings.items() if name not in OWN}
-    where, weights = {"download_dir": config.download_dir}, config.load_format != "dummy"
+    where = {"download_dir": config.download_dir}
+    weights = config.load_format != "dummy"
     found |= checkpoint_files(config.model, config.revision, "checkpoint", weights=weights, **where)
     if draft is not None and draft.model is not None:
         found |= checkpoint_files(draft.model, None, "draft's checkpoint", weights=True, **where)

@@ -73,7 +73,9 @@ class OutputParser:
 
     def _read(self, delta: ChoiceDelta, piece: Piece) -> None:
         """Adds reasoning, content and calls to a piece."""
-        text, ended, is_cut = delta.text, delta.finish_reason is not None, delta.finish_reason == "length"
+        text = delta.text
+        ended = delta.finish_reason is not None
+        is_cut = delta.finish_reason == "length"
         if (splitter := self._splitter) is not None:
             if splitter.reasons:
                 self.reasoning_tokens += len(delta.token_ids)

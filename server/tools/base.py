@@ -139,7 +139,8 @@ class ToolParser:
         shown = begun.rstrip()
         self._out.add(shown)
         self._space = begun[len(shown) :]
-        self._has_text, self._gap = True, None
+        self._has_text = True
+        self._gap = None
 
     def begin_call(self, name: str) -> None:
         self._gap = ""

@@ -190,7 +190,8 @@ def test_nonsense_from_a_host_that_would_join(group, caplog):
     def come(port: int) -> None:
         for body in NONSENSE.values():
             other = channel.connect(socket.create_connection(("127.0.0.1", port)), GOOD.encode(), 10.0)
-            other.send(body)
+            with contextlib.suppress(ConnectionError):  # it may be closed before the end of a body
+                other.send(body)
             with pytest.raises((EOFError, ConnectionError)):
                 other.receive()
 
