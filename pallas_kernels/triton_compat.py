@@ -9,6 +9,10 @@ Lowering a kernel without a GPU needs:
       and writes the version for it if this variable has its path before the first kernel is lowered.
   `jax.set_mesh(mesh)`    with a mesh of the topology's devices tells `target` which GPU to compile for.
 
+XLA records only typed calls in command buffers (CUDA graphs). jax-triton 0.4 lowers such calls; 0.3, which is for
+Triton up to 3.6, lowers calls of the old interface. jaxlib (0.10.2 and 0.11.2) has a typed handler of the same
+message, so here 0.3 lowers typed calls, too.
+
 jax-triton 0.4 renamed `out_shape` and `enable_fp_fusion`. Its aliased outputs have no parameter of their own. It passes
 Python floats as float32 instead of float64, so sizes and options are compile-time constants (`tl.constexpr`).
 """
@@ -23,6 +27,9 @@ from typing import Any, NamedTuple
 import jax
 import jax_triton
 import triton
+from jax._src.lib import gpu_triton
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 from jaxserve.pallas_kernels import gpu_assembler
 
@@ -32,6 +39,7 @@ if (_ASSEMBLER := gpu_assembler.of_triton()) is not None:
 
 _PARAMETERS = inspect.signature(jax_triton.triton_call).parameters
 _RENAMED = "out_type" in _PARAMETERS
+_TYPED = "triton_kernel_call_ffi"  # jaxlib's name of the typed handler
 
 # Compute capability by a part of device_kind, for programs compiled without the device. The first match counts.
 KINDS = {
@@ -125,6 +133,31 @@ def call(
         input_output_aliases={len(arrays) + i: output for i, output in enumerate(sorted(taken))},
         **options,
     )
+
+
+def is_typed() -> bool:
+    """Whether kernels are lowered as typed calls, which XLA can record in command buffers."""
+    registrations = getattr(getattr(gpu_triton, "_cuda_triton", None), "registrations", None)
+    return _RENAMED or (registrations is not None and _TYPED in registrations())
+
+
+def _lower_typed() -> None:
+    """Has jax-triton 0.3 lower typed calls, whose attribute `opaque` is the message of the old ones."""
+    from jax_triton import triton_lib
+
+    def lower(ctx: Any, *operands: Any, **parameters: Any) -> Any:
+        results = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, ctx, *operands, **parameters)
+        call = results[0].owner.attributes
+        call["call_target_name"] = ir.StringAttr.get(_TYPED)
+        call["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
+        call["backend_config"] = ir.DictAttr.get({"opaque": call["backend_config"]})
+        return results
+
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower, platform="cuda")
+
+
+if is_typed() and not _RENAMED:
+    _lower_typed()
 
 
 def pad(size: int, least: int = 1) -> int:

@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 MOST_MAPS = 20_000  # of the process's memory, at the end of a module
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAXSERVE_CACHE", str(CACHE))
+os.environ["JAXSERVE_NO_PROGRAM_CACHE"] = "1"  # tests replace parts of programs, which keys do not tell
 
 # Folders of the checkout that are packages of jaxserve. Imported by these names they would exist a second time, and in
 # an installation not at all.

@@ -1,4 +1,4 @@
-"""The compiled programs of a runner in a bundle."""
+"""The compiled programs of a runner as files, in a bundle or in the user's cache (`program_cache`)."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def write(
     for number, (text, program) in enumerate(compiled.items()):
         file = f"programs/{number:03}.bin"
         (folder / file).write_bytes(executables.serialize(program))
-        results = trees.describe(program.out_tree)
-        leaves = executables.results_of(program, runner.mesh)
-        described[text] = Program(file, _arguments(runner, names[text]), results, leaves)
+        described[text] = describe(runner, names[text], program, file)
     (folder / PROGRAMS).write_bytes(msgspec.json.encode(described))
 
 
@@ -69,17 +67,7 @@ def load(bundle: Bundle, runner: ModelRunner, names: Mapping[str, ProgramName]) 
         raise BundleError(f"the bundle lacks the program {missing[0]}")
 
     def one(text: str) -> Compiled:
-        known, name = described[text], names[text]
-        if _arguments(runner, name) != known.arguments:
-            raise BundleError(f"the bundle's program {text} has other arguments than this engine's")
-        data = bundle.read(known.file)
-        signature = runner.signatures.of(name)
-        try:
-            results = trees.build(known.results, known.leaves, CLASSES)
-            rest = signature.arguments, signature.donated, results
-            return executables.load(data, f"jit({text})", runner.mesh, *rest)
-        except Exception as error:  # XLA raises many types for bytes that it cannot read
-            raise BundleError(f"the bundle's program {text} cannot be loaded: {error}") from error
+        return load_one(runner, names[text], described[text], bundle.read(described[text].file))
 
     on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
     with ThreadPoolExecutor(compile_threads(len(names), on_cpu=on_cpu)) as pool:
@@ -87,7 +75,27 @@ def load(bundle: Bundle, runner: ModelRunner, names: Mapping[str, ProgramName]) 
     return dict(zip(names.values(), made, strict=True))
 
 
-def _arguments(runner: ModelRunner, name: ProgramName) -> list[Leaf]:
+def describe(runner: ModelRunner, name: ProgramName, program: Compiled, file: str) -> Program:
+    results = trees.describe(program.out_tree)
+    return Program(file, arguments(runner, name), results, executables.results_of(program, runner.mesh))
+
+
+def load_one(runner: ModelRunner, name: ProgramName, known: Program, data: bytes) -> Compiled:
+    """The program that `executables.serialize` made `data` of. Raises BundleError if its arguments are not the
+    runner's, or XLA cannot read it."""
+    if arguments(runner, name) != known.arguments:
+        raise BundleError(f"the kept program {name} has other arguments than this engine's")
+    signature = runner.signatures.of(name)
+    try:
+        results = trees.build(known.results, known.leaves, CLASSES)
+        rest = signature.arguments, signature.donated, results
+        return executables.load(data, f"jit({name})", runner.mesh, *rest)
+    except Exception as error:  # XLA raises many types for bytes that it cannot read
+        raise BundleError(f"the kept program {name} cannot be loaded: {error}") from error
+
+
+def arguments(runner: ModelRunner, name: ProgramName) -> list[Leaf]:
+    """The arguments of a program, one after the other."""
     return [_leaf(x) for x in jax.tree.leaves(runner.signatures.of(name).arguments)]
 
 

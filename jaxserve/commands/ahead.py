@@ -44,14 +44,38 @@ class Ahead:
     longest: int
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A runner for a target, which has shapes for weights and no programs yet, and what compiling it needs."""
+
+    config: EngineConfig
+    plan: ModelPlan
+    forms: Any
+    runner: ModelRunner
+    shapes: list[StepShape]
+    sizing: Sizing
+
+
 def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     """Compiles everything that serving needs for a target such as h200x1, by the target's data sheet, and prepares the
     weights. Raises ConfigError for a target whose weights can be prepared only on its devices."""
+    if target_devices(target)[0].platform == "tpu":
+        raise ConfigError("bundles for TPUs cannot be made elsewhere: the order of their weights is made by the device")
+    made = plan_ahead(config, target)
+    runner, sizing = made.runner, made.sizing
+    sizing.begin()
+    runner.compile(runner.names(made.shapes))
+    sizing.finish(made.shapes)
+    runner.compile([CREATE_SLOTS, CREATE_CACHE])
+    arrays = runner.bundled(_weights(made.config, made.plan, made.forms))
+    return Ahead(made.config, made.plan.folder, runner, arrays, made.shapes, sizing.longest)
+
+
+def plan_ahead(config: EngineConfig, target: str) -> Planned:
+    """Everything of an engine that shapes suffice for, by the target's data sheet. Raises ConfigError."""
     if config.data_parallel_size > 1:
         raise ConfigError("bundles are not made for several groups of devices; leave out --data-parallel-size")
     devices = target_devices(target)
-    if devices[0].platform == "tpu":
-        raise ConfigError("bundles for TPUs cannot be made elsewhere: the order of their weights is made by the device")
     if config.tensor_parallel_size == 1:
         config = replace(config, tensor_parallel_size=len(devices))
     if config.max_num_batched_tokens is None:
@@ -73,11 +97,7 @@ def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     held, states = (runner.weight_bytes, runner.slot_bytes), plan.one_page.state_bytes(plan.mesh)
     budget = memory.Budget(target_memory(devices[0]), config.memory_utilization, *held, reserve, None, True, states)
     sizing = Sizing(config, [Sized(runner, plan.one_page)], budget, shapes, plan.longest)
-    sizing.begin()
-    runner.compile(runner.names(shapes))
-    sizing.finish(shapes)
-    runner.compile([CREATE_SLOTS, CREATE_CACHE])
-    return Ahead(config, plan.folder, runner, runner.bundled(_weights(config, plan, forms)), shapes, sizing.longest)
+    return Planned(config, plan, forms, runner, shapes, sizing)
 
 
 def _weights(config: EngineConfig, plan: ModelPlan, forms: Any) -> Any:

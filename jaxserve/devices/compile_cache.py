@@ -14,13 +14,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxserve.devices.jax_versions import JAX
 from jaxserve.pallas_kernels.cache_folder import open_cache
 
+KEPT = "/jaxserve/kept_program"  # the event that a compiled program was read from a file
+
 
 class CompileCounter:
     """Counts the programs that this process compiles from now on.
 
     Attributes:
       compilations: programs that XLA compiled.
-      cache_hits: programs that were read from the persistent cache instead.
+      cache_hits: programs that were read from the persistent cache instead, or from `bundles.program_cache`.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class CompileCounter:
         self.compilations += event == "/jax/core/compile/backend_compile_duration"
 
     def _on_event(self, event: str, **_: object) -> None:
+        self.cache_hits += event == KEPT
         if event == "/jax/compilation_cache/cache_hits":
             self.cache_hits += 1
             self.compilations -= 1  # JAX reports a cache hit as a compilation too

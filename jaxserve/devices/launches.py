@@ -108,7 +108,7 @@ def _launch(match: re.Match, line: str) -> Launch:
 
 
 def _general(source: str) -> str:
-    return re.sub(r"jit\(<lambda>\)/|while/body/|closed_call/", "", source)
+    return re.sub(r"^jit\([^()]*\)/|while/body/|closed_call/", "", source)
 
 
 class Exchange(NamedTuple):

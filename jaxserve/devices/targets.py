@@ -28,7 +28,8 @@ class Gpu(NamedTuple):
     memory: int  # bytes that the driver leaves free, approximately
 
     def config(self) -> str:
-        """XLA's target_config, a protocol buffer in text form."""
+        """XLA's target_config, a protocol buffer in text form. Without a driver's version XLA takes the driver for one
+        that is too old to record custom calls in command buffers."""
         major, minor = self.capability
         return f"""
             gpu_device_info {{
@@ -41,6 +42,7 @@ class Gpu(NamedTuple):
               clock_rate_ghz: {self.clock}  device_memory_size: {self.memory}
               cuda_compute_capability {{ major: {major} minor: {minor} }}
               registers_per_core_limit: 65536  registers_per_block_limit: 65536
+              driver_version: "13.0.0"  runtime_version: "12.9.0"  compile_time_toolkit_version: "12.9.0"
             }}
             platform_name: "CUDA"
             dnn_version_info {{ major: 9 minor: 8 }}

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxserve import heap
+from jaxserve.bundles.program_cache import ProgramCache
 from jaxserve.config import MAX_TOKENS_PER_CALL, ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
@@ -95,7 +96,7 @@ def load_models(
     """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
     start = time.perf_counter()
     _check_settings(config)
-    enable_compile_cache()
+    cache = enable_compile_cache()
     prepared = Prepared.of(config)
     if config.cpu_offload_gib:
         return _load_streaming(config, prepared, devices, progress=progress, static_steps=static_steps)
@@ -124,6 +125,7 @@ def load_models(
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
+    runner.kept = ProgramCache.of(config, runner, cache)
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     if draft is not None:
         runner.beside, draft.runner.beside = [draft.runner], [runner]

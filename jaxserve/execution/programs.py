@@ -49,13 +49,18 @@ class StepProgram:
     drafts: bool = True
 
     def __str__(self) -> str:
+        """As profiles, dumps and logs name it. What a bucket's only program has is not said."""
         if self.part is not None:
-            return f"{self.shape} part {self.part}"
-        if self.proposals:
-            return f"{self.shape} {self.sampler.name.lower()} with {self.proposals} proposals a row"
-        times = f" x {self.tokens_per_call}" if self.tokens_per_call and self.tokens_per_call > 1 else ""
-        more = (" with hidden states" if self.keeps_hidden else "") + ("" if self.drafts else " without drafts")
-        return f"{self.shape} {self.sampler.name.lower()}{times}{more}"
+            return f"{self.shape}_part_{self.part}"
+        decides = self.sampler is Sampler.ANY
+        said = {
+            self.sampler.name.lower(): not decides and self.sampler is not Sampler.NONE,
+            f"x{self.tokens_per_call}": (self.tokens_per_call or 1) > 1,
+            f"verify_{self.proposals}": self.proposals > 0,
+            "hidden": self.keeps_hidden and self.sampler is Sampler.FULL,
+            "undrafted": not self.drafts,
+        }
+        return "_".join([str(self.shape), *(word for word, is_said in said.items() if is_said)])
 
 
 class StepPrograms:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Lowered, Traced
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
+from jaxserve.devices.command_buffers import compiler_options, why_static
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
@@ -42,6 +44,18 @@ from jaxserve.pallas_kernels.parts import Row, value_of
 log = logging.getLogger(__name__)
 
 
+class KeptPrograms(Protocol):
+    """Programs that earlier starts have compiled; see `bundles.program_cache`."""
+
+    def load(self, name: ProgramName) -> Compiled | None:
+        """The program, or None if it is not there."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """In this context programs are compiled that can be kept."""
+
+    def keep(self, name: ProgramName, compiled: Compiled) -> None: ...
+
+
 class ModelRunner(UpkeepCalls):
     """Owns the parameters, the cache and the slots on the devices, and the programs that change them.
 
@@ -53,7 +67,8 @@ class ModelRunner(UpkeepCalls):
       num_slots: sequences that can run at a time.
       penalty_rows: sequences with penalties that can run at a time.
       max_tokens_per_call: tokens that a row may sample in one call.
-      static: programs are specialised to what the host knows, see `programs`; None: on GPUs they are.
+      static: programs are specialised to what the host knows, see `programs`; None: they are where they must be
+        (`command_buffers.why_static`).
       proposals: most tokens that are proposed for a row, see `verify`.
       drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
@@ -84,7 +99,8 @@ class ModelRunner(UpkeepCalls):
         self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
         platform = mesh.devices.flat[0].platform
         self._on_cpu = platform == "cpu"
-        static = platform not in ("cpu", "tpu") if static is None else static
+        self._compiler_options = compiler_options(mesh)
+        static = why_static(mesh) is not None if static is None else static
         costly = model.ops.draw is None
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
@@ -107,6 +123,7 @@ class ModelRunner(UpkeepCalls):
         self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
+        self.kept: KeptPrograms | None = None  # None: programs are compiled in each start
         self._analyses: dict[ProgramName, tuple[Any, Any]] = {}  # programs, and what they need of memory
         self.executables: dict[
             ProgramName, Compiled
@@ -333,27 +350,45 @@ class ModelRunner(UpkeepCalls):
         return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
 
     def compile(self, names: Sequence[ProgramName]) -> None:
-        """Compiles these programs in this order, several at a time, unless they are compiled already."""
+        """Compiles these programs, several at a time, unless they are compiled already.
+
+        Tracing and lowering hold Python's lock. So this thread lowers one program after the other, in this order, while
+        others compile what is lowered.
+        """
         self.tell(commands.Compile, list(names))
         threads = compile_threads(len(names), on_cpu=self._on_cpu)
         with self.room_to_compile(names), ThreadPoolExecutor(threads) as pool:
-            list(pool.map(self._get, names))
+            missing = [name for name in names if self._is_missing(name)]
+            if self.kept is not None:
+                found = zip(missing, pool.map(self.kept.load, missing), strict=True)
+                self.executables |= {name: program for name, program in found if program is not None}
+                missing = [name for name in missing if name not in self.executables]
+            with self.kept.compiling() if self.kept is not None and missing else nullcontext():
+                jobs = [pool.submit(self._compile, name, self.lower(name)) for name in missing]
+                for job in jobs:
+                    job.result()
+            if self.kept is not None:
+                list(pool.map(lambda name: self.kept.keep(name, self.executables[name]), missing))
 
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
-        found = self.executables.get(name)
-        if found is not None:
-            return found
-        if self.frozen:
-            raise RuntimeError(f"{name} was not compiled before the engine was ready")
-        return self._compile(name)
+        if self._is_missing(name):
+            self._compile(name, self.lower(name))
+        return self.executables[name]
 
-    def _compile(self, name: ProgramName) -> Compiled:
+    def _is_missing(self, name: ProgramName) -> bool:
+        """Whether a program must be compiled. Raises RuntimeError if it must not any more."""
+        missing = name not in self.executables
+        if missing and self.frozen:
+            raise RuntimeError(f"{name} was not compiled before the engine was ready")
+        return missing
+
+    def _compile(self, name: ProgramName, lowered: Lowered) -> None:
         start = time.perf_counter()
         self.compiling = True
         try:
-            compiled = with_int4_arguments(self.lower(name).compile())
+            compiled = self.compiled(lowered)
         finally:
             self.compiling = False
         seconds = time.perf_counter() - start
@@ -361,16 +396,33 @@ class ModelRunner(UpkeepCalls):
             self.executables[name] = compiled
             self.compile_seconds += seconds
         log.debug("compiled %s in %.2f s", name, seconds)
-        return compiled
+
+    def compiled(self, lowered: Lowered) -> Compiled:
+        """Compiles what `lower` gave."""
+        return with_int4_arguments(lowered.compile(compiler_options=self._compiler_options))
 
     def lower(self, name: ProgramName | StepShape) -> Lowered:
         """Traces and lowers a program, for which shapes suffice. A bucket stands for its largest program."""
+        with self.tracing():
+            return self.trace(name).lower()
+
+    def trace(self, name: ProgramName | StepShape) -> Traced:
         if isinstance(name, StepShape):
             name = self.programs.largest(name)
         function, donated, arguments, results = self.signatures.of(name)
+
+        def program(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        program.__name__ = str(name)
+        with self.tracing():
+            return jax.jit(program, donate_argnums=donated, out_shardings=results, keep_unused=True).trace(*arguments)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """The context in which programs are traced and lowered."""
         with jax.default_matmul_precision(self._precision), jax.set_mesh(self.mesh):  # the mesh tells Pallas the chip
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
-            return jitted.lower(*arguments)
+            yield
 
     @property
     def _precision(self) -> str:

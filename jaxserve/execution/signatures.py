@@ -45,9 +45,10 @@ class Upkeep(NamedTuple):
     passes: int = 0
 
     def __str__(self) -> str:
+        """As profiles, dumps and logs name it: set_slots_32, propose_8_greedy_x4."""
         if self.sampler is not None:
-            return f"{self.kind}[{self.size}] {self.sampler.name.lower()} x {self.passes}"
-        return f"{self.kind}[{self.size}]" if self.size else self.kind
+            return f"{self.kind}_{self.size}_{self.sampler.name.lower()}_x{self.passes}"
+        return f"{self.kind}_{self.size}" if self.size else self.kind
 
     @property
     def takes_cache(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -38,6 +39,12 @@ class StepBatch:
 PADDING = 1.5  # a bucket costs at most this factor more than its smallest batch would without padding
 STEP = 4  # a bucket has at most this factor more tokens than the one before, since padding is never quite free
 GRAIN = 8  # tokens of a bucket above GRAIN are a multiple of it, as kernels need
+# Each bucket is a program that an accelerator compiles for seconds. With the three others that multiply with the output
+# head, a start compiles at most 16 of them.
+MOST_DECODES, MOST_MIXED = 6, 7
+PADDED = 0.03  # a bucket with twice a batch's tokens costs so much more, where the roofline says equally much; assumed
+BATCH_SECONDS = 1e-3  # of a further batch for the same tokens: its dispatch, and cached tokens are read again; assumed
+SAMPLES = 64  # numbers of tokens by which buckets are compared
 
 
 def step_shapes(
@@ -60,22 +67,25 @@ def step_shapes(
     that kernels take. While reading the weights takes longer than the arithmetic, padding costs little, and a bucket is
     up to four times as large as the one before. Larger buckets cost at most 1.5 times what their smallest batch would
     without padding. Steps with prompts beside decodes mostly have `chunk` tokens, so there is a bucket of that size.
+    Of these sizes MOST_DECODES and MOST_MIXED remain: those are left out without which steps cost least (`_thinned`).
 
     The buckets of an 8B model on an H200 with 256 sequences and 8,192 tokens (`tests/engine/test_buckets.py` checks
     them, and what padding costs):
 
-      weights   decodes                                  mixed
-      bf16      1 4 16 64 256                            16 64 256 384 512 768 1024 1536 ... 8192
-      int4      1 2 8 32 96 128 192 256                  16 32 96 128 192 256 384 512 768 ... 8192
+      weights   decodes                 mixed
+      bf16      1 4 16 64 256           16 64 256 384 512 1024 8192
+      int4      INT4D
     """
     if cost is None:
         decodes, mixed = ({1, 32}, {(128, 32)}) if padding_is_free else ({1, 8, 32}, {(64, 32), (256, 32)})
         decodes = {min(rows, max_num_seqs) for rows in decodes}
         mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
     else:
-        decodes = set(_sizes(1, max_num_seqs, cost))
-        sizes = {*_sizes(FEW, max_tokens, cost), *([_rounded(chunk)] if chunk and FEW <= chunk < max_tokens else [])}
-        mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in sizes}
+        decodes = _thinned(_sizes(1, max_num_seqs, cost), MOST_DECODES, {1}, _in_one, cost=cost)
+        usual = {_rounded(chunk)} if chunk and FEW <= chunk < max_tokens else set()
+        mixed_tokens = {*_sizes(FEW, max_tokens, cost), *usual}
+        mixed_tokens = _thinned(mixed_tokens, MOST_MIXED, usual, partial(_cheapest, cost=cost), cost=cost)
+        mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in mixed_tokens}
     of_decodes = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=True)
     of_mixed = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=False)
     return [of_decodes(rows, rows) for rows in sorted(decodes)] + [of_mixed(*sizes) for sizes in sorted(mixed)]
@@ -92,6 +102,36 @@ def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:
         below = min(_rounded(below if 8 * below <= 7 * size else least), size // 2 if size <= FEW else size - GRAIN)
         size = max(below, 1 << ((size - 1) // STEP).bit_length(), first)
         yield size
+
+
+def _thinned(
+    sizes: Iterable[int], most: int, kept: set[int], divided: Callable[[int, tuple[int, ...]], tuple[int, ...]],
+    *, cost: StepCost,
+) -> set[int]:  # fmt: skip
+    """Leaves out sizes until there are at most `most`: each time the one without which steps of all numbers of tokens,
+    equally often on a logarithmic scale, cost the least. The largest one and `kept` stay. `divided` gives the sizes of
+    the batches for a number of tokens."""
+    found = tuple(sorted(sizes))
+    numbers = [round(found[-1] ** (i / SAMPLES)) for i in range(SAMPLES + 1)]
+
+    def mean(some: tuple[int, ...]) -> float:
+        return sum(_relative(n, divided(n, some), cost) for n in numbers)
+
+    while len(found) > most:
+        fewer = [tuple(size for size in found if size != left_out) for left_out in found[:-1] if left_out not in kept]
+        found = min(fewer, key=mean)
+    return set(found)
+
+
+def _relative(tokens: int, batches: tuple[int, ...], cost: StepCost) -> float:
+    """What these batches cost for so many tokens, relative to one batch without padding."""
+    padding = PADDED * math.log2(sum(batches) / tokens)
+    return padding + (sum(map(cost, batches)) + BATCH_SECONDS * (len(batches) - 1)) / cost(tokens)
+
+
+def _in_one(tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The size of the bucket that holds so many rows in one batch."""
+    return (next(size for size in sizes if size >= tokens),)
 
 
 def _rounded(tokens: int) -> int:

@@ -75,4 +75,5 @@ class StepShape:
         return offset + size
 
     def __str__(self) -> str:
-        return f"decode[{self.rows}]" if self.decode_only else f"mixed[{self.tokens} tokens, {self.rows} rows]"
+        """As profiles, dumps and logs name it: decode_32, or for 512 tokens of up to 64 rows mixed_512x64."""
+        return f"decode_{self.rows}" if self.decode_only else f"mixed_{self.tokens}x{self.rows}"

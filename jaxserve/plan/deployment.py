@@ -163,7 +163,7 @@ class Deployment:
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-longest // plan.one_page.page_size))
         stage = plan.decoder.stage
         names = runner.programs.telling(self.shapes) if stage is None else runner.largest(self.shapes)
-        compiled: dict[ProgramName, Any] = {name: runner.lower(name).compile() for name in names}
+        compiled: dict[ProgramName, Any] = {name: runner.compiled(runner.lower(name)) for name in names}
         for name, one in compiled.items():
             runner.executables[name] = one
         on_gpu = self.device.platform not in ("cpu", "tpu")

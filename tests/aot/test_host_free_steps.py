@@ -1,4 +1,5 @@
-"""Steps that never wait for the host, by the programs that the real compilers make for devices that are not here.
+"""Steps that never wait for the host where command buffers have no conditionals (`command_buffers.why_static`), by the
+programs that the real compilers make for devices that are not here.
 
 XLA:GPU copies the predicate of a conditional, and of a loop whose length it does not know, to the host, which waits for
 it in the middle of a step. Under tensor parallelism the logits are exchanged by rows, 16 bytes at most of anything else
@@ -65,7 +66,7 @@ def cases():
 
 @pytest.mark.parametrize(("sampler", "steps"), cases())
 def test_the_host_waits_nowhere_in_a_decode_step_on_a_gpu(sampler, steps, tmp_path):
-    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, static=True)
     shape = StepShape.of(ROWS, ROWS, 16, decode_only=True)
     text = text_of(runner, StepProgram(shape, sampler, steps, keeps_hidden=False))
     assert host_waits(text) == []
@@ -76,7 +77,7 @@ def test_the_host_waits_nowhere_in_a_decode_step_on_a_gpu(sampler, steps, tmp_pa
 
 @pytest.mark.parametrize("keeps_hidden", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path):
-    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, static=True)
     shape = StepShape.of(1152, ROWS, 16, decode_only=False)
     text = text_of(runner, StepProgram(shape, Sampler.FULL, 1, keeps_hidden))
     assert host_waits(text) == []
@@ -95,7 +96,7 @@ def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path)
     ],
 )
 def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
-    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, static=True)
     text = text_of(runner, name)
     assert host_waits(text) == []
     assert sorts(text) == []
@@ -110,7 +111,15 @@ def test_many_slots_and_long_contexts(tokens, decode, tmp_path):
     """2,048 slots with contexts of 131,072 tokens, whose block tables have 16.8 million entries."""
     context, slots = 131072, 2048
     runner, _ = make_runner(
-        tmp_path, "h200x1", "mosaic_gpu", 16, 2, slots=slots, context=context, max_position_embeddings=context
+        tmp_path,
+        "h200x1",
+        "mosaic_gpu",
+        16,
+        2,
+        slots=slots,
+        context=context,
+        max_position_embeddings=context,
+        static=True,
     )
     shape = StepShape.of(tokens, slots, 16, decode_only=decode)
     program = runner.programs.choose(shape, Sampler.FILTERED, 1, scores=False)
@@ -124,7 +133,7 @@ def test_many_slots_and_long_contexts(tokens, decode, tmp_path):
 
 def test_what_is_searched_for_would_be_found(tmp_path):
     """The first in the program that decides at run time, which CPUs and TPUs run."""
-    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2)
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, static=True)
     shape = StepShape.of(ROWS, ROWS, 16, decode_only=True)
     assert len(host_waits(text_of(runner, StepProgram(shape, Sampler.ANY, None, keeps_hidden=False)))) >= 6
     logits = jax.ShapeDtypeStruct((ROWS, VOCAB), jnp.float32, sharding=replicated(runner.mesh))

@@ -78,6 +78,7 @@ def make_runner(
     kv_dtype=jnp.bfloat16,
     snapshots=0,
     adapters: PoolSizes | None = None,
+    static: bool | None = None,
     **changes,
 ) -> tuple[ModelRunner, dict]:
     """A runner of the 8B shape with so many layers and `changes` of its config, and its weights' shapes."""
@@ -96,7 +97,8 @@ def make_runner(
     elif scheme != "bf16":
         params = quantized_abstract(params, scheme)
     params = arranged(params, mesh, jnp.bfloat16, backends["matmul"])
-    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64, adapters=adapters)
+    options = {"adapters": adapters, "static": static}
+    runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64, **options)
     platform = devices[0].platform
     sizes = PAGES, page_size, kv_dtype, platform
     layout = CacheLayout.of(decoder.config, decoder.kv_heads, *sizes, num_slots=slots, snapshots=snapshots)

@@ -1,6 +1,5 @@
 """Buckets by what steps cost on an accelerator, the cutting of plans into them, and prompts' chunks."""
 
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ from jaxserve.devices.mesh import make_mesh
 from jaxserve.devices.targets import RATES, UNKNOWN_RATES, rates
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.cost import CALL_SECONDS, FEW, StepCost, prefill_chunk
-from jaxserve.execution.step_buffer import PADDING, split, step_shapes
+from jaxserve.execution.programs import StepPrograms
+from jaxserve.execution.step_buffer import MOST_DECODES, MOST_MIXED, PADDING, split, step_shapes
 from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.scheduling.step_plan import Rows
 
@@ -111,20 +111,19 @@ def test_rates_by_kind():
 
 
 TABLE = {
-    "bf16": ([1, 4, 16, 64, 256], [16, 64, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]),
-    "int4": (
-        [1, 2, 8, 32, 96, 128, 192, 256],
-        [16, 32, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192],
-    ),
+    "bf16": ([1, 4, 16, 64, 256], [16, 64, 256, 384, 512, 1024, 8192]),
+    "int4": ([1, 32, 96, 128, 192, 256], [32, 96, 128, 192, 256, 512, 8192]),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", TABLE)
 def test_table_of_an_8b_model_on_an_h200(scheme):
-    """And what padding costs at worst, and on average over all sizes of a step: with the plans' cutting 4.5%."""
+    """And what padding costs at worst, and on average over all sizes of a step: with the plans' cutting 5%. With the
+    three others that have the output head, a start compiles at most 16 programs of the model."""
     cost = cost_of(scheme)
-    shapes = step_shapes(256, 8192, 16, cost=cost)
+    shapes = step_shapes(256, 8192, 16, cost=cost, chunk=512)
+    assert len(StepPrograms(static=False).all(shapes)) + 3 <= 16
     assert (sizes(shapes, True), sizes(shapes, False)) == TABLE[scheme]
     ratios = []
     for tokens in range(1, 8193):
@@ -132,7 +131,7 @@ def test_table_of_an_8b_model_on_an_h200(scheme):
         assert sum(int(batch.rows.count.sum()) for batch in batches) == tokens
         ratios.append(sum(map(cost, tokens_of(batches))) / cost(tokens))
     assert max(ratios) <= PADDING
-    assert np.mean(ratios) < {"bf16": 1.05, "int4": 1.025}[scheme]
+    assert np.mean(ratios) < {"bf16": 1.055, "int4": 1.045}[scheme]
 
 
 @pytest.mark.parametrize("weights", [1e-5, 1e-3, 3.5e-3, 1e-1])
@@ -141,19 +140,21 @@ def test_table_of_an_8b_model_on_an_h200(scheme):
     ("seqs", "tokens"), [(1, 1), (1, 5), (3, 17), (5, 1001), (100, 2047), (250, 8192), (2048, 4000)]
 )
 def test_whatever_the_limits(weights, token, seqs, tokens):
-    """Each bucket suits kernels, reaches the limits, and pads by no more than is allowed."""
+    """Each bucket suits kernels, and the largest reaches the limits. There are few, and they pad little on average over
+    all numbers of rows and tokens."""
     cost = StepCost(weights, token)
     shapes = step_shapes(seqs, tokens, 16, cost=cost)
     for decode_only, most, first in ((True, seqs, 1), (False, tokens, FEW)):
         found = sizes(shapes, decode_only)
-        assert found[0] == first
+        assert found[0] == first or not decode_only
         assert found[-1] == max(first, most if most <= 2 else 4 if most <= 4 else -(-most // 8) * 8)
         assert found == sorted(set(found))
-        assert len(found) <= 25
+        assert len(found) <= (MOST_DECODES if decode_only else MOST_MIXED)
         assert all(size in (1, 2, 4) or size % 8 == 0 for size in found)
-        for below, size in itertools.pairwise(found):
-            assert size <= 4 * below
-            assert cost(size) <= PADDING * cost(below + 1) or size - below <= 16
+        numbers = [max(round(most ** (i / 50)), 1) for i in range(51)]
+        plans = [rows(n) if decode_only else rows(0, n) for n in numbers]
+        paid = [sum(map(cost, tokens_of(split(plan, shapes, cost)))) for plan in plans]
+        assert np.mean([p / cost(n) for p, n in zip(paid, numbers, strict=True)]) <= 1.5
     assert all(shape.rows == min(shape.tokens, seqs) for shape in shapes if not shape.decode_only)
 
 
@@ -168,8 +169,8 @@ def test_decodes_and_a_prompt_go_together_where_that_is_cheaper():
     # Nothing is saved where both are bound by their arithmetic, and nothing is lost.
     fast_memory = StepCost(1e-6, 1e-3)
     shapes = step_shapes(256, 8192, 16, cost=fast_memory)
-    apart = list(split(rows(64, 3072), shapes, fast_memory))
-    assert [(batch.shape.tokens, batch.shape.decode_only) for batch in apart] == [(64, True), (3072, False)]
+    batches = list(split(rows(64, 3072), shapes, fast_memory))
+    assert sum(map(fast_memory, tokens_of(batches))) <= fast_memory(64 + 3072) + CALL_SECONDS * len(batches)
 
 
 def test_a_plan_is_never_dearer_than_in_one_batch():
@@ -226,10 +227,10 @@ def test_a_chunk_takes_as_long_as_the_goal(device, devices, scheme, goal, chunk)
 
 def test_cpu_keeps_its_buckets():
     assert [str(shape) for shape in step_shapes(256, 2048, 16)] == [
-        "decode[1]", "decode[8]", "decode[32]", "mixed[64 tokens, 32 rows]", "mixed[256 tokens, 32 rows]"
+        "decode_1", "decode_8", "decode_32", "mixed_64x32", "mixed_256x32"
     ]  # fmt: skip
     assert [str(shape) for shape in step_shapes(256, 2048, 16, padding_is_free=True)] == [
-        "decode[1]", "decode[32]", "mixed[128 tokens, 32 rows]"
+        "decode_1", "decode_32", "mixed_128x32"
     ]  # fmt: skip
 
 
@@ -258,7 +259,7 @@ def test_an_engine_with_an_accelerator_s_buckets(engine):
         some = [request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
         said.append([completion.token_ids for completion in generate(made, *some)])
     assert said[0] == said[1]
-    assert [str(shape) for shape in made.shapes if shape.decode_only] == ["decode[1]", "decode[2]", "decode[8]"]
+    assert [str(shape) for shape in made.shapes if shape.decode_only] == ["decode_1", "decode_2", "decode_8"]
     assert sizes(made.shapes, False) == [16, 24, 32, 48, 72, 104]
     assert made.scheduler.budget.most == 101
     assert made.counters.step_tokens.total == sum(map(len, prompts)) + 6 * 11
