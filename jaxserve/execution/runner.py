@@ -332,12 +332,18 @@ class ModelRunner(UpkeepCalls):
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
         return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
 
-    def compile(self, names: Sequence[ProgramName]) -> None:
-        """Compiles these programs in this order, several at a time, unless they are compiled already."""
+    def compile(self, names: Sequence[ProgramName], on_done: Callable[[], None] = lambda: None) -> None:
+        """Compiles these programs in this order, several at a time, unless they are compiled already. `on_done` is
+        called after each, in any thread."""
         self.tell(commands.Compile, list(names))
         threads = compile_threads(len(names), on_cpu=self._on_cpu)
+
+        def one(name: ProgramName) -> None:
+            self._get(name)
+            on_done()
+
         with self.room_to_compile(names), ThreadPoolExecutor(threads) as pool:
-            list(pool.map(self._get, names))
+            list(pool.map(one, names))
 
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):
