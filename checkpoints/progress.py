@@ -44,7 +44,7 @@ class Progress:
             self._clearing = _Clearing(self._bar)
             logging.getLogger().handlers.insert(0, self._clearing)
         elif self._shown:
-            log.info("%s", self)
+            log.info("%s", str(self))  # handlers may format it later
             threading.Thread(target=self._tell, name="progress", daemon=True).start()
         return self
 
@@ -56,7 +56,7 @@ class Progress:
             logging.getLogger().removeHandler(self._clearing)
             self._bar.close()
         elif self._shown:
-            log.info("%s", self)
+            log.info("%s", str(self))
 
     def update(self, count: int = 1) -> None:
         """So much more is done."""
@@ -68,7 +68,7 @@ class Progress:
 
     def _tell(self) -> None:
         while not self._ended.wait(SECONDS):
-            log.info("%s", self)
+            log.info("%s", str(self))
 
     def __str__(self) -> str:
         done, total = (tqdm.format_sizeof(n, "B") if self._in_bytes else str(n) for n in (self._done, self._total))
