@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -31,12 +31,12 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     slots = np.random.default_rng(5).permutation(PAGES * problem.page_size)[:TOKENS].astype(np.int32)
     slots[3] = -1
 
-    def run(heads: Heads, pages: KVPages, slots: jax.Array) -> tuple[jax.Array, KVPages]:
+    def rotate_and_write(heads: Heads, pages: KVPages, slots: jax.Array) -> tuple[jax.Array, KVPages]:
         return fused.rotate_and_write(heads, EPS, dtype, pages, slots, jnp.int32(FIRST))
 
-    rotating = Program(run, heads, pages, slots)
-    for what, program, exact, allowed in cases:
-        found = program.run()
+    rotating = Program(rotate_and_write, heads, pages, slots)
+    for what, run, exact, allowed in cases:
+        found = run()
         yield _compare(what, dequantized(found) if isinstance(found, QuantRows) else found, exact(), allowed)
     exact, k, v = rotated(heads)
     q, written = rotating.run()
@@ -44,7 +44,8 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     yield from _judge_pages(written, pages, slots, np.stack([k, v], 1), dtype)
 
 
-Case = tuple[str, Program, Callable[[], Any], float]  # what is compared, with what, and the error that it may have
+# What is compared, functions that return its results and what they should be, and the error that it may have.
+Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 
 
 def _dense(fused: Any, size: int, dtype: Any) -> Iterator[Case]:
@@ -55,23 +56,23 @@ def _dense(fused: Any, size: int, dtype: Any) -> Iterator[Case]:
     def add_norm(*arrays: Any) -> Any:
         return fused.add_norm(*arrays, EPS)
 
-    floats = Program(add_norm, x, y, scale)
+    floats = cache(Program(add_norm, x, y, scale).run)
     yield f"sum and norm of {size}", floats, partial(added_and_normed, x, y, scale), allowed
     if dtype != np.float32:
         precise = _row(2, size, np.dtype(np.float32))
         exact = partial(added_and_normed, x, y, precise)
-        yield f"norm of {size} with a scale in float32", Program(add_norm, x, y, precise), exact, allowed
+        yield f"norm of {size} with a scale in float32", Program(add_norm, x, y, precise).run, exact, allowed
     gates = _parts(3, (TOKENS, 2 * size), None, dtype)
-    gated = Program(lambda y: fused.gate(y, "silu", dtype), gates)
+    gated = cache(Program(lambda y: fused.gate(y, "silu", dtype), gates).run)
     yield f"gate of {size}", gated, partial(gated_by_silu, gates), allowed
     # Results for a product that takes int8 must be within one code of the float results, which are rounded themselves.
     reader = QuantArray(
         np.zeros((1, size), np.int8), np.ones((1, 1), np.float32), block=(1, size), activations=Activations("int8")
     )
     codes = Program(lambda *arrays: fused.add_norm(*arrays, EPS, reader)[1], x, y, scale)
-    yield f"norm of {size} in int8", codes, lambda: floats.run()[1].astype(np.float32), 1.5 * CODES["int8"]
+    yield f"norm of {size} in int8", codes.run, lambda: floats()[1].astype(np.float32), 1.5 * CODES["int8"]
     codes = Program(lambda y: fused.gate(y, "silu", dtype, reader), gates)
-    yield f"gate of {size} in int8", codes, lambda: gated.run().astype(np.float32), 1.5 * CODES["int8"]
+    yield f"gate of {size} in int8", codes.run, lambda: gated().astype(np.float32), 1.5 * CODES["int8"]
 
 
 def whole(parts: Parts) -> np.ndarray:
