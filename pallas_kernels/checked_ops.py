@@ -58,6 +58,7 @@ class Trial:
             kernels, operation=operation, problem=problem, repeats=selfcheck.REPEATS
         )
         self.known = self._stamp is not None and selfcheck_stamps.has_passed(self._stamp)
+        self.ended = 0.0  # time.perf_counter() when a check that is not known has ended
         self.result: Future[Finding | None] = Future()
         if self.known:
             self.result.set_result(None)
@@ -66,7 +67,10 @@ class Trial:
 
     def _run(self) -> Finding | None:
         """The first finding that is wrong."""
-        wrong = next((finding for finding in self._check() if not finding.right), None)
+        try:
+            wrong = next((finding for finding in self._check() if not finding.right), None)
+        finally:
+            self.ended = time.perf_counter()
         if wrong is None and self._stamp is not None:
             selfcheck_stamps.add([self._stamp])
         return wrong
@@ -131,11 +135,12 @@ class Trials:
 
     def tell(self) -> None:
         """Says in the log how many checks have run, and how many were not repeated. All must be done."""
-        known = sum(trial.known for trial in self.all)
-        if self.all:
-            said = f"; {known} were not repeated, which have passed on such a device before" if known else ""
-            seconds = time.perf_counter() - self._begun
-            log.info("checked kernels %d times in %.1f s%s", len(self.all) - known, seconds, said)
+        ran = [trial for trial in self.all if not trial.known]
+        if ran:
+            seconds = max(trial.ended for trial in ran) - self._begun
+            log.info("%d checks of kernels took %.1f s while weights were loaded", len(ran), seconds)
+        if known := len(self.all) - len(ran):
+            log.info("%d checks of kernels, which have passed on such a device before, are not repeated", known)
 
 
 # What takes the place of a wrong kernel.

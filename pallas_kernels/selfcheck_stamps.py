@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.cache_folder import CacheFolder, is_writable, open_cache
 
 FOLDER = "checks"
@@ -55,7 +56,8 @@ def _name(kernel: Any) -> str | None:
 
 @cache
 def surroundings() -> dict[str, Any]:
-    """What the result of a check depends on: device, driver, versions, flags, and the code of the kernels."""
+    """What the result of a check depends on: device, driver, versions, flags, the kernels' code and the user's tables of
+    block sizes."""
     device = jax.local_devices()[0]
     driver = NVIDIA_DRIVER.read_text().strip() if NVIDIA_DRIVER.exists() else ""
     return {
@@ -64,17 +66,18 @@ def surroundings() -> dict[str, Any]:
         "driver": driver,
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
-        "code": code_digest(),
+        "code": _digest(Path(__file__).parent),
+        "tables": _digest(tuning.user_folder()),
     }
 
 
-@cache
-def code_digest() -> str:
-    """The SHA-256 of the sources of this package."""
-    digest, root = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
+def _digest(folder: Path | None) -> str:
+    """The SHA-256 of the code and tables in a folder."""
+    digest = hashlib.sha256()
+    found = [] if folder is None else folder.rglob("*")
+    for path in sorted(path for path in found if path.suffix in (".py", ".json")):
         data = path.read_bytes()
-        digest.update(f"{path.relative_to(root)} {len(data)}\n".encode() + data)
+        digest.update(f"{path.relative_to(folder)} {len(data)}\n".encode() + data)
     return digest.hexdigest()
 
 
