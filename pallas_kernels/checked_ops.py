@@ -245,7 +245,7 @@ Checks = Iterator[tuple[Any, Callable[[], Iterable["Finding"]]]]  # kernels, and
 
 
 def _product_checks(device: Device, problem: MatmulProblem, backend: str) -> Checks:
-    from jaxserve.pallas_kernels.selfcheck import check_matmul, check_parts
+    from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, OTHER_ROWS, check_matmul, check_parts
 
     if problem.activations is not None:
         for parts in (False, True) if device.platform == "gpu" else (False,):
@@ -256,9 +256,11 @@ def _product_checks(device: Device, problem: MatmulProblem, backend: str) -> Che
     if name in PLAIN:
         return
     module = load("matmul", name)
-    yield module.quant_matmul, partial(check_matmul, module.quant_matmul, problem)
-    if hasattr(module, "quant_matmul_parts"):
-        yield module.quant_matmul_parts, partial(check_parts, module.quant_matmul_parts, problem)
+    parts = getattr(module, "quant_matmul_parts", None)
+    rows = MATMUL_ROWS if parts is None else OTHER_ROWS
+    yield module.quant_matmul, partial(check_matmul, module.quant_matmul, problem, rows=rows)
+    if parts is not None:
+        yield parts, partial(check_parts, parts, problem)
 
 
 def _grouped_checks(device: Device, problem: MatmulProblem, backend: str) -> Checks:

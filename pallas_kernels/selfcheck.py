@@ -78,6 +78,7 @@ FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated 
 # first.
 MATMUL_ROWS = (1, 17, 64, 200, 520)
 PARTS_ROWS = (1, 64, 520)  # for products in parts: 1 row is split, 64 are one part, 520 are dequantized
+OTHER_ROWS = (17, 200)  # for whole products of backends that have parts, which share their kernels
 COMPILING = min(os.cpu_count() or 1, 16)  # programs that are compiled at a time
 GROUPED_ROWS = (24, 200, 1100)  # for products by expert: tiles have 16 rows, 64, and 128 or more
 SHARES = (0.27, 0.0, 0.001, 0.36, 0.0, 0.12)  # of each expert in these rows; the others belong to no expert

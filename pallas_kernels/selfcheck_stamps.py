@@ -56,7 +56,7 @@ def _name(kernel: Any) -> str | None:
 
 @cache
 def surroundings() -> dict[str, Any]:
-    """What the result of a check depends on: device, driver, versions, flags, the kernels' code and the user's tables of
+    """What the result of a check depends on: device, driver, versions, flags, the kernels' code, the user's tables of
     block sizes."""
     device = jax.local_devices()[0]
     driver = NVIDIA_DRIVER.read_text().strip() if NVIDIA_DRIVER.exists() else ""

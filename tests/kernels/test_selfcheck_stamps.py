@@ -29,7 +29,7 @@ def machine(monkeypatch, tmp_path):
     around = {"device": "some GPU", "platform": "gpu CUDA 13", "driver": "580", "versions": {}, "code": "abc"}
     found = SimpleNamespace(checks=[], finding=RIGHT, around=around, folder=tmp_path / "cache" / "checks")
 
-    def check(multiply, problem):
+    def check(multiply, problem, **_):
         found.checks.append(problem)
         return [found.finding]
 
