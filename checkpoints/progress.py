@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class Progress:
         self._clearing: logging.Handler | None = None
 
     def __enter__(self) -> Progress:
-        if self._shown and sys.stderr.isatty():
+        if self._shown and on_terminal():
             unit = {"unit": "B", "unit_scale": True} if self._in_bytes else {"unit": ""}
             self._bar = tqdm(total=self._total, desc=self._what, leave=False, **unit)
             self._clearing = _Clearing(self._bar)
@@ -74,6 +75,14 @@ class Progress:
         done, total = (tqdm.format_sizeof(n, "B") if self._in_bytes else str(n) for n in (self._done, self._total))
         more = self._more()
         return f"{self._what}: {done} of {total}" + (f", {more}" if more else "")
+
+
+def on_terminal() -> bool:
+    """Whether standard error is a terminal that has a size. Those of containers may have none, and show no bar."""
+    try:
+        return sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno())) > 0
+    except OSError:
+        return False
 
 
 class _Clearing(logging.Handler):

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 import sys
+import termios
 import threading
 from concurrent.futures import Future
 
@@ -18,9 +20,23 @@ def lines(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def on_a_terminal(monkeypatch):
+    """What is written to standard error from now on, which is a terminal."""
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    return sys.stderr
+
+
+def test_what_is_a_terminal(monkeypatch):
+    """Not a file, nor a terminal without a size."""
+    assert not progress.on_terminal()
+    ours, other = os.openpty()
+    with open(other, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert not progress.on_terminal()
+        termios.tcsetwinsize(ours, (40, 110))
+        assert progress.on_terminal()
+    os.close(ours)
 
 
 def test_lines_of_the_log(lines, monkeypatch):
@@ -55,25 +71,25 @@ def test_seldom_lines_and_bytes(lines):
 
 
 def test_nothing_is_told_of_nothing(lines, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    terminal = on_a_terminal(monkeypatch)
     for shown, total in ((False, 3), (True, 0)):
         with Progress("loading weights", total, shown=shown) as task:
             task.update(total)
     assert lines() == []
-    assert sys.stderr.getvalue() == ""
+    assert terminal.getvalue() == ""
 
 
 def test_a_bar_on_a_terminal(lines, monkeypatch):
     """It vanishes at the end. Lines of the log do not stand beside it."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    terminal = on_a_terminal(monkeypatch)
     before = list(logging.getLogger().handlers)
-    shown = logging.StreamHandler(sys.stderr)
+    shown = logging.StreamHandler(terminal)
     monkeypatch.setattr(logging.getLogger(), "handlers", [*before, shown])
     with Progress("checking kernels", 8) as task:
         task.update(2)
         task._bar.refresh()
         logging.getLogger("jaxserve.x").warning("a line")
-    written = sys.stderr.getvalue()
+    written = terminal.getvalue()
     assert "checking kernels:  25%" in written
     assert "2/8" in written
     line = next(line for line in written.split("\n") if "a line" in line)
