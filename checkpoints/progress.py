@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
 
 log = logging.getLogger("jaxserve.progress")
 
 SECONDS = 10.0  # between two lines of the log
+COUNTS = "{l_bar}{bar}| {n_fmt} of {total_fmt} [{elapsed}{postfix}]"  # a bar without a rate
 
 
 class Progress:
@@ -40,8 +42,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._shown and on_terminal():
-            unit = {"unit": "B", "unit_scale": True} if self._in_bytes else {"unit": ""}
-            self._bar = tqdm(total=self._total, desc=self._what, leave=False, **unit)
+            kind: Any = {"unit": "B", "unit_scale": True} if self._in_bytes else {"bar_format": COUNTS}
+            self._bar = tqdm(total=self._total, desc=self._what, leave=False, **kind)
             self._clearing = _Clearing(self._bar)
             logging.getLogger().handlers.insert(0, self._clearing)
         elif self._shown:

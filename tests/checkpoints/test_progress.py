@@ -91,7 +91,7 @@ def test_a_bar_on_a_terminal(lines, monkeypatch):
         logging.getLogger("jaxserve.x").warning("a line")
     written = terminal.getvalue()
     assert "checking kernels:  25%" in written
-    assert "2/8" in written
+    assert "2 of 8" in written
     line = next(line for line in written.split("\n") if "a line" in line)
     assert line.split("\r")[-1].strip() == "a line", "the bar is cleared before"
     assert written.split("\r")[-1].strip() == "", "and at the end"
