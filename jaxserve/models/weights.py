@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,8 @@ def dummy_forms(model: Decoder | Drafter, mesh: Mesh, scheme: str | None = None)
 
 
 def made_up(forms: Mapping[str, Form], seed: int, mesh: Mesh) -> dict[str, Any]:
-    """Random weights of these forms, by path, each made where it stays.
+    """Random weights of these forms, by path, each made where it stays. They depend on the seed and the path, so that
+    they are the same in every stage of a pipeline.
 
     One program makes all weights of a form, so that the number of programs does not grow with the layers. On
     accelerators random bits come from XLA's own generator. It compiles and runs much faster than JAX's usual one, but
@@ -113,17 +115,17 @@ def made_up(forms: Mapping[str, Form], seed: int, mesh: Mesh) -> dict[str, Any]:
     kind = "threefry2x32" if mesh.devices.flat[0].platform == "cpu" else "rbg"
     programs: dict[Any, Callable[[np.uint32], Any]] = {}
     made = {}
-    for number, (path, form) in enumerate(forms.items()):
+    for path, form in forms.items():
         leaves, structure = jax.tree.flatten(form.abstract)
         key = form.init, structure, tuple(leaves)
         if key not in programs:
             programs[key] = _maker(form, seed, kind)
-        made[path] = programs[key](np.uint32(number))
+        made[path] = programs[key](np.uint32(crc32(path.encode())))
     return made
 
 
 def _maker(form: Form, seed: int, kind: str) -> Callable[[np.uint32], Any]:
-    """A jitted function of a weight's number."""
+    """A jitted function of a number that stands for the weight."""
 
     def make(number: jax.Array) -> Any:
         key, like = jax.random.fold_in(jax.random.key(seed, impl=kind), number), form.abstract
