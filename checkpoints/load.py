@@ -17,12 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats import QuantReader
 from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.mixed import mixed_array, widens
+from jaxserve.checkpoints.progress import Progress
 from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
 from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo
 from jaxserve.pallas_kernels.types import MixedArray, QuantArray
@@ -135,7 +135,7 @@ def load_weights(
         host = read_weight(some, tensors, target, reader, as_stored, apart)
         return jax.block_until_ready(place(path, host, target.sharding))  # then the host's copy can be freed
 
-    bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="loading weights", disable=not progress)
+    bar = Progress("loading weights", sum(sizes.values()), shown=progress, in_bytes=True)
     # The devices of several hosts must get their programs in the same order on all of these.
     with bar, ThreadPoolExecutor(THREADS if jax.process_count() == 1 else 1) as pool:
         try:

@@ -33,7 +33,7 @@ def open_cache(path: Path) -> CacheFolder | None:
     try:
         _make(path)
         found = path.stat()
-        own, read_only = found.st_uid == os.geteuid(), not _is_writable(path, found)
+        own, read_only = found.st_uid == os.geteuid(), not is_writable(path)
         if not found.st_mode & _OTHERS_WRITE and (own or (read_only and found.st_uid == 0)):
             return CacheFolder(path, is_private=not read_only)
         mine = path / f"user-{os.geteuid()}"
@@ -57,9 +57,9 @@ def is_ours(path: Path) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 
-def _is_writable(path: Path, found: os.stat_result) -> bool:
-    """Whether this user may write here. Root is held to the permissions of the folder, too."""
-    return bool(found.st_mode & (stat.S_IWUSR | _OTHERS_WRITE)) and os.access(path, os.W_OK | os.X_OK)
+def is_writable(path: Path) -> bool:
+    """Whether this user may write to a folder. Root is held to the permissions of the folder, too."""
+    return bool(path.stat().st_mode & (stat.S_IWUSR | _OTHERS_WRITE)) and os.access(path, os.W_OK | os.X_OK)
 
 
 def _make(path: Path) -> None:

@@ -1,18 +1,21 @@
-"""Operations that were tried on this machine's device. Plain XLA replaces those that are wrong there."""
+"""Operations that are tried on this machine's device. Plain XLA replaces those that are wrong there."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.pallas_kernels import selfcheck_stamps
 from jaxserve.pallas_kernels.device_ops import grouped_floats
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
@@ -38,138 +41,241 @@ log = logging.getLogger(__name__)
 PLAIN = ("xla", "cpu")  # backends of products that are not tried
 
 
-def checked(ops: Ops, problem: AttentionProblem, backend: str, *, windows: bool = True) -> Ops:
-    """Tries attention and the cache write of `ops` on this machine's first device. `windows`: whether the model has
-    any.
+_checkers = ThreadPoolExecutor(32, "checks-kernels")  # each waits for compilers, or for its turn on the device
 
-    If a kernel is wrong, plain XLA replaces it, with a warning. If it was requested by name, BackendError is raised.
-    Operations that are plain XLA already are not tried, as nothing could replace them.
+
+class Trial:
+    """A check that runs in a thread, or that has passed before on such a device (`selfcheck_stamps`)."""
+
+    def __init__(
+        self, operation: str, backend: str, kernels: Sequence[Any], problem: Any, check: Callable[[], Iterable[Finding]]
+    ):
+        """kernels: the functions or modules that `check` runs."""
+        from jaxserve.pallas_kernels import selfcheck
+
+        self._operation, self._backend, self._check = operation, backend, check
+        self._stamp = selfcheck_stamps.stamp_of(
+            kernels, operation=operation, problem=problem, repeats=selfcheck.REPEATS
+        )
+        self.known = self._stamp is not None and selfcheck_stamps.has_passed(self._stamp)
+        self.ended = 0.0  # time.perf_counter() when a check that is not known has ended
+        self.result: Future[Finding | None] = Future()
+        if self.known:
+            self.result.set_result(None)
+        else:
+            self.result = _checkers.submit(self._run)
+
+    def _run(self) -> Finding | None:
+        """The first finding that is wrong."""
+        try:
+            wrong = next((finding for finding in self._check() if not finding.right), None)
+        finally:
+            self.ended = time.perf_counter()
+        if wrong is None and self._stamp is not None:
+            selfcheck_stamps.add([self._stamp])
+        return wrong
+
+    def is_right(self) -> bool:
+        """Whether all findings are right. Otherwise warns of the first that is wrong, or raises BackendError if the
+        kernel was requested by name."""
+        try:
+            wrong = self.result.result()
+            if wrong is None:
+                return True
+            said = f"is wrong on this device: {wrong}"
+        except Exception as failure:  # a compiler or driver may raise anything
+            said = f"does not run: {failure}"
+        if self._backend != "auto":
+            raise BackendError(f"the {self._operation} backend {self._backend} {said}")
+        log.warning("the %s kernel %s; plain XLA takes its place", self._operation, said)
+        return False
+
+
+class Trials:
+    """The checks of a model's kernels on this machine's first device. They run in threads, all at once, from when their
+    problems are known, while weights are loaded.
+
+    Attributes:
+      of_ops: the check of each kernel in `Ops`, by its field.
     """
+
+    def __init__(self) -> None:
+        self.of_ops: dict[str, Trial] = {}
+        self._products: dict[tuple[bool, MatmulProblem], list[Trial]] = {}
+        self._lock = threading.Lock()
+        self._begun = time.perf_counter()
+
+    @property
+    def all(self) -> list[Trial]:
+        return [*self.of_ops.values(), *(trial for some in self._products.values() for trial in some)]
+
+    def begin(self, field: str, backend: str, kernels: Sequence[Any], problem: Any, check: Callable[[], Any]) -> None:
+        """Begins the check of a field of `Ops`."""
+        operation = {"paged_attention": "attention", "latent_attention": "latent", "add_adapters": "adapters"}
+        self.of_ops[field] = Trial(operation.get(field, field), backend, kernels, problem, check)
+
+    def products(
+        self, device: Device, problem: MatmulProblem, backend: str, *, grouped: bool = False
+    ) -> Sequence[Trial]:
+        """The checks of products with quantized weights of this form, or of `grouped` products with experts' weights,
+        where floats have the form of `experts.as_codes`. Those that have not begun begin. Raises BackendError where a
+        backend that was requested by name cannot do the form."""
+        if not grouped and (backend != "auto" or w8a8.why_not(device, problem) is not None):
+            # Where rounded inputs become floats again, the kernels are those of products without rounded inputs.
+            problem = replace(problem, activations=None)
+        key = grouped, problem
+        with self._lock:
+            if key not in self._products:
+                checks = _grouped_checks if grouped else _product_checks
+                self._products[key] = [
+                    Trial("matmul", backend, [kernel], problem, check)
+                    for kernel, check in checks(device, problem, backend)
+                ]
+            return self._products[key]
+
+    def tell(self) -> None:
+        """Says in the log how many checks have run, and how many were not repeated. All must be done."""
+        ran = [trial for trial in self.all if not trial.known]
+        if ran:
+            seconds = max(trial.ended for trial in ran) - self._begun
+            log.info("%d checks of kernels took %.1f s while weights were loaded", len(ran), seconds)
+        if known := len(self.all) - len(ran):
+            log.info("%d checks of kernels, which have passed on such a device before, are not repeated", known)
+
+
+# What takes the place of a wrong kernel.
+PLAIN_OPS: dict[str, Any] = {
+    "paged_attention": reference.paged_attention,
+    "write_kv": write_kv,
+    "write_and_attend": None,
+    "latent_attention": latent.latent_attention,
+    "write_latent": latent.write_latent,
+    "fused": None,
+    "draw": None,
+    "add_adapters": lora.add_adapters,
+}
+
+
+def on_trial(
+    ops: Ops, problem: AttentionProblem | LatentProblem, backend: str, *, windows: bool = True, vocab: int = 0
+) -> Ops:
+    """The operations with checks that have begun (`Ops.trials`); `trusted` waits for them.
+
+    Operations that are plain XLA already are not tried, as nothing could replace them. windows: whether the model has
+    any. vocab: tokens of the rows that are drawn from.
+    """
+    trials = Trials()
+    if isinstance(problem, LatentProblem):
+        _begin_latent(trials, ops, problem, backend)
+    else:
+        _begin_attention(trials, ops, problem, backend, windows)
+        if ops.fused is not None:
+            from jaxserve.pallas_kernels.selfcheck_fused import check_fused
+
+            trials.begin("fused", "auto", [ops.fused], problem, partial(check_fused, ops.fused, problem))
+    if ops.draw is not None and vocab:
+        from jaxserve.pallas_kernels.selfcheck_draw import check_draw
+
+        trials.begin("draw", "auto", [ops.draw], vocab, partial(check_draw, ops.draw, vocab))
+    return replace(ops, trials=trials)
+
+
+def _begin_attention(trials: Trials, ops: Ops, problem: AttentionProblem, backend: str, windows: bool) -> None:
     from jaxserve.pallas_kernels.selfcheck import check_attention, check_write
     from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
 
     variants = ("mixed", "decode", "window") if windows else ("mixed", "decode")
-    attend, write = ops.paged_attention, ops.write_kv
-    if attend is not reference.paged_attention and not _is_right(
-        "attention", backend, lambda: check_attention(attend, problem, variants=variants)
-    ):
-        attend = reference.paged_attention
-    if write is not write_kv and not _is_right("write_kv", backend, lambda: check_write(write, problem)):
-        write = write_kv
-    both = ops.write_and_attend
-    if both is not None:  # shares its code with the two others
-        as_before = attend is ops.paged_attention and write is ops.write_kv
+    attend, write, both = ops.paged_attention, ops.write_kv, ops.write_and_attend
+    if attend is not PLAIN_OPS["paged_attention"]:
+        check = partial(check_attention, attend, problem, variants=variants)
+        trials.begin("paged_attention", backend, [attend], (problem, variants), check)
+    if write is not PLAIN_OPS["write_kv"]:
+        trials.begin("write_kv", backend, [write], problem, partial(check_write, write, problem))
+    if both is not None:
         check = partial(check_write_and_attend, both, attend, problem)
-        both = both if as_before and _is_right("write_and_attend", backend, check) else None
-    return replace(ops, paged_attention=attend, write_kv=write, write_and_attend=both)
+        trials.begin("write_and_attend", backend, [both, attend], problem, check)
 
 
-def checked_latent(ops: Ops, problem: LatentProblem, backend: str) -> Ops:
-    """Tries latent attention and the write of latents of `ops`, as `checked` does for other caches."""
+def _begin_latent(trials: Trials, ops: Ops, problem: LatentProblem, backend: str) -> None:
     from jaxserve.pallas_kernels.selfcheck_latent import check_latent, check_write_latent
 
     attend, write = ops.latent_attention, ops.write_latent
-    if attend is not latent.latent_attention and not _is_right(
-        "latent", backend, lambda: check_latent(attend, problem)
-    ):
-        attend = latent.latent_attention
-    if write is not latent.write_latent and not _is_right(
-        "write_latent", backend, lambda: check_write_latent(write, problem)
-    ):
-        write = latent.write_latent
-    return replace(ops, latent_attention=attend, write_latent=write)
+    if attend is not PLAIN_OPS["latent_attention"]:
+        trials.begin("latent_attention", backend, [attend], problem, partial(check_latent, attend, problem))
+    if write is not PLAIN_OPS["write_latent"]:
+        trials.begin("write_latent", backend, [write], problem, partial(check_write_latent, write, problem))
 
 
-def checked_fused(ops: Ops, problem: AttentionProblem) -> Ops:
-    """Tries the fused kernels of `ops` on this machine's first device. If one is wrong, returns `ops` without them,
-    with a warning."""
-    from jaxserve.pallas_kernels.selfcheck_fused import check_fused
-
-    if ops.fused is None or _is_right("fused", "auto", lambda: check_fused(ops.fused, problem)):
-        return ops
-    return replace(ops, fused=None)
-
-
-def checked_draw(ops: Ops, vocab: int) -> Ops:
-    """Tries the drawing kernel of `ops` on rows of `vocab` tokens. If it is wrong, returns `ops` without it, with a
-    warning."""
-    from jaxserve.pallas_kernels.selfcheck_draw import check_draw
-
-    draw = ops.draw
-    if draw is None or _is_right("draw", "auto", lambda: check_draw(draw, vocab)):
-        return ops
-    return replace(ops, draw=None)
-
-
-def checked_adapters(add: Callable[..., jax.Array], dtype: np.dtype) -> Callable[..., jax.Array]:
-    """Tries `add`, products with LoRA adapters, on this machine's first device. Returns the plain ones, with a warning,
-    if it is wrong."""
+def adapters_on_trial(ops: Ops, dtype: np.dtype) -> Ops:
+    """The operations, which are on trial, with a check of `add_adapters`, products with LoRA adapters, too."""
     from jaxserve.pallas_kernels.selfcheck_lora import check_adapters
 
-    right = add is lora.add_adapters or _is_right("adapters", "auto", lambda: check_adapters(add, dtype))
-    return add if right else lora.add_adapters
+    if (add := ops.add_adapters) is not None and add is not PLAIN_OPS["add_adapters"]:
+        ops.trials.begin("add_adapters", "auto", [add], dtype, partial(check_adapters, add, dtype))
+    return ops
+
+
+def trusted(ops: Ops) -> Ops:
+    """The operations after their checks, for which this waits. If a kernel is wrong, plain XLA replaces it, with a
+    warning; if it was requested by name, BackendError is raised."""
+    if ops.trials is None:
+        return ops
+    wrong = [field for field, trial in ops.trials.of_ops.items() if not trial.is_right()]
+    if "paged_attention" in wrong or "write_kv" in wrong:
+        wrong.append("write_and_attend")  # shares its code with the two others
+    plain: Any = {field: PLAIN_OPS[field] for field in wrong}
+    return replace(ops, trials=None, **plain)
 
 
 def checked_matmul(
-    device: Device, problems: Iterable[MatmulProblem], backend: str, grouped: Iterable[MatmulProblem] = ()
+    trials: Trials,
+    device: Device,
+    problems: Iterable[MatmulProblem],
+    backend: str,
+    grouped: Iterable[MatmulProblem] = (),
 ) -> str:
-    """Returns the backend for products with quantized weights of these forms: `backend`, or xla where `auto` is wrong.
+    """Returns the backend for products with quantized weights of these forms: `backend`, or xla where `auto` is wrong;
+    see `Trials.products`. Raises BackendError where a backend that was requested by name does a form wrong."""
+    begun = [trials.products(device, problem, backend) for problem in problems]
+    begun += [trials.products(device, problem, backend, grouped=True) for problem in grouped]
+    return backend if all(trial.is_right() for some in begun for trial in some) else "xla"
 
-    The products are compared with plain XLA on this machine's first device, as are grouped products with experts'
-    weights of the forms `grouped`, where floats have the form of `experts.as_codes`. Raises BackendError where a
-    backend that was requested by name cannot do a form, or does it wrong.
-    """
-    from jaxserve.pallas_kernels.selfcheck import check_grouped, check_matmul, check_parts
 
-    problems = list(problems)
-    rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]
-    # Where rounded inputs become floats again, the kernels are those of products without rounded inputs.
-    others = dict.fromkeys(replace(p, activations=None) for p in problems if p not in rounding)
-    chosen = [(problem, choose("matmul", device, problem, backend)) for problem in others]
-    with ThreadPoolExecutor(4) as pool:  # most of the time is spent compiling
-        checks = []
-        for problem, name in chosen:
-            if name in PLAIN:
-                continue
-            module = load("matmul", name)
-            checks.append(pool.submit(check_matmul, module.quant_matmul, problem))
-            if hasattr(module, "quant_matmul_parts"):
-                checks.append(pool.submit(check_parts, module.quant_matmul_parts, problem))
-        for problem in grouped:
-            if problem.codes_dtype == problem.x_dtype:
-                multiply = grouped_floats(device, problem.x_dtype, backend)
-            else:
-                name = choose("matmul", device, problem, backend)
-                multiply = getattr(load("matmul", name), "grouped_quant_matmul", None) if name not in PLAIN else None
-            if multiply is not None:
-                checks.append(pool.submit(check_grouped, multiply, problem))
-        ways = (False, True) if device.platform == "gpu" else (False,)
-        checks += [
-            pool.submit(check_matmul, partial(rounding_product, parts), problem)
-            for problem in rounding
-            for parts in ways
-        ]
-        right = all(_is_right("matmul", backend, check.result) for check in checks)
-    return backend if right else "xla"
+Checks = Iterator[tuple[Any, Callable[[], Iterable["Finding"]]]]  # kernels, and what checks each
+
+
+def _product_checks(device: Device, problem: MatmulProblem, backend: str) -> Checks:
+    from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, OTHER_ROWS, check_matmul, check_parts
+
+    if problem.activations is not None:
+        for parts in (False, True) if device.platform == "gpu" else (False,):
+            product = partial(rounding_product, parts)
+            yield product, partial(check_matmul, product, problem)
+        return
+    name = choose("matmul", device, problem, backend)
+    if name in PLAIN:
+        return
+    module = load("matmul", name)
+    parts = getattr(module, "quant_matmul_parts", None)
+    rows = MATMUL_ROWS if parts is None else OTHER_ROWS
+    yield module.quant_matmul, partial(check_matmul, module.quant_matmul, problem, rows=rows)
+    if parts is not None:
+        yield parts, partial(check_parts, parts, problem)
+
+
+def _grouped_checks(device: Device, problem: MatmulProblem, backend: str) -> Checks:
+    from jaxserve.pallas_kernels.selfcheck import check_grouped
+
+    if problem.codes_dtype == problem.x_dtype:
+        multiply = grouped_floats(device, problem.x_dtype, backend)
+    else:
+        name = choose("matmul", device, problem, backend)
+        multiply = getattr(load("matmul", name), "grouped_quant_matmul", None) if name not in PLAIN else None
+    if multiply is not None:
+        yield multiply, partial(check_grouped, multiply, problem)
 
 
 def rounding_product(parts: bool, x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
     del count
     rows = w8a8.quantize(x, w)
     return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if parts else w8a8.quant_matmul(rows, w)
-
-
-def _is_right(operation: str, backend: str, check: Callable[[], Iterable[Finding]]) -> bool:
-    """Whether all findings are right. Otherwise warns of the first that is wrong, or raises BackendError if the kernel
-    was requested by name."""
-    try:
-        wrong = next((finding for finding in check() if not finding.right), None)
-        if wrong is None:
-            return True
-        said = f"is wrong on this device: {wrong}"
-    except Exception as failure:  # a compiler or driver may raise anything
-        said = f"does not run: {failure}"
-    if backend != "auto":
-        raise BackendError(f"the {operation} backend {backend} {said}")
-    log.warning("the %s kernel %s; plain XLA takes its place", operation, said)
-    return False

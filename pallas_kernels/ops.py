@@ -194,6 +194,7 @@ class Ops:
     add_adapters: Callable[..., jax.Array] | None = None
     places: jax.Array | None = None
     count: jax.Array | None = None  # leading rows that matter, see `counting`
+    trials: Any = None  # checks of these kernels that have not been looked at, see `checked_ops`
 
     @property
     def arg_max(self) -> Callable[[jax.Array], jax.Array] | None:

@@ -33,22 +33,25 @@ more, and in float16 always.
 
 Equal calls must give equal bits, REPEATS times: a race between copies and products shows only on devices, and rarely.
 Between calls, free memory is filled with NaN, so that results that a kernel does not write are not right by chance.
+
+All checks may run at once, in threads. The device's part is short: programs are compiled by one pool of threads, NumPy
+computes exact answers meanwhile, and then one check after the other runs its programs.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
 from jaxserve.pallas_kernels.selfcheck_cases import (
     LAYER,
@@ -65,6 +68,7 @@ from jaxserve.pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
+from jaxserve.pallas_kernels.selfcheck_exact import grouped_product, product
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
@@ -74,7 +78,8 @@ FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated 
 # first.
 MATMUL_ROWS = (1, 17, 64, 200, 520)
 PARTS_ROWS = (1, 64, 520)  # for products in parts: 1 row is split, 64 are one part, 520 are dequantized
-COMPILING = 8  # programs that are compiled at a time
+OTHER_ROWS = (17, 200)  # for whole products of backends that have parts, which share their kernels
+COMPILING = min(os.cpu_count() or 1, 16)  # programs that are compiled at a time
 GROUPED_ROWS = (24, 200, 1100)  # for products by expert: tiles have 16 rows, 64, and 128 or more
 SHARES = (0.27, 0.0, 0.001, 0.36, 0.0, 0.12)  # of each expert in these rows; the others belong to no expert
 
@@ -121,12 +126,11 @@ def check_attention(
     for variant in variants:
         chosen = _options_of(variant, problem)
         batch = make_batch(problem, Rows(rows.decodes) if variant == "decode" else rows, chosen.window)
-        cases.append((variant, batch, chosen, _attention_call(attend, chosen)))
-    programs = _compile([(call, batch.arguments()) for _, batch, _, call in cases])
+        cases.append((variant, batch, chosen, Program(_attention_call(attend, chosen), *batch.arguments())))
     answers = [list(exact_attention(batch, chosen)) for _, batch, chosen, _ in cases]  # while compilers work
     return [
-        _judge_attention(f"{variant} rows", batch, exact, partial(program.result(), *arguments), repeats)
-        for (variant, batch, *_), exact, (program, arguments) in zip(cases, answers, programs, strict=True)
+        _judge_attention(f"{variant} rows", batch, exact, program, repeats)
+        for (variant, batch, _, program), exact in zip(cases, answers, strict=True)
     ]
 
 
@@ -143,11 +147,9 @@ def _attention_call(attend: Callable[..., jax.Array], chosen: Options) -> Callab
     return lambda *arguments: attend(*arguments, first_page=jnp.int32(LAYER), **sinks, **keywords)
 
 
-def _judge_attention(
-    what: str, batch: Batch, answers: Sequence[Answer], call: Callable[[], jax.Array], repeats: int
-) -> Finding:
+def _judge_attention(what: str, batch: Batch, answers: Sequence[Answer], program: Program, repeats: int) -> Finding:
     used, allowed = batch.rows.tokens, tolerance(batch.q.dtype)
-    found, different = _run(call, (batch.q.shape, batch.q.dtype), repeats, used)
+    found, different = program.repeated((batch.q.shape, batch.q.dtype), repeats, slice(used))
     whole = found.astype(np.float64)
     if not np.isfinite(whole).all():
         return Finding(
@@ -168,22 +170,17 @@ def _judge_attention(
 
 # Writes
 
+OTHER_PAGES = Finding("write", float("inf"), 0.0, "equal calls gave other pages")
+
 
 def check_write(write: Callable[..., KVPages], problem: AttentionProblem, *, repeats: int = REPEATS) -> list[Finding]:
     """Checks `write`, a `write_kv`: the new keys and values, and that all other memory is bitwise unchanged."""
     case = make_write(problem)
-    ((program, arguments),) = _compile([(write, case.arguments())])
-    write_once = program.result()
-    pages = jax.tree.map(np.asarray, write_once(*arguments))
+    program = Program(write, *case.arguments())
+    others = np.arange(len(case.pages)) != LAYER  # padding may go to the layer's first page
+    pages, different = program.repeated(None, repeats, others)
     findings = _judge_write(case, *pages)
-    for _ in range(repeats):
-        again = jax.tree.map(np.asarray, write_once(*arguments))
-        kept = slice(LAYER), slice(LAYER + 1, None)  # padding may go to the page between
-        if any(
-            a[k].tobytes() != b[k].tobytes() for a, b in zip(again, pages, strict=True) if a is not None for k in kept
-        ):
-            return [*findings, Finding("write", float("inf"), 0.0, "equal calls gave other pages")]
-    return findings
+    return [*findings, OTHER_PAGES] if different else findings
 
 
 def _judge_write(case: Write, data: np.ndarray, scale: np.ndarray | None) -> list[Finding]:
@@ -235,21 +232,17 @@ def check_matmul(
     rows: Sequence[int] = MATMUL_ROWS,
     repeats: int = REPEATS,
 ) -> list[Finding]:
-    """Checks `multiply` with a weight of `problem`'s form and each of these numbers of rows of x. The exact answer is
-    plain XLA's in full precision, with codes in the inputs' order."""
+    """Checks `multiply` with a weight of `problem`'s form and each of these numbers of rows of x."""
     w, x = make_weight(problem), activations(problem, max(*rows, 200))
-    in_order = make_weight(replace(problem, shuffled=False)) if problem.shuffled else w
+    on_device = jax.device_put(w)
 
-    def product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array) -> jax.Array:
+    def multiplied(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array) -> jax.Array:
         return multiply(x, w, count=count)
 
-    parts = [(product, (jnp.asarray(x[:count]), w, np.int32(count))) for count in rows]
-    (plain, everything), *programs = _compile([(_plain_product, (x, in_order)), *parts])
-    exact = np.asarray(plain.result()(*everything))
+    programs = [Program(multiplied, x[:count], on_device, np.int32(count)) for count in rows]
+    exact = product(x, w)  # while compilers work
     return [
-        _judge_matmul(
-            f"{count} rows", problem, exact, np.arange(count), *program, np.int32(count - count // 8), repeats
-        )
+        _judge_matmul(f"{count} rows", problem, exact, np.arange(count), program, np.int32(count - count // 8), repeats)
         for count, program in zip(rows, programs, strict=True)
     ]
 
@@ -262,12 +255,6 @@ def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, r
 
     found = check_matmul(whole, problem, rows=PARTS_ROWS, repeats=repeats)
     return [replace(finding, what=f"parts of {finding.what}") for finding in found]
-
-
-def _plain_product(x: jax.Array, w: QuantArray | BlockArray) -> jax.Array:
-    if isinstance(w, BlockArray) or w.activations is None:
-        return quantized.quant_matmul(x, w)
-    return quantized.quant_matmul(w8a8.dequantize(w8a8.quantize(x, w)), w8a8.ignored(w))
 
 
 def check_grouped(
@@ -286,11 +273,11 @@ def check_grouped(
     for own, count in zip(sizes, rows, strict=True):
         many = [*own, count - own.sum()]
         taken.append(np.concatenate([begin + np.arange(n) for begin, n in zip(begins, many, strict=True)]))
-    calls = [(multiply, (jnp.asarray(x[at]), w, own)) for at, own in zip(taken, sizes, strict=True)]
-    (plain, everything), *programs = _compile([(quantized.grouped_quant_matmul, (x, w, largest)), *calls])
-    exact = np.asarray(plain.result()(*everything))
+    on_device = jax.device_put(w)
+    programs = [Program(multiply, x[at], on_device, own) for at, own in zip(taken, sizes, strict=True)]
+    exact = grouped_product(x, w, largest)  # while compilers work
     return [
-        _judge_matmul(f"experts of {len(at)} rows", problem, exact, at, *program, own, repeats)
+        _judge_matmul(f"experts of {len(at)} rows", problem, exact, at, program, own, repeats)
         for at, program, own in zip(taken, programs, sizes, strict=True)
     ]
 
@@ -300,16 +287,15 @@ def _judge_matmul(
     problem: MatmulProblem,
     exact: np.ndarray,
     at: np.ndarray,
-    program: Future,
-    arguments: tuple[Any, ...],
+    program: Program,
     fewer: np.ndarray | np.int32,
     repeats: int,
 ) -> Finding:
     """Compares a program's results with the rows `at` of `exact`. fewer: the program's last argument that says which
     leading rows matter; all others and one in the middle become NaN, which must not change the rest."""
-    allowed, call, (x, w, _) = tolerance(problem.x_dtype, MATMUL_TOLERANCE), program.result(), arguments
+    allowed, (x, w, _) = tolerance(problem.x_dtype, MATMUL_TOLERANCE), program.arguments
     rows, typical, exact = len(at), np.sqrt(np.mean(np.square(exact), 0)), exact[at]  # typical: of each column
-    result, different = _run(partial(call, *arguments), (exact.shape, np.float32), repeats, rows)
+    result, different = program.repeated((exact.shape, np.float32), repeats, slice(rows))
     found = result.astype(np.float32)
     if not np.isfinite(found).all():
         return Finding(what, float("inf"), allowed, "not finite")
@@ -325,7 +311,7 @@ def _judge_matmul(
     used = int(fewer.sum())
     spoilt, kept = np.array(x), np.flatnonzero(np.arange(used) != used // 2)
     spoilt[used // 2] = spoilt[used:] = np.nan
-    again = np.asarray(call(spoilt, w, fewer)) if rows > 1 else result
+    again = program.run(spoilt, w, fewer) if rows > 1 else result
     changed = [row for row in kept if again[row].tobytes() != result[row].tobytes()]
     if changed or (fewer.ndim and again[used:].any()):
         said = f"NaN in other rows changes row {changed[0]}" if changed else "a row of no expert is not zero"
@@ -336,32 +322,72 @@ def _judge_matmul(
 # Shared by all checks
 
 
-def _compile(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[tuple[Future, tuple[Any, ...]]]:
-    """Starts to compile all programs in parallel. Returns the futures with the programs' arguments."""
-
-    def compiled(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        return jax.jit(call).lower(*arguments).compile()
-
-    pool = ThreadPoolExecutor(COMPILING)
-    programs = [(pool.submit(compiled, *call), call[1]) for call in calls]
-    pool.shutdown(wait=False)
-    return programs
+_compilers = ThreadPoolExecutor(COMPILING, "compiles-checks")
+_device = threading.Lock()  # checks take turns, so that memory that one has filled with NaN is not another's result
 
 
-def _run(call: Callable[[], jax.Array], like: tuple[tuple[int, ...], Any], repeats: int, used: int):
-    """Returns the first result, on the host, and how many of `repeats` more calls differ in its first `used` rows.
+class Program:
+    """A call that is being compiled, in a thread of the pool that all checks share. Its arguments are put onto the
+    device. Nothing else is compiled for a check: NumPy makes inputs and exact answers, and compares."""
 
-    The comparison runs on the host: on the device it would need a compiled program for every shape.
-    """
-    first, count = np.asarray(_after_nan(call, like)), 0
-    bits = first[:used].tobytes()
-    for i in range(repeats):
-        again = _after_nan(call, like) if i % 5 == 0 else call()
-        count += np.asarray(again)[:used].tobytes() != bits
-    return first, count
+    def __init__(self, call: Callable[..., Any], *arguments: Any):
+        self.arguments = jax.device_put(arguments)
+        self._call = call
+        # Where JAX is told to compile nothing, calls are interpreted in their own threads.
+        self._compiled = None if jax.config.jax_disable_jit else _compilers.submit(self._compile)
+
+    def _compile(self) -> Callable[..., Any]:
+        return jax.jit(self._with_digests).lower(*self.arguments).compile()
+
+    def _with_digests(self, *arguments: Any) -> tuple[Any, Any]:
+        results = self._call(*arguments)
+        return results, jax.tree.map(digests, results)
+
+    def _run(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        call = self._with_digests if self._compiled is None else self._compiled.result()
+        return call(*(jax.device_put(arguments) if arguments else self.arguments))
+
+    def run(self, *arguments: Any) -> Any:
+        """The results on the host, with other arguments if some are given."""
+        self.wait()
+        with _device:
+            return jax.tree.map(np.asarray, self._run(arguments)[0])
+
+    def repeated(
+        self, like: tuple[tuple[int, ...], Any] | None, repeats: int, used: Any = slice(None)
+    ) -> tuple[Any, int]:
+        """The results of the first call, on the host, and how many of `repeats` more calls differ from them in the rows
+        `used`. like: shape and dtype of the result whose memory is filled with NaN before; None: of none."""
+        self.wait()
+        count = 0
+        with _device:
+            _fill_with_nan(like)
+            results, first = jax.tree.map(np.asarray, self._run(()))
+            for i in range(repeats):
+                if i % 5 == 0:
+                    _fill_with_nan(like)
+                again = jax.tree.leaves(self._run(())[1])
+                pairs = zip(again, jax.tree.leaves(first), strict=True)
+                count += any((np.asarray(a)[used] != b[used]).any() for a, b in pairs)
+        return results, count
+
+    def wait(self) -> None:
+        """Waits for the compiler, whose errors are raised here."""
+        if self._compiled is not None:
+            self._compiled.result()
 
 
-def _after_nan(call: Callable[[], jax.Array], like: tuple[tuple[int, ...], Any]) -> jax.Array:
-    """Fills the memory that the result will probably occupy with NaN, frees it, and runs the call."""
-    jax.block_until_ready(jax.device_put(np.full(*like[:1], np.nan, like[1])))
-    return call()
+def digests(results: jax.Array) -> jax.Array:
+    """A number for each row of some results, uint32, which no change of a single number leaves as it is. So the host,
+    which compares them, need not read the results of each call."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[results.dtype.itemsize]
+    bits = lax.bitcast_convert_type(results, unsigned).astype(jnp.uint32).reshape(len(results), -1)
+    odd = 2 * lax.iota(jnp.uint32, bits.shape[1]) + 1  # has an inverse modulo 2 ** 32
+    return jnp.sum(bits * odd, axis=1, dtype=jnp.uint32)
+
+
+def _fill_with_nan(like: tuple[tuple[int, ...], Any] | None) -> None:
+    """Fills the memory that a result of this shape and dtype will probably occupy with NaN, and frees it."""
+    if like is not None:
+        shape, dtype = like
+        jax.block_until_ready(jax.device_put(np.full(shape, np.nan, dtype)))

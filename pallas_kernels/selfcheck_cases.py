@@ -1,7 +1,8 @@
 """Inputs on which kernels are tried, and exact answers. NumPy makes both on the host.
 
-The oracle is NumPy in float64, not XLA on the device. Unless told otherwise, XLA's own matmuls round float32 to fewer
-bits on GPUs (TF32) and TPUs (bfloat16), and XLA would have to compile it.
+The oracle is NumPy, not XLA on the device: in float64 here, in float32 for products (`selfcheck_exact`). Unless told
+otherwise, XLA's own matmuls round float32 to fewer bits on GPUs (TF32) and TPUs (bfloat16). And XLA would have to
+compile it, for seconds, one little operation after the other.
 """
 
 from __future__ import annotations
@@ -71,13 +72,12 @@ class Batch(NamedTuple):
     values: list[np.ndarray]
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of `paged_attention`, on the device."""
+        """The arguments of `paged_attention`, on the host."""
         new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
         lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
         q_start = np.cumsum([0, *new]).astype(np.int32)
-        pages = KVPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
-        arrays = [jnp.asarray(x) for x in (self.tables, q_start, np.asarray(lengths, np.int32))]
-        return jnp.asarray(self.q), pages, *arrays, jnp.int32(len(self.rows.decodes))
+        arrays = self.tables, q_start, np.asarray(lengths, np.int32), np.int32(len(self.rows.decodes))
+        return self.q, KVPages(self.pages, self.scale), *arrays
 
 
 def make_batch(problem: AttentionProblem, rows: Rows, window: int | None = None, seed: int = 0) -> Batch:
@@ -195,9 +195,7 @@ class Write(NamedTuple):
     slots: np.ndarray
 
     def arguments(self) -> tuple[Any, ...]:
-        scale = None if self.scale is None else jnp.asarray(self.scale)
-        k, v, slots = (jnp.asarray(x) for x in (self.k, self.v, self.slots))
-        return KVPages(jnp.asarray(self.pages), scale), k, v, slots, jnp.int32(LAYER)
+        return KVPages(self.pages, self.scale), self.k, self.v, self.slots, np.int32(LAYER)
 
 
 def make_write(problem: AttentionProblem) -> Write:
@@ -223,17 +221,18 @@ def make_write(problem: AttentionProblem) -> Write:
 
 
 def make_blocks(problem: MatmulProblem, experts: int = 0) -> BlockArray:
-    """A weight in blocks of the problem's kind, with fewer outputs if it would have more than CODES codes."""
+    """A weight in blocks of the problem's kind, on the host; with fewer outputs if it would have more than CODES
+    codes."""
     rng, kind, lead = np.random.default_rng(0), BLOCK_KINDS[problem.kind], (experts,) if experts else ()
     rows, blocks = _fewer_rows(problem, experts), problem.inputs // kind.block
 
     def random(count: int, dtype: Any = np.uint8) -> Any:
         base = rng.integers(0, 256, (*lead, min(rows, PERIOD), blocks * count), np.uint8).view(dtype)
-        return jnp.asarray(np.take(base, np.arange(rows) % base.shape[-2], axis=-2)) if count else None
+        return np.take(base, np.arange(rows) % base.shape[-2], axis=-2) if count else None
 
     high = random(kind.high, np.int32 if kind.block == 32 else np.uint8)
     factors = rng.uniform(0.5, 1.0, (*lead, rows, blocks * kind.factors)).astype(np.float16)
-    return BlockArray(random(kind.low), high, random(4 * kind.words, np.int32), jnp.asarray(factors), problem.kind)
+    return BlockArray(random(kind.low), high, random(4 * kind.words, np.int32), factors, problem.kind)
 
 
 def _fewer_rows(problem: MatmulProblem, experts: int) -> int:
@@ -243,7 +242,7 @@ def _fewer_rows(problem: MatmulProblem, experts: int) -> int:
 
 
 def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockArray:
-    """A weight of the problem's form, with fewer outputs if it would have more than CODES codes.
+    """A weight of the problem's form, on the host, with fewer outputs if it would have more than CODES codes.
 
     Codes take all values of their type; of int8 and float8 half the range, as in weights with outliers. Floats of 16
     and 32 bits are normally distributed. Scales are float32. 4-bit floats have the problem's type of scales, with a
@@ -263,18 +262,18 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
         codes = rng.standard_normal(base, np.float32) * 50
     else:
         codes = rng.integers(*((-8, 8) if name == "int4" else (-127, 128)), base, np.int8)
-    codes = np.take(codes, np.arange(rows) % base[-2], axis=-2)
+    codes = np.take(codes.astype(problem.codes_dtype), np.arange(rows) % base[-2], axis=-2)
 
     def values(low: float, high: float) -> Any:
-        return jnp.asarray(rng.uniform(low, high, (*lead, *blocks)).astype(problem.scale_dtype or np.float32))
+        return rng.uniform(low, high, (*lead, *blocks)).astype(problem.scale_dtype or np.float32)
 
-    zero = jnp.asarray(rng.integers(-8, 8, (*lead, *blocks), np.int8)) if problem.has_zero else None
+    zero = rng.integers(-8, 8, (*lead, *blocks), np.int8) if problem.has_zero else None
     bias = values(-1.0, 1.0) if problem.has_bias else None
     nvfp4 = problem.scale_dtype is not None and problem.scale_dtype.name == "float8_e4m3fn"
-    gain = jnp.asarray(rng.uniform(0.5, 1.0, (*lead, rows, 1)).astype(np.float32)) if nvfp4 else None
+    gain = rng.uniform(0.5, 1.0, (*lead, rows, 1)).astype(np.float32) if nvfp4 else None
     static = problem.activations is not None and problem.activations.static
-    of_inputs = jnp.full((1, 1), 0.01, jnp.float32) if static else None  # suits normally distributed x
-    arrays = jnp.asarray(codes).astype(problem.codes_dtype), values(0.03, 0.1), zero, bias
+    of_inputs = np.full((1, 1), 0.01, np.float32) if static else None  # suits normally distributed x
+    arrays = codes, values(0.03, 0.1), zero, bias
     more: dict[str, Any] = {"gain": gain, "input_scale": of_inputs, "activations": problem.activations}
     w = QuantArray(*arrays, problem.block, **more)
     return fragments.shuffle(w) if problem.shuffled else w

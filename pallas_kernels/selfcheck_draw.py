@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels.draw_noise import LARGEST, noise_bits
-from jaxserve.pallas_kernels.selfcheck import Finding
+from jaxserve.pallas_kernels.selfcheck import Finding, Program
 from jaxserve.pallas_kernels.types import DrawSettings
 
 ALLOWED = 3e-5
@@ -41,27 +40,33 @@ ROWS = (
 
 def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
     """Checks a function like `draw_triton.draw`. Yields findings for each kind of row, peaked, flat and greedy."""
-    draw = jax.jit(draw)
+    given = _settings(np.zeros((len(ROWS), 2), np.uint32), None)
+    some, every = np.zeros((len(ROWS), vocab), np.float32), np.arange(vocab, dtype=np.int32)
+    whole, part = Program(draw, some, given), Program(draw, some, given._replace(ids=every))
+    likeliest = Program(lambda logits: draw(logits, None), some)
     for spread in (4.0, 0.5):
         rng = np.random.default_rng(int(10 * spread))
         logits = (rng.standard_normal((len(ROWS), vocab)) * spread).astype(np.float32)
         worst = np.zeros(len(ROWS))
         for i in range(DRAWS):
-            temperature, top_k, top_p, min_p = (jnp.asarray(column) for column in zip(*ROWS, strict=True))
             keys = rng.integers(0, 1 << 32, (len(ROWS), 2), dtype=np.uint32)
             ids = rng.permutation(2 * vocab)[:vocab].astype(np.int32) if i % 2 else None  # a part of a vocabulary
-            noise = noise_of(keys, np.arange(vocab) if ids is None else ids)
-            settings = DrawSettings(
-                temperature, top_k, top_p, min_p, jnp.asarray(keys), None if ids is None else jnp.asarray(ids)
-            )
-            tokens = [np.asarray(draw(jnp.asarray(logits), settings)) for _ in range(REPEATS)]
+            noise = noise_of(keys, every if ids is None else ids)
+            arguments = logits, _settings(keys, ids)
+            tokens = [(whole if ids is None else part).run(*arguments) for _ in range(REPEATS)]
             same = all((tokens[0] == again).all() for again in tokens)
             errors = [error(logits[i], *row, noise[i], tokens[0][i]) for i, row in enumerate(ROWS)]
             worst = np.maximum(worst, errors if same else np.inf)
         for row, found in zip(ROWS, worst, strict=True):
             yield Finding("draw, spread {}, temperature {}, k {}, p {}, min-p {}".format(spread, *row), found, ALLOWED)
-        greedy = np.asarray(draw(jnp.asarray(logits), None)) == logits.argmax(1)
+        greedy = likeliest.run(logits) == logits.argmax(1)
         yield Finding(f"greedy, spread {spread}", 0.0 if greedy.all() else np.inf, 0.0)
+
+
+def _settings(keys: np.ndarray, ids: np.ndarray | None) -> DrawSettings:
+    temperature, top_k, top_p, min_p = zip(*ROWS, strict=True)
+    floats = [np.asarray(column, np.float32) for column in (temperature, top_p, min_p)]
+    return DrawSettings(floats[0], np.asarray(top_k, np.int32), floats[1], floats[2], keys, ids)
 
 
 def noise_of(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:

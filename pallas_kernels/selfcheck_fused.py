@@ -1,20 +1,18 @@
-"""Compares the fused kernels with the plain operations in float32, on the device at hand, before they are trusted."""
+"""Compares the fused kernels, on the device at hand, with NumPy's results in float32, before they are trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row
-from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem
-from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, check_attention, tolerance
+from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, Program, check_attention, tolerance
 from jaxserve.pallas_kernels.selfcheck_cases import STARTUP, Rows
 from jaxserve.pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
@@ -27,53 +25,94 @@ PAGES, FIRST = 5, 2  # pages of a layer, and pages before it
 
 def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     """Checks a module like `fused_triton`. Yields a finding for each operation, with the problem's heads and pages."""
-    dtype, plain = problem.q_dtype, Ops()
-    for size in SIZES:
-        x, y, scale = (
-            _numbers(0, (TOKENS, size), dtype),
-            _parts(1, (TOKENS, size), (size,), dtype),
-            _row(2, size, dtype),
-        )
-        found = jax.jit(lambda *a: fused.add_norm(*a, EPS))(x, y, scale)
-        expected = plain.add_norm(_wide(x), _wide(y), _wide(scale), EPS)
-        yield _compare(f"sum and norm of {size}", found, expected, tolerance(dtype, EPSILONS))
-        if dtype != jnp.float32:
-            precise = _row(2, size, jnp.float32)
-            found = jax.jit(lambda *a: fused.add_norm(*a, EPS))(x, y, precise)
-            expected = plain.add_norm(_wide(x), _wide(y), precise, EPS)
-            yield _compare(f"norm of {size} with a scale in float32", found, expected, tolerance(dtype, EPSILONS))
-        gates = _parts(3, (TOKENS, 2 * size), None, dtype)
-        gated = jax.jit(lambda y: fused.gate(y, "silu", dtype))(gates)
-        exact = plain.gated(_wide(gates), "silu", jnp.float32)
-        yield _compare(f"gate of {size}", gated, exact, tolerance(dtype, EPSILONS))
-        yield from _rounded(fused, (x, y, scale), gates, size, dtype)
+    dtype = problem.q_dtype
+    cases = [one for size in SIZES for one in _dense(fused, size, dtype)]
     heads, pages = _heads(problem), _pages(problem)
-    slots = (
-        jnp.asarray(np.random.default_rng(5).permutation(PAGES * problem.page_size)[:TOKENS], jnp.int32).at[3].set(-1)
-    )
+    slots = np.random.default_rng(5).permutation(PAGES * problem.page_size)[:TOKENS].astype(np.int32)
+    slots[3] = -1
 
-    def run(ops: Any, heads: Heads, dtype: Any) -> tuple[jax.Array, KVPages]:
-        return ops.rotate_and_write(heads, EPS, dtype, pages, slots, jnp.int32(FIRST))
+    def rotate_and_write(heads: Heads, pages: KVPages, slots: jax.Array) -> tuple[jax.Array, KVPages]:
+        return fused.rotate_and_write(heads, EPS, dtype, pages, slots, jnp.int32(FIRST))
 
-    q, written = jax.jit(lambda heads: run(fused, heads, dtype))(heads)
-    exact, k, v = plain.rotate(_wide(heads), EPS, jnp.float32)
+    rotating = Program(rotate_and_write, heads, pages, slots)
+    for what, run, exact, allowed in cases:
+        found = run()
+        yield _compare(what, dequantized(found) if isinstance(found, QuantRows) else found, exact(), allowed)
+    exact, k, v = rotated(heads)
+    q, written = rotating.run()
     yield _compare("queries", q, exact, tolerance(dtype, EPSILONS))
-    yield from _judge_pages(written, pages, np.asarray(slots), np.stack([k, v], 1), dtype)
+    yield from _judge_pages(written, pages, slots, np.stack([k, v], 1), dtype)
 
 
-def _rounded(fused: Any, of_norm: tuple, gates: Parts, size: int, dtype: Any) -> Iterator[Finding]:
-    """Checks results for a product that takes int8: they must be within one code of the rounded float results."""
+# What is compared, functions that return its results and what they should be, and the error that it may have.
+Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
+
+
+def _dense(fused: Any, size: int, dtype: Any) -> Iterator[Case]:
+    """Sums, norms and gates of vectors of this size."""
+    x, y, scale = _numbers(0, (TOKENS, size), dtype), _parts(1, (TOKENS, size), (size,), dtype), _row(2, size, dtype)
+    allowed = tolerance(dtype, EPSILONS)
+
+    def add_norm(*arrays: Any) -> Any:
+        return fused.add_norm(*arrays, EPS)
+
+    floats = cache(Program(add_norm, x, y, scale).run)
+    yield f"sum and norm of {size}", floats, partial(added_and_normed, x, y, scale), allowed
+    if dtype != np.float32:
+        precise = _row(2, size, np.dtype(np.float32))
+        exact = partial(added_and_normed, x, y, precise)
+        yield f"norm of {size} with a scale in float32", Program(add_norm, x, y, precise).run, exact, allowed
+    gates = _parts(3, (TOKENS, 2 * size), None, dtype)
+    gated = cache(Program(lambda y: fused.gate(y, "silu", dtype), gates).run)
+    yield f"gate of {size}", gated, partial(gated_by_silu, gates), allowed
+    # Results for a product that takes int8 must be within one code of the float results, which are rounded themselves.
     reader = QuantArray(
-        jnp.zeros((1, size), jnp.int8), jnp.ones((1, 1)), block=(1, size), activations=Activations("int8")
+        np.zeros((1, size), np.int8), np.ones((1, 1), np.float32), block=(1, size), activations=Activations("int8")
     )
-    pairs = {
-        "norm": (lambda *a: fused.add_norm(*a, EPS)[1], lambda *a: fused.add_norm(*a, EPS, reader)[1], of_norm),
-        "gate": (lambda y: fused.gate(y, "silu", dtype), lambda y: fused.gate(y, "silu", dtype, reader), (gates,)),
-    }
-    for name, (floats, codes, arguments) in pairs.items():
-        found, exact = jax.jit(codes)(*arguments), jax.jit(floats)(*arguments)
-        values = w8a8.dequantize(found) if isinstance(found, QuantRows) else found
-        yield _compare(f"{name} of {size} in int8", values, exact.astype(jnp.float32), 1.5 * CODES["int8"])
+    codes = Program(lambda *arrays: fused.add_norm(*arrays, EPS, reader)[1], x, y, scale)
+    yield f"norm of {size} in int8", codes.run, lambda: floats()[1].astype(np.float32), 1.5 * CODES["int8"]
+    codes = Program(lambda y: fused.gate(y, "silu", dtype, reader), gates)
+    yield f"gate of {size} in int8", codes.run, lambda: gated().astype(np.float32), 1.5 * CODES["int8"]
+
+
+def whole(parts: Parts) -> np.ndarray:
+    """The sum of parts with their bias, in float32."""
+    return parts.sums.sum(0) + (0 if parts.bias is None else parts.bias.astype(np.float32))
+
+
+def normed(x: np.ndarray, scale: Row) -> np.ndarray:
+    """`ops.rms_norm` in float32."""
+    factor = scale.array[scale.place].astype(np.float32)
+    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + EPS) * factor
+
+
+def added_and_normed(x: np.ndarray, y: Parts, scale: Row) -> tuple[np.ndarray, np.ndarray]:
+    """`Ops.add_norm` in float32."""
+    total = x.astype(np.float32) + whole(y)
+    return total, normed(total, scale)
+
+
+def gated_by_silu(y: Parts) -> np.ndarray:
+    """`Ops.gated` with silu, in float32."""
+    gate, up = whole(y)[:, ::2], whole(y)[:, 1::2]
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def rotated(heads: Heads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`Ops.rotate` in float32."""
+    qkv = whole(heads.qkv)
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        cos, sin = (t.reshape(len(t), *(1,) * (x.ndim - 2), -1) for t in (heads.cos, heads.sin))
+        first, second = np.split(x, 2, axis=-1)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    return rotate(normed(qkv[:, :, :-2], heads.q_norm)), rotate(normed(qkv[:, :, -2], heads.k_norm)), qkv[:, :, -1]
+
+
+def dequantized(rows: QuantRows) -> np.ndarray:
+    """The values of rounded inputs of which each token has one scale."""
+    return rows.codes.astype(np.float32) * rows.scale
 
 
 def check_write_and_attend(
@@ -154,33 +193,27 @@ def _compare(what: str, found: Any, expected: Any, allowed: float) -> Finding:
     return Finding(what, worst, allowed)
 
 
-def _wide(arrays: Any) -> Any:
-    """Converts to float32, except arrays that count rows."""
-    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.integer) else a.astype(jnp.float32), arrays)
-
-
-def _numbers(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
+def _numbers(seed: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
 
 
 def _row(seed: int, size: int, dtype: Any) -> Row:
-    return Row(_numbers(seed, (3, size), dtype), jnp.int32(1))
+    return Row(_numbers(seed, (3, size), dtype), np.int32(1))
 
 
 def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtype: Any) -> Parts:
-    return Parts(
-        _numbers(seed, (PARTS, *shape), jnp.float32), None if bias is None else _numbers(seed + 1, bias, dtype)
-    )
+    sums = _numbers(seed, (PARTS, *shape), np.float32)
+    return Parts(sums, None if bias is None else _numbers(seed + 1, bias, dtype))
 
 
 def _heads(problem: AttentionProblem) -> Heads:
     shape, dtype = (problem.kv_heads, problem.group + 2, problem.head_dim), problem.q_dtype
     angles = np.random.default_rng(6).uniform(0, 6, (TOKENS, problem.head_dim // 2)).astype(np.float32)
     norms = (_row(seed, problem.head_dim, dtype) for seed in (7, 8))
-    return Heads(_parts(9, (TOKENS, *shape), shape, dtype), jnp.cos(angles), jnp.sin(angles), *norms)
+    return Heads(_parts(9, (TOKENS, *shape), shape, dtype), np.cos(angles), np.sin(angles), *norms)
 
 
 def _pages(problem: AttentionProblem) -> KVPages:
     shape = (FIRST + PAGES, 2, problem.kv_heads, problem.page_size)
-    scale = _numbers(11, shape, jnp.float32) if problem.has_scale else None
-    return KVPages(_numbers(10, (*shape, problem.head_dim), jnp.float32).astype(problem.kv_dtype), scale)
+    scale = _numbers(11, shape, np.float32) if problem.has_scale else None
+    return KVPages(_numbers(10, (*shape, problem.head_dim), problem.kv_dtype), scale)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels.registry import LatentProblem
-from jaxserve.pallas_kernels.selfcheck import REPEATS, Answer, Finding, _code_error, _compile, _run, tolerance
+from jaxserve.pallas_kernels.selfcheck import OTHER_PAGES, REPEATS, Answer, Finding, Program, _code_error, tolerance
 from jaxserve.pallas_kernels.selfcheck_cases import DECODES, LAYER, Rows, quantize
 from jaxserve.pallas_kernels.types import LatentPages
 
@@ -46,12 +46,11 @@ class LatentBatch(NamedTuple):
     cached: list[np.ndarray]
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of `latent_attention`, on the device."""
+        """The arguments of `latent_attention`, on the host."""
         new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
         lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
-        pages = LatentPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
         arrays = self.tables, np.cumsum([0, *new]).astype(np.int32), np.asarray(lengths, np.int32)
-        return jnp.asarray(self.q), pages, *map(jnp.asarray, arrays), jnp.int32(len(self.rows.decodes))
+        return self.q, LatentPages(self.pages, self.scale), *arrays, np.int32(len(self.rows.decodes))
 
 
 def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> LatentBatch:
@@ -119,7 +118,7 @@ def check_latent(
 ) -> list[Finding]:
     """Checks `attend`, a `latent_attention`. Returns a finding for each variant."""
     scale = (problem.rank + problem.rope) ** -0.5
-    found = []
+    cases = []
     for variant in variants:
         batch = make_latent_batch(problem, Rows(rows.decodes) if variant == "decode" else rows)
         options = {"scale": scale, "rank": problem.rank, "decode_only": variant == "decode"}
@@ -127,18 +126,18 @@ def check_latent(
         def call(*arguments: Any, options: dict[str, Any] = options) -> jax.Array:
             return attend(*arguments, first_page=jnp.int32(LAYER), **options)
 
-        ((program, arguments),) = _compile([(call, batch.arguments())])
-        answers = list(exact_latent(batch, scale, decode_only=variant == "decode"))  # computed while the compiler works
-        found.append(_judge(f"{variant} rows", batch, answers, partial(program.result(), *arguments), repeats))
-    return found
+        cases.append((variant, batch, Program(call, *batch.arguments())))
+    answers = [list(exact_latent(batch, scale, decode_only=variant == "decode")) for variant, batch, _ in cases]
+    return [
+        _judge(f"{variant} rows", batch, exact, program, repeats)
+        for (variant, batch, program), exact in zip(cases, answers, strict=True)
+    ]
 
 
-def _judge(
-    what: str, batch: LatentBatch, answers: Sequence[Answer], call: Callable[[], jax.Array], repeats: int
-) -> Finding:
+def _judge(what: str, batch: LatentBatch, answers: Sequence[Answer], program: Program, repeats: int) -> Finding:
     used, allowed = batch.rows.tokens, tolerance(batch.q.dtype)
     shape = (*batch.q.shape[:2], batch.problem.rank)
-    found, different = _run(call, (shape, batch.q.dtype), repeats, used)
+    found, different = program.repeated((shape, batch.q.dtype), repeats, slice(used))
     whole = found.astype(np.float64)
     if whole.shape != shape or not np.isfinite(whole).all():
         return Finding(what, float("inf"), allowed, f"not finite, or not of shape {shape}")
@@ -166,8 +165,7 @@ class LatentWrite(NamedTuple):
     slots: np.ndarray
 
     def arguments(self) -> tuple[Any, ...]:
-        pages = LatentPages(jnp.asarray(self.pages), None if self.scale is None else jnp.asarray(self.scale))
-        return pages, jnp.asarray(self.rows), jnp.asarray(self.slots), jnp.int32(LAYER)
+        return LatentPages(self.pages, self.scale), self.rows, self.slots, np.int32(LAYER)
 
 
 def make_latent_write(problem: LatentProblem) -> LatentWrite:
@@ -196,18 +194,11 @@ def check_write_latent(
 ) -> list[Finding]:
     """Checks `write`, a `write_latent`: the new rows, and that all other memory is bitwise unchanged."""
     case = make_latent_write(problem)
-    ((program, arguments),) = _compile([(partial(write, rank=problem.rank), case.arguments())])
-    write_once = program.result()
-    pages = jax.tree.map(np.asarray, write_once(*arguments))
+    program = Program(partial(write, rank=problem.rank), *case.arguments())
+    others = np.arange(len(case.pages)) != LAYER  # padding may go to the layer's first page
+    pages, different = program.repeated(None, repeats, others)
     findings = _judge_write(case, problem, *pages)
-    kept = slice(LAYER), slice(LAYER + 1, None)  # padding may go to the page between
-    for _ in range(repeats):
-        again = jax.tree.map(np.asarray, write_once(*arguments))
-        if any(
-            a[k].tobytes() != b[k].tobytes() for a, b in zip(again, pages, strict=True) if a is not None for k in kept
-        ):
-            return [*findings, Finding("write", float("inf"), 0.0, "equal calls gave other pages")]
-    return findings
+    return [*findings, OTHER_PAGES] if different else findings
 
 
 def _judge_write(

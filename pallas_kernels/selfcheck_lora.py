@@ -1,15 +1,14 @@
-"""Compares products with LoRA adapters with the plain operations in float64, on the device at hand."""
+"""Compares products with LoRA adapters, on the device at hand, with NumPy's in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
-from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, tolerance
+from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, Program, tolerance
 
 PLACES, RANK = 6, 16
 # tokens, inputs, outputs of each part
@@ -20,27 +19,39 @@ EPSILONS = 4.0  # in eps of the activations' type, relative to a token's largest
 def check_adapters(add: Callable[..., jax.Array], dtype: np.dtype) -> Iterator[Finding]:
     """Checks a function like `lora.reference.add_adapters`, with activations and matrices of this type. Some tokens
     have no adapter, and some adapters have lower ranks, behind which is zero."""
-    add = jax.jit(add)
-    for tokens, inputs, widths in CASES:
-        rng = np.random.default_rng(tokens)
-        out = 1024 if widths == (1, 1) else sum(widths)
-        parts, ranks = len(widths), rng.integers(0, RANK + 1, (PLACES, len(widths)))
+    cases = [(_Case(*case), case) for case in CASES]
+    programs = [Program(add, *one.arguments(dtype)) for one, _ in cases]
+    for (one, (tokens, inputs, widths)), program in zip(cases, programs, strict=True):
+        exact = one.exact(dtype)  # while compilers work
+        found, different = program.repeated((exact.shape, dtype), REPEATS - 1)
+        scale = np.maximum(np.abs(exact).max(axis=1, keepdims=True), 1.0)
+        error = np.abs(found.astype(np.float64) - exact) / scale
+        worst = float(error.max()) if np.isfinite(error).all() and not different else np.inf
+        yield Finding(f"adapters, {tokens} tokens, {inputs} inputs, parts {widths}", worst, tolerance(dtype, EPSILONS))
+
+
+class _Case:
+    """Results y and inputs x of tokens, the matrices of all places in the pool, and the place of each token."""
+
+    def __init__(self, tokens: int, inputs: int, widths: tuple[int, ...]):
+        rng, self.widths = np.random.default_rng(tokens), widths
+        out, parts = 1024 if widths == (1, 1) else sum(widths), len(widths)
+        self.ranks = rng.integers(0, RANK + 1, (PLACES, parts))
         a = rng.standard_normal((PLACES, parts, RANK, inputs)) / np.sqrt(inputs)
         b = rng.standard_normal((PLACES, RANK, out)) / np.sqrt(RANK)
-        a[np.arange(RANK) >= ranks[:, :, None]] = 0
-        b[np.arange(RANK) >= ranks.max(axis=1)[:, None]] = 0
+        a[np.arange(RANK) >= self.ranks[:, :, None]] = 0
+        b[np.arange(RANK) >= self.ranks.max(axis=1)[:, None]] = 0
         x, y = rng.standard_normal((tokens, inputs)), rng.standard_normal((tokens, out))
-        place = rng.integers(-1, PLACES, tokens)
-        given = [jnp.asarray(array, dtype) for array in (y, x, a, b)]
-        stack = AdapterStack(given[2].reshape(PLACES, -1, inputs), given[3], jnp.asarray(ranks, jnp.int32), widths)
-        where = jnp.asarray(place, jnp.int32)
-        found = [np.asarray(add(*given[:2], stack, where), np.float64) for _ in range(REPEATS)]
-        exact = _exact([np.asarray(array, np.float64) for array in given], ranks, place, widths)
-        same = all(np.array_equal(found[0], again) for again in found)
-        scale = np.maximum(np.abs(exact).max(axis=1, keepdims=True), 1.0)
-        error = np.abs(found[0] - exact) / scale if same else np.array(np.inf)
-        worst = float(error.max()) if np.isfinite(error).all() else np.inf
-        yield Finding(f"adapters, {tokens} tokens, {inputs} inputs, parts {widths}", worst, tolerance(dtype, EPSILONS))
+        self.arrays, self.place = (y, x, a, b), rng.integers(-1, PLACES, tokens)
+
+    def arguments(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, AdapterStack, np.ndarray]:
+        y, x, a, b = (array.astype(dtype) for array in self.arrays)
+        stack = AdapterStack(a.reshape(PLACES, -1, a.shape[-1]), b, self.ranks.astype(np.int32), self.widths)
+        return y, x, stack, self.place.astype(np.int32)
+
+    def exact(self, dtype: np.dtype) -> np.ndarray:
+        arrays = [array.astype(dtype).astype(np.float64) for array in self.arrays]
+        return _exact(arrays, self.ranks, self.place, self.widths)
 
 
 def _exact(arrays: list[np.ndarray], ranks: np.ndarray, place: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:

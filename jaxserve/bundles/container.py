@@ -8,6 +8,7 @@
     weights/         the bytes of shards, each aligned to 64 bytes, so that they are mapped and not read
     programs.json    the arguments and results of compiled programs
     programs/        XLA's serialized executables
+    checks.json      stamps of the checks that the kernels have passed, if it was made on the devices that it is for
     libraries/       the built C++ kernels, for a CPU
 
 Executables and libraries are code. They are loaded only if nobody but this user or root can write to the bundle, or if
@@ -33,7 +34,7 @@ from jaxserve.checkpoints.hub import BUNDLE, BUNDLE_MODEL
 
 FORMAT = 1
 DIGEST, MAC = "bundle.sha256", "bundle.mac"
-WEIGHTS, PROGRAMS = "weights.json", "programs.json"
+WEIGHTS, PROGRAMS, STAMPS = "weights.json", "programs.json", "checks.json"
 MODEL = BUNDLE_MODEL
 MAX_MANIFEST = 2**24  # bytes
 KEY_BYTES = 16  # the shortest key of a MAC

@@ -14,7 +14,7 @@ from typing import Any
 from jax.stages import Compiled
 
 from jaxserve.bundles import environment, programs, weights
-from jaxserve.bundles.container import FORMAT, MODEL, BundleError, File, Manifest, hashed, is_bundle, seal
+from jaxserve.bundles.container import FORMAT, MODEL, STAMPS, BundleError, File, Manifest, hashed, is_bundle, seal
 from jaxserve.bundles.identity import model_files
 from jaxserve.checkpoints.export import copy_rest, write_json
 from jaxserve.checkpoints.gguf import write_header
@@ -27,7 +27,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import ProgramName
 from jaxserve.models.load import read_hf_config, read_model
-from jaxserve.pallas_kernels import cpu_build, cpu_panels
+from jaxserve.pallas_kernels import cpu_build, cpu_panels, selfcheck_stamps
 from jaxserve.text.tokenizer_files import KEPT, KeptTokenizer
 
 HERE = "here"  # the target that means the devices of this machine
@@ -127,6 +127,8 @@ class Making:
             for name in cpu_build.NAMES:
                 if (data := cpu_build.built(name)) is not None:
                     (folder / "libraries" / f"{name}.so").write_bytes(data)
+        if self.target == HERE and (stamps := selfcheck_stamps.passed()):
+            write_json(folder / STAMPS, stamps)
         found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
         manifest = Manifest(
             format=FORMAT,

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -39,6 +40,12 @@ class CompileCounter:
         if event == "/jax/compilation_cache/cache_hits":
             self.cache_hits += 1
             self.compilations -= 1  # JAX reports a cache hit as a compilation too
+
+
+@cache
+def of_this_process() -> CompileCounter:
+    """A counter of the programs that this process compiles."""
+    return CompileCounter()
 
 
 def enable_compile_cache() -> Path | None:

@@ -19,7 +19,7 @@ from jaxserve.execution.cache_kinds import cache_kind
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.models.draft_files import open_eagle, open_mtp
 from jaxserve.models.drafter import Drafter
-from jaxserve.models.load import make_decoder, make_params, trust_matmul
+from jaxserve.models.load import make_decoder, make_params, trust
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ def load_draft(
         "lora_modules": (),
     }
     settings = replace(config, speculative_config=None, page_size=target.one_page.page_size, **own)
-    plan = ModelPlan.of(settings, devices)
+    plan = ModelPlan.of(settings, devices, checks=True)
     _check(plan, target, given.model, config.model)
     params = make_params(plan.decoder, plan.folder, plan.mesh, settings, progress=False)
-    decoder, params = trust_matmul(plan.decoder, params, plan.mesh, config.matmul_backend)
+    decoder, params = trust(plan.decoder, params, plan.mesh, config.matmul_backend)
     runner = ModelRunner(decoder, params, plan.mesh, config.max_num_seqs, 1, **options)
     runner.set_cache_size(plan.one_page, -(-target.longest // plan.one_page.page_size))
     log.info("loaded the draft model %s in %.1f s", given.model, time.perf_counter() - start)
@@ -77,12 +77,13 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
         folder = target.folder
         shape, spec, files = open_mtp(folder, target.model, config.ignore_config_keys)
     settings: Any = {"page_size": layout.page_size, "kv_dtype": layout.dtype, "attention": config.attention_backend}
-    like = make_decoder(shape.limited_to(target.longest), mesh, target.dtype, **settings, matmul=config.matmul_backend)
+    settings |= {"matmul": config.matmul_backend, "checks": True}
+    like = make_decoder(shape.limited_to(target.longest), mesh, target.dtype, **settings)
     sizes = like.kv_heads, like.vocab_rows, target.model.vocab_size, target.decoder.vocab_rows
     drafter = Drafter(spec, like.config, *sizes, like.dtype, like.ops)
     own = replace(config, quantization="auto") if given.method == "eagle3" else config
     params = make_params(drafter, folder, mesh, own, progress=False, source=files)
-    drafter, params = trust_matmul(drafter, params, mesh, config.matmul_backend)
+    drafter, params = trust(drafter, params, mesh, config.matmul_backend)
     if files.ids is not None:
         params["ids"] = to_devices(files.ids, replicated(mesh))
     platform = mesh.devices.flat[0].platform

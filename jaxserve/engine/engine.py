@@ -43,6 +43,7 @@ from jaxserve.engine.pooled import PooledRows
 from jaxserve.engine.prompt_scores import PromptScores
 from jaxserve.engine.recovery import Recovery, ended
 from jaxserve.engine.seeds import Seeds
+from jaxserve.engine.sizing import compile_all
 from jaxserve.engine.timeline import Timeline
 from jaxserve.engine.weights import Weights
 from jaxserve.execution import memory
@@ -131,7 +132,8 @@ class Engine:
         """
         start = time.perf_counter()
         early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar loads it
-        self.runner.compile(self.runner.names(self.shapes))
+        names = self.runner.names(self.shapes)
+        compile_all(self.runner, names, "compiling programs", shown=self._parts.progress)
         wait(early)  # a failure affects only requests with a grammar
         if self._sizing.finish(self.shapes):
             assert not self.has_work

@@ -32,7 +32,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.streaming_runner import StreamingRunner
 from jaxserve.hosts.identity import checkpoint_files
 from jaxserve.models.checkpoint import Checkpoint
-from jaxserve.models.load import make_params, read_model, trust_matmul
+from jaxserve.models.load import make_params, read_model, trust
 from jaxserve.models.spec import ModelConfig
 
 # A folder or file, or arrays by the names of a checkpoint's tensors; None: the files from which the engine started.
@@ -210,7 +210,7 @@ class HeldWeights(commands.Commanded):
         params = make_params(
             runner.model, plan.folder, runner.mesh, config, progress=False, source=files, stored=stored
         )
-        _, params = trust_matmul(runner.model, params, runner.mesh, config.matmul_backend)
+        _, params = trust(runner.model, params, runner.mesh, config.matmul_backend)
         if runner.drafter is not None:
             head = load_head(config, plan)
             assert head is not None

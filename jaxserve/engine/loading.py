@@ -36,7 +36,7 @@ from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.start_jax import start_jax
-from jaxserve.models.load import make_params, trust_matmul
+from jaxserve.models.load import make_params, trust
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
@@ -58,6 +58,7 @@ class EngineParts:
       draft: the draft model of speculative decoding.
       hosts: the other hosts of the replica; None: there are none.
       listener: where a prefill server waits for decode servers; see `role.begin_role`.
+      progress: the engine tells how many programs are compiled.
     """
 
     plan: ModelPlan
@@ -69,6 +70,7 @@ class EngineParts:
     draft: Sized | None = None
     hosts: FirstHost | None = None
     listener: socket.socket | None = None
+    progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,16 @@ def load_models(
     prepared = Prepared.of(config)
     if config.cpu_offload_gib:
         return _load_streaming(config, prepared, devices, progress=progress, static_steps=static_steps)
-    plan = ModelPlan.of(config, devices, checks=prepared is None)
-    mesh, model, decoder = plan.mesh, plan.model, plan.decoder
+    plan = ModelPlan.of(config, devices, checks=True)
+    mesh, model = plan.mesh, plan.model
     if prepared is None:
-        params = make_params(decoder, plan.folder, mesh, config, progress=progress)
-        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+        params = make_params(plan.decoder, plan.folder, mesh, config, progress=progress)
+        decoder, params = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
     else:
         prepared.check_places(mesh)
         params = prepared.forms(mesh)
+        decoder, _ = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
+        prepared.check_kernels(plan.decoder.ops, decoder.ops)
     if config.deterministic:
         check_weights(params, config, mesh)
     heap.trim()
@@ -187,14 +191,14 @@ def load_parts(
     budget = memory.budget(config, device, num_devices(mesh), *taken, plan.one_page.state_bytes(mesh))
     prepared = loaded.prepared
     given = _with_pages(config, prepared)
-    sizing = Sizing(given, models, budget, shapes, plan.longest)
+    sizing = Sizing(given, models, budget, shapes, plan.longest, progress=progress)
     sizing.begin()
     if prepared is not None:
         prepared.load_programs(runner, shapes, budget, plan.one_page.device_page_bytes(mesh))
         if given != _with_pages(config, prepared):  # chosen for programs that are not used
-            sizing = Sizing(config, models, budget, shapes, plan.longest)
+            sizing = Sizing(config, models, budget, shapes, plan.longest, progress=progress)
             sizing.begin()
-    return EngineParts(plan, runner, shapes, cost, sizing, held, draft, hosts, listener)
+    return EngineParts(plan, runner, shapes, cost, sizing, held, draft, hosts, listener, progress)
 
 
 def load_runners(config: EngineConfig) -> tuple[list[Any], HeldWeights]:
@@ -241,7 +245,8 @@ def _load_pipeline(
     shapes = buckets(config, plan, cost)
     sizing = loaded.sizing(config, shapes)
     sizing.begin()
-    return EngineParts(plan, cast(Any, loaded.runner), shapes, cost, cast(Any, sizing), held, hosts=hosts)
+    runner: Any = loaded.runner
+    return EngineParts(plan, runner, shapes, cost, cast(Any, sizing), held, hosts=hosts, progress=progress)
 
 
 def _with_pages(config: EngineConfig, prepared: Prepared | None) -> EngineConfig:

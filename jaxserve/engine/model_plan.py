@@ -52,9 +52,9 @@ class ModelPlan:
     pooler: Pooler | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = True) -> ModelPlan:
-        """The plan for an engine's settings. `checks`: kernels of accelerators compute a few examples first, see
-        `pallas_kernels.checked_ops`; those of a bundle's programs were chosen when it was made.
+    def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = False) -> ModelPlan:
+        """The plan for an engine's settings. With `checks`, kernels of accelerators begin to compute a few examples
+        (`pallas_kernels.checked_ops`), for which `models.load.trust` waits.
 
         Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
@@ -121,10 +121,10 @@ def decoder_and_page(
     page_size: int,
     *,
     pools: bool = False,
-    checks: bool = True,
+    checks: bool = False,
 ) -> tuple[Decoder, CacheLayout]:
     """The decoder of a model on a mesh, and its cache's layout with a single page. pools: the model embeds or scores.
-    checks: kernels are checked on the devices first."""
+    checks: kernels are on trial, see `make_decoder`."""
     platform, shares = mesh.devices.flat[0].platform, config.decode_context_parallel_size
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
     backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend, "checks": checks}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.bundles import environment, programs
-from jaxserve.bundles.container import MODEL, WEIGHTS, Bundle, BundleError, is_bundle, read_key
+from jaxserve.bundles.container import MODEL, STAMPS, WEIGHTS, Bundle, BundleError, is_bundle, read_key
 from jaxserve.bundles.weights import StoredWeights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.execution.memory import Budget
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels
+from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, selfcheck_stamps
+from jaxserve.pallas_kernels.ops import Ops
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Prepared:
         if config.kv_pages not in (None, bundle.manifest.pages):
             found.reasons.append(f"kv_pages is {config.kv_pages}, not {bundle.manifest.pages}")
         found._install_kernels()
+        found._take_stamps()
         return found
 
     def _install_kernels(self) -> None:
@@ -72,6 +74,15 @@ class Prepared:
                     cpu_build.install(name, self.bundle.read(file))
                 except BundleError as error:
                     self.reasons.append(str(error))
+
+    def _take_stamps(self) -> None:
+        """Keeps the stamps of checks that kernels have passed on the devices of the bundle. Each says what it is worth
+        on, so those of other devices or versions do no harm."""
+        if self.bundle.distrust() is None and STAMPS in self.bundle.manifest.files:
+            try:
+                selfcheck_stamps.add(self.bundle.json(STAMPS, list[str]))
+            except BundleError as error:
+                log.warning("%s; kernels are checked again", error)
 
     def _register_kernels(self, on_cpu: bool) -> None:
         """Registers the kernels that the programs may call. Raises BundleError if one is not available."""
@@ -90,6 +101,19 @@ class Prepared:
                 f"{'; '.join(other)}; make one for these"
             )
         self.reasons += environment.differences(made, here)
+
+    def check_kernels(self, chosen: Ops, trusted: Ops) -> None:
+        """Compares the operations that suit the devices with what is left of them after their checks. Programs with a
+        kernel that is wrong here are not used.
+
+        Raises BundleError if the weights are stored for kernels that are wrong."""
+        if (chosen.fused is None) != (trusted.fused is None):
+            raise BundleError(
+                f"the weights of the bundle {self.bundle.path} are stored for kernels that are wrong here (see "
+                f"the log); serve {self.bundle.manifest.model} instead"
+            )
+        if replace(chosen, trials=None) != trusted:
+            self.reasons.append("they have kernels that are wrong on this device")
 
     def load_programs(self, runner: ModelRunner, shapes: list[StepShape], budget: Budget, page_bytes: int) -> None:
         """Gives the runner, whose cache has its size, the bundle's programs; or says in the log why not, and adds that

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxserve.checkpoints.progress import Progress
 from jaxserve.config import EngineConfig
+from jaxserve.devices import compile_cache
 from jaxserve.devices.mesh import ways
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout
@@ -29,6 +31,19 @@ class Sized(NamedTuple):
     one_page: CacheLayout
 
 
+def compile_all(runner: Any, names: Sequence[Any], what: str, *, shown: bool) -> None:
+    """`runner.compile`, and tells how many of these programs are done, and how many came from the cache."""
+    counter = compile_cache.of_this_process()
+    before = counter.cache_hits
+
+    def from_cache() -> str:
+        hits = counter.cache_hits - before
+        return f"{hits} read from the cache" if hits else ""
+
+    with Progress(what, len(names), shown=shown, more=from_cache) as progress:
+        runner.compile(names, progress.update)
+
+
 class Sizing:
     """Chooses the pages of the caches of a model and of its draft model, which have equally many.
 
@@ -48,9 +63,12 @@ class Sizing:
         budget: Budget,
         shapes: Sequence[StepShape],
         longest: int,
+        *,
+        progress: bool = False,
     ):
-        """models: the model that is served, then its draft model if there is one."""
-        self._config, self._models, self._shapes = config, models, shapes
+        """models: the model that is served, then its draft model if there is one. progress: tells how many programs are
+        compiled."""
+        self._config, self._models, self._shapes, self._progress = config, models, shapes, progress
         self._runner, self._one_page = models[0]
         self.budget, self.longest = budget, longest
 
@@ -62,7 +80,7 @@ class Sizing:
         guess = max(self._fitting(self.guess()), 2)
         self._set_pages(guess)
         for runner, _ in self._models:
-            runner.compile(runner.largest(self._shapes))
+            compile_all(runner, runner.largest(self._shapes), "compiling the largest programs", shown=self._progress)
         needs = self._needs(self._shapes)
         enough = guess > self._pages_of_longest
         if not (enough and self._holds(needs) and self._fitting(needs) <= guess * (1 + UNUSED)):
@@ -80,7 +98,7 @@ class Sizing:
             before = runner.layout.num_pages
             self._choose(needs)
             for one, _ in self._models:
-                one.compile(one.names(shapes))
+                compile_all(one, one.names(shapes), "compiling programs again", shown=self._progress)
             needs, changed = self._needs(shapes), True
             log.info(
                 "the programs need more memory than expected: %d KV pages, not %d", runner.layout.num_pages, before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxserve.jax_pools import HOST_POOL, USUAL_HOST_POOL
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.load import make_params, trusted_matmul, with_matmul
+from jaxserve.models.load import make_params, trust_ops, trusted_matmul, with_matmul
 from jaxserve.models.quantized import arranged
 from jaxserve.models.stages import Part, layer_of
 
@@ -136,8 +136,9 @@ def load_streaming(
 ) -> tuple[ModelPlan, dict[str, Any], StreamingRunner]:
     """Reads a model, with its last layers into host memory one by one. Returns its parameters too, with the shapes of
     those in host memory. Raises ConfigError or CheckpointError."""
-    plan = ModelPlan.of(config, devices)
+    plan = ModelPlan.of(config, devices, checks=True)
     check_model(config, plan)
+    plan = replace(plan, decoder=trust_ops(plan.decoder, progress=progress))
     forms = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
     first = first_on_host(config, plan, forms)
     dummy = config.load_format == "dummy"

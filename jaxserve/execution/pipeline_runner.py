@@ -157,15 +157,16 @@ class PipelineRunner(commands.Commanded):
         """The names of all programs that serving can need."""
         return [(i, name) for i, one in enumerate(self.stages) for name in one.names(shapes)]
 
-    def compile(self, names: Sequence[StageProgram]) -> None:
-        """Compiles these programs, several at a time, unless they are compiled already."""
+    def compile(self, names: Sequence[StageProgram], on_done: Callable[[], None] = lambda: None) -> None:
+        """Compiles these programs, several at a time, unless they are compiled already. `on_done` is called after each,
+        in any thread."""
         self.tell(commands.CompileStages, list(names))
         jobs, on_cpu = self._jobs(names), self._last.mesh.devices.flat[0].platform == "cpu"
         with ExitStack() as rooms, ThreadPoolExecutor(compile_threads(len(jobs), on_cpu=on_cpu)) as pool:
             for number, one in enumerate(self.stages):
                 if one in self.here:
                     rooms.enter_context(one.room_to_compile([name for stage, name in names if stage == number]))
-            list(pool.map(lambda job: job(), jobs))
+            list(pool.map(lambda job: (job(), on_done()), jobs))
 
     def _jobs(self, names: Sequence[StageProgram]) -> list[Callable[[], Any]]:
         """The calls that compile these programs."""

@@ -349,26 +349,39 @@ class ModelRunner(UpkeepCalls):
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
         return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
 
-    def compile(self, names: Sequence[ProgramName]) -> None:
-        """Compiles these programs, several at a time, unless they are compiled already.
+    def compile(self, names: Sequence[ProgramName], on_done: Callable[[], None] = lambda: None) -> None:
+        """Compiles these programs, several at a time, unless they are compiled already, or an earlier start has kept
+        them. `on_done` is called for each, in any thread.
 
         Tracing and lowering hold Python's lock. So this thread lowers one program after the other, in this order, while
         others compile what is lowered.
         """
         self.tell(commands.Compile, list(names))
+        missing = [name for name in names if self._is_missing(name)]
+
+        def compile_one(name: ProgramName, lowered: Lowered) -> None:
+            self._compile(name, lowered)
+            on_done()
+
         threads = compile_threads(len(names), on_cpu=self._on_cpu)
         with self.room_to_compile(names), ThreadPoolExecutor(threads) as pool:
-            missing = [name for name in names if self._is_missing(name)]
             if self.kept is not None:
-                found = zip(missing, pool.map(self.kept.load, missing), strict=True)
-                self.executables |= {name: program for name, program in found if program is not None}
-                missing = [name for name in missing if name not in self.executables]
-            with self.kept.compiling() if self.kept is not None and missing else nullcontext():
-                jobs = [pool.submit(self._compile, name, self.lower(name)) for name in missing]
+                self._take_kept(missing, pool)
+            left = [name for name in missing if name not in self.executables]
+            for _ in range(len(names) - len(left)):
+                on_done()
+            with self.kept.compiling() if self.kept is not None and left else nullcontext():
+                jobs = [pool.submit(compile_one, name, self.lower(name)) for name in left]
                 for job in jobs:
                     job.result()
             if self.kept is not None:
-                list(pool.map(lambda name: self.kept.keep(name, self.executables[name]), missing))
+                list(pool.map(self.kept.keep, left, [self.executables[name] for name in left]))
+
+    def _take_kept(self, names: Sequence[ProgramName], pool: ThreadPoolExecutor) -> None:
+        """Takes those of the programs that earlier starts have compiled."""
+        assert self.kept is not None
+        found = zip(names, pool.map(self.kept.load, names), strict=True)
+        self.executables |= {name: program for name, program in found if program is not None}
 
     def _get(self, name: ProgramName | StepShape) -> Compiled:
         if isinstance(name, StepShape):

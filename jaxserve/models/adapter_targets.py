@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,7 +20,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
 from jaxserve.models.weights import Names, abstract_params, weight_pieces
-from jaxserve.pallas_kernels.checked_ops import checked_adapters
+from jaxserve.pallas_kernels.checked_ops import adapters_on_trial
 from jaxserve.pallas_kernels.device_ops import adapters_of
 from jaxserve.pallas_kernels.registry import Device
 
@@ -30,12 +29,10 @@ MOE_NAMES = ("block_sparse_moe", "mlp")  # Mixtral's experts in checkpoints, and
 
 
 def with_adapters(decoder: Decoder, mesh: Mesh) -> Decoder:
-    """The decoder with operations that add what adapters change; kernels of accelerators are tried first."""
+    """The decoder with operations that add what adapters change. Their kernel is on trial if the others are."""
     device = Device.of(mesh.devices.flat[0])
-    add = adapters_of(device, partitioned=is_split(mesh))
-    if device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-        add = checked_adapters(add, np.dtype(decoder.dtype))
-    return decoder.clone(ops=replace(decoder.ops, add_adapters=add))
+    ops = replace(decoder.ops, add_adapters=adapters_of(device, partitioned=is_split(mesh)))
+    return decoder.clone(ops=ops if ops.trials is None else adapters_on_trial(ops, np.dtype(decoder.dtype)))
 
 
 @dataclass(frozen=True)

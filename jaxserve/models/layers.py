@@ -10,6 +10,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxserve.models.spec import MLPSpec
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
@@ -17,6 +18,17 @@ from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.parts import Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
+
+
+class Declared(nn.Partitioned[Any]):
+    """A parameter as it is declared: its value, its logical axes, and the function that initialises it."""
+
+    init: Any = struct.field(default=None, pytree_node=False)
+
+
+# One object each, so that weights of equal shapes share the program that makes random ones.
+FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+EXPERTS_FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=0)
 
 
 def weight(
@@ -31,7 +43,11 @@ def weight(
         given: Any = module.get_variable("params", name)
         if isinstance(given, QuantArray | BlockArray | PanelArray | MixedArray | Row) or "expert_mlp" in axes:
             return cast(jax.Array, given)
-    return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, dtype))
+
+    def declared(key: jax.Array) -> Declared:
+        return Declared(init(key, shape, dtype), names=axes, init=init)
+
+    return cast(jax.Array, module.param(name, declared))
 
 
 def adapters(module: nn.Module, name: str = "lora") -> Any:
@@ -65,11 +81,10 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Any:
         n_out, inputs = len(self.out_shape), math.prod(self.in_shape)
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         # The weight is stored as a matrix. Devices lay out arrays of more axes differently and copy them at each use.
         axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
         rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
-        kernel = weight(self, "kernel", init, axes, shape, self.dtype)
+        kernel = weight(self, "kernel", FAN_IN, axes, shape, self.dtype)
         y = self.ops.adapted(rows, kernel, adapters(self), axes, self.in_parts)
         bias = None
         if self.use_bias:
@@ -137,8 +152,7 @@ class Experts(nn.Module):
         router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, self.ops, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
-            scaled = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=0)
-            init = scaled if len(shape) == 3 else nn.initializers.zeros
+            init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros
             return weight(self, name, init, axes, shape, self.dtype) if given else None
 
         gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, 2 * size, hidden))

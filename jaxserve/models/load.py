@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.checkpoints.load import Host, Stack, load_weights, member_of, read_weight
 from jaxserve.checkpoints.mistral_native import PARAMS, is_native, read_params
 from jaxserve.checkpoints.mixed import by_type
+from jaxserve.checkpoints.progress import show_done
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.config import ConfigError, EngineConfig
@@ -54,10 +56,10 @@ from jaxserve.models.quantized import (
 )
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 from jaxserve.models.splitting import sharded_kv_heads
-from jaxserve.models.weights import abstract_params, dummy_params
+from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
-from jaxserve.pallas_kernels.checked_ops import checked, checked_draw, checked_fused, checked_latent, checked_matmul
+from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, trusted
 from jaxserve.pallas_kernels.device_ops import choose_ops, matmul_of, mixture_of
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, quant_matmul
@@ -133,9 +135,10 @@ def make_decoder(
     kv_dtype: Any = None,
     attention: str = "auto",
     matmul: str = "auto",
-    checks: bool = True,
+    checks: bool = False,
 ) -> Decoder:
-    """The decoder for a mesh, with the kernels that its devices run, after `checks` of their results.
+    """The decoder for a mesh, with the kernels that its devices run. With `checks`, those of accelerators are on trial
+    until `trust` is called.
 
     Raises ConfigError for a backend that cannot serve this model on these devices."""
     shares, dtype = ways(mesh, "cached_tokens"), np.dtype(dtype)
@@ -151,7 +154,7 @@ def make_decoder(
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
         if checks and device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-            ops = checked_draw(_checked(ops, model, problem, attention), model.vocab_size)
+            ops = on_trial(ops, problem, attention, windows=model.has_windows, vocab=model.vocab_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if is_split(mesh):
@@ -178,13 +181,6 @@ def _problem(
     )
 
 
-def _checked(ops: Ops, model: ModelConfig, problem: AttentionProblem | LatentProblem, backend: str) -> Ops:
-    """The same operations, after checking their kernels on this machine's device and replacing wrong ones."""
-    if isinstance(problem, LatentProblem):
-        return checked_latent(ops, problem, backend)
-    return checked_fused(checked(ops, problem, backend, windows=model.has_windows), problem)
-
-
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
     """The same operations, with `backend` for products with quantized weights and for mixtures of experts."""
     op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=is_split(mesh)))
@@ -197,13 +193,35 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
 D = TypeVar("D", Decoder, Drafter)
 
 
-def trust_matmul(decoder: D, params: Any, mesh: Mesh, backend: str) -> tuple[D, Any]:
-    """(decoder, params) with kernels that were checked on this machine with weights of these forms, and weights in the
-    order that these kernels read. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
-    chosen = trusted_matmul(decoder, params, mesh, backend)
+def trust(decoder: D, params: Any, mesh: Mesh, backend: str, *, progress: bool = False) -> tuple[D, Any]:
+    """(decoder, params) with kernels that were checked on this machine, products with weights of these forms included,
+    and weights in the order that these kernels read. This waits for the checks, and begins those that have not begun.
+    Raises ConfigError where a kernel that was asked for by name is wrong, or cannot multiply a weight."""
+    chosen = trusted_matmul(decoder, params, mesh, backend, progress=progress)
+    decoder = trust_ops(decoder, progress=progress)
     if chosen == backend:
         return decoder, arranged(params, mesh, decoder.dtype, backend)
     return with_matmul(decoder, mesh, chosen), params
+
+
+def trust_ops(decoder: D, *, progress: bool = False) -> D:
+    """The decoder after the checks of its kernels that have begun, for which this waits. Raises ConfigError where one
+    that was asked for by name is wrong."""
+    if decoder.ops.trials is None:
+        return decoder
+    _wait(decoder.ops.trials, progress)
+    try:
+        made = decoder.clone(ops=trusted(decoder.ops))
+    except BackendError as error:
+        raise ConfigError(str(error)) from None
+    decoder.ops.trials.tell()
+    return made
+
+
+def _wait(trials: Trials, progress: bool) -> None:
+    results = [trial.result for trial in trials.all if not trial.known]
+    if not all(result.done() for result in results):
+        show_done("checking kernels", results, shown=progress)
 
 
 def with_matmul(decoder: D, mesh: Mesh, backend: str) -> D:
@@ -211,9 +229,27 @@ def with_matmul(decoder: D, mesh: Mesh, backend: str) -> D:
     return decoder.clone(ops=_with_products(decoder.ops, Device.of(mesh.devices.flat[0]), mesh, backend))
 
 
-def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str) -> str:
+def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str, *, progress: bool = False) -> str:
     """The backend to use for weights of these forms: `backend`, or another if its kernels are wrong on this machine.
-    Experts' weights may be floats. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
+    Raises ConfigError when a backend that was asked for by name cannot multiply one, or does it wrong."""
+    trials, device = decoder.ops.trials or Trials(), Device.of(mesh.devices.flat[0])
+    problems, grouped = _products(decoder, flatten_dict(params, sep="/"), mesh, backend)
+    try:
+        _begin_products(trials, device, problems, grouped, backend)
+        _wait(trials, progress)
+        chosen = checked_matmul(trials, device, problems, backend, grouped)
+    except BackendError as error:
+        raise ConfigError(str(error)) from None
+    if decoder.ops.trials is None:
+        trials.tell()
+    return chosen
+
+
+def _products(
+    decoder: Decoder | Drafter, flat: dict[str, Any], mesh: Mesh, backend: str
+) -> tuple[list[MatmulProblem], list[MatmulProblem]]:
+    """The products with these weights, given by path as arrays or shapes: those with matrices, and those with experts'
+    weights, which may be floats. Each form once."""
 
     def local(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
@@ -221,20 +257,39 @@ def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend:
     def is_weight(x: Any) -> bool:
         return isinstance(x, QuantArray | BlockArray)
 
-    device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), decoder.dtype)
-    given = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
+    x = jax.ShapeDtypeStruct((1, 1), decoder.dtype)
+    given = [w for w in jax.tree.leaves(flat, is_leaf=is_weight) if is_weight(w)]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
     weights = arranged(shapes, mesh, decoder.dtype, backend)
     asked = [(len(w.shape), MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))) for w in weights]
     problems = dict.fromkeys(problem for rank, problem in asked if rank == 2)
     grouped = dict.fromkeys(problem for rank, problem in asked if rank == 3)
-    for path, w in flatten_dict(params, sep="/").items():
-        if path.endswith(STACKS) and isinstance(w, jax.Array) and w.dtype == decoder.dtype:
+    for path, w in flat.items():
+        if path.endswith(STACKS) and isinstance(w, jax.Array | jax.ShapeDtypeStruct) and w.dtype == decoder.dtype:
             grouped[MatmulProblem.of(x, jax.eval_shape(as_codes, local(w)))] = None
-    try:
-        return checked_matmul(device, problems, backend, grouped)
-    except BackendError as error:
-        raise ConfigError(str(error)) from None
+    return list(problems), list(grouped)
+
+
+def _begin_products(
+    trials: Trials, device: Device, problems: list[MatmulProblem], grouped: list[MatmulProblem], backend: str
+) -> None:
+    for problem in problems:
+        trials.products(device, problem, backend)
+    for problem in grouped:
+        trials.products(device, problem, backend, grouped=True)
+
+
+def _beginner(decoder: Decoder | Drafter, mesh: Mesh, backend: str) -> Callable[[str, Any], None]:
+    """A function that begins the checks of the products with a weight, given its path and form. It does nothing if the
+    decoder's kernels are not on trial. Errors are raised by `trust`, which asks again."""
+    trials, device = decoder.ops.trials, Device.of(mesh.devices.flat[0])
+
+    def begin(path: str, w: Any) -> None:
+        if trials is not None:
+            with contextlib.suppress(BackendError):
+                _begin_products(trials, device, *_products(decoder, {path: w}, mesh, backend), backend)
+
+    return begin
 
 
 def load_params(
@@ -251,6 +306,7 @@ def load_params(
     apart: bool = False,
     rounding: Callable[[str, Any], Any] = lambda path, w: w,
     source: Checkpoint | None = None,
+    on_placed: Callable[[str, Any], None] = lambda path, w: None,
 ) -> dict[str, Any]:
     """Streams a folder's safetensors, a GGUF file or an Orbax checkpoint into sharded arrays.
 
@@ -261,6 +317,7 @@ def load_params(
       blocks, apart: matrices of GGUF's BLOCK_KINDS become BlockArrays; those of several forms become MixedArrays.
       rounding: see `models.quantized.Rounding`; by default each weight keeps what its format says of its inputs.
       source: the opened files; None: this opens them.
+      on_placed: called with the path and the arrays of each weight that is on the devices, in any thread.
 
     Raises CheckpointError when files and config disagree, and the errors of `Checkpoint.open`.
     """
@@ -317,10 +374,18 @@ def load_params(
 
         return place_stack(name, map(form, members, range(len(stack.members))), targets[name], packing)
 
+    def telling(place: Callable[[str, Any, Any], Any]) -> Callable[[str, Any, Any], Any]:
+        def place_and_tell(name: str, host: Any, where: Any) -> Any:
+            placed = place(name, host, where)
+            on_placed(name, placed)
+            return placed
+
+        return place_and_tell
+
     kept = packing.types if packing else BLOCK_KINDS if blocks else ()
     as_stored = () if dequantize else kept
     apart = apart and not dequantize
-    reading = source.reader, put, as_stored, apart, put_stack
+    reading = source.reader, telling(put), as_stored, apart, telling(put_stack)
     flat = load_weights(source.tensors, abstract, pieces, ignored, progress, *reading)
     return unflatten_dict(flat, sep="/")
 
@@ -359,6 +424,7 @@ def make_params(
     if packing is not None and packing.dtype is None:
         packing = dataclasses.replace(packing, dtype=stored)
     rounding = Rounding(config.rounding, Device.of(mesh.devices.flat[0]), decoder.dtype)
+    begin = _beginner(decoder, mesh, config.matmul_backend)
     if config.load_format != "dummy":
         return load_params(
             decoder,
@@ -373,10 +439,13 @@ def make_params(
             apart=True,
             rounding=rounding,
             source=source,
+            on_placed=begin,
         )
     scheme = None if config.quantization == "auto" else config.quantization
     if scheme and scheme not in FORMS:
         raise ConfigError(f"dummy weights can be quantized to {', '.join(FORMS)}, not to {scheme!r}")
-    params = dummy_params(decoder, mesh, config.seed, None if config.dequantize else scheme)
-    flat = {name: rounding(name, w) for name, w in flatten_dict(params, sep="/").items()}
+    forms = dummy_forms(decoder, mesh, None if config.dequantize else scheme)
+    for name, form in forms.items():
+        begin(name, rounding(name, form.abstract))
+    flat = {name: rounding(name, w) for name, w in made_up(forms, config.seed, mesh).items()}
     return unflatten_dict(packing.pack_placed(flat, mesh, packing.dtype) if packing else flat, sep="/")

@@ -5,11 +5,11 @@ A family names its tensors by role (`Names`). This file knows the tree of `decod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,7 @@ from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.latent_weights import latent_sources
+from jaxserve.models.layers import Declared
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, rows, whole
@@ -44,20 +45,34 @@ def _has(names: Names, role: str) -> bool:
 
 
 def abstract_params(model: Decoder | Drafter, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape, dtype and sharding of every parameter, as the modules declare them.
+    """Path -> shape, dtype and sharding of every parameter, as the modules declare them."""
+    return {path: form.abstract for path, form in _declared(model, mesh).items()}
 
-    Equal layers have equal parameters, so one layer of each kind is traced.
+
+class Form(NamedTuple):
+    """What a parameter is.
+
+    abstract: its shape, dtype and sharding, or a QuantArray of these.
+    init: makes random numbers from a key, and from shape and dtype, or the QuantArray.
     """
+
+    abstract: Any
+    init: Callable[..., Any]
+
+
+def _declared(model: Decoder | Drafter, mesh: Mesh) -> dict[str, Form]:
+    """The parameters by their paths. Equal layers have equal parameters, so one layer of each kind is traced."""
     layers = model.config.layers
     kinds = tuple(dict.fromkeys(layers))
     # Plain operations: the CPU's own kernels may still be compiling.
     model = model.clone(ops=Ops(), config=replace(model.config, layers=kinds))
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(1, jnp.int32), method="init_all")["params"])
 
-    def leaf(box: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(box.value.shape, box.value.dtype, sharding=sharding(mesh, *box.names))
+    def form(box: Declared) -> Form:
+        value: Any = box.value
+        return Form(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding(mesh, *box.names)), box.init)
 
-    tree = jax.tree.map(leaf, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    tree = jax.tree.map(form, boxed, is_leaf=lambda x: isinstance(x, Declared))
     of_kind = {kind: tree.pop(f"layers_{i}") for i, kind in enumerate(kinds)}
     tree |= {f"layers_{i}": of_kind[layer] for i, layer in enumerate(layers)}
     return of_stage(model, flatten_dict(dict(sorted(tree.items())), sep="/"))
@@ -74,22 +89,49 @@ def of_stage(model: Decoder | Drafter, by_path: dict[str, T]) -> dict[str, T]:
 
 def dummy_params(model: Decoder | Drafter, mesh: Mesh, seed: int, scheme: str | None = None) -> dict[str, Any]:
     """Random weights from the modules' own initialisers, made on the devices. A `scheme` makes quantized matrices."""
-    abstract: dict[str, Any] = dict(abstract_params(model, mesh))
-    if scheme:
-        abstract = quantized_abstract(abstract, scheme)
-    model = model.clone(ops=Ops())
+    return unflatten_dict(made_up(dummy_forms(model, mesh, scheme), seed, mesh), sep="/")
 
-    def init() -> dict[str, Any]:
-        key = jax.random.key(seed)
-        boxed = model.init(key, jnp.zeros(1, jnp.int32), method="init_all")["params"]
-        plain = flatten_dict(nn.meta.unbox(boxed), sep="/")  # the compiler drops values that the loop replaces
-        for i, (path, target) in enumerate(abstract.items()):
-            if isinstance(target, QuantArray):
-                plain[path] = random_weight(jax.random.fold_in(key, i), target)
-        return {path: plain[path] for path in abstract}
 
-    flat = jax.jit(init, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))()
-    return unflatten_dict(flat, sep="/")
+def dummy_forms(model: Decoder | Drafter, mesh: Mesh, scheme: str | None = None) -> dict[str, Form]:
+    """What `dummy_params` makes, by path."""
+    forms = _declared(model, mesh)
+    if scheme is None:
+        return forms
+    stored = quantized_abstract({path: form.abstract for path, form in forms.items()}, scheme)
+    return {
+        path: Form(stored[path], random_weight) if isinstance(stored[path], QuantArray) else form
+        for path, form in forms.items()
+    }
+
+
+def made_up(forms: Mapping[str, Form], seed: int, mesh: Mesh) -> dict[str, Any]:
+    """Random weights of these forms, by path, each made where it stays. They depend on the seed and the path, so that
+    they are the same in every stage of a pipeline.
+
+    One program makes all weights of a form, so that the number of programs does not grow with the layers. On
+    accelerators random bits come from XLA's own generator. It compiles and runs much faster than JAX's usual one, but
+    gives other numbers where a weight is split differently.
+    """
+    kind = "threefry2x32" if mesh.devices.flat[0].platform == "cpu" else "rbg"
+    programs: dict[Any, Callable[[np.uint32], Any]] = {}
+    made = {}
+    for path, form in forms.items():
+        leaves, structure = jax.tree.flatten(form.abstract)
+        key = form.init, structure, tuple(leaves)
+        if key not in programs:
+            programs[key] = _maker(form, seed, kind)
+        made[path] = programs[key](np.uint32(crc32(path.encode())))
+    return made
+
+
+def _maker(form: Form, seed: int, kind: str) -> Callable[[np.uint32], Any]:
+    """A jitted function of a number that stands for the weight."""
+
+    def make(number: jax.Array) -> Any:
+        key, like = jax.random.fold_in(jax.random.key(seed, impl=kind), number), form.abstract
+        return form.init(key, like) if isinstance(like, QuantArray) else form.init(key, like.shape, like.dtype)
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, form.abstract))
 
 
 def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lambda name: True) -> dict[str, Pieces]:

@@ -33,7 +33,7 @@ from jaxserve.execution.signatures import ProgramName, Upkeep
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
-from jaxserve.models.load import trust_matmul
+from jaxserve.models.load import trust
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
@@ -231,7 +231,7 @@ def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -
     """As `loading.load_models` or `LoadedPipeline.load` makes it, with abstract weights."""
     decoder, tree = plan.decoder, unflatten_dict(params, sep="/")
     if plan.mesh.devices.flat[0].platform == "cpu":
-        decoder, tree = trust_matmul(decoder, tree, plan.mesh, config.matmul_backend)
+        decoder, tree = trust(decoder, tree, plan.mesh, config.matmul_backend)
     stage: Any = decoder.stage
     penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
     most = config.decode_steps if stage is None else 1

@@ -1,4 +1,4 @@
-"""The fields of `BlockArray`, and its values in plain XLA.
+"""The fields of `BlockArray`, and its values in plain XLA or NumPy.
 
 The layouts are those of ggml (ggml-common.h, ggml-quants.c). A group of n inputs has n bytes of `low` and n of `high`,
 and each byte has some bits of one input's code. value = (code - offset) * factor + shift. The factor of a K type is its
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, BlockArray
 
@@ -45,7 +46,7 @@ HIGH_UP = {name: 2 if name == "Q3_K" else 4 for name in BLOCK_KINDS}  # position
 
 
 def dequantize(w: BlockArray) -> jax.Array:
-    """Returns the weight [..., out, in] in float32."""
+    """Returns the weight [..., out, in] in float32: an array of NumPy if the fields are."""
     kind, lead = BLOCK_KINDS[w.kind], w.low.shape[:-1]
 
     def by_block(values: jax.Array, count: int) -> jax.Array:
@@ -65,14 +66,15 @@ def dequantize(w: BlockArray) -> jax.Array:
         if minimum is not None:
             value -= factors[..., 1:] * minimum.astype(jnp.float32)
         groups.append(value + factors[..., 1:] if kind.shifts and minimum is None else value)
-    return jnp.stack(groups, -2).reshape(w.shape)
+    stack = jnp.stack if isinstance(w.low, jax.Array) else np.stack
+    return stack(groups, -2).reshape(w.shape)
 
 
 def _high(w: BlockArray, g: int) -> jax.Array:
     """Returns the high bits of a group's codes, int32 [..., blocks, group]."""
     kind, at, shift = BLOCK_KINDS[w.kind], *GROUPS[w.kind][g][2:]
     if kind.block == 32:
-        return w.high[..., None] >> (shift + jnp.arange(kind.group)) & 1
+        return w.high[..., None] >> (shift + np.arange(kind.group, dtype=np.int32)) & 1
     high = w.high.reshape(*w.high.shape[:-1], -1, kind.high)[..., at : at + kind.group]
     return (high >> shift & HIGH_MASK[w.kind]).astype(jnp.int32)
 

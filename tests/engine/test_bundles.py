@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,11 +24,16 @@ from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.commands.bundling import make_bundle
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.prepared import Prepared
+from jaxserve.pallas_kernels import selfcheck_stamps
+from jaxserve.pallas_kernels.checked_ops import Trials
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import Activations, PanelArray, QuantArray
 
 pytestmark = pytest.mark.compiles
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_pages": 40, "decode_steps": 2}
+STAMP = "of a check that was passed"
 PROMPTS = [[1, 5, 9, 200, 7], [3] * 20, [2, 400]]
 # Serves a bundle in a process whose XLA raises, and prints the tokens.
 SERVE = """
@@ -73,7 +79,8 @@ def made(tmp_path_factory) -> tuple[EngineConfig, Path]:
     folder = tmp_path_factory.mktemp("bundles")
     build("llama3_gqa", folder / "model")
     config = EngineConfig(model=str(folder / "model"), **SMALL)
-    make_bundle(config, folder / "bundle")
+    with mock.patch.object(selfcheck_stamps, "_passed", {STAMP}):
+        make_bundle(config, folder / "bundle")
     return config, folder / "bundle"
 
 
@@ -181,6 +188,35 @@ def test_programs_that_cannot_be_used_are_compiled_and_the_log_says_why(copy, ma
     copy.chmod(0o700)
     monkeypatch.setattr(environment, "_version", lambda name: "0.0.1" if name == "jaxlib" else "")
     assert "jaxlib is 0.0.1, not 0." in reasons(config, caplog)
+
+
+def test_checks_that_were_passed_travel(copy, made, caplog, monkeypatch):
+    """If nobody else may have written them."""
+    config = replace(made[0], model=str(copy))
+    monkeypatch.setattr(selfcheck_stamps, "_passed", set())
+    monkeypatch.setattr(selfcheck_stamps, "_folder", lambda create=False: None)
+    copy.chmod(0o770)
+    assert Prepared.of(config).reasons != []
+    assert not selfcheck_stamps.has_passed(STAMP)
+    copy.chmod(0o700)
+    assert Prepared.of(config).reasons == []
+    assert selfcheck_stamps.has_passed(STAMP)
+    selfcheck_stamps._passed.clear()
+    (copy / "checks.json").write_text("[]")
+    assert Prepared.of(config).reasons == []
+    assert not selfcheck_stamps.has_passed(STAMP)
+    assert "checks.json is damaged" in caplog.text
+
+
+def test_wrong_kernels_of_a_bundle(made):
+    """Its programs are not used, and its weights only if they are stored as without these kernels."""
+    prepared, ops = Prepared.of(replace(made[0], model=str(made[1]))), Ops(draw=len, fused=len)
+    prepared.check_kernels(replace(ops, trials=Trials()), ops)
+    assert prepared.reasons == []
+    prepared.check_kernels(ops, replace(ops, draw=None))
+    assert "kernels that are wrong on this device" in prepared.reasons[0]
+    with pytest.raises(BundleError, match=r"stored for kernels that are wrong here .* serve .*model instead"):
+        prepared.check_kernels(ops, replace(ops, fused=None))
 
 
 def test_another_form_of_weights_is_refused(made):

@@ -91,10 +91,10 @@ def test_the_check_sees_mistakes(wrong):
     """Plain operations are right, and wrong with the neighbour's adapter."""
 
     def add(y, x, stack, place):
-        return reference.add_adapters(y, x, stack, jnp.where(place == 2, 3, place) if wrong else place)
+        with jax.default_matmul_precision("highest"):
+            return reference.add_adapters(y, x, stack, jnp.where(place == 2, 3, place) if wrong else place)
 
-    with jax.default_matmul_precision("highest"):
-        found = list(selfcheck_lora.check_adapters(add, np.dtype(np.float32)))
+    found = list(selfcheck_lora.check_adapters(add, np.dtype(np.float32)))
     assert all(finding.right for finding in found) is not wrong
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import kv_write
-from jaxserve.pallas_kernels.checked_ops import checked
+from jaxserve.pallas_kernels.checked_ops import on_trial, trusted
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import cpu, reference
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device
@@ -363,6 +363,10 @@ def test_a_wrong_kernel_is_not_used(caplog):
     assert "the write_kv kernel is wrong on this device: places that no token was written to" in caplog.text
     with pytest.raises(BackendError, match="the attention backend mosaic_gpu is wrong on this device"):
         checked(replace(good, paged_attention=late), LLAMA, "mosaic_gpu")
+
+
+def checked(ops, problem, backend, **options):
+    return trusted(on_trial(ops, problem, backend, **options))
 
 
 write_with_nothing = partial(write_with, lambda k, v, slots: (k, v, slots))

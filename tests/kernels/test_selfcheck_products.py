@@ -18,7 +18,7 @@ from jaxserve.models.load import read_model
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels import checked_ops as operations
 from jaxserve.pallas_kernels import device_ops
-from jaxserve.pallas_kernels.checked_ops import checked_matmul
+from jaxserve.pallas_kernels.checked_ops import Trials
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.registry import BackendError, Device, MatmulProblem
@@ -31,6 +31,11 @@ from jaxserve.pallas_kernels.selfcheck import (
     tolerance,
 )
 from jaxserve.pallas_kernels.selfcheck_cases import make_weight
+
+
+def checked_matmul(*args):
+    return operations.checked_matmul(Trials(), *args)
+
 
 F32, BF16, F16 = (np.dtype(name) for name in (np.float32, ml_dtypes.bfloat16, np.float16))
 INT8, INT4, FP8 = (np.dtype(name) for name in (np.int8, ml_dtypes.int4, ml_dtypes.float8_e4m3fn))
@@ -240,7 +245,9 @@ def test_wrong_experts_in_floats_are_not_used(monkeypatch, dtype, platform, kind
 def test_experts_in_floats_are_tried(model_folders, monkeypatch):
     """The stacks of a model without quantized weights, one of each shape and dtype."""
     tried = []
-    monkeypatch.setattr(load, "checked_matmul", lambda device, problems, backend, grouped: tried.extend(grouped))
+    monkeypatch.setattr(
+        load, "checked_matmul", lambda trials, device, problems, backend, grouped: tried.extend(grouped)
+    )
     model, mesh = read_model(model_folders("qwen3_moe_plain")), make_mesh()
     for dtype in (F32, BF16):
         decoder = load.make_decoder(model, mesh, dtype)

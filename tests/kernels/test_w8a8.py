@@ -15,7 +15,7 @@ from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.pallas_kernels import selfcheck
-from jaxserve.pallas_kernels.checked_ops import checked_matmul
+from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul
 from jaxserve.pallas_kernels.device_ops import matmul_of
 from jaxserve.pallas_kernels.quant_matmul import fragments, reference, w8a8
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
@@ -178,7 +178,7 @@ def test_what_is_tried(monkeypatch):
     problems = {
         name: MatmulProblem.of(inputs_of(1, 256), weight(name, 128, 256)) for name in ("int8", "fp8", "fp8 given")
     }
-    assert checked_matmul(V5E, problems.values(), "auto") == "auto"
+    assert checked_matmul(Trials(), V5E, problems.values(), "auto") == "auto"
     assert set(tried) == {problems["int8"], replace(problems["fp8"], activations=None)}
     assert len(tried) == 2
 
