@@ -29,7 +29,7 @@ def no_arrays(monkeypatch):
 
 def compiled(folder, layers: int, places: int, target: tuple[str, str, int] = ("h200x1", "mosaic_gpu", 16)):
     sizes = PoolSizes(places, RANK, jnp.dtype(jnp.bfloat16))
-    runner, _ = make_runner(folder, *target, layers, adapters=sizes)
+    runner, _ = make_runner(folder, *target, layers, adapters=sizes, static=True)
     shape = StepShape.of(ROWS, ROWS, target[2], decode_only=True)
     return runner, runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
 
@@ -54,7 +54,7 @@ def test_launches_and_bytes(places, tmp_path):
 @pytest.mark.slow
 def test_the_host_waits_nowhere_in_a_mixed_step(tmp_path):
     sizes = PoolSizes(32, RANK, jnp.dtype(jnp.bfloat16))
-    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, adapters=sizes)
+    runner, _ = make_runner(tmp_path, "h200x1", "mosaic_gpu", 16, 2, adapters=sizes, static=True)
     shape = StepShape.of(576, ROWS, 16, decode_only=False)
     program = runner.programs.choose(shape, Sampler.FULL, 1, scores=False)
     assert host_waits(runner.lower(program).compile().as_text()) == []

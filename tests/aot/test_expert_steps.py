@@ -71,7 +71,9 @@ CASES = [  # those whose forms others cover run in the slow group
 @pytest.mark.parametrize(("target", "backend", "page_size", "scheme", "model"), CASES)
 @pytest.mark.parametrize("decode", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts(target, backend, page_size, scheme, model, decode, tmp_path):
-    runner, params = make_runner(tmp_path, target, backend, page_size, 2, scheme, **model)
+    runner, params = make_runner(
+        tmp_path, target, backend, page_size, 2, scheme, static=target.startswith("h200") or None, **model
+    )
     tokens, rows = (16, 16) if decode else (512, 32)
     shape = StepShape.of(tokens, rows, page_size, decode_only=decode)
     compiled = runner.lower(shape).compile()

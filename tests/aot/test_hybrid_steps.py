@@ -53,7 +53,17 @@ OTHERS = [(False, "h200x1", 16)] + [
     [(True, "h200x1", 16), *(pytest.param(*others, marks=pytest.mark.slow) for others in OTHERS)],
 )
 def test_states_stay_in_place(decode, target, page_size, tmp_path):
-    runner, _ = make_runner(tmp_path, target, "auto", page_size, 4, "bf16", slots=SLOTS, **QWEN3_NEXT)
+    runner, _ = make_runner(
+        tmp_path,
+        target,
+        "auto",
+        page_size,
+        4,
+        "bf16",
+        slots=SLOTS,
+        static=target.startswith("h200") or None,
+        **QWEN3_NEXT,
+    )
     shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), page_size, decode_only=decode)
     compiled = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
     text, memory, mesh = compiled.as_text(), compiled.memory_analysis(), runner.mesh

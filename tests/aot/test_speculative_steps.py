@@ -104,7 +104,7 @@ def test_a_draft_on_hidden_states(target, backend, page_size, tmp_path):
     cache = runner.layout.num_pages * runner.layout.page_bytes // runner.mesh.size
     for name in names:
         text = runner.lower(name).compile().as_text()
-        if target.startswith("h200"):
+        if target.startswith("h200") and runner.programs.static:
             assert host_waits(text) == [], name
         assert sorts(text) == [], name
         assert cache_copies(text, cache // 3 // 2) == [], name
