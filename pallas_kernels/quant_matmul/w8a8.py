@@ -14,8 +14,8 @@ normally distributed products are then off by 0.003 of their size, of numbers of
 that is add sums of 128 products in float32, are off by 0.0001 and 0.0006. The check at start allows 0.0059 with
 bfloat16 (`selfcheck.MATMUL_TOLERANCE`). XLA's own Triton gemm never promotes, whatever the precision (by XLA's
 source). cuBLASLt promotes unless it may accumulate fast, which XLA allows by default. The algorithm ANY_F8_ANY_F8_F32
-excludes both. An H200 found what this predicts, to five digits (`tests/kernels/test_w8a8.py`), in products of XLA that did not
-promote and in `w8a8_triton`, which does.
+excludes both. An H200 found what this predicts, to five digits (`tests/kernels/test_w8a8.py`), in products of XLA that
+did not promote and in `w8a8_triton`, which does.
 
 A token's codes depend only on that token, not on the number of rows. So does its product, up to the order of the sums.
 """

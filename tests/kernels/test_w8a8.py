@@ -367,7 +367,8 @@ def test_gpu_rounds_what_becomes_floats_again():
 @pytest.mark.skipif(INTERPRET, reason="compiles")
 @pytest.mark.parametrize("capability", [90, 89])
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("fp8", 16), ("fp8", 520), ("fp8 in blocks", 64), ("fp8 in wide blocks", 64), ("fp8 given", 64)]
+    ("name", "tokens"),
+    [("fp8", 16), ("fp8", 520), ("fp8 in blocks", 64), ("fp8 in wide blocks", 64), ("fp8 given", 64)],
 )
 def test_kernel_promotes_sums(monkeypatch, tmp_path, name, tokens, capability):
     """At most 128 inputs are added in the matrix unit, also where Triton would go on by default."""
