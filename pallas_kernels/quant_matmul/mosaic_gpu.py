@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -168,6 +169,7 @@ def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Arra
     return expand(multiply(sums, constant), (1, w.block[0]), (len(x), out))
 
 
+@partial(jax.jit, static_argnames=("sizes", "columns", "dtype", "interpret"))
 def _call(
     sizes: Plan, w: QuantArray, x: jax.Array, columns: int, dtype, interpret: Any, items: jax.Array | None = None
 ):

@@ -3,11 +3,19 @@
   int8 x int8 -> int32, exact; float8_e4m3fn x float8_e4m3fn -> float32. The scales of token and output multiply sums.
   With blocks of inputs (DeepSeek's 128), each block's sum is multiplied by its scales, and these are added in float32.
 
-Without blocks a product is one `dot_general`. In programs compiled for an H200 (jax 0.10.2 and 0.11.2) it becomes a
-Triton gemm that reads the 8-bit operands directly and applies the scales to its result. For v5e and v6e, with int8, it
-becomes one convolution s8 x s8 -> s32. GPUs use the kernel of `w8a8_triton` with blocks, and where another kernel has
-rounded the inputs. Devices without such products (`why_not`) multiply weights with inputs that are not rounded. If a
-user insists, inputs are rounded and converted back to floats (`emulated`). None of this has run on a device.
+Without blocks a product is one `dot_general`. In programs compiled for an H200 it becomes a Triton gemm for int8, which
+reads the 8-bit operands directly and applies the scales to its result, and a call of cuBLASLt for float8. For v5e and
+v6e, with int8, it becomes one convolution s8 x s8 -> s32. GPUs use the kernel of `w8a8_triton` with blocks, and where
+another kernel has rounded the inputs. Devices without such products (`why_not`) multiply weights with inputs that are
+not rounded. If a user insists, inputs are rounded and converted back to floats (`emulated`).
+
+Exactness of float8: Hopper's matrix unit keeps about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437). Sums of 14,336
+normally distributed products are then off by 0.003 of their size, of numbers of one sign by 0.2. Kernels that promote,
+that is add sums of 128 products in float32, are off by 0.0001 and 0.0006. The check at start allows 0.0059 with
+bfloat16 (`selfcheck.MATMUL_TOLERANCE`). XLA's own Triton gemm never promotes, whatever the precision (by XLA's
+source). cuBLASLt promotes unless it may accumulate fast, which XLA allows by default. The algorithm ANY_F8_ANY_F8_F32
+excludes both. An H200 found what this predicts, to five digits (`tests/kernels/test_w8a8.py`), in products of XLA that
+did not promote and in `w8a8_triton`, which does.
 
 A token's codes depend only on that token, not on the number of rows. So does its product, up to the order of the sums.
 """
@@ -17,6 +25,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +36,8 @@ from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import Activations, QuantArray, QuantRows
 
 TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest code of each type
+CONTRACT = (((1,), (1,)), ((), ()))
+PROMOTED = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 TINY = 1e-30  # a token (or group) whose largest magnitude is smaller counts as zero
 BLOCKS = (32, 64, 128, 256)  # numbers of inputs that may share a scale in `w8a8_triton`
 
@@ -112,14 +123,15 @@ def codes(x: jax.Array, scale: jax.Array, wanted: Activations) -> jax.Array:
     return values.astype(jnp.float8_e4m3fn)
 
 
-def dequantize(rows: QuantRows) -> jax.Array:
-    """Returns the values of rounded inputs, float32 [tokens, in]."""
+def dequantize(rows: QuantRows, group: int | None = None) -> jax.Array:
+    """Returns the values of rounded inputs, float32 [tokens, in]. group: inputs that share a scale; None: the scales
+    divide the inputs evenly."""
     inputs = rows.shape[1]
-    values = rows.codes.astype(jnp.float32)
+    values = _rounded(rows.codes).astype(jnp.float32)
     groups = rows.scale.shape[1]
     if groups == 1:
         return values * rows.scale
-    return values * jnp.repeat(rows.scale, -(-inputs // groups), 1)[:, :inputs]
+    return values * jnp.repeat(rows.scale, group or inputs // groups, 1)[:, :inputs]
 
 
 def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
@@ -128,10 +140,27 @@ def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
         from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
         return w8a8_triton.quant_matmul(rows, w)
-    exact = jnp.int32 if rows.codes.dtype == jnp.int8 else jnp.float32
-    sums = lax.dot_general(rows.codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=exact)
+    sums = _integers(rows.codes, w.codes) if rows.codes.dtype == jnp.int8 else _floats(rows.codes, w.codes)
     # With this order of factors XLA:GPU applies both scales within its gemm.
     return sums.astype(jnp.float32) * rows.scale * reference.expand(w.scale, w.block, (w.shape[0], 1)).T
+
+
+def _integers(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.dot_general(x, w, CONTRACT, preferred_element_type=jnp.int32)
+
+
+def _floats(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Products of float8, with sums that are promoted. `PROMOTED` exists only on NVIDIA GPUs, and there XLA refuses it
+    for one token. With the highest precision it multiplies one token in float32, without the matrix unit."""
+    plainly = partial(lax.dot_general, dimension_numbers=CONTRACT, preferred_element_type=jnp.float32)
+    precision = PROMOTED if len(x) > 1 else lax.Precision.HIGHEST
+    return lax.platform_dependent(x, w, cuda=partial(plainly, precision=precision), default=plainly)
+
+
+def _rounded(codes: jax.Array) -> jax.Array:
+    """The codes, for conversion to wider floats. Without the barrier XLA:GPU removes a conversion to float8 and back,
+    and inputs are not rounded."""
+    return lax.optimization_barrier(codes)
 
 
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
@@ -145,5 +174,5 @@ def emulated(rows: QuantRows, w: QuantArray, multiply: Callable[[jax.Array, Quan
     """The product on devices without 8-bit products, equal up to the rounding of float32 sums. `multiply` takes float
     inputs. 16-bit floats hold all codes exactly, but not all values, so with blocks the product is plain XLA."""
     if rows.scale.shape[1] == 1:
-        return multiply(rows.codes.astype(rows.dtype), ignored(w)) * rows.scale
-    return reference.quant_matmul(dequantize(rows), ignored(w))
+        return multiply(_rounded(rows.codes).astype(rows.dtype), ignored(w)) * rows.scale
+    return reference.quant_matmul(dequantize(rows, w.block[1]), ignored(w))

@@ -397,3 +397,38 @@ def test_compiles(kv, monkeypatch, tmp_path):
         assembler = [os.environ["TRITON_PTXAS_BLACKWELL_PATH"], "-v", "-arch=sm_90a", kernel, "-o", os.devnull]
         said = subprocess.run(assembler, check=True, capture_output=True, text=True).stderr
         assert "0 bytes spill stores" in said
+
+
+@compiled
+def test_batches_of_all_sizes_share_kernels(monkeypatch):
+    """The number of tokens is an argument of the kernels, so that a process compiles each once for all its programs. In
+    jax-triton 0.3, which takes it for a constant, it does not."""
+    library = pytest.importorskip("jax_triton.triton_lib", reason="jax-triton is not installed")
+    if not hasattr(library, "TritonFunction"):
+        pytest.skip("jax-triton 0.3")
+    mesh, compiled, compile_kernel = mesh_of("h200x1"), [], library.TritonFunction._compile_kernel
+
+    def counted(self, *arguments):
+        compiled.append(self.name)
+        return compile_kernel(self, *arguments)
+
+    monkeypatch.setattr(library.TritonFunction, "_compile_kernel", counted)
+
+    def like(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    kv_heads, group, dim, hidden, size = 2, 4, 64, 4 * 64, 384  # as in no other test
+    pages = KVPages(like((37, 2, kv_heads, 16, dim), "bfloat16"), None)
+
+    def step(pages, heads, slots, x, y, scale, gate_up):
+        q, pages = fused_triton.rotate_and_write(heads, EPS, jnp.bfloat16, pages, slots, 0)
+        total, normed = fused_triton.add_norm(x, y, scale, EPS)
+        return pages, q, total, normed, fused_triton.gate(gate_up, "silu", jnp.bfloat16)
+
+    for tokens in (8, 24, 520):
+        angle, sums = like((tokens, dim // 2), "float32"), like((2, tokens, kv_heads, group + 2, dim), "float32")
+        heads, x = Heads(Parts(sums), angle, angle), like((tokens, hidden), "bfloat16")
+        y, gate_up = (Parts(like((2, tokens, n), "float32")) for n in (hidden, 2 * size))
+        with jax.set_mesh(mesh):
+            jax.jit(step).lower(pages, heads, like((tokens,), "int32"), x, y, like((hidden,), "bfloat16"), gate_up)
+    assert sorted(compiled) == ["_add_norm", "_gate", "_rotate_and_write"]

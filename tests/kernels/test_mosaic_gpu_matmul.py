@@ -1,5 +1,7 @@
 """The Mosaic GPU kernel for quantized weights: interpreted against float64 NumPy, and compiled for H200."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,6 +158,17 @@ def test_compiles_without_a_dequantized_copy(mesh, shape, tokens, codes, block):
     temp = compiled.memory_analysis().temp_size_in_bytes
     assert temp <= partial_results + x + 65536
     assert temp < shape[0] * shape[1] * 2  # bytes of a copy in bfloat16
+
+
+def test_layers_share_a_kernel(mesh):
+    """Products of one shape are traced once a process, and lowered once a program, whatever their weights."""
+    weight = QuantArray(jnp.zeros((256, 512), jnp.int8), jnp.ones((256, 4), jnp.bfloat16), block=(1, 128))
+    place = NamedSharding(mesh, PartitionSpec())
+    like = partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place))
+    x, layers = like((jnp.zeros((16, 512), jnp.bfloat16), [weight] * 3))
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda x, layers: [mosaic_gpu.quant_matmul(x, w) for w in layers]).lower(x, layers)
+    assert program.as_text().count("custom_call @mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize(
