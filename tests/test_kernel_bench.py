@@ -86,6 +86,23 @@ def test_time_per_call(queue, run, host_bound, monkeypatch):
     assert timing.LEAST_SAMPLES <= len(measured.samples) <= timing.SAMPLES
 
 
+def test_a_ceiling_is_what_the_device_can_give(monkeypatch):
+    """The best sample counts, and a program has many products, whose numbers stay in range."""
+    works = []
+
+    def measured(work, seconds):
+        works.append(work)
+        return timing.Timing([3e-3, 1e-3, 2e-3], False)
+
+    monkeypatch.setattr(timing, "measure", measured)
+    found = timing.ceilings("cpu")
+    assert found == {"bytes_per_s": 2 * (64 << 20) / 1e-3, "flops_per_s": 2 * 1024**3 / 1e-3}
+    product = works[-1]
+    product.enqueue(20)
+    product.wait()
+    assert float(jnp.std(product.state)) == pytest.approx(1.0, rel=0.1)
+
+
 def test_a_chain_goes_through_all_inputs():
     sets = [(jnp.float32(10**i),) for i in range(4)]
     chain = timing.Chain(lambda total, x: (total + x, 2 * x), jnp.float32(0), sets, 2)

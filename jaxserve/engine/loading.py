@@ -90,20 +90,26 @@ class LoadedModels:
 
 
 def load_models(
-    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+    config: EngineConfig,
+    devices: list[jax.Device] | None,
+    *,
+    progress: bool,
+    static_steps: bool | None,
+    checks: bool = True,
 ) -> LoadedModels:
-    """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
+    """Reads the model and its draft, and places them on the mesh. On several hosts, all call it. checks: whether
+    kernels are checked on the devices first, which else are taken as they are."""
     start = time.perf_counter()
     _check_settings(config)
     enable_compile_cache()
     prepared = Prepared.of(config)
     if config.cpu_offload_gib:
         return _load_streaming(config, prepared, devices, progress=progress, static_steps=static_steps)
-    plan = ModelPlan.of(config, devices, checks=prepared is None)
+    plan = ModelPlan.of(config, devices, checks=checks and prepared is None)
     mesh, model, decoder = plan.mesh, plan.model, plan.decoder
     if prepared is None:
         params = make_params(decoder, plan.folder, mesh, config, progress=progress)
-        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend, checks=checks)
     else:
         prepared.check_places(mesh)
         params = prepared.forms(mesh)
@@ -157,7 +163,12 @@ def _load_streaming(
 
 
 def load_parts(
-    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+    config: EngineConfig,
+    devices: list[jax.Device] | None,
+    *,
+    progress: bool,
+    static_steps: bool | None,
+    checks: bool = True,
 ) -> EngineParts:
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
     _check_settings(config)
@@ -171,7 +182,7 @@ def load_parts(
         check_platform(config)
     if staged:
         return _load_pipeline(config, hosts, devices, progress=progress, static_steps=static_steps)
-    loaded = load_models(config, devices, progress=progress, static_steps=static_steps)
+    loaded = load_models(config, devices, progress=progress, static_steps=static_steps, checks=checks)
     plan, runner, draft = loaded.plan, loaded.runner, loaded.draft
     mesh, model, held = plan.mesh, plan.model, loaded.held(config)
     if hosts is not None:

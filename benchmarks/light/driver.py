@@ -1,0 +1,197 @@
+"""Runs the processes of stages side by side, within a limit of time, of cores and of the device's memory.
+
+The processes compile at the same time; while one measures, the others stand still (`jaxserve.bench.alone`). A process
+that dies is started again, behind the row that it died at. What runs at the end of the time is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxserve.bench.alone import Run
+from light.record import RESTART, changed, end_rows, read
+
+POLL = 0.1  # seconds
+MOST_STARTS = 6  # of one stage's process
+MOST_ALONE = 110.0  # seconds that one process may measure at a time
+MOST_OF_A_ROW = 240.0  # seconds, those in which the process stands still included
+MOST_OUTPUT = 3000  # characters of a process's errors that are kept, from the end
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process. gib: device memory that it takes. Several processes of one name share its rows."""
+
+    name: str
+    file: str
+    gib: float
+
+
+@dataclass
+class Process:
+    stage: Stage
+    process: subprocess.Popen[bytes]
+    errors: Path
+    starts: int
+    began: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=time.monotonic)  # when its row was looked at
+
+    @property
+    def number(self) -> int:
+        return self.process.pid
+
+
+Command = Callable[[Stage], tuple[list[str], dict[str, str]]]  # the command and the environment of a stage's process
+
+
+class Driver:
+    """Args:
+    stages: in the order in which they begin; one that does not fit waits, and lets later ones go first.
+    command: see `Command`.
+    scratch: a folder for locks and errors.
+    deadline: by time.time().
+    slots: most processes at a time. gib: the device's memory.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        command: Command,
+        out: Path,
+        scratch: Path,
+        deadline: float,
+        *,
+        slots: int,
+        gib: float,
+    ) -> None:
+        self.command, self.out, self.scratch, self.deadline = command, out, scratch, deadline
+        self.slots, self.gib = slots, gib
+        self.waiting: list[tuple[Stage, int]] = [(stage, 1) for stage in stages]
+        self.running: list[Process] = []
+        self.ended: Counter[str] = Counter()  # how many processes ended in which way
+        self.group = Run(scratch)
+        self._measures: tuple[int, float] | None = None
+
+    def run(self) -> bool:
+        """Runs all. Returns whether every stage came to its end."""
+        try:
+            while (self.waiting or self.running) and time.time() < self.deadline:
+                with self.group.idle() as idle:
+                    if idle:
+                        self._measures = None
+                        self._end()
+                        self._start()
+                        self.group.set_groups([one.number for one in self.running])
+                    else:
+                        self._watch()
+                time.sleep(POLL)
+        finally:
+            self._stop()
+        return not self.waiting and set(self.ended) <= {"ok"}
+
+    def _start(self) -> None:
+        for stage, starts in list(self.waiting):
+            taken = sum(one.stage.gib for one in self.running)
+            if len(self.running) < self.slots and (not self.running or taken + stage.gib <= self.gib):
+                self.waiting.remove((stage, starts))
+                command, environment = self.command(stage)
+                errors = self.scratch / f"{stage.name}-{time.monotonic_ns()}.txt"
+                with errors.open("wb") as stream:
+                    process = subprocess.Popen(
+                        command, env=environment, stdin=subprocess.DEVNULL, stderr=stream, start_new_session=True
+                    )
+                self.running.append(Process(stage, process, errors, starts))
+                self._say(f"{stage.name} began")
+
+    def _end(self) -> None:
+        """Notes processes that ended, and ends those whose row takes too long."""
+        for one in list(self.running):
+            code = one.process.poll()
+            if code is None and self._hangs(one):
+                kill(one.number)
+                code = one.process.wait()
+            if code is None:
+                continue
+            self.running.remove(one)
+            kill(one.number)  # processes that it started
+            was_at_a_row = end_rows(self._file(one), [one.number], "crashed", f"its process ended with {code}")
+            if code == 0:
+                self._note(one, "ok")
+            elif (was_at_a_row or code == RESTART) and one.starts < MOST_STARTS:
+                self._note(one, "restarted", code)
+                self.waiting.insert(0, (one.stage, one.starts + 1))
+            else:
+                self._note(one, "failed", code)
+
+    def _hangs(self, one: Process) -> bool:
+        if time.monotonic() - one.seen < 5:
+            return False
+        one.seen = time.monotonic()
+        rows = (read(self._file(one)) or {"running": {}})["running"].values()
+        return any(process == one.number and time.time() - since > MOST_OF_A_ROW for process, since in rows)
+
+    def _watch(self) -> None:
+        """Kills a process that measures for too long, since all others stand still."""
+        measures = self.group.measuring()
+        if measures == self._measures and time.time() - measures[1] > MOST_ALONE:
+            self._say(f"group {measures[0]} measured for more than {MOST_ALONE:.0f} s")
+            kill(measures[0])
+        self._measures = measures  # what is read once may be the holder before this one
+
+    def _stop(self) -> None:
+        for one in self.running:
+            kill(one.number)
+        for one in self.running:
+            one.process.wait()
+            end_rows(self._file(one), [one.number], "cut off", "the time was over")
+            self._note(one, "cut off")
+        for stage, _ in self.waiting:
+            self._say(f"{stage.name} did not begin")
+
+    def _note(self, one: Process, status: str, code: int | None = None) -> None:
+        self.ended[status] += status != "restarted"
+        row = {"key": f"{one.stage.name}, process {one.number}", "status": status}
+        row |= {"began_s": round(one.began - BEGAN, 1), "seconds": round(time.monotonic() - one.began, 1)}
+        if code is not None:
+            said = one.errors.read_text(errors="replace")[-MOST_OUTPUT:]
+            row |= {"reason": f"exit code {code}", "output": said}
+        with changed(self.out / "run.json") as document:
+            document["rows"].append(row)
+        self._say(f"{one.stage.name}: {status}, after {row['seconds']} s" + ("" if code is None else f", code {code}"))
+
+    def _file(self, one: Process) -> Path:
+        return self.out / f"{one.stage.file}.json"
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"[{time.monotonic() - BEGAN:5.0f} s] {text}", flush=True)
+
+
+BEGAN = time.monotonic()
+
+
+def kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def device_gib() -> float:
+    """Memory of the first NVIDIA GPU, less what the driver takes; infinite without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return int(said.split()[0]) / 1024 - 3
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return float("inf")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
