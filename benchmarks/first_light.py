@@ -90,15 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         many = driver.cores() if args.compile_for else driver.cores() // 2
         limits: dict[str, Any] = {"slots": max(many, 2), "gib": driver.device_gib()}
 
-        def command(stage: Stage) -> tuple[list[str], dict[str, str]]:
-            return process_of(stage, args, until, Path(scratch))
+        def command(stage: Stage, starts: int) -> tuple[list[str], dict[str, str]]:
+            return process_of(stage, starts, args, until, Path(scratch))
 
         whole = driver.Driver(stages, command, args.out, Path(scratch), until, **limits).run()
     print(f"\n{table.markdown(args.out)}")
     return 0 if whole else 1
 
 
-def process_of(stage: Stage, args: argparse.Namespace, until: float, scratch: Path) -> tuple[list[str], dict[str, str]]:
+def process_of(
+    stage: Stage, starts: int, args: argparse.Namespace, until: float, scratch: Path
+) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of a stage's process."""
     command = [sys.executable, __file__, "--out", str(args.out), "--stage", stage.name, "--until", str(until)]
     command += ["--rehearse"] * args.rehearse
@@ -108,7 +110,7 @@ def process_of(stage: Stage, args: argparse.Namespace, until: float, scratch: Pa
         command += ["--compile-for", args.compile_for]
         return command, environment | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"}
     if stage.name.startswith("decode-"):
-        environment |= recorded.environment(scratch / stage.name)
+        environment |= recorded.environment(scratch / stage.name, in_profiles=starts == 1)
     return command, environment
 
 

@@ -152,7 +152,7 @@ def drive(tmp_path):
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
 
-        def command(stage):
+        def command(stage, starts):
             program = f"""
 import os, pathlib, sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -320,6 +320,35 @@ def test_what_is_recorded_is_told_from_what_is_launched(tmp_path, monkeypatch):
     (tmp_path / name).write_text(THUNKS)
     monkeypatch.setenv(recorded.DUMP, str(tmp_path))
     assert recorded.programs() == [{"program": "jit_decode_32", **found}]
+
+
+def test_profiles_are_taken_again_where_command_buffers_hide_the_kernels(tmp_path, monkeypatch):
+    record, load = Record(tmp_path / "decode.json"), decode.Load((32, 1), 1024, 128)
+    monkeypatch.setenv("XLA_FLAGS", recorded.environment(tmp_path, in_profiles=True)["XLA_FLAGS"])
+    assert "int4, 32 rows, profile" in decode._work(record, "int4", load)
+    record.add({"key": "int4, 32 rows, profile", "status": "ok", "kernels_per_step": 290.0})
+    record.add({"key": "int4, 1 rows, profile", "status": "ok", "kernels_per_step": 1.0})
+    monkeypatch.setenv("XLA_FLAGS", recorded.environment(tmp_path, in_profiles=False)["XLA_FLAGS"])
+    again = [key for key in decode._work(record, "int4", load) if "profile" in key]
+    assert again == ["int4, 1 rows, profile, launched one by one"]
+
+
+LOGGED = """
+I0000 00:00:1 command_buffer_thunk.cc:233] Update command buffer on device #0 by recoding command buffer cmd sequence
+I0000 00:00:1 command_buffer_thunk.cc:251] Updated command buffer in 240 us; num_commands=78
+I0000 00:00:1 command_buffer_thunk.cc:260] Execute command buffer on device #0; num_executions=1
+I0000 00:00:1 command_buffer_thunk.cc:260] Execute command buffer on device #0; num_executions=2
+"""
+
+
+def test_updates_of_command_buffers():
+    found = recorded.updates(LOGGED, steps=2)
+    assert found == {"ran_per_step": 1.0, "updated_per_step": 0.5, "update_us_per_step": 120.0}
+    with recorded.captured() as said:
+        os.write(2, b"before")
+        said.mark()
+        os.write(2, b"after")
+    assert said.text == "after"
 
 
 def test_gaps_between_steps():

@@ -16,6 +16,8 @@ values.
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +38,7 @@ from jaxserve.pallas_kernels.types import default_page_size
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.types import Request
 from light import profile, recorded
-from light.record import Record
+from light.record import RESTART, Record
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -71,6 +73,9 @@ class Load:
 LOADS = {False: Load((32, 1), 1024, 128), True: Load((3, 1), 40, 70, slots=4)}
 LARGE = 256  # sequences that decode together in one more run of the first form
 PROFILED = 10  # steps of a profile
+KERNELS, FEW_KERNELS = "kernels_per_step", 8  # a profile's figure; so many do not show what is in command buffers
+
+Measure = Callable[[Engine, "Watch", int, "Load"], dict[str, Any]]
 
 
 def load_of(form: str, rehearse: bool) -> Load:
@@ -136,25 +141,42 @@ def settings(form: str, load: Load, folder: Path, platform: str, *, rehearse: bo
 
 
 def run(record: Record, form: str, where: Path, *, rehearse: bool) -> None:
+    """Ends the process with RESTART where a profile does not show the kernels in command buffers; the next process
+    takes profiles without these."""
     load = load_of(form, rehearse)
-    work = {f"{form}, {rows} rows": (rows, _measure) for rows in load.batches}
-    work |= {f"{form}, {rows} rows, profile": (rows, _profile) for rows in load.batches if rows < LARGE}
-    order = sorted(work, key=lambda key: load.batches.index(work[key][0]))  # the profile behind the measurement
-    if all(record.has(key) for key in order):
+    work = _work(record, form, load)
+    if all(record.has(key) for key in work):
         return
     config = settings(form, load, where, Device.of(jax.devices()[0]).platform, rehearse=rehearse)
     engine = _load(record, form, config)
     if engine is None:
         return
-    watch = Watch(engine)
-    for key in order:
+    watch, hidden = Watch(engine), False
+    for key, (rows, measure) in work.items():
         if record.take(key):
-            rows, measure = work[key]
             with record.row(key) as row:
                 row |= {"weights": form, "rows": rows} | measure(engine, watch, rows, load)
+            hidden |= row.get(KERNELS, math.inf) <= FEW_KERNELS
     if record.take(key := f"{form}, programs"):
         with record.row(key) as row:
             row["programs"] = recorded.programs()
+    if hidden and recorded.in_profiles():
+        sys.exit(RESTART)
+
+
+def _work(record: Record, form: str, load: Load) -> dict[str, tuple[int, Measure]]:
+    """Keys of rows, the numbers of sequences, and what is measured. A process that comes after one in whose profiles
+    command buffers ran takes them again, without these, where that one failed or saw few kernels."""
+    found: dict[str, tuple[int, Measure]] = {}
+    seen = {row["key"] for row in record.data["rows"] if row.get(KERNELS, 0) > FEW_KERNELS}
+    for rows in load.batches:
+        key = f"{form}, {rows} rows"
+        found[key] = rows, _measure
+        if rows < LARGE and recorded.in_profiles():
+            found[f"{key}, profile"] = rows, _profile
+        elif rows < LARGE and f"{key}, profile" not in seen:
+            found[f"{key}, profile, launched one by one"] = rows, _profile
+    return found
 
 
 def _load(record: Record, form: str, config: EngineConfig) -> Engine | None:
@@ -171,36 +193,32 @@ def _load(record: Record, form: str, config: EngineConfig) -> Engine | None:
 
 
 def _measure(engine: Engine, watch: Watch, rows: int, load: Load) -> dict[str, Any]:
-    """Compiles what the load needs, and measures it alone; the faster one of equal runs counts."""
+    """Compiles what the load needs, and measures it alone; the faster one of equal runs counts. What is logged of
+    command buffers is of the last one's decodes."""
     began, before = time.perf_counter(), engine.runner.num_executables
     generate(engine, watch, rows, load, seed=3 * rows)
     row: dict[str, Any] = {"first_run_s": time.perf_counter() - began}
     compiled = engine.runner.num_executables
-    with alone():
-        runs = [generate(engine, watch, rows, load, seed=3 * rows + 1 + i) for i in range(REPEATS)]
+    with recorded.captured() as said, alone():
+        seeds = range(3 * rows + 1, 3 * rows + 1 + REPEATS)
+        runs = [generate(engine, watch, rows, load, seed, decoding=said.mark) for seed in seeds]
     row |= {"compiled": compiled - before, "compiled_late": engine.runner.num_executables - compiled}
     row |= {"floor_bytes": step_bytes(engine, rows, load), "token_ms_of_runs": [run["token_ms"] for run in runs]}
+    row["command_buffers"] = recorded.updates(said.text, len(watch.arrived) - runs[-1]["prompt_steps"])
     return row | min(runs, key=lambda run: run["token_ms"])
 
 
 def _profile(engine: Engine, watch: Watch, rows: int, load: Load) -> dict[str, Any]:
-    """The kernels of a decode step, and how often command buffers are updated."""
+    """The kernels of a decode step."""
     few = replace(load, tokens=min(3 * PROFILED, load.tokens))
     usual, engine.pace.tokens_per_call = engine.pace.tokens_per_call, _one  # type: ignore[method-assign]
-    folder = Path(engine.config.profile_dir or "")
     try:
         generate(engine, watch, rows, few, seed=3 * rows)  # steps of one token may be other programs
-        with recorded.captured() as said, alone():
-
-            def decoding() -> None:
-                said.mark()
-                engine.profile(PROFILED)
-
-            prompts = generate(engine, watch, rows, few, seed=3 * rows + 1, decoding=decoding)["prompt_steps"]
+        with alone():
+            generate(engine, watch, rows, few, seed=3 * rows + 1, decoding=lambda: engine.profile(PROFILED))
     finally:
         engine.pace.tokens_per_call = usual  # type: ignore[method-assign]
-    commands = recorded.updates(said.text, len(watch.arrived) - prompts)
-    return profile.step(folder, PROFILED) | {"command_buffers": commands}
+    return profile.step(Path(engine.config.profile_dir or ""), PROFILED)
 
 
 def _one(lengths: Sequence[int], **_: bool) -> int:

@@ -49,7 +49,8 @@ class Process:
         return self.process.pid
 
 
-Command = Callable[[Stage], tuple[list[str], dict[str, str]]]  # the command and the environment of a stage's process
+# The command and the environment of a stage's process, given how often it has begun, this time included.
+Command = Callable[[Stage, int], tuple[list[str], dict[str, str]]]
 
 
 class Driver:
@@ -102,7 +103,7 @@ class Driver:
             taken = sum(one.stage.gib for one in self.running)
             if len(self.running) < self.slots and (not self.running or taken + stage.gib <= self.gib):
                 self.waiting.remove((stage, starts))
-                command, environment = self.command(stage)
+                command, environment = self.command(stage, starts)
                 errors = self.scratch / f"{stage.name}-{time.monotonic_ns()}.txt"
                 with errors.open("wb") as stream:
                     process = subprocess.Popen(

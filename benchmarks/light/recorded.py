@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import IO, Any
 
 DUMP = "FIRST_LIGHT_DUMP"  # the environment's variable with the folder that XLA writes to
+IN_PROFILES = "--xla_enable_command_buffers_during_profiling"
 MOST_PROGRAMS = 24
 SEQUENCE = re.compile(r"module_\d+\.(.+?)\.(?:sm_|gpu|thunk).*thunk_sequence_after_thunk_passes")
 KIND = re.compile(r"\bk[A-Z]\w+")
 
 
-def environment(dump: Path) -> dict[str, str]:
-    """What XLA reads when it starts: it writes compiled programs into a folder, and logs what command buffers do."""
+def environment(dump: Path, *, in_profiles: bool) -> dict[str, str]:
+    """What XLA reads when it starts: it writes compiled programs into a folder, and logs what command buffers do.
+    in_profiles: whether they run while a profile is taken; else XLA launches their operations one by one then."""
+    flags = f"--xla_dump_to={dump} --xla_dump_hlo_pass_re=NOPASS {IN_PROFILES}={str(in_profiles).lower()}"
     return {
         DUMP: str(dump),
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_pass_re=NOPASS",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
         "TF_CPP_VMODULE": "command_buffer_thunk=3",
         "TF_CPP_MIN_LOG_LEVEL": "0",
     }
+
+
+def in_profiles() -> bool:
+    return f"{IN_PROFILES}=true" in os.environ.get("XLA_FLAGS", "")
 
 
 def programs() -> list[dict[str, Any]]:
@@ -90,8 +97,10 @@ def captured() -> Iterator[Said]:
 
 
 def updates(text: str, steps: int) -> dict[str, float]:
-    """How often command buffers were created or updated, and how often they ran, in a step; from XLA's log."""
+    """How often command buffers ran and were recorded anew in a step, and how long that took; from XLA's log."""
+    micros = [int(number) for number in re.findall(r"Updated command buffer in (\d+)", text)]
     return {
-        "updated_per_step": len(re.findall(r"(?:Create|Initialize|Update) command buffer", text)) / steps,
         "ran_per_step": len(re.findall(r"Execute command buffer", text)) / steps,
+        "updated_per_step": len(re.findall(r"(?:Initialize|Update) command buffer", text)) / steps,
+        "update_us_per_step": sum(micros) / steps,
     }

@@ -63,15 +63,18 @@ def machine(document: dict[str, Any] | None, ceilings: dict[str, float]) -> str:
 def decoding(rows: Sequence[Row], ceilings: dict[str, float]) -> str:
     """Decoding: our engine by format of weights, and peers."""
     header = ("weights", "rows", "ms a token", "floor ms", "of floor", "tokens/s, decoding", "tokens/s in all",
-              "prompt tokens/s", "tokens a call", "dispatch ms", "ahead ms (least)", "late")  # fmt: skip
+              "prompt tokens/s", "tokens a call", "dispatch ms", "ahead ms (least)", "late",
+              "command buffers a step", "of them updated")  # fmt: skip
     lines: list[Sequence[Any]] = []
     for row in measured(rows, "token_ms"):
         floor = 1e3 * row["floor_bytes"] / ceilings["bytes_per_s"] if ceilings and "floor_bytes" in row else None
         ahead = f"{row['ahead_ms']:.2f} ({row['ahead_least_ms']:.2f})" if "ahead_ms" in row else None
+        buffers = row.get("command_buffers", {})
         lines.append((
             row["weights"], row["rows"], row["token_ms"], floor, floor and floor / row["token_ms"],
             1e3 * row["rows"] / row["token_ms"], row["output_tokens_per_s"], row.get("prompt_tokens_per_s"),
-            row.get("steps_per_call"), row.get("dispatch_ms"), ahead, row.get("late"),
+            row.get("steps_per_call"), row.get("dispatch_ms"), ahead, row.get("late"), buffers.get("ran_per_step"),
+            buffers.get("updated_per_step"),
         ))  # fmt: skip
     return table(header, lines) if lines else ""
 
@@ -79,15 +82,12 @@ def decoding(rows: Sequence[Row], ceilings: dict[str, float]) -> str:
 def profiles(rows: Sequence[Row]) -> Iterator[str]:
     """One step by kernel, for each form of weights and number of rows."""
     for row in measured(rows, "step_us"):
-        buffers = row.get("command_buffers", {})
         said = [f"One step, {row['weights']}, {row['rows']} rows: {row['step_us']:,.0f} µs"]
         said += [
             f"{row['busy_us']:,.0f} in {row['kernels_per_step']:.0f} kernels and {row['idle_us']:,.0f} between them"
         ]
-        if buffers.get("ran_per_step"):
-            said += [
-                f"{buffers['ran_per_step']:.3g} command buffers, {buffers['updated_per_step']:.3g} of them updated"
-            ]
+        if row["key"].endswith("one by one"):
+            said.append("without command buffers")
         yield "; ".join(said) + "."
         header = ("kernel", "in a step", "µs each", "µs a step", "idle µs before one")
         yield table(header, row["kernels"][:KERNELS])
