@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +76,7 @@ class Driver:
         self.slots, self.gib = slots, gib
         self.waiting: list[tuple[Stage, int]] = [(stage, 1) for stage in stages]
         self.running: list[Process] = []
-        self.ended: Counter[str] = Counter()  # how many processes ended in which way
+        self.ended: set[str] = set()  # how processes ended that were not started again
         self.group = Run(scratch)
         self._measures: tuple[int, float] | None = None
 
@@ -96,7 +95,7 @@ class Driver:
                 time.sleep(POLL)
         finally:
             self._stop()
-        return not self.waiting and set(self.ended) <= {"ok"}
+        return not self.waiting and self.ended <= {"ok"}
 
     def _start(self) -> None:
         for stage, starts in list(self.waiting):
@@ -126,6 +125,8 @@ class Driver:
             was_at_a_row = end_rows(self._file(one), [one.number], "crashed", f"its process ended with {code}")
             if code == 0:
                 self._note(one, "ok")
+                # It found no more rows to measure, and so would others of its name.
+                self.waiting = [(stage, starts) for stage, starts in self.waiting if stage.name != one.stage.name]
             elif (was_at_a_row or code == RESTART) and one.starts < MOST_STARTS:
                 self._note(one, "restarted", code)
                 self.waiting.insert(0, (one.stage, one.starts + 1))
@@ -158,7 +159,8 @@ class Driver:
             self._say(f"{stage.name} did not begin")
 
     def _note(self, one: Process, status: str, code: int | None = None) -> None:
-        self.ended[status] += status != "restarted"
+        if status != "restarted":
+            self.ended.add(status)
         row = {"key": f"{one.stage.name}, process {one.number}", "status": status}
         row |= {"began_s": round(one.began - BEGAN, 1), "seconds": round(time.monotonic() - one.began, 1)}
         if code is not None:

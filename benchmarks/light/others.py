@@ -42,10 +42,10 @@ def kernel_cases(platform: str, rehearse: bool) -> list[Case]:
 
     sizes, dtype = "small" if rehearse else "full", "float32" if platform == "cpu" else "bfloat16"
     found = list(cases(sizes, dtype, default_page_size(platform)))
-    if rehearse:
-        return [case for case in found if case.part in ("decode", "matmul")][:3]
-    queues = {part: iter([case for case in found if case.part == part]) for part in OPERATIONS}
-    return list(_in_turn(queues))
+    parts = ("decode", "matmul") if rehearse else OPERATIONS
+    queues = {part: iter([case for case in found if case.part == part]) for part in parts}
+    in_turn = list(_in_turn(queues))
+    return in_turn[:4] if rehearse else in_turn
 
 
 def _in_turn(queues: dict[str, Iterator[Case]]) -> Iterator[Case]:

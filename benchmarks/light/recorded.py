@@ -15,7 +15,7 @@ from typing import IO, Any
 DUMP = "FIRST_LIGHT_DUMP"  # the environment's variable with the folder that XLA writes to
 IN_PROFILES = "--xla_enable_command_buffers_during_profiling"
 MOST_PROGRAMS = 24
-SEQUENCE = re.compile(r"module_\d+\.(.+?)\.(?:sm_|gpu|thunk).*thunk_sequence_after_thunk_passes")
+SEQUENCE = re.compile(r"module_\d+\.(.+)\.thunk_sequence_after_thunk_passes")
 KIND = re.compile(r"\bk[A-Z]\w+")
 
 
@@ -32,7 +32,7 @@ def environment(dump: Path, *, in_profiles: bool) -> dict[str, str]:
 
 
 def in_profiles() -> bool:
-    return f"{IN_PROFILES}=true" in os.environ.get("XLA_FLAGS", "")
+    return re.findall(rf"{IN_PROFILES}=(\w+)", os.environ.get("XLA_FLAGS", ""))[-1:] == ["true"]
 
 
 def programs() -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ def _name(path: Path) -> str:
 
 
 def operations(text: str) -> dict[str, Any]:
-    """Counts of a dumped sequence. Lines that begin at the margin are launched on their own, lines below one of
-    kCommandBuffer are recorded in it, and others are below a loop or a conditional."""
+    """Counts of a dumped sequence. Lines below one of kCommandBuffer are recorded in it; all others are launched on
+    their own, those below a loop once for each of its rounds."""
     alone: Counter[str] = Counter()
     inside: Counter[str] = Counter()
     buffer: int | None = None  # the margin of the command buffer that the lines are in
@@ -97,10 +97,8 @@ def captured() -> Iterator[Said]:
 
 
 def updates(text: str, steps: int) -> dict[str, float]:
-    """How often command buffers ran and were recorded anew in a step, and how long that took; from XLA's log."""
-    micros = [int(number) for number in re.findall(r"Updated command buffer in (\d+)", text)]
+    """How often command buffers ran in a step, and how often they were recorded anew, by XLA's log."""
     return {
-        "ran_per_step": len(re.findall(r"Execute command buffer", text)) / steps,
-        "updated_per_step": len(re.findall(r"(?:Initialize|Update) command buffer", text)) / steps,
-        "update_us_per_step": sum(micros) / steps,
+        "ran_per_step": len(re.findall(r"Execute command buffer(?! thunk)", text)) / steps,
+        "updated_per_step": len(re.findall(r"Initialize command buffer on|executions since last update", text)) / steps,
     }
