@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -47,7 +48,9 @@ from light.record import OutOfTimeError, Record, reopen
 
 from jaxserve.bench.alone import RUN
 
+USUAL, DAY = 9.0, 24 * 60.0  # minutes
 CLOSING = 5.0  # seconds at the end for what runs to be stopped
+ROW = 240.0  # most seconds of a row, those in which its process stands still included
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 58), Stage("tune", "tune", 16)
@@ -65,7 +68,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--out", type=Path, metavar="DIR", help="where results go, and what is done already is found")
     where.add_argument("--table", type=Path, metavar="DIR", help="print the results that are there, and run nothing")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="STAGE", help=", ".join(NAMES))
-    parser.add_argument("--minutes", type=float, default=9.0, help="all stages together; then what runs is cut off")
+    parser.add_argument(
+        "--minutes", type=float, help="all stages together; then what runs is cut off; None: 9, or to compile a day"
+    )
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on whatever device is at hand")
     parser.add_argument("--compile-for", metavar="TARGET", help="run nothing: compile for a device that is not here")
     parser.add_argument("--stage", choices=NAMES, help=argparse.SUPPRESS)  # this is the stage's own process
@@ -82,13 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stage is not None:
         return run_stage(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the stages, too
-    until = time.time() + 60 * args.minutes - CLOSING
+    minutes = args.minutes or (DAY if args.compile_for else USUAL)
+    until = time.time() + 60 * minutes - CLOSING
     stages = [stage for stage in STAGES if stage.name in args.only and (not args.compile_for or stage.name in AHEAD)]
     for stage in stages:
         reopen(args.out / f"{stage.file}.json")
     with tempfile.TemporaryDirectory(prefix="first-light-") as scratch:
-        many = driver.cores() if args.compile_for else driver.cores() // 2
-        limits: dict[str, Any] = {"slots": max(many, 2), "gib": driver.device_gib()}
+        many = driver.cores() if args.compile_for else max(driver.cores() // 2, 2)
+        limits: dict[str, Any] = {"slots": many, "gib": math.inf if args.compile_for else driver.device_gib()}
+        limits["row_seconds"] = math.inf if args.compile_for else ROW
 
         def command(stage: Stage, starts: int) -> tuple[list[str], dict[str, str]]:
             return process_of(stage, starts, args, until, Path(scratch))

@@ -147,7 +147,7 @@ def test_others_stand_still_while_one_measures(tmp_path, monkeypatch):
 def drive(tmp_path):
     """Runs stages whose processes are the given Python programs, which have `record`, `out` and `alone`."""
 
-    def run(programs, seconds=60.0, slots=2, gib=float("inf"), sizes=None):
+    def run(programs, seconds=60.0, slots=2, gib=float("inf"), sizes=None, row_seconds=240.0):
         (tmp_path / "scratch").mkdir(exist_ok=True)
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
@@ -165,7 +165,8 @@ record = Record(out / "{stage.file}.json")
             return [sys.executable, "-c", program], {**os.environ, RUN: str(tmp_path / "scratch")}
 
         stages = [Stage(name, "x", (sizes or {}).get(name, 1)) for name in programs]
-        driver = Driver(stages, command, out, tmp_path / "scratch", time.time() + seconds, slots=slots, gib=gib)
+        limits = {"slots": slots, "gib": gib, "row_seconds": row_seconds}
+        driver = Driver(stages, command, out, tmp_path / "scratch", time.time() + seconds, **limits)
         return driver.run(), read(out / "x.json"), read(out / "run.json")
 
     return run

@@ -21,7 +21,6 @@ from light.record import RESTART, changed, end_rows, read
 POLL = 0.1  # seconds
 MOST_STARTS = 6  # of one stage's process
 MOST_ALONE = 110.0  # seconds that one process may measure at a time
-MOST_OF_A_ROW = 240.0  # seconds, those in which the process stands still included
 MOST_OUTPUT = 3000  # characters of a process's errors that are kept, from the end
 
 
@@ -58,7 +57,8 @@ class Driver:
     command: see `Command`.
     scratch: a folder for locks and errors.
     deadline: by time.time().
-    slots: most processes at a time. gib: the device's memory.
+    slots: most processes at a time. gib: the device's memory. row_seconds: a process that takes longer for a row is
+        killed, and starts again behind it.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class Driver:
         *,
         slots: int,
         gib: float,
+        row_seconds: float,
     ) -> None:
         self.command, self.out, self.scratch, self.deadline = command, out, scratch, deadline
-        self.slots, self.gib = slots, gib
+        self.slots, self.gib, self.row_seconds = slots, gib, row_seconds
         self.waiting: list[tuple[Stage, int]] = [(stage, 1) for stage in stages]
         self.running: list[Process] = []
         self.ended: set[str] = set()  # how processes ended that were not started again
@@ -138,7 +139,7 @@ class Driver:
             return False
         one.seen = time.monotonic()
         rows = (read(self._file(one)) or {"running": {}})["running"].values()
-        return any(process == one.number and time.time() - since > MOST_OF_A_ROW for process, since in rows)
+        return any(process == one.number and time.time() - since > self.row_seconds for process, since in rows)
 
     def _watch(self) -> None:
         """Kills a process that measures for too long, since all others stand still."""
