@@ -11,7 +11,7 @@ the time. While one measures, all others stand still. They begin in this order:
   device         names, versions, clocks; bandwidth of a copy, rate of a matmul (run.json)
   decode-bf16, decode-int4, decode-fp8, decode-fp8-dynamic    an 8B shape with dummy weights: decoding of 32 rows and of
                  one beside the floor, a step's time by kernel, what XLA records in command buffers (decode.json)
-  tune           `jaxserve tune` with a limit of time, and its table (tune.json)
+  tune           `jaxserve tune` for this shape in int4 and fp8, and its tables (tune.json)
   correctness    every kernel against exact answers (pallas_kernels/selfcheck.py, at more and larger sizes), one case of
                  each family first; in several processes, which share the cases (correctness.json)
   server         a server's start with an empty and a filled cache, and load from 1, 32 and 256 at a time (server.json)
@@ -46,7 +46,7 @@ from light import driver, recorded, table
 from light.driver import Stage
 from light.record import OutOfTimeError, Record, reopen
 
-from jaxserve.bench.alone import RUN
+from jaxserve.pallas_kernels.alone import RUN
 
 USUAL, DAY = 9.0, 24 * 60.0  # minutes
 CLOSING = 5.0  # seconds at the end for what runs to be stopped
@@ -152,7 +152,7 @@ def measure(name: str, record: Record, folder: Path, *, rehearse: bool) -> None:
     elif name == "tune":
         from light import tuning
 
-        tuning.run(record, rehearse=rehearse)
+        tuning.run(record, folder, rehearse=rehearse)
     elif name == "correctness":
         from light import correctness
 

@@ -18,8 +18,8 @@ from light.driver import Driver, Stage
 from light.profile import Kernel
 from light.record import OutOfTimeError, Record, read
 
-from jaxserve.bench.alone import RUN, Run, alone
 from jaxserve.pallas_kernels import selfcheck
+from jaxserve.pallas_kernels.alone import RUN, Run, alone
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import BLOCK_KINDS
 
@@ -157,7 +157,7 @@ def drive(tmp_path):
 import os, pathlib, sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from light.record import Record
-from jaxserve.bench.alone import alone
+from jaxserve.pallas_kernels.alone import alone
 out = pathlib.Path({str(out)!r})
 record = Record(out / "{stage.file}.json")
 {programs[stage.name]}

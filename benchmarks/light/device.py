@@ -48,8 +48,7 @@ def torch_ceilings() -> dict[str, float]:
         raise RuntimeError("this torch sees no GPU")
 
     def best(call: Callable[[], Any], calls: int) -> float:
-        work = TorchWork(torch, [call] * calls, lambda x: x)
-        return min(timing.measure(work, timing.CEILING_SECONDS).samples)
+        return timing.least_seconds(TorchWork(torch, [call] * calls, lambda x: x))
 
     x = torch.randint(2**31 - 1, (timing.COPY_BYTES // 4,), dtype=torch.int32, device="cuda")
     y = torch.empty_like(x)

@@ -1,6 +1,6 @@
 """Runs the processes of stages side by side, within a limit of time, of cores and of the device's memory.
 
-The processes compile at the same time; while one measures, the others stand still (`jaxserve.bench.alone`). A process
+The processes compile at the same time; while one measures, the others stand still (`jaxserve.pallas_kernels.alone`). A process
 that dies is started again, behind the row that it died at. What runs at the end of the time is killed.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxserve.bench.alone import Run
+from jaxserve.pallas_kernels.alone import Run
 from light.record import RESTART, changed, end_rows, read
 
 POLL = 0.1  # seconds

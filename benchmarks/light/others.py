@@ -91,8 +91,8 @@ def _measure(model: Any, batch: int, load: Any) -> dict[str, Any]:
     import transformers
     from peers.torch_engine import continuous
 
-    from jaxserve.bench.alone import alone
     from jaxserve.bench.local import random_ids
+    from jaxserve.pallas_kernels.alone import alone
 
     prompts = random_ids(np.random.default_rng(batch), model.config.vocab_size, batch, load.cached)
     answer: Callable[..., Any] = continuous

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.alone import held
+from jaxserve.pallas_kernels.alone import held
 
 RESTART = 75  # exit code of a process whose stage must go on in a new one
 BROKEN = ("CUDA_ERROR", "CUDNN_STATUS", "illegal memory access", "misaligned address", "launch failure", "device halt")

@@ -21,7 +21,7 @@ from peers.model import write_tokenizer
 
 from jaxserve import entry
 from jaxserve.bench import startup
-from jaxserve.bench.alone import RUN, alone
+from jaxserve.pallas_kernels.alone import RUN, alone
 from light.decode import SHAPE, SMALL, folder_of
 from light.record import Record
 

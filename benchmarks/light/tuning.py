@@ -1,43 +1,45 @@
-"""Stage `tune`: `jaxserve tune` with a limit of time, and the table that it wrote."""
+"""Stage `tune`: `jaxserve tune` for the 8B shape, in each form of weights that it serves, and the tables that it wrote."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from jaxserve import entry
-from light.record import MOST_TRACEBACK, Record
+from light.decode import FORMS, SHAPE, SMALL, folder_of
+from light.record import Record
 
-SECONDS = {False: 170.0, True: 60.0}
-
-
-def run(record: Record, *, rehearse: bool) -> None:
-    if not record.take("table"):
-        return
-    with record.row("table") as row, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.json"
-        row |= _tune(out, rehearse)
-        if out.exists():
-            row["table"] = json.loads(out.read_text())
+MINUTES = {False: 1.5, True: 0.5}  # for each form
+LATE = 30.0  # seconds after its time until it is killed
+MOST_OUTPUT = 40_000  # characters
 
 
-def _tune(out: Path, rehearse: bool) -> dict[str, Any]:
-    """Runs it. What it has written when the time is over counts."""
-    command = entry.command("jaxserve", "tune", "--sizes", "small" if rehearse else "full", "--out", str(out))
-    said = out.with_suffix(".txt")
+def run(record: Record, where: Path, *, rehearse: bool) -> None:
+    for form in FORMS[1:3]:
+        if record.take(form):
+            with record.row(form) as row:
+                row |= _tune(form, where / form, rehearse)
+
+
+def _tune(form: str, where: Path, rehearse: bool) -> dict[str, Any]:
+    """Runs it. What it has written when its time is over counts."""
+    model, out, said = folder_of(SMALL if rehearse else SHAPE, where), where / "table.json", where / "said.txt"
+    command = entry.command("jaxserve", "tune", str(model), "--load-format", "dummy", "--quantization", form)
+    command += ["--minutes", str(MINUTES[rehearse]), "--out", str(out)]
     with said.open("wb") as stream:
         process = subprocess.Popen(command, env=dict(os.environ), stdout=stream, stderr=subprocess.STDOUT)
         try:
-            code: int | None = process.wait(SECONDS[rehearse])
+            code: int | None = process.wait(60 * MINUTES[rehearse] + LATE)
         except subprocess.TimeoutExpired:
             code = None
             process.kill()
             process.wait()
-    found: dict[str, Any] = {"output": said.read_text(errors="replace")[-20 * MOST_TRACEBACK :]}
+    found: dict[str, Any] = {"output": said.read_text(errors="replace")[-MOST_OUTPUT:]}
+    if out.exists():
+        found["table"] = json.loads(out.read_text())
     if code:
         found |= {"status": "failed", "reason": f"it ended with {code}"}
     return found | {"ended": code is not None}
