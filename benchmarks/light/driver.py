@@ -1,7 +1,7 @@
 """Runs the processes of stages side by side, within a limit of time, of cores and of the device's memory.
 
-The processes compile at the same time; while one measures, the others stand still (`jaxserve.pallas_kernels.alone`). A process
-that dies is started again, behind the row that it died at. What runs at the end of the time is killed.
+The processes compile at the same time; while one measures, the others stand still (`pallas_kernels/alone.py`). A
+process that dies is started again, behind the row that it died at. What runs at the end of the time is killed.
 """
 
 from __future__ import annotations

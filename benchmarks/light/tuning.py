@@ -1,4 +1,4 @@
-"""Stage `tune`: `jaxserve tune` for the 8B shape, in each form of weights that it serves, and the tables that it wrote."""
+"""Stage `tune`: `jaxserve tune` for the 8B shape with quantized weights, and the tables that it wrote."""
 
 from __future__ import annotations
 
