@@ -46,6 +46,7 @@ from light import driver, recorded, table
 from light.driver import Stage
 from light.record import OutOfTimeError, Record, reopen
 
+from jaxserve import jax_pools
 from jaxserve.pallas_kernels.alone import RUN
 
 USUAL, DAY = 9.0, 24 * 60.0  # minutes
@@ -113,6 +114,7 @@ def process_of(
     command += ["--rehearse"] * args.rehearse
     environment = {**os.environ, RUN: str(scratch), "JAXSERVE_CACHE": str(scratch / "cache")}
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the device
+    jax_pools.reserve(0.9, environment)  # as `jaxserve serve`
     if args.compile_for:
         command += ["--compile-for", args.compile_for]
         return command, environment | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"}

@@ -13,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import first_light
-from light import correctness, decode, profile, record, recorded, table
+from light import correctness, decode, driver, profile, record, recorded, table
 from light.driver import Driver, Stage
 from light.profile import Kernel
 from light.record import OutOfTimeError, Record, read
@@ -166,8 +166,8 @@ record = Record(out / "{stage.file}.json")
 
         stages = [Stage(name, "x", (sizes or {}).get(name, 1)) for name in programs]
         limits = {"slots": slots, "gib": gib, "row_seconds": row_seconds}
-        driver = Driver(stages, command, out, tmp_path / "scratch", time.time() + seconds, **limits)
-        return driver.run(), read(out / "x.json"), read(out / "run.json")
+        found = Driver(stages, command, out, tmp_path / "scratch", time.time() + seconds, **limits)
+        return found.run(), read(out / "x.json"), read(out / "run.json")
 
     return run
 
@@ -207,6 +207,18 @@ def test_what_runs_at_the_end_of_the_time_is_cut_off_and_a_stage_that_fails_says
     assert (failed["status"], cut["status"]) == ("failed", "cut off")
     assert "No module named 'no_such_package'" in failed["output"]
     assert not list((tmp_path / "out").glob("*.new"))
+
+
+def test_a_process_that_measures_without_end_is_killed(drive, monkeypatch):
+    monkeypatch.setattr(driver, "MOST_ALONE", 0.5)
+    hanging = """
+if record.take("a"):
+    with record.row("a"), alone(): time.sleep(60)
+"""
+    other = "if record.take('b'):\n    with record.row('b'): time.sleep(1.5)"
+    whole, found, _ = drive({"hanging": hanging, "other": other})
+    assert whole
+    assert {row["key"]: row["status"] for row in found["rows"]} == {"a": "crashed", "b": "ok"}
 
 
 def test_processes_that_do_not_fit_the_device_together_run_in_turn(drive):

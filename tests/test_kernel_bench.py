@@ -111,7 +111,7 @@ def test_ceilings_are_of_a_large_copy_and_of_products_one_after_the_other(monkey
     monkeypatch.setattr(timing, "least_seconds", least)
     assert timing.ceilings("cpu") == {"bytes_per_s": 2 * (64 << 20) / 1e-3, "flops_per_s": 2 * 1024**3 / 1e-3}
     product = works[-1]
-    product.enqueue(20)
+    product.enqueue(8)
     product.wait()
     assert float(jnp.std(product.state)) == pytest.approx(1.0, rel=0.1), "rows keep their norms"
 

@@ -200,7 +200,7 @@ def _measure(engine: Engine, watch: Watch, rows: int, load: Load) -> dict[str, A
     row: dict[str, Any] = {"first_run_s": time.perf_counter() - began}
     compiled = engine.runner.num_executables
     with recorded.captured() as said, alone():
-        seeds = range(3 * rows + 1, 3 * rows + 1 + REPEATS)
+        seeds = range(3 * rows + 1, 3 * rows + 1 + (REPEATS if rows < LARGE else 1))
         runs = [generate(engine, watch, rows, load, seed, decoding=said.mark) for seed in seeds]
     row |= {"compiled": compiled - before, "compiled_late": engine.runner.num_executables - compiled}
     row |= {"floor_bytes": step_bytes(engine, rows, load), "token_ms_of_runs": [run["token_ms"] for run in runs]}

@@ -32,18 +32,20 @@ def step(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def _kernels(trace: Path) -> list[Kernel]:
-    """Kernels in the order of their starts. A GPU's plane has a line for each stream; a CPU's operations are those
-    events that name an operation of HLO."""
+    """Kernels in the order of their starts. A GPU's plane has a line for each stream, a TPU's one of operations; a
+    CPU's operations are those events that name an operation of HLO."""
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
     devices = sorted((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
-    found = []
-    for plane in devices[:1] or planes:
-        for line in plane.lines:
-            if devices and not line.name.startswith(("Stream", "XLA Ops")):
-                continue
-            for event in line.events:
-                if devices or any(name == "hlo_op" for name, _ in event.stats):
-                    found.append(Kernel(event.name, event.start_ns, event.duration_ns))
+    lines = [line for plane in devices[:1] or planes for line in plane.lines]
+    if devices:
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        lines = streams or [line for line in lines if line.name == "XLA Ops"]
+    found = [
+        Kernel(event.name, event.start_ns, event.duration_ns)
+        for line in lines
+        for event in line.events
+        if devices or any(name == "hlo_op" for name, _ in event.stats)
+    ]
     return sorted(found, key=lambda kernel: kernel.start)
 
 
@@ -60,6 +62,7 @@ def by_kernel(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     counts = Counter(kernel.name for kernel in kernels)
     marks = [name for name, count in counts.items() if steps > 2 and abs(count - steps) <= 1]
     cuts = [i for i, kernel in enumerate(kernels) if marks and kernel.name == marks[0]]
+    cuts = cuts[1:] if len(cuts) > 3 else cuts  # what comes before the second one may be of another step
     whole = max(len(cuts) - 1, 0)
     used = kernels[cuts[0] : cuts[-1]] if whole else kernels
     end = kernels[cuts[-1]].start if whole else max(kernel.start + kernel.duration for kernel in used)

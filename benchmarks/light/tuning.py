@@ -13,7 +13,7 @@ from light.decode import FORMS, SHAPE, SMALL, folder_of
 from light.record import Record
 
 MINUTES = {False: 1.5, True: 0.5}  # for each form
-LATE = 30.0  # seconds after its time until it is killed
+LATE = {False: 20.0, True: 60.0}  # seconds after its time until it is killed
 MOST_OUTPUT = 40_000  # characters
 
 
@@ -32,7 +32,7 @@ def _tune(form: str, where: Path, rehearse: bool) -> dict[str, Any]:
     with said.open("wb") as stream:
         process = subprocess.Popen(command, env=dict(os.environ), stdout=stream, stderr=subprocess.STDOUT)
         try:
-            code: int | None = process.wait(60 * MINUTES[rehearse] + LATE)
+            code: int | None = process.wait(60 * MINUTES[rehearse] + LATE[rehearse])
         except subprocess.TimeoutExpired:
             code = None
             process.kill()
@@ -40,6 +40,6 @@ def _tune(form: str, where: Path, rehearse: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"output": said.read_text(errors="replace")[-MOST_OUTPUT:]}
     if out.exists():
         found["table"] = json.loads(out.read_text())
-    if code:
-        found |= {"status": "failed", "reason": f"it ended with {code}"}
+    if code or (code is None and not out.exists()):
+        found |= {"status": "failed", "reason": f"it ended with {code}" if code else "nothing was measured in time"}
     return found | {"ended": code is not None}
