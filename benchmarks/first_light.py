@@ -51,7 +51,7 @@ from jaxserve.pallas_kernels.alone import RUN
 
 USUAL, DAY = 9.0, 24 * 60.0  # minutes
 CLOSING = 5.0  # seconds at the end for what runs to be stopped
-ROW = 240.0  # most seconds of a row, those in which its process stands still included
+ROW = {False: 240.0, True: 540.0}  # most seconds of a row, those in which its process stands still included
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 58), Stage("tune", "tune", 16)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="first-light-") as scratch:
         many = driver.cores() if args.compile_for else max(driver.cores() // 2, 2)
         limits: dict[str, Any] = {"slots": many, "gib": math.inf if args.compile_for else driver.device_gib()}
-        limits["row_seconds"] = math.inf if args.compile_for else ROW
+        limits["row_seconds"] = math.inf if args.compile_for else ROW[args.rehearse]
 
         def command(stage: Stage, starts: int) -> tuple[list[str], dict[str, str]]:
             return process_of(stage, starts, args, until, Path(scratch))
@@ -112,7 +112,8 @@ def process_of(
     """The command and the environment of a stage's process."""
     command = [sys.executable, __file__, "--out", str(args.out), "--stage", stage.name, "--until", str(until)]
     command += ["--rehearse"] * args.rehearse
-    environment = {**os.environ, RUN: str(scratch), "JAXSERVE_CACHE": str(scratch / "cache")}
+    environment = {**os.environ, RUN: str(scratch)}
+    environment |= {"JAXSERVE_CACHE": f"{scratch}/cache", "JAXSERVE_TUNING": f"{scratch}/tuning"}
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the device
     jax_pools.reserve(0.9, environment)  # as `jaxserve serve`
     if args.compile_for:

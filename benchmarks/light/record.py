@@ -67,11 +67,13 @@ class Record:
         deadline."""
         if time.time() > self.deadline:
             raise OutOfTimeError
+        if is_taken(self.data, key):
+            return False
         with changed(self.path) as document:
-            taken = key in document["running"] or any(row["key"] == key for row in document["rows"])
-            if not taken:
-                document["running"][key] = [os.getpid(), time.time()]
-        return not taken
+            if is_taken(document, key):  # since then
+                return False
+            document["running"][key] = [os.getpid(), time.time()]
+        return True
 
     @contextlib.contextmanager
     def row(self, key: str) -> Iterator[dict[str, Any]]:
@@ -92,6 +94,10 @@ class Record:
         self.add(row)
         if row["status"] == "failed" and any(word in row["traceback"] for word in BROKEN):
             sys.exit(RESTART)
+
+
+def is_taken(document: Mapping[str, Any], key: str) -> bool:
+    return key in document["running"] or any(row["key"] == key for row in document["rows"])
 
 
 def end_rows(path: Path, processes: Collection[int], status: str, reason: str) -> bool:
