@@ -36,6 +36,7 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.start_jax import start_jax
 from jaxserve.models.load import make_params, trust_matmul
+from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
@@ -109,7 +110,10 @@ def load_models(
     mesh, model, decoder = plan.mesh, plan.model, plan.decoder
     if prepared is None:
         params = make_params(decoder, plan.folder, mesh, config, progress=progress)
-        decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend, checks=checks)
+        if checks:
+            decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
+        else:
+            params = arranged(params, mesh, decoder.dtype, config.matmul_backend)
     else:
         prepared.check_places(mesh)
         params = prepared.forms(mesh)

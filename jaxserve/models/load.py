@@ -197,11 +197,10 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
 D = TypeVar("D", Decoder, Drafter)
 
 
-def trust_matmul(decoder: D, params: Any, mesh: Mesh, backend: str, *, checks: bool = True) -> tuple[D, Any]:
-    """(decoder, params) with kernels that were checked on this machine with weights of these forms, unless `checks` is
-    False, and weights in the order that these kernels read. Raises ConfigError when a backend that was asked for by
-    name cannot multiply one."""
-    chosen = trusted_matmul(decoder, params, mesh, backend) if checks else backend
+def trust_matmul(decoder: D, params: Any, mesh: Mesh, backend: str) -> tuple[D, Any]:
+    """(decoder, params) with kernels that were checked on this machine with weights of these forms, and weights in the
+    order that these kernels read. Raises ConfigError when a backend that was asked for by name cannot multiply one."""
+    chosen = trusted_matmul(decoder, params, mesh, backend)
     if chosen == backend:
         return decoder, arranged(params, mesh, decoder.dtype, backend)
     return with_matmul(decoder, mesh, chosen), params
