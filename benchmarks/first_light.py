@@ -9,8 +9,9 @@ Stages are processes side by side, as many as half of the cores and the device's
 the time. While one measures, all others stand still. They begin in this order:
 
   device         names, versions, clocks; bandwidth of a copy, rate of a matmul (run.json)
-  decode-bf16, decode-int4, decode-fp8, decode-fp8-dynamic    an 8B shape with dummy weights: decoding of 32 rows and of
-                 one beside the floor, a step's time by kernel, what XLA records in command buffers (decode.json)
+  decode-bf16, decode-int4, decode-fp8, decode-fp8-dynamic    an 8B shape with dummy weights: decoding of 32 rows, of
+                 one and in bf16 of 256 beside the floor, a step's time by kernel, what XLA records in command buffers
+                 (decode.json)
   tune           `jaxserve tune` for this shape in int4 and fp8, and its tables (tune.json)
   correctness    every kernel against exact answers (pallas_kernels/selfcheck.py, at more and larger sizes), one case of
                  each family first; in several processes, which share the cases (correctness.json)

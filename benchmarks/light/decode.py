@@ -172,9 +172,9 @@ def _work(record: Record, form: str, load: Load) -> dict[str, tuple[int, Measure
     for rows in load.batches:
         key = f"{form}, {rows} rows"
         found[key] = rows, _measure
-        if rows < LARGE and recorded.in_profiles():
+        if recorded.in_profiles():
             found[f"{key}, profile"] = rows, _profile
-        elif rows < LARGE and f"{key}, profile" not in seen:
+        elif f"{key}, profile" not in seen:
             found[f"{key}, profile, launched one by one"] = rows, _profile
     return found
 
@@ -213,7 +213,8 @@ def _profile(engine: Engine, watch: Watch, rows: int, load: Load) -> dict[str, A
     few = replace(load, tokens=min(3 * PROFILED, load.tokens))
     usual, engine.pace.tokens_per_call = engine.pace.tokens_per_call, _one  # type: ignore[method-assign]
     try:
-        generate(engine, watch, rows, few, seed=3 * rows)  # steps of one token may be other programs
+        if rows < LARGE:  # whose steps of one token may be programs that have not run
+            generate(engine, watch, rows, few, seed=3 * rows)
         with alone():
             generate(engine, watch, rows, few, seed=3 * rows + 1, decoding=lambda: engine.profile(PROFILED))
     finally:

@@ -35,7 +35,10 @@ def _kernels(trace: Path) -> list[Kernel]:
     """Kernels in the order of their starts. A GPU's plane has a line for each stream, a TPU's one of operations; a
     CPU's operations are those events that name an operation of HLO."""
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
-    devices = sorted((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
+    devices = sorted(
+        (plane for plane in planes if plane.name.startswith(("/device:GPU", "/device:TPU"))),
+        key=lambda plane: plane.name,
+    )
     lines = [line for plane in devices[:1] or planes for line in plane.lines]
     if devices:
         streams = [line for line in lines if line.name.startswith("Stream")]
