@@ -55,9 +55,9 @@ CLOSING = 5.0  # seconds at the end for what runs to be stopped
 ROW = {False: 240.0, True: 540.0}  # most seconds of a row, those in which its process stands still included
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
-DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 58), Stage("tune", "tune", 16)
-INT4, FP8, W8A8 = (Stage(f"decode-{form}", "decode", 18) for form in ("int4", "fp8", "fp8-dynamic"))
-CORRECTNESS, SERVER = Stage("correctness", "correctness", 4), Stage("server", "server", 58)
+DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 54), Stage("tune", "tune", 10)
+INT4, FP8, W8A8 = (Stage(f"decode-{form}", "decode", 16) for form in ("int4", "fp8", "fp8-dynamic"))
+CORRECTNESS, SERVER = Stage("correctness", "correctness", 3), Stage("server", "server", 58)
 KERNELS, PEERS = Stage("kernels", "kernels", 24), Stage("peers", "decode", 60)
 STAGES = (DEVICE, BF16, INT4, TUNE, CORRECTNESS, FP8, W8A8, CORRECTNESS, SERVER, KERNELS, *[CORRECTNESS] * 4, PEERS)
 NAMES = tuple(dict.fromkeys(stage.name for stage in STAGES))
@@ -115,6 +115,7 @@ def process_of(
     command += ["--rehearse"] * args.rehearse
     environment = {**os.environ, RUN: str(scratch)}
     environment |= {"JAXSERVE_CACHE": f"{scratch}/cache", "JAXSERVE_TUNING": f"{scratch}/tuning"}
+    environment["CUDA_CACHE_PATH"] = f"{scratch}/cuda-{stage.name}"  # a process may be stopped while it locks it
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the device
     jax_pools.reserve(0.9, environment)  # as `jaxserve serve`
     if args.compile_for:

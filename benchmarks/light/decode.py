@@ -53,7 +53,7 @@ SMALL = SHAPE | {
 FORMS = ("bf16", "int4", "fp8", "fp8-dynamic")  # of weights
 LATE = 50e-6  # seconds; tokens that arrive within this time were there before the host asked
 REPEATS = 2
-MARGIN = 128  # tokens of the cache for each sequence beyond its own
+MARGIN = 16  # tokens of the cache for each sequence beyond its own
 
 
 @dataclass(frozen=True)

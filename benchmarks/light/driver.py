@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxserve.pallas_kernels.alone import Run
 from light.record import RESTART, changed, end_rows, read
@@ -33,12 +34,21 @@ class Stage:
     gib: float
 
 
+class Waiting(NamedTuple):
+    """place: in the order of stages. starts: how often it has begun, the next time included."""
+
+    place: int
+    stage: Stage
+    starts: int
+
+
 @dataclass
 class Process:
+    place: int
     stage: Stage
+    starts: int
     process: subprocess.Popen[bytes]
     errors: Path
-    starts: int
     began: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.monotonic)  # when its row was looked at
 
@@ -53,7 +63,8 @@ Command = Callable[[Stage, int], tuple[list[str], dict[str, str]]]
 
 class Driver:
     """Args:
-    stages: in the order in which they begin; one that does not fit waits, and lets later ones go first.
+    stages: in the order in which they begin; one that does not fit waits, and lets later ones go first that will leave
+        it room.
     command: see `Command`.
     scratch: a folder for locks and errors.
     deadline: by time.time().
@@ -75,7 +86,7 @@ class Driver:
     ) -> None:
         self.command, self.out, self.scratch, self.deadline = command, out, scratch, deadline
         self.slots, self.gib, self.row_seconds = slots, gib, row_seconds
-        self.waiting: list[tuple[Stage, int]] = [(stage, 1) for stage in stages]
+        self.waiting = [Waiting(place, stage, 1) for place, stage in enumerate(stages)]
         self.running: list[Process] = []
         self.ended: set[str] = set()  # how processes ended that were not started again
         self.group = Run(scratch)
@@ -99,18 +110,28 @@ class Driver:
         return not self.waiting and self.ended <= {"ok"}
 
     def _start(self) -> None:
-        for stage, starts in list(self.waiting):
-            taken = sum(one.stage.gib for one in self.running)
-            if len(self.running) < self.slots and (not self.running or taken + stage.gib <= self.gib):
-                self.waiting.remove((stage, starts))
-                command, environment = self.command(stage, starts)
-                errors = self.scratch / f"{stage.name}-{time.monotonic_ns()}.txt"
-                with errors.open("wb") as stream:
-                    process = subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stderr=stream, start_new_session=True
-                    )
-                self.running.append(Process(stage, process, errors, starts))
-                self._say(f"{stage.name} began")
+        blocked: Waiting | None = None  # the first one that does not fit
+        for one in sorted(self.waiting):
+            if len(self.running) == self.slots:
+                return
+            behind = [x for x in self.running if blocked is None or x.place > blocked.place]
+            kept = one.stage.gib + (0 if blocked is None else blocked.stage.gib)
+            fits = one.stage.gib + sum(x.stage.gib for x in self.running) <= self.gib
+            if not self.running or (fits and kept + sum(x.stage.gib for x in behind) <= self.gib):
+                self.waiting.remove(one)
+                self._begin(one)
+            else:
+                blocked = blocked or one
+
+    def _begin(self, one: Waiting) -> None:
+        command, environment = self.command(one.stage, one.starts)
+        errors = self.scratch / f"{one.stage.name}-{time.monotonic_ns()}.txt"
+        with errors.open("wb") as stream:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stderr=stream, start_new_session=True
+            )
+        self.running.append(Process(one.place, one.stage, one.starts, process, errors))
+        self._say(f"{one.stage.name} began")
 
     def _end(self) -> None:
         """Notes processes that ended, and ends those whose row takes too long."""
@@ -127,10 +148,10 @@ class Driver:
             if code == 0:
                 self._note(one, "ok")
                 # It found no more rows to measure, and so would others of its name.
-                self.waiting = [(stage, starts) for stage, starts in self.waiting if stage.name != one.stage.name]
+                self.waiting = [other for other in self.waiting if other.stage.name != one.stage.name]
             elif (was_at_a_row or code == RESTART) and one.starts < MOST_STARTS:
                 self._note(one, "restarted", code)
-                self.waiting.insert(0, (one.stage, one.starts + 1))
+                self.waiting.append(Waiting(one.place, one.stage, one.starts + 1))
             else:
                 self._note(one, "failed", code)
 
@@ -156,8 +177,8 @@ class Driver:
             one.process.wait()
             end_rows(self._file(one), [one.number], "cut off", "the time was over")
             self._note(one, "cut off")
-        for stage, _ in self.waiting:
-            self._say(f"{stage.name} did not begin")
+        for other in self.waiting:
+            self._say(f"{other.stage.name} did not begin")
 
     def _note(self, one: Process, status: str, code: int | None = None) -> None:
         if status != "restarted":
