@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return process_of(stage, starts, args, until, Path(scratch))
 
         whole = driver.Driver(stages, command, args.out, Path(scratch), until, **limits).run()
-    print(f"\n{table.markdown(args.out)}")
+    said = table.compiled(args.out, args.compile_for) if args.compile_for else table.markdown(args.out)
+    print(f"\n{said}")
     return 0 if whole else 1
 
 

@@ -303,6 +303,16 @@ def test_a_wrong_kernel_becomes_a_wrong_row(tmp_path, monkeypatch):
     assert "wrong: mixed rows: off by 0.5 (row 0), where 0.016 is allowed" in said
 
 
+def test_what_does_not_compile_elsewhere_is_said(tmp_path):
+    stage = Record(tmp_path / "decode.json")
+    stage.add({"key": "int4: decode_32", "status": "ok"})
+    with stage.row("int4: mixed_512"):
+        raise ValueError("no such instruction")
+    said = table.compiled(tmp_path, "h200x1")
+    assert "Compiled for h200x1: 1 of decode." in said
+    assert "int4: mixed_512: failed: ValueError: no such instruction" in said
+
+
 def test_a_step_by_kernel():
     """Three and a half steps of 100 µs: a product of 60 µs, a gap of 10, and two norms of 5 each."""
     kernels = []

@@ -15,9 +15,21 @@ BETTER = ("bytes_per_s", "flops_per_s")
 Row = dict[str, Any]
 
 
+def documents_of(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: found for path in sorted(folder.glob("*.json")) if (found := read(path)) is not None}
+
+
+def compiled(folder: Path, target: str) -> str:
+    """How much compiled for a target, and what did not."""
+    documents = documents_of(folder)
+    counts = {name: sum(row["status"] == "ok" for row in found["rows"]) for name, found in documents.items()}
+    said = ", ".join(f"{count} of {name}" for name, count in counts.items() if name != "run")
+    return "\n\n".join(filter(None, [f"Compiled for {target}: {said or 'nothing'}.", trouble(documents)]))
+
+
 def markdown(folder: Path) -> str:
     """All results."""
-    documents = {path.stem: found for path in sorted(folder.glob("*.json")) if (found := read(path)) is not None}
+    documents = documents_of(folder)
     if not documents:
         return f"There are no results in {folder}."
     ceilings = best(documents.get("run"))
