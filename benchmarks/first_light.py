@@ -52,7 +52,7 @@ from jaxserve.pallas_kernels.alone import RUN
 
 USUAL, DAY = 9.0, 24 * 60.0  # minutes
 CLOSING = 5.0  # seconds at the end for what runs to be stopped
-ROW = {False: 240.0, True: 540.0}  # most seconds of a row, those in which its process stands still included
+ROW = 240.0  # most seconds of a row, those in which its process stands still included
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 54), Stage("tune", "tune", 10)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="first-light-") as scratch:
         many = driver.cores() if args.compile_for else max(driver.cores() // 2, 2)
         limits: dict[str, Any] = {"slots": many, "gib": math.inf if args.compile_for else driver.device_gib()}
-        limits["row_seconds"] = math.inf if args.compile_for else ROW[args.rehearse]
+        limits["row_seconds"] = math.inf if args.compile_for or args.rehearse else ROW
 
         def command(stage: Stage, starts: int) -> tuple[list[str], dict[str, str]]:
             return process_of(stage, starts, args, until, Path(scratch))

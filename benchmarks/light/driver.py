@@ -136,15 +136,15 @@ class Driver:
     def _end(self) -> None:
         """Notes processes that ended, and ends those whose row takes too long."""
         for one in list(self.running):
-            code = one.process.poll()
+            code, why = one.process.poll(), "its process ended"
             if code is None and self._hangs(one):
                 kill(one.number)
-                code = one.process.wait()
+                code, why = one.process.wait(), f"it took more than {self.row_seconds:.0f} s, and its process was ended"
             if code is None:
                 continue
             self.running.remove(one)
             kill(one.number)  # processes that it started
-            was_at_a_row = end_rows(self._file(one), [one.number], "crashed", f"its process ended with {code}")
+            was_at_a_row = end_rows(self._file(one), [one.number], "crashed", f"{why} with {code}")
             if code == 0:
                 self._note(one, "ok")
                 # It found no more rows to measure, and so would others of its name.
