@@ -1,68 +1,67 @@
-"""The first half hour on a machine with a GPU or TPU and no network: checks correctness, measures speed.
+"""Nine minutes on a machine with a GPU or TPU and no network: what is correct there, and how fast it is.
 
-  python benchmarks/first_light.py --out DIR                  all stages, the most important ones first
-  python benchmarks/first_light.py --out DIR --limit 590      stop after so many seconds; run it again to continue
+  python benchmarks/first_light.py --out DIR --minutes 9      all stages, what is least known first
   python benchmarks/first_light.py --table DIR                the results as Markdown
   python benchmarks/first_light.py --out DIR --rehearse       the same code at small sizes, on CPU too
+  python benchmarks/first_light.py --out DIR --compile-for h200x1     compiles what it would run there, on any machine
 
-Stages, each in a process of its own with its own time limit, each leaving DIR/STAGE.json, whole after every row:
+Stages are processes side by side, as many as half of the cores and the device's memory allow: compiling takes most of
+the time. While one measures, all others stand still. They begin in this order:
 
-  device       names, versions, clocks, bandwidth of a copy, rate of a matmul
-  correctness  every backend against exact answers (pallas_kernels/selfcheck.py, at more and larger sizes)
-  resources    registers, spills and shared memory of the kernels, programs per multiprocessor
-  engine-bf16, engine-fp8, engine-int4   an 8B shape with dummy weights: its start, gaps between steps, decoding beside
-               the floor
-  kernels      benchmarks/kernels.py --sizes full, beside cuBLAS, torch's attention and FlashInfer where they import
-  peers        transformers' continuous batching on the same shape
+  device         names, versions, clocks; bandwidth of a copy, rate of a matmul (run.json)
+  decode-bf16, decode-int4, decode-fp8, decode-fp8-dynamic    an 8B shape with dummy weights: decoding of 32 rows, of
+                 one and in bf16 of 256 beside the floor, a step's time by kernel, what XLA records in command buffers
+                 (decode.json)
+  tune           `jaxserve tune` for this shape in int4 and fp8, and its tables (tune.json)
+  correctness    every kernel against exact answers (pallas_kernels/selfcheck.py, at more and larger sizes), one case of
+                 each family first; in several processes, which share the cases (correctness.json)
+  server         a server's start with an empty and a filled cache, and load from 1, 32 and 256 at a time (server.json)
+  kernels        benchmarks/kernels.py --sizes full, beside cuBLAS, torch's attention and FlashInfer where they import
+                 (kernels.json)
+  peers          transformers' continuous batching on the same shape (decode.json)
 
-A stage whose file says "complete" is skipped (delete the file to run it again), an interrupted one continues after
-its last row. A row that fails keeps its traceback, and the stage continues. A process that dies or hangs is restarted,
-twice at the same row.
-Needs jax, flax, transformers and their dependencies. For msgspec and llguidance, which the engine imports too, there
-are stand-ins that are used if they are not installed. Settings of the device are read, never changed. Not yet run on a
-GPU or TPU.
+DIR gets these six files, none larger than 1 MB, each whole after every row. What is there is not measured again, so
+that a run which was cut off goes on where it is called again with the same DIR. A row that fails keeps its traceback,
+and the stage goes on. A process that dies is started again, behind the row that it died at.
+
+Needs jax, flax, transformers and their dependencies; the server needs all of jaxserve's. For msgspec and llguidance,
+which the engine imports too, there are stand-ins that are used if they are not installed. Settings of the device are
+read, never changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from light import resources, table
-from light.record import RESTART, OutOfTimeError, Record, new, read, write
+from light import driver, recorded, table
+from light.driver import Stage
+from light.record import OutOfTimeError, Record, reopen
 
-REHEARSAL = 240.0  # seconds; least time of a stage in a rehearsal
-GRACE = 15  # seconds after its limit until a process is killed
+from jaxserve import jax_pools
+from jaxserve.pallas_kernels.alone import RUN
 
+USUAL, DAY = 9.0, 24 * 60.0  # minutes
+CLOSING = 5.0  # seconds at the end for what runs to be stopped
+ROW = 240.0  # most seconds of a row, those in which its process stands still included
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
-@dataclass(frozen=True)
-class Stage:
-    """seconds: most time over all runs. A rehearsal ends by itself, and gets at least REHEARSAL."""
-
-    name: str
-    seconds: float
-
-
-# 26.5 minutes in total; a stage that ends early leaves its time to the others.
-STAGES = (
-    Stage("device", 60),
-    Stage("correctness", 420),
-    Stage("resources", 90),
-    Stage("engine-bf16", 200),
-    Stage("engine-fp8", 160),
-    Stage("engine-int4", 160),
-    Stage("kernels", 330),
-    Stage("peers", 170),
-)
-NAMES = tuple(stage.name for stage in STAGES)
+DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 54), Stage("tune", "tune", 10)
+INT4, FP8, W8A8 = (Stage(f"decode-{form}", "decode", 16) for form in ("int4", "fp8", "fp8-dynamic"))
+CORRECTNESS, SERVER = Stage("correctness", "correctness", 3), Stage("server", "server", 58)
+KERNELS, PEERS = Stage("kernels", "kernels", 24), Stage("peers", "decode", 60)
+STAGES = (DEVICE, BF16, INT4, TUNE, CORRECTNESS, FP8, W8A8, CORRECTNESS, SERVER, KERNELS, *[CORRECTNESS] * 4, PEERS)
+NAMES = tuple(dict.fromkeys(stage.name for stage in STAGES))
+AHEAD = tuple(name for name in NAMES if name.startswith(("decode-", "correctness", "kernels")))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -72,10 +71,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--table", type=Path, metavar="DIR", help="print the results that are there, and run nothing")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="STAGE", help=", ".join(NAMES))
     parser.add_argument(
-        "--limit", type=float, default=28 * 60, metavar="SECONDS", help="of this call, all stages together"
+        "--minutes", type=float, help="all stages together; then what runs is cut off; None: 9, or to compile a day"
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on whatever device is at hand")
+    parser.add_argument("--compile-for", metavar="TARGET", help="run nothing: compile for a device that is not here")
     parser.add_argument("--stage", choices=NAMES, help=argparse.SUPPRESS)  # this is the stage's own process
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # seconds since 1970
     return parser.parse_args(argv)
 
 
@@ -86,108 +87,90 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     if args.stage is not None:
-        return run_stage(args.stage, args.out, rehearse=args.rehearse, seconds=args.limit)
-    deadline = time.monotonic() + args.limit
-    for stage in STAGES:
-        if stage.name in args.only:
-            again(args.out / f"{stage.name}.json")
-            drive(stage, args.out, args.rehearse, deadline)
-    print(f"\n{table.markdown(args.out)}")
-    return 0 if all((read(args.out / f"{name}.json") or {}).get("status") == "complete" for name in args.only) else 1
+        return run_stage(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the stages, too
+    minutes = args.minutes or (DAY if args.compile_for else USUAL)
+    until = time.time() + 60 * minutes - CLOSING
+    stages = [stage for stage in STAGES if stage.name in args.only and (not args.compile_for or stage.name in AHEAD)]
+    for stage in stages:
+        reopen(args.out / f"{stage.file}.json")
+    with tempfile.TemporaryDirectory(prefix="first-light-") as scratch:
+        many = driver.cores() if args.compile_for else max(driver.cores() // 2, 2)
+        limits: dict[str, Any] = {"slots": many, "gib": math.inf if args.compile_for else driver.device_gib()}
+        limits["row_seconds"] = math.inf if args.compile_for or args.rehearse else ROW
+
+        def command(stage: Stage, starts: int) -> tuple[list[str], dict[str, str]]:
+            return process_of(stage, starts, args, until, Path(scratch))
+
+        whole = driver.Driver(stages, command, args.out, Path(scratch), until, **limits).run()
+    said = table.compiled(args.out, args.compile_for) if args.compile_for else table.markdown(args.out)
+    print(f"\n{said}")
+    return 0 if whole else 1
 
 
-def again(path: Path) -> None:
-    """Lets a stage that failed in an earlier call continue after its rows."""
-    document = read(path)
-    if document is not None and document["status"] == "failed":
-        kept = {name: value for name, value in document.items() if name not in ("reason", "output")}
-        write(path, kept | {"status": "running"})
+def process_of(
+    stage: Stage, starts: int, args: argparse.Namespace, until: float, scratch: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a stage's process."""
+    command = [sys.executable, __file__, "--out", str(args.out), "--stage", stage.name, "--until", str(until)]
+    command += ["--rehearse"] * args.rehearse
+    environment = {**os.environ, RUN: str(scratch)}
+    environment |= {"JAXSERVE_CACHE": f"{scratch}/cache", "JAXSERVE_TUNING": f"{scratch}/tuning"}
+    environment["CUDA_CACHE_PATH"] = f"{scratch}/cuda-{stage.name}"  # a process may be stopped while it locks it
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the device
+    jax_pools.reserve(0.9, environment)  # as `jaxserve serve`
+    if args.compile_for:
+        command += ["--compile-for", args.compile_for]
+        return command, environment | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"}
+    if stage.name.startswith("decode-"):
+        environment |= recorded.environment(scratch / stage.name, in_profiles=starts == 1)
+    return command, environment
 
 
-def drive(stage: Stage, out: Path, rehearse: bool, deadline: float) -> None:
-    """Runs a stage's process, and restarts it if it ends early, until the stage's or the call's time is used up."""
-    path = out / f"{stage.name}.json"
-    while True:
-        document = read(path) or new(stage.name)
-        if document["status"] != "running":
-            return
-        allowed = max(stage.seconds, REHEARSAL) if rehearse else stage.seconds
-        left, remaining = allowed - document["seconds"], deadline - time.monotonic()
-        if remaining < GRACE:
-            print(f"{stage.name}: no time is left in this call", flush=True)
-            return
-        if left <= 1:
-            write(path, document | {"status": "complete", "reason": "the stage's time is used up"})
-            return
-        print(f"{stage.name}, at most {min(left, remaining):.0f} s", flush=True)
-        code, output = in_process(stage.name, out, rehearse, min(left, remaining - GRACE / 2))
-        after = read(path) or document
-        if code is None and remaining < left:  # the call's time was up; not counted as a failure of the row
-            after.get("tries", {}).pop(after.pop("at", ""), None)
-            write(path, after)
-            return
-        if after["status"] == "running" and code not in (0, None, RESTART) and "at" not in after:
-            reason = f"its process ended with {code} outside of any row"
-            write(path, after | {"status": "failed", "reason": reason, "output": output[-4000:]})
-        elif code is None and after["status"] == "running":
-            after["seconds"] = max(after["seconds"], document["seconds"] + left)
-            write(path, after)
-
-
-def in_process(name: str, out: Path, rehearse: bool, seconds: float) -> tuple[int | None, str]:
-    """Exit code of a stage's process, None if it had to be stopped; and its standard error."""
-    command = [sys.executable, __file__, "--out", str(out), "--stage", name, "--limit", str(seconds)]
-    environment = {**os.environ, **(resources.ENVIRONMENT if name == "resources" else {})}
-    if name in ("kernels", "peers"):
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # peers need memory too
-    if name.startswith("engine-") and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")  # as in `jaxserve serve`
-    with tempfile.TemporaryFile() as errors:
-        command += ["--rehearse"] * rehearse
-        process = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
-        code: int | None = None
-        try:
-            code = process.wait(seconds + GRACE / 3)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: stopped", flush=True)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        errors.seek(0)
-        return code, errors.read().decode(errors="replace")
-
-
-def run_stage(name: str, out: Path, *, rehearse: bool, seconds: float) -> int:
+def run_stage(args: argparse.Namespace) -> int:
     """The body of a stage's process."""
-    record = Record(out / f"{name}.json", name, seconds)
+    if sys.platform == "linux":  # it may stand still when the driver ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    (stage, *_) = [stage for stage in STAGES if stage.name == args.stage]
+    record = Record(args.out / f"{stage.file}.json", args.until)
     try:
-        if name == "device":
-            from light.device import run
+        with tempfile.TemporaryDirectory() as folder:
+            if args.compile_for:
+                from light import ahead
 
-            run(record, rehearse=rehearse)
-        elif name == "correctness":
-            from light.correctness import run as run_correctness
-
-            run_correctness(record, rehearse=rehearse)
-        elif name == "resources":
-            resources.run(record, rehearse=rehearse)
-        elif name.startswith("engine-"):
-            from light.engine import run as run_engine
-
-            scheme = name.removeprefix("engine-")
-            with tempfile.TemporaryDirectory() as folder:
-                quantization = "auto" if scheme == "bf16" else scheme
-                run_engine(record, rehearse=rehearse, quantization=quantization, where=Path(folder))
-        else:
-            from light import others
-
-            (others.run_kernels if name == "kernels" else others.run_peers)(record, rehearse=rehearse)
-    except OutOfTimeError:  # `drive` knows whether it was the stage's or the call's time
-        record.write()
-        return 0
-    record.finish()
+                ahead.run(record, stage.name, args.compile_for, Path(folder), small=args.rehearse)
+            else:
+                measure(stage.name, record, Path(folder), rehearse=args.rehearse)
+    except OutOfTimeError:
+        pass
     return 0
+
+
+def measure(name: str, record: Record, folder: Path, *, rehearse: bool) -> None:
+    if name == "device":
+        from light import device
+
+        device.run(record)
+    elif name.startswith("decode-"):
+        from light import decode
+
+        decode.run(record, name.removeprefix("decode-"), folder, rehearse=rehearse)
+    elif name == "tune":
+        from light import tuning
+
+        tuning.run(record, folder, rehearse=rehearse)
+    elif name == "correctness":
+        from light import correctness
+
+        correctness.run(record, rehearse=rehearse)
+    elif name == "server":
+        from light import server
+
+        server.run(record, rehearse=rehearse)
+    else:
+        from light import others
+
+        (others.run_kernels if name == "kernels" else others.run_peers)(record, rehearse=rehearse)
 
 
 if __name__ == "__main__":

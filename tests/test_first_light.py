@@ -1,4 +1,4 @@
-"""The first half hour on a device, rehearsed on CPU: stages, continuing after a kill, failing rows and stages."""
+"""The first minutes on a device, rehearsed on CPU: records, the driver, stages, and going on after a kill."""
 
 import json
 import os
@@ -7,27 +7,32 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import first_light
-from light import correctness, engine, record, resources, table
+from light import correctness, decode, driver, profile, record, recorded, table
+from light.driver import Driver, Stage
+from light.profile import Kernel
 from light.record import OutOfTimeError, Record, read
 
 from jaxserve.pallas_kernels import selfcheck
+from jaxserve.pallas_kernels.alone import RUN, Run, alone
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import BLOCK_KINDS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPT = str(BENCHMARKS / "first_light.py")
+FILES = {f"{name}.json" for name in ("run", "decode", "tune", "correctness", "server", "kernels")}
 
 
-def run(*args, env=None, timeout=280):
+def run(*args, env=None, timeout=600):
     return subprocess.run(
         [sys.executable, SCRIPT, *map(str, args)],
-        env={**os.environ, "XLA_FLAGS": "", **(env or {})},
+        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -41,180 +46,218 @@ def keys(path):
 # --- records ---
 
 
-def test_a_record_goes_on_behind_its_last_row(tmp_path):
-    path = tmp_path / "x.json"
-    first = Record(path, "x")
+def test_processes_share_the_rows_of_a_file(tmp_path):
+    first, second = Record(tmp_path / "x.json"), Record(tmp_path / "x.json")
+    assert first.take("a")
+    assert not second.take("a")
+    assert second.take("b")
     with first.row("a") as row:
         row["figure"] = float("inf")
-    with first.row("b") as row:
+    with second.row("b") as row:
         raise ValueError("no such case")
-    assert json.loads(path.read_text())["rows"][0] == {"key": "a", "status": "ok", "figure": "inf", "seconds": 0.0}
-    second = Record(path, "x")
-    assert second.has("a")
-    failed = second.data["rows"][1]
-    assert failed["status"] == "failed"
-    assert failed["reason"] == "ValueError: no such case"
+    found, failed = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert (found["key"], found["status"], found["figure"]) == ("a", "ok", "inf")
+    assert (failed["status"], failed["reason"]) == ("failed", "ValueError: no such case")
     assert "Traceback" in failed["traceback"]
-    second.finish()
-    assert read(path)["status"] == "complete"
+    assert not Record(tmp_path / "x.json").take("a"), "what is measured is not measured again"
+    assert first.data["running"] == {}
 
 
-def test_a_row_that_kills_its_process_is_tried_twice(tmp_path):
+def test_rows_of_a_process_that_ended_are_ended(tmp_path):
     path = tmp_path / "x.json"
-    for _ in range(2):
-        dying = Record(path, "x")
-        assert not dying.has("a")
-        with pytest.raises(KeyboardInterrupt), dying.row("a"):
-            raise KeyboardInterrupt  # like a kill: nothing more is written
-    third = Record(path, "x")
-    assert third.data["rows"] == [{"key": "a", "status": "crashed", "reason": third.data["rows"][0]["reason"]}]
+    assert Record(path).take("a")
+    assert not record.end_rows(path, [1], "crashed", "another process")
+    assert record.end_rows(path, [os.getpid()], "cut off", "the time was over")
+    assert [(row["key"], row["status"]) for row in read(path)["rows"]] == [("a", "cut off")]
+    record.reopen(path)
+    assert Record(path).take("a"), "what was cut off is measured by the next run"
 
 
 def test_a_broken_device_ends_the_process_but_not_the_stage(tmp_path):
-    stage = Record(tmp_path / "x.json", "x")
+    stage = Record(tmp_path / "x.json")
     with pytest.raises(SystemExit) as ended, stage.row("a"):
         raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
     assert ended.value.code == record.RESTART
     assert read(tmp_path / "x.json")["rows"][0]["status"] == "failed"
-    assert read(tmp_path / "x.json")["status"] == "running"
 
 
 def test_no_row_begins_after_the_deadline(tmp_path):
-    late = Record(tmp_path / "x.json", "x", seconds=-1)
-    with pytest.raises(OutOfTimeError), late.row("a"):
-        pass
-    assert not late.has("a")
+    with pytest.raises(OutOfTimeError):
+        Record(tmp_path / "x.json", deadline=time.time() - 1).take("a")
+    assert read(tmp_path / "x.json") is None
 
 
 def test_half_a_file_is_as_good_as_none(tmp_path):
-    (tmp_path / "x.json").write_text('{"stage": "x", "rows": [')
+    (tmp_path / "x.json").write_text('{"file": "x", "rows": [')
     assert read(tmp_path / "x.json") is None
-    assert Record(tmp_path / "x.json", "x").data["rows"] == []
+    assert Record(tmp_path / "x.json").data["rows"] == []
+
+
+def test_a_file_that_would_be_too_large_loses_what_is_bulky_in_its_last_rows(tmp_path):
+    rows = [{"key": str(i), "status": "failed", "figure": i, "traceback": 2000 * "x"} for i in range(600)]
+    record.write(tmp_path / "x.json", record.new("x") | {"rows": rows})
+    found = read(tmp_path / "x.json")
+    assert (tmp_path / "x.json").stat().st_size <= record.MOST_BYTES
+    assert [row["figure"] for row in found["rows"]] == list(range(600))
+    assert "traceback" in found["rows"][0]
+    assert "traceback" not in found["rows"][-1]
+    assert "traceback" in found["facts"]["left_out"]
 
 
 # --- the driver ---
 
+COUNTS = """
+import pathlib, sys, time
+count, until = 0, time.time() + 20
+while time.time() < until and not pathlib.Path(sys.argv[1], "end").exists():
+    count += 1
+    pathlib.Path(sys.argv[1], "count").write_text(str(count))
+    time.sleep(0.01)
+"""
+
+
+def test_others_stand_still_while_one_measures(tmp_path, monkeypatch):
+    other = subprocess.Popen([sys.executable, "-c", COUNTS, str(tmp_path)], start_new_session=True)
+
+    def counted() -> bool:
+        before = (tmp_path / "count").read_text()
+        time.sleep(0.3)
+        return (tmp_path / "count").read_text() != before
+
+    try:
+        while not (tmp_path / "count").exists():
+            time.sleep(0.02)
+        group = Run(tmp_path)
+        group.set_groups([os.getpgrp(), other.pid])
+        monkeypatch.setenv(RUN, str(tmp_path))
+        with alone(), alone():
+            assert not counted()
+            with group.idle() as idle:
+                assert not idle
+            assert group.measuring()[0] == os.getpgrp()
+        assert counted()
+        with group.idle() as idle:
+            assert idle
+    finally:
+        (tmp_path / "end").touch()
+        other.kill()
+        other.wait()
+
 
 @pytest.fixture
-def stages(tmp_path, monkeypatch):
-    """Runs stages whose processes are the given Python programs, which have `record`, `out` and `seconds`."""
-    programs: dict[str, str] = {}
+def drive(tmp_path):
+    """Runs stages whose processes are the given Python programs, which have `record`, `out` and `alone`."""
 
-    def in_process(name, out, rehearse, seconds):
-        program = f"""
-import os, sys, time
+    def run(programs, seconds=60.0, slots=2, gib=float("inf"), sizes=None, row_seconds=240.0):
+        (tmp_path / "scratch").mkdir(exist_ok=True)
+        out = tmp_path / "out"
+        out.mkdir(exist_ok=True)
+
+        def command(stage, starts):
+            program = f"""
+import os, pathlib, sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from light.record import Record
-record = Record(__import__("pathlib").Path({str(out)!r}) / "{name}.json", "{name}", {seconds})
-{programs[name]}
-record.finish()
+from jaxserve.pallas_kernels.alone import alone
+out = pathlib.Path({str(out)!r})
+record = Record(out / "{stage.file}.json")
+{programs[stage.name]}
 """
-        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
-        try:
-            _, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return None, process.communicate()[1]
-        return process.returncode, errors
+            return [sys.executable, "-c", program], {**os.environ, RUN: str(tmp_path / "scratch")}
 
-    monkeypatch.setattr(first_light, "in_process", in_process)
+        stages = [Stage(name, "x", (sizes or {}).get(name, 1)) for name in programs]
+        limits = {"slots": slots, "gib": gib, "row_seconds": row_seconds}
+        found = Driver(stages, command, out, tmp_path / "scratch", time.time() + seconds, **limits)
+        return found.run(), read(out / "x.json"), read(out / "run.json")
 
-    def drive(program, seconds=30.0, limit=600.0):
-        programs["x"] = program
-        first_light.drive(first_light.Stage("x", seconds), tmp_path, False, time.monotonic() + limit)
-        return read(tmp_path / "x.json")
-
-    return drive
+    return run
 
 
-def test_a_stage_goes_on_after_a_row_that_crashes(stages):
-    found = stages("""
+def test_a_stage_goes_on_behind_a_row_that_crashes_and_lets_others_go_on(drive):
+    """The process dies while it measures, so that the other one stands still."""
+    crashing = """
 for key in ("a", "b", "c"):
-    if not record.has(key):
+    if record.take(key):
         with record.row(key):
             if key == "b":
-                os._exit(11)
-""")
-    assert found["status"] == "complete"
-    assert [(row["key"], row["status"]) for row in found["rows"]] == [("a", "ok"), ("b", "crashed"), ("c", "ok")]
-
-
-def test_a_stage_that_fails_outside_of_its_rows_says_why(stages):
-    found = stages("import no_such_package")
-    assert found["status"] == "failed"
-    assert "No module named 'no_such_package'" in found["output"]
-    assert stages("record.add({'key': 'a', 'status': 'ok'})")["rows"] == [], "what has failed is left alone"
-
-
-def test_what_failed_is_tried_again_by_the_next_call(tmp_path, monkeypatch):
-    failed = {"stage": "device", "status": "failed", "seconds": 3.0, "rows": [], "facts": {}, "reason": "no driver"}
-    record.write(tmp_path / "device.json", failed)
-    seen = []
-    monkeypatch.setattr(first_light, "drive", lambda stage, out, *_: seen.append(read(out / f"{stage.name}.json")))
-    assert first_light.main(["--out", str(tmp_path), "--only", "device"]) == 1
-    assert seen == [{"stage": "device", "status": "running", "seconds": 3.0, "rows": [], "facts": {}}]
-
-
-@pytest.mark.slow
-def test_a_row_that_hangs_costs_the_stage_its_time(stages):
-    found = stages("""
-with record.row("a"): pass
-with record.row("b"): time.sleep(60)
-""", seconds=3.0)  # fmt: skip
-    assert found["status"] == "complete"
-    assert "time is used up" in found["reason"]
-    assert keys_of(found) == ["a"]
-    assert found["at"] == "b"
-
-
-@pytest.mark.slow
-def test_what_the_end_of_a_call_interrupts_is_done_by_the_next_one(stages, monkeypatch, tmp_path):
-    monkeypatch.setattr(first_light, "GRACE", 2)
-    program = """
-if not record.has("a"):
-    with record.row("a"): pass
-with record.row("b"):
-    if os.path.exists("{flag}"): pass
-    else: open("{flag}", "w").close(); time.sleep(60)
+                with alone():
+                    os._exit(11)
 """
-    program = program.replace("{flag}", str(tmp_path / "flag"))
-    found = stages(program, seconds=300, limit=5)
-    assert (found["status"], keys_of(found)) == ("running", ["a"])
-    assert "at" not in found
-    found = stages(program, seconds=300)
-    assert (found["status"], keys_of(found)) == ("complete", ["a", "b"])
+    other = """
+if record.take("d"):
+    with record.row("d"):
+        while not any(row["status"] == "crashed" for row in record.data["rows"]): time.sleep(0.05)
+"""
+    whole, found, processes = drive({"crashing": crashing, "other": other})
+    assert whole
+    assert {row["key"]: row["status"] for row in found["rows"]} == {"a": "ok", "b": "crashed", "c": "ok", "d": "ok"}
+    assert sorted(row["status"] for row in processes["rows"]) == ["ok", "ok", "restarted"]
 
 
-def test_rows_that_did_not_begin_in_time_are_left_to_the_next_call(tmp_path, monkeypatch):
-    from light import device
+def test_what_runs_at_the_end_of_the_time_is_cut_off_and_a_stage_that_fails_says_why(drive, tmp_path):
+    programs = {
+        "failing": "import no_such_package",
+        "slow": "if record.take('a'):\n    with record.row('a'): pass\nrecord.take('b'); time.sleep(60)",
+    }
+    began = time.monotonic()
+    whole, found, processes = drive(programs, seconds=3)
+    assert not whole
+    assert time.monotonic() - began < 10
+    assert [(row["key"], row["status"]) for row in found["rows"]] == [("a", "ok"), ("b", "cut off")]
+    failed, cut = processes["rows"]
+    assert (failed["status"], cut["status"]) == ("failed", "cut off")
+    assert "No module named 'no_such_package'" in failed["output"]
+    assert not list((tmp_path / "out").glob("*.new"))
 
-    def late(stage, rehearse):
-        with stage.row("a"):
-            pass
 
-    monkeypatch.setattr(device, "run", late)
-    assert first_light.run_stage("device", tmp_path, rehearse=True, seconds=-1) == 0
-    assert read(tmp_path / "device.json")["status"] == "running"
-    assert first_light.run_stage("device", tmp_path, rehearse=True, seconds=10) == 0
-    assert (read(tmp_path / "device.json")["status"], keys(tmp_path / "device.json")) == ("complete", ["a"])
+def test_a_process_that_measures_without_end_is_killed(drive, monkeypatch):
+    monkeypatch.setattr(driver, "MOST_ALONE", 0.5)
+    hanging = """
+if record.take("a"):
+    with record.row("a"), alone(): time.sleep(60)
+"""
+    other = "if record.take('b'):\n    with record.row('b'): time.sleep(1.5)"
+    whole, found, _ = drive({"hanging": hanging, "other": other})
+    assert whole
+    assert {row["key"]: row["status"] for row in found["rows"]} == {"a": "crashed", "b": "ok"}
 
 
-def keys_of(document):
-    return [row["key"] for row in document["rows"]]
+def test_processes_that_do_not_fit_the_device_together_run_in_turn(drive):
+    """The second one waits for the first one. The third one may begin before it, but not the fourth one, which would
+    leave it no room."""
+    program = """
+if record.take(name):
+    with record.row(name) as row:
+        row["beside"] = [key for key in record.data["running"] if key != name]
+        time.sleep(0.7)
+"""
+    sizes = {"large": 60, "also large": 60, "small": 10, "medium": 16}
+    programs = {name: f"name = {name!r}\n{program}" for name in sizes}
+    whole, found, _ = drive(programs, slots=3, gib=77, sizes=sizes)
+    assert whole
+    beside = {row["key"]: row["beside"] for row in found["rows"]}
+    met = {frozenset([key, other]) for key, others in beside.items() for other in others}
+    assert frozenset(["large", "small"]) in met
+    assert not met & {frozenset(["large", "also large"]), frozenset(["large", "medium"])}
 
 
 # --- the stages ---
 
 
 @pytest.mark.slow
-def test_the_cases_of_a_device_begin_with_what_matters_most():
+def test_the_cases_of_a_device_begin_with_one_of_each_family():
     cases = list(correctness.cases(Device("gpu", "NVIDIA H200", (9, 0)), rehearse=False))
     names = [case.key for case in cases]
     assert len(set(names)) == len(names)
     assert len(names) > 150
-    first = sorted(cases, key=lambda case: case.distance)[:12]
-    assert "attention bfloat16, same cache, head_dim 128, pages of 16, mosaic_gpu" in [case.key for case in first]
-    assert "matmul 8B out int4 g128, bfloat16, mosaic_gpu" in [case.key for case in first]
+    ordered = correctness.in_order(cases)
+    families = {case.family for case in cases}
+    assert {case.family for case in ordered[: len(families)]} == families
+    rest = [case.distance for case in ordered[len(families) :]]
+    assert rest == sorted(rest)
+    first = [case.key for case in ordered[:40]]
+    assert "attention bfloat16, same cache, head_dim 128, pages of 16, mosaic_gpu" in first
+    assert "matmul 8B out int4 g128, bfloat16, mosaic_gpu" in first
     assert max(correctness.LARGE.decodes) >= 8192
     assert len(correctness.LARGE.decodes) > 48, "so many that rows are not split"
 
@@ -247,76 +290,155 @@ def test_the_cases_have_every_triton_kernel():
 
 
 def test_a_wrong_kernel_becomes_a_wrong_row(tmp_path, monkeypatch):
-    stage = Record(tmp_path / "correctness.json", "correctness")
+    stage = Record(tmp_path / "correctness.json")
     wrong = selfcheck.Finding("mixed rows", 0.5, 0.016, "row 0")
-    case = correctness.Case("attention, mosaic_gpu", 0, lambda: [wrong, selfcheck.Finding("decode rows", 0.0, 0.016)])
+    found = [wrong, selfcheck.Finding("decode rows", 0.0, 0.016)]
+    case = correctness.Case("attention, mosaic_gpu", ("attention",), 0, lambda: found)
     monkeypatch.setattr(correctness, "cases", lambda device, rehearse: [case])
     correctness.run(stage, rehearse=True)
     (row,) = stage.data["rows"]
     assert (row["status"], row["error"]) == ("wrong", 0.5)
-    stage.finish()
     said = table.markdown(tmp_path)
     assert "| attention | mosaic_gpu | 0 | 1 | 0 |" in said
     assert "wrong: mixed rows: off by 0.5 (row 0), where 0.016 is allowed" in said
 
 
-PTXAS = """
-Resources(smem_scratch_bytes=116736, tmem_scratch_cols=0, barrier_counts=Counter({Barrier(arrival_count=128): 2}))
-Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0)
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'paged_decode_mosaic_gpu_kernel' for 'sm_90a'
-ptxas info    : Function properties for paged_decode_mosaic_gpu_kernel
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 128 registers, used 16 barriers, 1 bytes smem
-ptxas warning : Registers are spilled to local memory in function 'paged_prompts_mosaic_gpu_kernel'
-ptxas info    : Compiling entry function 'paged_prompts_mosaic_gpu_kernel' for 'sm_90a'
-    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
-ptxas info    : Used 168 registers, used 16 barriers, 8 bytes cumulative stack size, 1 bytes smem
+def test_what_does_not_compile_elsewhere_is_said(tmp_path):
+    stage = Record(tmp_path / "decode.json")
+    stage.add({"key": "int4: decode_32", "status": "ok"})
+    with stage.row("int4: mixed_512"):
+        raise ValueError("no such instruction")
+    said = table.compiled(tmp_path, "h200x1")
+    assert "Compiled for h200x1: 1 of decode." in said
+    assert "int4: mixed_512: failed: ValueError: no such instruction" in said
+
+
+def test_a_step_by_kernel():
+    """Three and a half steps of 100 µs: a product of 60 µs, a gap of 10, and two norms of 5 each."""
+    kernels = []
+    for i in range(4):
+        start = 1e5 * i
+        kernels += [Kernel("product", start, 6e4), Kernel("norm", start + 7e4, 5e3), Kernel("norm", start + 7.5e4, 5e3)]
+    found = profile.by_kernel(kernels[1:], steps=4)
+    assert (found["whole_steps"], found["step_us"], found["kernels_per_step"]) == (2, 100.0, 3.0)
+    assert (found["busy_us"], found["idle_us"]) == (70.0, 30.0)
+    assert found["kernels"] == [["product", 1.0, 60.0, 60.0, 10.0], ["norm", 2.0, 5.0, 10.0, 5.0]]
+    assert found["order"] == [[0, 0.0, 60.0], [1, 70.0, 5.0], [1, 75.0, 5.0]]
+    assert found["gaps"][0] == [20.0, "norm", "product"]
+    assert profile.by_kernel(kernels[:3], steps=1)["whole_steps"] == 0
+
+
+THUNKS = """000: kCopy         [source | next=001 (1)] kCopy
+001: kCommandBuffer [source       | next=008 (1)]
+    002: kCustomKernel [source       | next=003 (1)] fusion grid: [2048, 1, 1] threads: [64, 1, 1]
+    003: kWhile [prev=002 (1) | sink]
+  body:
+        004: kCustomKernel [source | sink] body_fusion
+005: kWhile         [prev=000 (1) | sink        ]
+condition:
+    006: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
+  body:
+    007: kSort [source | sink] sort
 """
 
 
-def test_what_the_assembler_says_is_read():
-    decode, prompts = resources.parse(PTXAS)
-    assert decode == {
-        "kernel": "paged_decode_mosaic_gpu_kernel", "target": "sm_90a", "stack": 0, "spill_stores": 0,
-        "spill_loads": 0, "registers": 128, "static_shared": 1, "dynamic_shared": 116736,
-    }  # fmt: skip
-    assert (prompts["registers"], prompts["spill_loads"], prompts["dynamic_shared"]) == (168, 4, 231424)
-    assert resources.parse("nothing of the kind") == []
+def test_what_is_recorded_is_told_from_what_is_launched(tmp_path, monkeypatch):
+    found = recorded.operations(THUNKS)
+    assert found["launched"] == {"kCopy": 1, "kCommandBuffer": 1, "kWhile": 1, "kCustomKernel": 1, "kSort": 1}
+    assert found["recorded"] == {"kCustomKernel": 2, "kWhile": 1}
+    (tmp_path / "module_0123.jit_decode_32.thunk_sequence_after_thunk_passes.txt").write_text(THUNKS)
+    (tmp_path / "module_0123.jit_decode_32.thunk_sequence.txt").write_text(THUNKS)
+    monkeypatch.setenv(recorded.DUMP, str(tmp_path))
+    assert recorded.programs() == [{"program": "jit_decode_32", **found}]
 
 
-def test_how_many_programs_fit_a_multiprocessor():
-    assert resources.programs(128, 116_736, 256) == 1, "1,024 bytes too many for two"
-    assert resources.programs(128, 115_712, 256) == 2
-    assert resources.programs(168, 1024, 384) == 1
-    assert resources.programs(32, 0, 128) == 16
+def test_profiles_are_taken_again_where_command_buffers_hide_the_kernels(tmp_path, monkeypatch):
+    record, load = Record(tmp_path / "decode.json"), decode.Load((32, 1), 1024, 128)
+    monkeypatch.setenv("XLA_FLAGS", recorded.environment(tmp_path, in_profiles=True)["XLA_FLAGS"])
+    assert "int4, 32 rows, profile" in decode._work(record, "int4", load)
+    record.add({"key": "int4, 32 rows, profile", "status": "ok", "kernels_per_step": 290.0})
+    record.add({"key": "int4, 1 rows, profile", "status": "ok", "kernels_per_step": 1.0})
+    monkeypatch.setenv("XLA_FLAGS", recorded.environment(tmp_path, in_profiles=False)["XLA_FLAGS"])
+    again = [key for key in decode._work(record, "int4", load) if "profile" in key]
+    assert again == ["int4, 1 rows, profile, launched one by one"]
+
+
+LOGGED = """
+command_buffer_thunk.cc:233] Update command buffer on device #0 by recoding command buffer cmd sequence after 7 \
+executions since last update; num_commands=78; updated_allocs=3
+command_buffer_thunk.cc:251] Updated command buffer in 240 us; num_commands=78
+command_buffer_thunk.cc:260] Execute command buffer on device #0; num_executions=1
+command_buffer_thunk.cc:260] Execute command buffer on device #0; num_executions=2
+command_buffer_thunk.cc:210] Execute command buffer thunk as a regular thunk sequence because we detected a session
+"""
+
+
+def test_updates_of_command_buffers():
+    found = recorded.updates(LOGGED, steps=2)
+    assert found == {"ran_per_step": 1.0, "updated_per_step": 0.5}
+    with recorded.captured() as said:
+        os.write(2, b"before")
+        said.mark()
+        os.write(2, b"after")
+    assert said.text == "after"
 
 
 def test_gaps_between_steps():
     # Two tokens a call; the host dispatches a step 3 ms before the one before it has arrived, once 1 ms after.
     dispatched = [(0.000, 0.001), (0.006, 0.007), (0.016, 0.021), (0.026, 0.027), (0.036, 0.037)]
     arrived = [(0.001, 0.010, 2), (0.015, 0.020, 2), (0.025, 0.030, 2), (0.03999, 0.040, 2), (0.045, 0.050, 2)]
-    found = engine.steady(dispatched, arrived, first=1)
+    found = decode.steady(dispatched, arrived, first=1)
     assert found["token_ms"] == pytest.approx(5.0)
     assert (found["steps"], found["steps_per_call"]) == (3, 2)
     assert found["ahead_ms"] == pytest.approx(3.0)
     assert found["ahead_least_ms"] == pytest.approx(-1.0)
     assert found["late"] == pytest.approx(1 / 3)
     with pytest.raises(RuntimeError, match="too few steps"):
-        engine.steady(dispatched[:2], arrived[:2], first=1)
+        decode.steady(dispatched[:2], arrived[:2], first=1)
 
 
-def test_the_floor_counts_what_a_step_reads(tmp_path):
-    from jaxserve.config import EngineConfig
-    from jaxserve.engine.engine import Engine
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decode")
+    config = decode.settings("bf16", decode.LOADS[True], folder, "cpu", rehearse=True)
+    with mock.patch("jaxserve.engine.loading.trust_matmul", side_effect=AssertionError("kernels are checked")):
+        return decode.Engine.load(config, checks=False)
 
-    folder = engine.folder_of(engine.SMALL, tmp_path / "model")
-    one = Engine.load(EngineConfig(model=str(folder), load_format="dummy", max_num_seqs=2, kv_pages=16, page_size=8))
+
+def test_the_floor_counts_what_a_step_reads(small):
     # Two layers of 64 x (64 + 32 + 32 + 64) and 3 x 64 x 128 weights with two norms, a last norm, and the head.
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64 + 256 * 64
     length = 40 + 70 / 2
     expected = 4 * (weights + 2 * length * 2 * 2 * 2 * 16)  # of two rows: layers, keys and values, heads, head_dim
-    assert engine.step_bytes(one, 2, engine.LOADS[True]) == pytest.approx(expected, rel=0.01), "tiles have headers"
+    assert decode.step_bytes(small, 2, decode.LOADS[True]) == pytest.approx(expected, rel=0.01), "tiles have headers"
+
+
+@pytest.mark.slow
+def test_prompts_are_done_when_the_last_one_is(small, monkeypatch):
+    """Of three prompts, two wait until the first one has drawn four tokens."""
+    engine, held, decoding = small, [], []
+    add, step = engine.add_request, engine.step
+
+    def hold(request):
+        (held.append if len(held) < 2 else add)(request)
+
+    drawn = []
+
+    def release():
+        output = step()
+        drawn.append(sum(len(update.token_ids) for update in output))
+        if sum(drawn) >= 4:
+            while held:
+                add(held.pop())
+        return output
+
+    monkeypatch.setattr(engine, "add_request", hold)
+    monkeypatch.setattr(engine, "step", release)
+    found = decode.generate(
+        engine, decode.Watch(engine), 3, decode.LOADS[True], 1, decoding=lambda: decoding.append(sum(drawn))
+    )
+    assert decoding[0] > 4
+    assert found["decoded_beside_prompts"] == decoding[0] - 3 > 0
 
 
 # --- the script ---
@@ -343,60 +465,54 @@ def test_stages_are_imported_with_stand_ins(stand_ins):
 def test_a_rehearsal_with_stand_ins_that_is_killed_and_goes_on(tmp_path, stand_ins):
     """The engine runs without msgspec and llguidance."""
     out = tmp_path / "out"
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": stand_ins}
-    command = [sys.executable, SCRIPT, "--out", str(out), "--rehearse", "--only", "device", "engine-int4"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": stand_ins, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, SCRIPT, "--out", str(out), "--rehearse", "--only", "device", "decode-int4"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
-        if "key start" in line:  # the engine is loaded, and no batch has run yet
+        if "key int4, start" in line:  # the engine is loaded, and no batch has run yet
             break
-    stop_all(process)
-    before = read(out / "engine-int4.json")
-    assert before["status"] == "running"
-    done = run("--out", out, "--rehearse", "--only", "device", "engine-int4", env={"PYTHONPATH": stand_ins})
-    assert done.returncode == 0, done.stdout + done.stderr
-    after = read(out / "engine-int4.json")
-    assert after["rows"][0] == before["rows"][0]
-    assert after["status"] == "complete"
-    batches = [row for row in after["rows"] if "token_ms" in row]
-    assert [row["batch"] for row in batches] == [1, 1, 3, 3]
-    assert [row["steps_per_call"] == 1 for row in batches] == [False, True, False, True]
-    assert all(row["status"] == "ok" and row["floor_ms"] > 0 for row in batches)
-    assert keys(out / "device.json") == ["ceilings"]
-    assert "| int4 | 3 |" in done.stdout
-    again = run("--out", out, "--rehearse", "--only", "device", "engine-int4")
-    assert read(out / "engine-int4.json") == after, "what is complete is skipped"
-    assert again.returncode == 0
-    assert run("--table", out).stdout.strip() == done.stdout[done.stdout.index(f"{read_device(out)};") :].strip()
-
-
-def stop_all(process):
-    """Stops the script, and its stage's process, which is in another process group."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    for pid in [str(process.pid), *children.stdout.split()]:
-        subprocess.run(["kill", "-9", pid], check=False)
+    process.kill()
     process.wait()
-
-
-def read_device(out):
-    return read(out / "device.json")["facts"]["device"]
+    before = read(out / "decode.json")
+    assert keys(out / "decode.json") == ["int4, start"]
+    done = run("--out", out, "--rehearse", "--only", "device", "decode-int4", env={"PYTHONPATH": stand_ins})
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = read(out / "decode.json")
+    assert after["rows"][0] == before["rows"][0]
+    names = ["int4, start", "int4, 3 rows", "int4, 3 rows, profile", "int4, 1 rows", "int4, 1 rows, profile"]
+    assert keys(out / "decode.json") == [*names, "int4, programs"]
+    assert {row["status"] for row in after["rows"]} == {"ok"}
+    profiles = [row for row in after["rows"] if "step_us" in row]
+    assert all(row["whole_steps"] > 2 and len(row["kernels"]) > 5 for row in profiles)
+    assert "ceilings" in keys(out / "run.json")
+    assert "| int4 | 3 |" in done.stdout
+    again = run("--out", out, "--rehearse", "--only", "device", "decode-int4")
+    assert read(out / "decode.json") == after, "what is there is not measured again"
+    assert again.returncode == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", [["correctness", "resources"], ["kernels", "peers"]], ids="-".join)
-def test_a_rehearsal(tmp_path, only):
-    done = run("--out", tmp_path, "--rehearse", "--only", *only)
+def test_a_rehearsal_of_all_stages_ends_in_time(tmp_path):
+    began = time.monotonic()
+    done = run("--out", tmp_path, "--rehearse", "--minutes", 9)
+    print(done.stdout)
+    assert time.monotonic() - began < 9 * 60
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Not right, or not done" not in done.stdout or "transformers continuous" in done.stdout
-    for name in only:
-        document = read(tmp_path / f"{name}.json")
-        assert document["status"] == "complete"
-        assert document["rows"]
-        if name != "peers":  # the peers need torch
-            assert {row["status"] for row in document["rows"]} == {"ok"}
-    if only[0] == "correctness":
-        assert "| attention | xla | 2 | 0 | 0 |" in done.stdout
-        assert re.search(r"\| adapters \| (cpu|reference) \| 1 \| 0 \| 0 \|", done.stdout)
-        assert re.search(r"\| latent \| xla \| \d \| 0 \| 0 \|", done.stdout)
-    else:
-        assert "| decode | 4 x 300 | xla |" in done.stdout
+    rows = {path.stem: read(path)["rows"] for path in tmp_path.iterdir()}
+    assert {row["key"].partition(",")[0] for row in rows["run"]} >= set(first_light.NAMES)
+    for name, found in rows.items():
+        others = {row["status"] for row in found if not row["key"].startswith("transformers")}  # needs torch
+        assert others == {"ok"}, (name, found)
+    assert keys(tmp_path / "server.json") == ["cold start", "1 at a time", "4 at a time", "warm start"]
+    assert {row["weights"] for row in rows["decode"] if "token_ms" in row} >= set(decode.FORMS)
+    for said in (
+        "| attention | xla | 2 | 0 | 0 |",
+        "| decode | 4 x 300 | xla |",
+        "| cold start |",
+        "One step, bf16, 1",
+    ):
+        assert said in done.stdout
+    assert re.search(r"\| latent \| xla \| \d \| 0 \| 0 \|", done.stdout)
+    assert run("--table", tmp_path).stdout.strip() in done.stdout

@@ -86,6 +86,36 @@ def test_time_per_call(queue, run, host_bound, monkeypatch):
     assert timing.LEAST_SAMPLES <= len(measured.samples) <= timing.SAMPLES
 
 
+def test_the_least_time_is_that_of_the_best_long_sample(monkeypatch):
+    work = FakeWork(0.0, 1e-3)
+    starts = []
+
+    def enqueue(rounds):
+        work.run = 1e-3 if len(starts) == 3 else 2e-3
+        starts.append(rounds)
+        FakeWork.enqueue(work, rounds)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: work.now)
+    monkeypatch.setattr(work, "enqueue", enqueue)
+    assert timing.least_seconds(work) == pytest.approx(1e-3)
+    assert min(starts[2:]) * work.calls * 2e-3 >= timing.CEILING_SECONDS
+
+
+def test_ceilings_are_of_a_large_copy_and_of_products_one_after_the_other(monkeypatch):
+    works = []
+
+    def least(work):
+        works.append(work)
+        return 1e-3
+
+    monkeypatch.setattr(timing, "least_seconds", least)
+    assert timing.ceilings("cpu") == {"bytes_per_s": 2 * (64 << 20) / 1e-3, "flops_per_s": 2 * 1024**3 / 1e-3}
+    product = works[-1]
+    product.enqueue(8)
+    product.wait()
+    assert float(jnp.std(product.state)) == pytest.approx(1.0, rel=0.1), "rows keep their norms"
+
+
 def test_a_chain_goes_through_all_inputs():
     sets = [(jnp.float32(10**i),) for i in range(4)]
     chain = timing.Chain(lambda total, x: (total + x, 2 * x), jnp.float32(0), sets, 2)

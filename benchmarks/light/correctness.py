@@ -1,13 +1,14 @@
 """Stage `correctness`: the checks of `jaxserve.pallas_kernels.selfcheck`, at more and larger sizes, for every backend.
 
-Cases are ordered by the number of their unusual settings, so that the least important ones are skipped when time runs
-out.
+First comes a case of each family, which is a kernel with its types, then the rest; among them those with the fewest
+unusual settings first, so that the least important ones are skipped when time runs out. Several processes share the
+cases.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,26 +36,35 @@ MATMUL_ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1000)
 
 @dataclass(frozen=True)
 class Case:
-    """distance: the number of unusual settings."""
+    """distance: the number of unusual settings. family: the kernel, with the types of its inputs and weights."""
 
     key: str
+    family: tuple[str, ...]
     distance: int
-    check: Callable[[], list[selfcheck.Finding]]
+    check: Callable[[], Iterable[selfcheck.Finding]]
 
 
 def run(record: Record, *, rehearse: bool) -> None:
-    for case in sorted(cases(Device.of(jax.devices()[0]), rehearse), key=lambda case: case.distance):
-        if record.has(case.key):
+    for case in in_order(cases(Device.of(jax.devices()[0]), rehearse)):
+        if not record.take(case.key):
             continue
         with record.row(case.key) as row:
-            findings = case.check()
+            findings = list(case.check())
             worst = max(findings, key=lambda f: f.error / max(f.allowed, 1e-30))
             row |= {"error": worst.error, "allowed": worst.allowed, "findings": list(map(str, findings))}
             if wrong := [finding for finding in findings if not finding.right]:
                 row |= {"status": "wrong", "reason": "; ".join(map(str, wrong))}
 
 
-def cases(device: Device, rehearse: bool) -> Iterator[Case]:
+def in_order(found: Iterable[Case]) -> list[Case]:
+    """The cases, the first one of each family before all others."""
+    by_distance = sorted(found, key=lambda case: case.distance)
+    first = {case.key for case in reversed({case.family: case for case in reversed(by_distance)}.values())}
+    return sorted(by_distance, key=lambda case: case.key not in first)
+
+
+def cases(device: Device, rehearse: bool, wrap: Callable[[Any], Any] = lambda kernel: kernel) -> Iterator[Case]:
+    """All cases. wrap: makes what is checked of each kernel."""
     for backend in BACKENDS:
         try:
             attention, matmul = load("attention", backend), load("matmul", backend)
@@ -64,29 +74,34 @@ def cases(device: Device, rehearse: bool) -> Iterator[Case]:
             if explain("attention", device, problem)[backend] is not None:
                 continue
             rows = SMALL if rehearse else LARGE if distance == 0 else STARTUP
-            yield Case(f"attention {name}, {backend}", distance, partial(_attend, attention, problem, rows, rehearse))
+            types = str(problem.q_dtype), str(problem.kv_dtype)
+            variants = _variants(attention, device, problem, rehearse)
+            repeats = 2 if rehearse else selfcheck.REPEATS
+            check = partial(selfcheck.check_attention, wrap(attention.paged_attention), problem, rows=rows)
+            check = partial(check, variants=variants, repeats=repeats)
+            yield Case(f"attention {name}, {backend}", ("attention", backend, *types), distance, check)
             write = getattr(attention, "write_kv", kv_write.write_kv)
             if write is not kv_write.write_kv or backend == "xla":
-                yield Case(f"write {name}, {backend}", distance, partial(selfcheck.check_write, write, problem))
+                check = partial(selfcheck.check_write, wrap(write), problem)
+                yield Case(f"write {name}, {backend}", ("write", backend, *types), distance, check)
         for w, name, distance in _matmul_problems(device.platform, rehearse):
             if explain("matmul", device, w)[backend] is not None or (backend == "xla" and distance):
                 continue
             counts: Sequence[int] = selfcheck.MATMUL_ROWS if rehearse or distance > 1 else MATMUL_ROWS
-            check = partial(selfcheck.check_matmul, matmul.quant_matmul, w, rows=counts)
-            yield Case(f"matmul {name}, {backend}", distance, check)
+            types = str(w.x_dtype), str(w.codes_dtype)
+            check = partial(selfcheck.check_matmul, wrap(matmul.quant_matmul), w, rows=counts)
+            yield Case(f"matmul {name}, {backend}", ("matmul", backend, *types), distance, check)
             if hasattr(matmul, "grouped_quant_matmul"):
-                grouped = partial(selfcheck.check_grouped, matmul.grouped_quant_matmul, w)
-                yield Case(f"matmul by expert {name}, {backend}", distance + 1, grouped)
-    yield from (Case(*found) for found in other_kernels.cases(device, rehearse))
+                grouped = partial(selfcheck.check_grouped, wrap(matmul.grouped_quant_matmul), w)
+                family = ("matmul by expert", backend, *types)
+                yield Case(f"matmul by expert {name}, {backend}", family, distance + 1, grouped)
+    yield from (Case(*found) for found in other_kernels.cases(device, rehearse, wrap))
 
 
-def _attend(module: Any, problem: AttentionProblem, rows: Rows, rehearse: bool) -> list[selfcheck.Finding]:
+def _variants(module: Any, device: Device, problem: AttentionProblem, rehearse: bool) -> tuple[str, ...]:
     variants = ("mixed", "all") if rehearse else ("mixed", "decode", "window", "all")
     extras = replace(problem, softcap=True, sinks=True)
-    if module.why_not(Device.of(jax.devices()[0]), extras) is not None:
-        variants = variants[:-1]
-    repeats = 2 if rehearse else selfcheck.REPEATS
-    return selfcheck.check_attention(module.paged_attention, problem, rows=rows, variants=variants, repeats=repeats)
+    return variants if module.why_not(device, extras) is None else variants[:-1]
 
 
 def _attention_problems(platform: str, rehearse: bool) -> Iterator[tuple[AttentionProblem, str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -19,8 +20,7 @@ QUERY = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm",
          "power.limit", "temperature.gpu", "ecc.mode.current", "mig.mode.current")  # fmt: skip
 
 
-def run(record: Record, *, rehearse: bool) -> None:
-    del rehearse  # the stage is small anyway
+def run(record: Record) -> None:
     device = jax.devices()[0]
     record.note(**report.machine(device=True), versions=versions(), **nvidia(), **tools(), backends=backends(device))
     stats = device.memory_stats() or {}
@@ -31,9 +31,31 @@ def run(record: Record, *, rehearse: bool) -> None:
         cores=getattr(device, "core_count", None),
         backend_version=str(device.client.platform_version).split("\n")[0],
     )
-    if not record.has("ceilings"):
+    if record.take("ceilings"):
         with record.row("ceilings") as row:
             row |= timing.ceilings(Device.of(device).platform)
+    if device.platform == "gpu" and record.take("ceilings, torch"):
+        with record.row("ceilings, torch") as row:
+            row |= torch_ceilings()
+
+
+def torch_ceilings() -> dict[str, float]:
+    """The same rates with torch, whose copy is the driver's and whose product is cuBLAS's."""
+    import torch
+    from peers.kernel_backends import TorchWork
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("this torch sees no GPU")
+
+    def best(call: Callable[[], Any], calls: int) -> float:
+        return timing.least_seconds(TorchWork(torch, [call] * calls, lambda x: x))
+
+    x = torch.randint(2**31 - 1, (timing.COPY_BYTES // 4,), dtype=torch.int32, device="cuda")
+    y = torch.empty_like(x)
+    copy = best(lambda: y.copy_(x), 1)
+    a, b, c = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    product = best(lambda: torch.mm(a, b, out=c), timing.CHAIN)
+    return {"bytes_per_s": 2 * timing.COPY_BYTES / copy, "flops_per_s": 2 * 8192**3 / product}
 
 
 def versions() -> dict[str, str]:

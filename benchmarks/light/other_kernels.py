@@ -34,7 +34,8 @@ from jaxserve.pallas_kernels.selfcheck_cases import Rows
 from jaxserve.pallas_kernels.types import BLOCK_KINDS, Activations, stored_latent_width
 
 Check = Callable[[], Any]
-Found = tuple[str, int, Check]  # key, number of unusual settings, check
+Wrap = Callable[[Any], Any]  # makes what is checked of a kernel
+Found = tuple[str, tuple[str, ...], int, Check]  # key, family, number of unusual settings, check
 
 SMALL_ROWS = Rows((300, 1, 16, 65), ((41, 90), (9, 0)))  # of a rehearsal
 VOCABULARIES = (128256, 32000)
@@ -45,19 +46,26 @@ MXFP4, NVFP4 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m
 USUAL = ("int4 g128 shuffled", "int8 channel shuffled", "mxfp4", "Q4_K", "Q6_K", "fp8 dynamic", "int8 dynamic")
 
 
-def cases(device: Device, rehearse: bool) -> Iterator[Found]:
+def cases(device: Device, rehearse: bool, wrap: Wrap) -> Iterator[Found]:
     dtypes = ("float32",) if device.platform == "cpu" else ("bfloat16", "float16")
     add = adapters_of(device)
     for unusual, dtype in enumerate(np.dtype(jnp.dtype(name)) for name in dtypes):
         for problem, name in weights(dtype, SMALL_SHAPE if rehearse else SHAPE):
-            yield from _products(device, problem, f"{name}, {dtype}", unusual + (name not in USUAL))
-        yield from _fused(device, dtype, unusual)
-        yield f"adapters {dtype}, {_backend(add)}", unusual, partial(selfcheck_lora.check_adapters, add, dtype)
-        yield from _latents(device, dtype, unusual, rehearse)
+            family = f"matmul {name}", str(dtype)
+            yield from _products(device, problem, family, unusual + (name not in USUAL), wrap)
+        yield from _fused(device, dtype, unusual, wrap)
+        check = partial(selfcheck_lora.check_adapters, wrap(add), dtype)
+        yield f"adapters {dtype}, {_backend(add)}", ("adapters", str(dtype)), unusual, check
+        yield from _latents(device, dtype, unusual, rehearse, wrap)
     draw = choose_ops(device, _attention(device, np.dtype(jnp.dtype(dtypes[0])))).draw
     for unusual, vocab in enumerate((SMALL_VOCABULARY,) if rehearse else VOCABULARIES):
         if draw is not None:
-            yield f"draw from {vocab} tokens, triton", unusual, partial(selfcheck_draw.check_draw, draw, vocab)
+            yield (
+                f"draw from {vocab} tokens, triton",
+                ("draw",),
+                unusual,
+                partial(selfcheck_draw.check_draw, wrap(draw), vocab),
+            )
 
 
 def weights(x: np.dtype, shape: tuple[int, int]) -> Iterator[tuple[MatmulProblem, str]]:
@@ -85,48 +93,54 @@ def weights(x: np.dtype, shape: tuple[int, int]) -> Iterator[tuple[MatmulProblem
     yield blocks, "fp8 128x128 dynamic"
 
 
-def _products(device: Device, problem: MatmulProblem, name: str, unusual: int) -> Iterator[Found]:
+def _products(
+    device: Device, problem: MatmulProblem, family: tuple[str, ...], unusual: int, wrap: Wrap
+) -> Iterator[Found]:
+    name = ", ".join(family)
     if problem.activations is not None:
         if w8a8.why_not(device, problem) is None:
             for parts in (False, True) if device.platform == "gpu" else (False,):
-                product = partial(rounding_product, parts)
-                key = f"matmul {name}{' in parts' if parts else ''}, w8a8"
-                yield key, unusual, partial(selfcheck.check_matmul, product, problem)
+                product = wrap(partial(rounding_product, parts))
+                key = f"{name}{' in parts' if parts else ''}, w8a8"
+                yield key, (*family, str(parts)), unusual, partial(selfcheck.check_matmul, product, problem)
         return
     for backend, reason in explain("matmul", device, problem).items():
         if reason is not None or backend == "xla" or (problem.shuffled and backend != "mosaic_gpu"):
             continue
         module = load("matmul", backend)
-        yield f"matmul {name}, {backend}", unusual, partial(selfcheck.check_matmul, module.quant_matmul, problem)
+        check: Check = partial(selfcheck.check_matmul, wrap(module.quant_matmul), problem)
+        yield f"{name}, {backend}", (*family, backend), unusual, check
         if hasattr(module, "quant_matmul_parts"):
-            check = partial(selfcheck.check_parts, module.quant_matmul_parts, problem)
-            yield f"matmul {name} in parts, {backend}", unusual, check
+            check = partial(selfcheck.check_parts, wrap(module.quant_matmul_parts), problem)
+            yield f"{name} in parts, {backend}", (*family, backend, "in parts"), unusual, check
         if hasattr(module, "grouped_quant_matmul"):
-            grouped = partial(selfcheck.check_grouped, module.grouped_quant_matmul, problem)
-            yield f"matmul by expert {name}, {backend}", unusual + 1, grouped
+            grouped = partial(selfcheck.check_grouped, wrap(module.grouped_quant_matmul), problem)
+            by_expert = name.replace("matmul", "matmul by expert", 1)
+            yield f"{by_expert}, {backend}", (*family, backend, "by expert"), unusual + 1, grouped
 
 
-def _fused(device: Device, dtype: np.dtype, unusual: int) -> Iterator[Found]:
+def _fused(device: Device, dtype: np.dtype, unusual: int, wrap: Wrap) -> Iterator[Found]:
     problem = _attention(device, dtype)
     for codes in (dtype, np.dtype(np.int8)):
         cached = replace(problem, kv_dtype=codes, has_scale=codes != dtype)
-        said = f"{dtype}, {'same' if codes == dtype else codes} cache"
+        said, types = f"{dtype}, {'same' if codes == dtype else codes} cache", (str(dtype), str(codes))
         fused = choose_ops(device, cached).fused
         if fused is not None:
-            yield f"fused {said}, triton", unusual, partial(selfcheck_fused.check_fused, fused, cached)
+            check: Check = partial(selfcheck_fused.check_fused, wrap(fused), cached)
+            yield f"fused {said}, triton", ("fused", *types), unusual, check
         for backend, reason in explain("attention", device, cached).items():
             both = getattr(load("attention", backend), "write_and_attend", None) if reason is None else None
             if both is not None:
                 attend = load("attention", backend).paged_attention
-                check = partial(selfcheck_fused.check_write_and_attend, both, attend, cached)
-                yield f"write-and-attend {said}, {backend}", unusual, check
+                check = partial(selfcheck_fused.check_write_and_attend, wrap(both), wrap(attend), cached)
+                yield f"write-and-attend {said}, {backend}", ("write-and-attend", *types), unusual, check
 
 
 def _attention(device: Device, dtype: np.dtype) -> AttentionProblem:
     return AttentionProblem(dtype, dtype, 2, 4, 128, 128 if device.platform == "tpu" else 16)
 
 
-def _latents(device: Device, dtype: np.dtype, unusual: int, rehearse: bool) -> Iterator[Found]:
+def _latents(device: Device, dtype: np.dtype, unusual: int, rehearse: bool, wrap: Wrap) -> Iterator[Found]:
     """Attention of DeepSeek's sizes, with the heads of one device and of all of eight."""
     page = 128 if device.platform == "tpu" else 16
     usual = LatentProblem(dtype, dtype, 16, 512, 64, page, width=stored_latent_width(576, device.platform))
@@ -136,16 +150,17 @@ def _latents(device: Device, dtype: np.dtype, unusual: int, rehearse: bool) -> I
         for heads in (usual.heads,) if rehearse else (usual.heads, 128):
             problem = replace(usual, heads=heads, kv_dtype=codes, has_scale=codes != dtype)
             name = f"{dtype}, {'same' if codes == dtype else codes} cache, {heads} heads"
+            types = str(dtype), str(codes)
             distance = unusual + (codes != dtype) + (heads != usual.heads)
             for backend in BACKENDS:
                 if explain("latent", device, problem).get(backend, "") is not None:
                     continue
                 module, options = load("latent", backend), {"rows": SMALL_ROWS, "repeats": 2} if rehearse else {}
-                check = partial(selfcheck_latent.check_latent, module.latent_attention, problem, **options)
-                yield f"latent {name}, {backend}", distance, check
+                check = partial(selfcheck_latent.check_latent, wrap(module.latent_attention), problem, **options)
+                yield f"latent {name}, {backend}", ("latent", backend, *types), distance, check
                 if module.write_latent is not latent.write_latent or backend == "xla":
-                    write = partial(selfcheck_latent.check_write_latent, module.write_latent, problem)
-                    yield f"latent-write {name}, {backend}", distance, write
+                    write = partial(selfcheck_latent.check_write_latent, wrap(module.write_latent), problem)
+                    yield f"latent-write {name}, {backend}", ("latent-write", backend, *types), distance, write
 
 
 def _backend(function: Callable[..., Any]) -> str:

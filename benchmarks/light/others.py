@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxserve.bench.kernel_cases import Case
 from light.record import Record, read
+from light.table import best
 
 
 def run_kernels(record: Record, *, rehearse: bool) -> None:
-    """Runs every case of benchmarks/kernels.py, in its order. A row is one backend or one peer."""
+    """Runs the cases of benchmarks/kernels.py. A row is one case, with a result for each backend and peer."""
     import jax
     import kernels
 
     from jaxserve.bench import timing
-    from jaxserve.bench.kernel_shapes import cases
     from jaxserve.pallas_kernels.registry import Device
-    from jaxserve.pallas_kernels.types import default_page_size
 
     platform = Device.of(jax.devices()[0]).platform
-    ceilings = record.data["facts"].get("ceilings") or _ceilings(record) or timing.ceilings(platform)
+    ceilings = best(read(record.path.parent / "run.json")) or timing.ceilings(platform)
     able, absent = kernels.contestants(list(kernels.COLORS))
     record.note(ceilings=ceilings, absent=absent)
-    sizes, dtype = "small" if rehearse else "full", "float32" if platform == "cpu" else "bfloat16"
-    chosen = list(cases(sizes, dtype, default_page_size(platform)))
-    if rehearse:
-        chosen = [case for case in chosen if case.part in ("decode", "matmul")][:4]
-    for case in chosen:
-        key = f"{case.part} {case.name}"
-        if record.has(key):
+    for case in kernel_cases(platform, rehearse):
+        if not record.take(key := f"{case.part} {case.name}"):
             continue
         with record.row(key) as row:
             row["results"] = list(kernels.Comparison(case, ceilings).rows(able))
@@ -40,25 +35,39 @@ def run_kernels(record: Record, *, rehearse: bool) -> None:
                     row["reason"] = "; ".join(f"{x['backend']}: {x['reason']}" for x in row["results"] if "reason" in x)
 
 
-def _ceilings(record: Record) -> dict[str, float] | None:
-    for row in (read(record.path.parent / "device.json") or {}).get("rows", []):
-        if "bytes_per_s" in row:
-            return {name: float(row[name]) for name in ("bytes_per_s", "flops_per_s")}
-    return None
+def kernel_cases(platform: str, rehearse: bool) -> list[Case]:
+    """The cases in turn from each operation, so that each has some when the time is over."""
+    from jaxserve.bench.kernel_shapes import OPERATIONS, cases
+    from jaxserve.pallas_kernels.types import default_page_size
+
+    sizes, dtype = "small" if rehearse else "full", "float32" if platform == "cpu" else "bfloat16"
+    found = list(cases(sizes, dtype, default_page_size(platform)))
+    parts = ("decode", "matmul") if rehearse else OPERATIONS
+    queues = {part: iter([case for case in found if case.part == part]) for part in parts}
+    in_turn = list(_in_turn(queues))
+    return in_turn[:4] if rehearse else in_turn
+
+
+def _in_turn(queues: dict[str, Iterator[Case]]) -> Iterator[Case]:
+    while queues:
+        for part, queue in list(queues.items()):
+            if (case := next(queue, None)) is None:
+                del queues[part]
+            else:
+                yield case
 
 
 def run_peers(record: Record, *, rehearse: bool) -> None:
     """Runs the load of the engine's stages on transformers, on the same device, with weights of equal shape."""
-    from light.engine import LOADS, SHAPE, SMALL
+    from light.decode import FORMS, SHAPE, SMALL, load_of
 
-    load = LOADS[rehearse]
+    load = load_of(FORMS[0], rehearse)
     model: Any = None
     for batch in load.batches:
-        key = f"transformers continuous, batch {batch}"
-        if not record.has(key):
+        if record.take(key := f"transformers continuous, {batch} rows"):
             with record.row(key) as row:
                 model = model or _model(SMALL if rehearse else SHAPE, rehearse)
-                row |= _measure(model, batch, load) | {"batch": batch}
+                row |= _measure(model, batch, load) | {"weights": "transformers, bf16", "rows": batch}
 
 
 def _model(shape: dict[str, Any], rehearse: bool) -> Any:
@@ -83,12 +92,14 @@ def _measure(model: Any, batch: int, load: Any) -> dict[str, Any]:
     from peers.torch_engine import continuous
 
     from jaxserve.bench.local import random_ids
+    from jaxserve.pallas_kernels.alone import alone
 
     prompts = random_ids(np.random.default_rng(batch), model.config.vocab_size, batch, load.cached)
     answer: Callable[..., Any] = continuous
     answer(model, prompts[:1], 8, 1)  # warm-up
-    began = time.perf_counter()
-    answers = answer(model, prompts, load.tokens + 1, batch)
+    with alone():
+        began = time.perf_counter()
+        answers = answer(model, prompts, load.tokens + 1, batch)
     ended = max(one["end"] for one in answers)
     spans = [one["arrivals"][-1] - one["arrivals"][0] for one in answers if len(one["arrivals"]) > 1]
     return {

@@ -1,4 +1,4 @@
-"""The results of first_light.py as Markdown, for docs/first-light.md."""
+"""The results of first_light.py as Markdown, for docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -8,19 +8,43 @@ from typing import Any
 
 from light.record import read
 
-ENGINES = {"engine-bf16": "bf16", "engine-fp8": "fp8", "engine-int4": "int4"}
-FEW = 12  # wrong and failed rows of a stage that are listed; the files have all
+FEW = 12  # wrong and failed rows of a file that are listed; the files have all
+KERNELS = 14  # of a profile
+BETTER = ("bytes_per_s", "flops_per_s")
+
+Row = dict[str, Any]
+
+
+def documents_of(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: found for path in sorted(folder.glob("*.json")) if (found := read(path)) is not None}
+
+
+def compiled(folder: Path, target: str) -> str:
+    """How much compiled for a target, and what did not."""
+    documents = documents_of(folder)
+    counts = {name: sum(row["status"] == "ok" for row in found["rows"]) for name, found in documents.items()}
+    said = ", ".join(f"{count} of {name}" for name, count in counts.items() if name != "run")
+    return "\n\n".join(filter(None, [f"Compiled for {target}: {said or 'nothing'}.", trouble(documents)]))
 
 
 def markdown(folder: Path) -> str:
-    """All results. Missing ones are named."""
-    documents = {path.stem: found for path in sorted(folder.glob("*.json")) if (found := read(path)) is not None}
+    """All results."""
+    documents = documents_of(folder)
     if not documents:
         return f"There are no results in {folder}."
-    parts = [machine(documents.get("device")), correctness(documents.get("correctness"))]
-    parts += [engine(documents), kernels(documents.get("kernels")), resources(documents.get("resources"))]
+    ceilings = best(documents.get("run"))
+    rows = {name: document["rows"] for name, document in documents.items()}
+    parts = [machine(documents.get("run"), ceilings), decoding(rows.get("decode", []), ceilings)]
+    parts += [*profiles(rows.get("decode", [])), recorded(rows.get("decode", [])), serving(rows.get("server", []))]
+    parts += [tuned(rows.get("tune", [])), correctness(rows.get("correctness", [])), kernels(rows.get("kernels", []))]
     parts.append(trouble(documents))
     return "\n\n".join(part for part in parts if part)
+
+
+def best(document: dict[str, Any] | None) -> dict[str, float]:
+    """The device's highest rates: the better one of each library."""
+    rows = [row for row in (document or {"rows": []})["rows"] if BETTER[0] in row]
+    return {name: max(float(row[name]) for row in rows) for name in BETTER} if rows else {}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -36,24 +60,87 @@ def cell(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
-def machine(document: dict[str, Any] | None) -> str:
-    if document is None:
+def machine(document: dict[str, Any] | None, ceilings: dict[str, float]) -> str:
+    if document is None or "device" not in document["facts"]:
         return ""
-    facts, rates = document["facts"], _row(document, "ceilings")
-    said = [str(facts.get("device")), f"driver {facts.get('nvidia_smi', {}).get('driver_version', 'unknown')}"]
+    facts = document["facts"]
+    said = [str(facts["device"]), f"driver {facts.get('nvidia_smi', {}).get('driver_version', 'unknown')}"]
     said += [f"{name} {version}" for name, version in facts.get("versions", {}).items() if name in ("jax", "jaxlib")]
-    if "bytes_per_s" in rates:
-        said.append(f"copies {1e-9 * rates['bytes_per_s']:,.0f} GB/s")
-        said.append(f"matmul {1e-12 * rates['flops_per_s']:,.1f} TFLOP/s")
+    if ceilings:
+        said.append(f"copies {1e-9 * ceilings['bytes_per_s']:,.0f} GB/s")
+        said.append(f"matmul {1e-12 * ceilings['flops_per_s']:,.1f} TFLOP/s")
     return "; ".join(said) + "."
 
 
-def correctness(document: dict[str, Any] | None) -> str:
-    if document is None:
-        return ""
+def decoding(rows: Sequence[Row], ceilings: dict[str, float]) -> str:
+    """Decoding: our engine by format of weights, and peers."""
+    header = ("weights", "rows", "ms a token", "floor ms", "of floor", "tokens/s, decoding", "tokens/s in all",
+              "prompt tokens/s", "tokens a call", "dispatch ms", "ahead ms (least)", "late",
+              "command buffers a step", "of them updated")  # fmt: skip
+    lines: list[Sequence[Any]] = []
+    for row in measured(rows, "token_ms"):
+        floor = 1e3 * row["floor_bytes"] / ceilings["bytes_per_s"] if ceilings and "floor_bytes" in row else None
+        ahead = f"{row['ahead_ms']:.2f} ({row['ahead_least_ms']:.2f})" if "ahead_ms" in row else None
+        buffers = row.get("command_buffers", {})
+        lines.append((
+            row["weights"], row["rows"], row["token_ms"], floor, floor and floor / row["token_ms"],
+            1e3 * row["rows"] / row["token_ms"], row["output_tokens_per_s"], row.get("prompt_tokens_per_s"),
+            row.get("steps_per_call"), row.get("dispatch_ms"), ahead, row.get("late"), buffers.get("ran_per_step"),
+            buffers.get("updated_per_step"),
+        ))  # fmt: skip
+    return table(header, lines) if lines else ""
+
+
+def profiles(rows: Sequence[Row]) -> Iterator[str]:
+    """One step by kernel, for each form of weights and number of rows."""
+    for row in measured(rows, "step_us"):
+        said = [f"One step, {row['weights']}, {row['rows']} rows: {row['step_us']:,.0f} µs"]
+        said += [
+            f"{row['busy_us']:,.0f} in {row['kernels_per_step']:.0f} kernels and {row['idle_us']:,.0f} between them"
+        ]
+        if row["key"].endswith("one by one"):
+            said.append("without command buffers")
+        yield "; ".join(said) + "."
+        header = ("kernel", "in a step", "µs each", "µs a step", "idle µs before one")
+        yield table(header, row["kernels"][:KERNELS])
+
+
+def recorded(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        for one in row.get("programs", []):
+            counts = ["; ".join(f"{n} {kind}" for kind, n in one[how].items()) for how in ("launched", "recorded")]
+            lines.append((row["key"].partition(",")[0], one["program"], *counts))
+    return table(("weights", "program", "launched on their own", "recorded"), lines) if lines else ""
+
+
+def serving(rows: Sequence[Row]) -> str:
+    """Starts of a server, and its loads."""
+    starts = [
+        (row["key"], row["ready_s"], row.get("loaded_s"), row.get("compiled_s"), row.get("programs"))
+        for row in rows
+        if row.get("ready_s") is not None
+    ]
+    loads = []
+    for row in measured(rows, "requests_per_s"):
+        times = [(row.get(f"{name}_ms") or {}).get(which) for name in ("ttft", "itl") for which in ("p50", "p99")]
+        loads.append((row["open"], row["output_tokens_per_s"], row["input_tokens_per_s"], *times, row["failed"]))
+    header = ("requests at a time", "output tokens/s", "prompt tokens/s", "TTFT ms, median", "99%", "ITL ms, median",
+              "99%", "failed")  # fmt: skip
+    parts = [table(("start", "ready after s", "of it loading", "compiling", "programs"), starts)] if starts else []
+    return "\n\n".join([*parts, table(header, loads)] if loads else parts)
+
+
+def tuned(rows: Sequence[Row]) -> str:
+    """What `jaxserve tune` printed."""
+    said = [row["output"].strip() for row in rows if row.get("output")]
+    return "\n\n".join(f"```\n{text}\n```" for text in said)
+
+
+def correctness(rows: Sequence[Row]) -> str:
     counts: dict[tuple[str, str], dict[str, int]] = {}
     worst: dict[tuple[str, str], float] = {}
-    for row in document["rows"]:
+    for row in rows:
         case, _, backend = row["key"].rpartition(", ")
         kind = ("matmul by expert" if "by expert" in case else case.split()[0]), backend
         counts.setdefault(kind, {}).setdefault(row["status"], 0)
@@ -65,36 +152,12 @@ def correctness(document: dict[str, Any] | None) -> str:
     for kind, found in counts.items():
         failed = found.get("failed", 0) + found.get("crashed", 0)
         lines.append((*kind, found.get("ok", 0), found.get("wrong", 0), failed, worst.get(kind)))
-    return table(header, lines)
-
-
-def engine(documents: dict[str, Any]) -> str:
-    """Decoding: our engine by format of weights, and peers."""
-    header = ("weights", "batch", "ms a token", "floor ms", "of floor", "tokens/s, decoding", "tokens/s in all",
-              "prompt tokens/s", "tokens a call", "dispatch ms", "ahead ms (least)", "late", "start s")  # fmt: skip
-    lines: list[Sequence[Any]] = []
-    for name, weights in ENGINES.items():
-        document = documents.get(name)
-        start = _row(document, "start") if document else {}
-        whole = start.get("load_s", 0.0) + start.get("compile_s", 0.0)
-        for row in _measured(document):
-            ahead = f"{row['ahead_ms']:.2f} ({row['ahead_least_ms']:.2f})"
-            lines.append((weights, row["batch"], row["token_ms"], row["floor_ms"], row["of_floor"],
-                          row["batch"] * row["tokens_per_s_each"], row["output_tokens_per_s"],
-                          row["prompt_tokens_per_s"], row["steps_per_call"], row["dispatch_ms"], ahead, row["late"],
-                          whole))  # fmt: skip
-    for row in _measured(documents.get("peers")):
-        decoding = 1e3 * row["batch"] / row["token_ms"]
-        lines.append((row["key"].partition(",")[0], row["batch"], row["token_ms"], None, None, decoding,
-                      row["output_tokens_per_s"]) + (None,) * 6)  # fmt: skip
     return table(header, lines) if lines else ""
 
 
-def kernels(document: dict[str, Any] | None) -> str:
-    if document is None:
-        return ""
+def kernels(rows: Sequence[Row]) -> str:
     lines = []
-    for row in document["rows"]:
+    for row in rows:
         for one in row.get("results", []):
             if "us" in one:
                 rate, seconds = one["bytes"], 1e-6 * one["us"]
@@ -104,35 +167,16 @@ def kernels(document: dict[str, Any] | None) -> str:
     return table(header, lines) if lines else ""
 
 
-def resources(document: dict[str, Any] | None) -> str:
-    lines = []
-    for row in (document or {"rows": []})["rows"]:
-        for one in row.get("kernels", []):
-            spills = one.get("spill_stores", 0) + one.get("spill_loads", 0)
-            lines.append((row["key"], one["kernel"], one.get("registers"), spills, one.get("static_shared"),
-                          one.get("dynamic_shared"), one.get("programs")))  # fmt: skip
-    header = ("case", "kernel", "registers", "spilled bytes", "static shared", "dynamic shared", "programs per SM")
-    return table(header, lines) if lines else ""
-
-
 def trouble(documents: dict[str, Any]) -> str:
-    """Incomplete stages, and wrong or failed rows."""
+    """Rows that are wrong, failed or cut off."""
     lines = []
     for name, document in documents.items():
-        if document["status"] != "complete" or "reason" in document:
-            lines.append(
-                f"- {name}: {document['status']}; {document.get('reason', 'it goes on where it is run again')}"
-            )
-        bad = [row for row in document["rows"] if row["status"] != "ok"]
+        bad = [row for row in document["rows"] if row["status"] not in ("ok", "restarted")]
         lines += [f"- {name}: {row['key']}: {row['status']}: {row.get('reason', '')[:300]}" for row in bad[:FEW]]
         if len(bad) > FEW:
             lines.append(f"- {name}: {len(bad) - FEW} more")
     return "\n".join(["Not right, or not done:", "", *lines]) if lines else ""
 
 
-def _row(document: dict[str, Any] | None, key: str) -> dict[str, Any]:
-    return next((row for row in (document or {"rows": []})["rows"] if row["key"] == key), {})
-
-
-def _measured(document: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    return (row for row in (document or {"rows": []})["rows"] if row["status"] == "ok" and "token_ms" in row)
+def measured(rows: Sequence[Row], name: str) -> Iterator[Row]:
+    return (row for row in rows if row["status"] == "ok" and name in row)

@@ -89,7 +89,7 @@ def make_model(folder: Path, config: Mapping[str, Any] = SHAPE) -> Path:
         _write_shards(folder, config)
     else:
         save_file(dict(_weights(config)), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder, config["vocab_size"])
+    write_tokenizer(folder, config["vocab_size"])
     path.write_text(text)  # last: it says that the rest is whole
     return folder
 
@@ -165,7 +165,7 @@ def tokens_of(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     texts = token_texts(vocab_size)

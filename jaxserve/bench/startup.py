@@ -119,6 +119,10 @@ class ProcessLog(threading.Thread):
         for line in self._stream:
             self._lines.append(line)
 
+    @property
+    def so_far(self) -> str:
+        return "".join(self._lines)
+
     def text(self, last: int = 0) -> str:
         """The whole output of a process that has ended, or its last lines."""
         self.join(_STOP_SECONDS)

@@ -22,6 +22,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import wait
+from typing import Any
 
 import jax
 import msgspec
@@ -117,12 +118,16 @@ class Engine:
         devices: list[jax.Device] | None = None,
         progress: bool = True,
         static_steps: bool | None = None,
+        checks: bool = True,
     ) -> Engine:
         """Reads the model, places it on the mesh and sizes the cache. Raises ConfigError or CheckpointError.
 
         `static_steps` chooses the kind of step programs; None: what suits the platform. See `execution.programs`.
+        `checks`: kernels are checked on the devices before they are used. Without, for benchmarks, those that the
+        devices should run are used, right or wrong; a draft model's are checked all the same.
         """
-        return cls(config, load_parts(config, devices, progress=progress, static_steps=static_steps))
+        options: Any = {"progress": progress, "static_steps": static_steps, "checks": checks}
+        return cls(config, load_parts(config, devices, **options))
 
     def compile(self) -> None:
         """Compiles every executable that serving can need. Without this call, each is compiled when it is first used.

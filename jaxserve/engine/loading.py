@@ -37,6 +37,7 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.start_jax import start_jax
 from jaxserve.models.load import make_params, trust
+from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
@@ -93,25 +94,35 @@ class LoadedModels:
 
 
 def load_models(
-    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+    config: EngineConfig,
+    devices: list[jax.Device] | None,
+    *,
+    progress: bool,
+    static_steps: bool | None,
+    checks: bool = True,
 ) -> LoadedModels:
-    """Reads the model and its draft, and places them on the mesh. On several hosts, all call it."""
+    """Reads the model and its draft, and places them on the mesh. On several hosts, all call it. checks: whether
+    kernels are checked on the devices first, which else are taken as they are."""
     start = time.perf_counter()
     _check_settings(config)
     cache = enable_compile_cache()
     prepared = Prepared.of(config)
     if config.cpu_offload_gib:
         return _load_streaming(config, prepared, devices, progress=progress, static_steps=static_steps)
-    plan = ModelPlan.of(config, devices, checks=True)
-    mesh, model = plan.mesh, plan.model
+    plan = ModelPlan.of(config, devices, checks=checks)
+    mesh, model, decoder = plan.mesh, plan.model, plan.decoder
     if prepared is None:
-        params = make_params(plan.decoder, plan.folder, mesh, config, progress=progress)
-        decoder, params = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
+        params = make_params(decoder, plan.folder, mesh, config, progress=progress)
+        if checks:
+            decoder, params = trust(decoder, params, mesh, config.matmul_backend, progress=progress)
+        else:
+            params = arranged(params, mesh, decoder.dtype, config.matmul_backend)
     else:
         prepared.check_places(mesh)
         params = prepared.forms(mesh)
-        decoder, _ = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
-        prepared.check_kernels(plan.decoder.ops, decoder.ops)
+        if checks:
+            decoder, _ = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
+            prepared.check_kernels(plan.decoder.ops, decoder.ops)
     if config.deterministic:
         check_weights(params, config, mesh)
     heap.trim()
@@ -163,7 +174,12 @@ def _load_streaming(
 
 
 def load_parts(
-    config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static_steps: bool | None
+    config: EngineConfig,
+    devices: list[jax.Device] | None,
+    *,
+    progress: bool,
+    static_steps: bool | None,
+    checks: bool = True,
 ) -> EngineParts:
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
     _check_settings(config)
@@ -177,7 +193,7 @@ def load_parts(
         check_platform(config)
     if staged:
         return _load_pipeline(config, hosts, devices, progress=progress, static_steps=static_steps)
-    loaded = load_models(config, devices, progress=progress, static_steps=static_steps)
+    loaded = load_models(config, devices, progress=progress, static_steps=static_steps, checks=checks)
     plan, runner, draft = loaded.plan, loaded.runner, loaded.draft
     mesh, model, held = plan.mesh, plan.model, loaded.held(config)
     if hosts is not None:
