@@ -57,9 +57,11 @@ class EngineConfig:
         GPUs with 60 GB and more.
       prefill_chunk: caps a step that computes prompts while others decode. Decode tokens count, but prompts keep at
         least an eighth (on CPU half, and as many tokens as decodes). None on CPU is 32, and the cap grows when prompts
-        outnumber a quarter of the decodes. None elsewhere is what the devices compute within the latency goal by their
-        data sheets (512 tokens of an 8B model on an H200), or within the time of reading the weights where that is
-        longer.
+        outnumber a quarter of the decodes. None elsewhere is what the devices compute within the latency goal, or within
+        the time of reading the weights where that is longer: at first by their data sheets (512 tokens of an 8B model
+        on an H200), then by the time that such steps take.
+      prompts_first: while no client streams, steps compute as many tokens of prompts as max_num_batched_tokens allows,
+        also beside decodes. `LLM` and `jaxserve batch` set it. It has no effect on CPU, and none with a prefill_chunk.
       max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
         Each takes 5 bytes of device memory per token of the vocabulary. None is what 256 MiB hold, at least 8.
       max_waiting: most completions in the queue; a request beyond that is rejected, unless the queue is empty. None is
@@ -168,6 +170,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     prefill_chunk: int | None = None
+    prompts_first: bool = False
     max_penalty_seqs: int | None = None
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None

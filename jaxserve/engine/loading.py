@@ -264,6 +264,7 @@ def make_scheduler(
         "max_num_batched_tokens": memory.max_batched_tokens(config),
         "prefill_chunk": prefill_chunk(config, parts.cost),
         "prefill_bursts": parts.cost is None,
+        "prompts_first": config.prompts_first and parts.cost is not None and config.prefill_chunk is None,
         "max_model_len": longest,
         "penalty_rows": runner.penalty_rows,
         "stages": runner.num_stages,
