@@ -20,6 +20,7 @@ from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.quant_matmul.ways import kernels
 from jaxserve.pallas_kernels.registry import (
     AttentionProblem,
     BackendError,
@@ -125,7 +126,7 @@ def checked_matmul(
     rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]
     # Where rounded inputs become floats again, the kernels are those of products without rounded inputs.
     others = dict.fromkeys(replace(p, activations=None) for p in problems if p not in rounding)
-    chosen = [(problem, choose("matmul", device, problem, backend)) for problem in others]
+    chosen = [(problem, name) for problem in others for name in kernels(device, problem, backend)]
     with ThreadPoolExecutor(4) as pool:  # most of the time is spent compiling
         checks = []
         for problem, name in chosen:

@@ -263,6 +263,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "tokens are decoded ahead, and count once a step of one fixed shape has computed them again")  # fmt: skip
     flag("--deterministic-window", field="deterministic_window", type=int, metavar="TOKENS",
          help="most tokens that a sequence decodes ahead of such a step, 1 to 16")  # fmt: skip
+    group.add_argument("--no-kernel-timing", dest="kernel_timing", action="store_false",
+                       help="do not measure which kernels multiply fastest when a device is new; take an "
+                       "estimate")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
                        help="wait for each step's tokens before scheduling the next step")  # fmt: skip
     group.add_argument("--no-prefix-caching", "--no-enable-prefix-caching", dest="prefix_caching", action="store_false",

@@ -21,6 +21,7 @@ from jaxserve.engine import data_parallel, streaming, verify_mode
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.held_weights import HeldWeights
+from jaxserve.engine.kernel_timing import KernelTiming
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.pipeline import LoadedPipeline, check_settings
 from jaxserve.engine.prepared import Prepared
@@ -102,7 +103,10 @@ def load_models(
     plan = ModelPlan.of(config, devices, checks=prepared is None)
     mesh, model, decoder = plan.mesh, plan.model, plan.decoder
     if prepared is None:
+        timing = KernelTiming.begin(config, plan)
         params = make_params(decoder, plan.folder, mesh, config, progress=progress)
+        if timing is not None:
+            timing.finish()
         decoder, params = trust_matmul(decoder, params, mesh, config.matmul_backend)
     else:
         prepared.check_places(mesh)

@@ -60,8 +60,8 @@ class Scheduler:
         stages: int = 1,
     ):
         """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
-        snapshot of the state at the end of these pages exists. `stages`: of a pipeline. `prompts_first`: `prefill_chunk`
-        counts only while a client streams."""
+        snapshot of the state at the end of these pages exists. `stages`: of a pipeline. `prompts_first`: the limit
+        `prefill_chunk` is one only while a client streams."""
         self.blocks, self.recurrent, self._prefixes, self.loads = blocks, recurrent, Prefixes(blocks), PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"

@@ -1,0 +1,305 @@
+"""Races of the ways to multiply by quantized weights (`quant_matmul.ways`) on this machine's first device.
+
+Each way is timed for some numbers of rows. Threads compile while others are timed, one at a time. At the end of the
+time that a race may take, what has been measured counts: of each number of rows either all ways or none.
+
+A weight is arranged once for all numbers of rows. So the choice is an arrangement, and for each number of rows the
+fastest way that it allows. Of two arrangements the one with the least sum counts, over the numbers of rows, of
+
+    SHARES * time of its fastest way / time of the fastest way of all
+
+in which the rows of decodes weigh most.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.pallas_kernels.quant_matmul import fragments, ways
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.tuning import Product
+from jaxserve.pallas_kernels.tuning.timing import Chain, Timing, Work, measure, sets_needed
+from jaxserve.pallas_kernels.types import QuantArray
+
+log = logging.getLogger(__name__)
+
+ROWS = (32, 1, 256, 8, 64, 1024)  # the most important ones first
+DECODE_ROWS = (32, 1, 256)
+SHARES = {1: 4, 8: 4, 32: 4, 64: 2, 256: 2, 1024: 1}
+EACH_SECONDS = 0.06  # approximate time of measuring a way
+AT_ONCE = 4  # problems whose weights are on the device at a time
+THREADS = 8  # that compile
+CHECKED = 16  # rows and outputs of each result that are compared with float64
+TOLERANCE = {"float32": 1e-4}  # of an error relative to the largest value, by dtype of x; others: LOOSE
+LOOSE = 0.02  # ways that round the weight to 16 bits are as good as such a weight
+
+Measure = Callable[[Work], Timing]
+
+
+class Entry(NamedTuple):
+    """A way for weights whose codes are shuffled for it, or are in order. PLAIN: a weight in the dtype of x."""
+
+    way: str
+    shuffled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.way} shuffled" if self.shuffled and self.way == "dequantize" else self.way
+
+
+PLAIN = Entry("plain")
+
+
+def measure_briefly(work: Work) -> Timing:
+    return measure(work, EACH_SECONDS)
+
+
+@dataclass
+class Race:
+    """The times of all ways for one weight.
+
+    Attributes:
+      seconds: by number of rows and way. Ways that failed are infinitely slow.
+      failed: what failed, and why.
+    """
+
+    problem: MatmulProblem
+    name: str
+    entries: list[Entry]
+    seconds: dict[int, dict[Entry, float]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def complete(self) -> dict[int, dict[Entry, float]]:
+        """The times of the numbers of rows for which every way was tried and one did not fail, in ascending order."""
+        return {
+            rows: found
+            for rows, found in sorted(self.seconds.items())
+            if all(entry in found for entry in self.entries) and min(map(found.__getitem__, self.entries)) < math.inf
+        }
+
+    def fastest(self, rows: int, shuffled: bool) -> tuple[float, str]:
+        """The least time and its way, for codes in this order; infinite if there is none."""
+        found = self.seconds[rows]
+        return min(((found[one], one.way) for one in self.entries if one.shuffled is shuffled), default=(math.inf, ""))
+
+    def choice(self) -> Product | None:
+        """See above; None if nothing is complete."""
+        complete = self.complete()
+        sums = {}
+        for shuffled in (False, True):
+            times = [(rows, self.fastest(rows, shuffled)[0]) for rows in complete]
+            best = {rows: min(found[entry] for entry in self.entries) for rows, found in complete.items()}
+            sums[shuffled] = sum(SHARES.get(rows, 1) * seconds / best[rows] for rows, seconds in times)
+        if not complete or min(sums.values()) == math.inf:
+            return None
+        shuffled = min(sums, key=sums.__getitem__)
+        return Product(shuffled, tuple((rows, self.fastest(rows, shuffled)[1]) for rows in complete))
+
+    def slower_than_plain(self) -> Iterator[tuple[int, float, float]]:
+        """(rows, seconds by the choice, seconds of a weight in the dtype of x) where the latter is faster."""
+        if (chosen := self.choice()) is not None:
+            for rows, found in self.complete().items():
+                seconds, _ = self.fastest(rows, chosen.shuffled)
+                if found.get(PLAIN, math.inf) < seconds:
+                    yield rows, seconds, found[PLAIN]
+
+
+def run(
+    device: Device,
+    problems: Mapping[MatmulProblem, str],
+    rows: Sequence[int] = ROWS,
+    *,
+    until: float = math.inf,
+    measure: Measure = measure_briefly,
+    plain: bool = False,
+    checks: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Race]:
+    """Races for problems with their names, in this order; without races for those with one way only.
+
+    Args:
+      rows: numbers of rows, the most important first.
+      until: the time of `clock` at which to end.
+      plain: weights in the dtype of x are timed, too.
+      checks: results are compared with float64; a way that is wrong has failed.
+    """
+    races = []
+    for problem, name in problems.items():
+        entries = [Entry(*one) for one in ways.candidates(device, problem)]
+        if ways.key(problem) is not None and len(entries) > 1:
+            races.append(Race(problem, name, entries))
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for at in range(0, len(races), AT_ONCE):
+            _Heat(device, races[at : at + AT_ONCE], pool, until, measure, checks, clock).run(rows, plain)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return races
+
+
+@dataclass
+class _Heat:
+    """Some races at a time."""
+
+    device: Device
+    races: list[Race]
+    pool: ThreadPoolExecutor
+    until: float
+    measure: Measure
+    checks: bool
+    clock: Callable[[], float]
+    compiling: dict[Future, tuple[Race, int, Entry]] = field(default_factory=dict)
+    weights: dict[tuple[MatmulProblem, Entry], list[Any]] = field(default_factory=dict)
+
+    def run(self, rows: Sequence[int], plain: bool) -> None:
+        for count in rows:
+            for race in self.races:
+                for entry in [*race.entries, PLAIN] if plain else race.entries:
+                    if self.clock() >= self.until:
+                        return
+                    self._begin(race, count, entry)
+                    self._take(timeout=0)
+        while self.compiling and (left := self.until - self.clock()) > 0:
+            self._take(None if left == math.inf else left)
+
+    def _begin(self, race: Race, rows: int, entry: Entry) -> None:
+        """Traces the way, and has a thread compile it."""
+        parts = self.device.platform == "gpu"  # as models use it there
+
+        def call(state: Any, x: jax.Array, w: Any) -> tuple[Any, jax.Array]:
+            if entry == PLAIN:
+                return state, jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+            return state, ways.product(entry.way, x, w, parts=parts)
+
+        try:
+            weights = self._weights(race.problem, entry)
+            x = [_make_x(race.problem, rows, seed) for seed in range(len(weights))]
+            work = Chain(call, (), list(zip(x, weights, strict=True)), later=True, name=(race.name, rows, entry))
+        except Exception as error:  # a compiler may raise anything
+            self._fail(race, rows, entry, error)
+            return
+        self.compiling[self.pool.submit(work.compile)] = race, rows, entry
+
+    def _take(self, timeout: float | None) -> None:
+        """Times what has been compiled; waits for something to be if there is nothing."""
+        done, _ = wait(self.compiling, timeout, FIRST_COMPLETED)
+        for one in done:
+            race, rows, entry = self.compiling.pop(one)
+            if self.clock() >= self.until:
+                return
+            try:
+                work = one.result()
+                if self.checks and entry != PLAIN:
+                    self._check(race.problem, work, rows)
+                race.seconds.setdefault(rows, {})[entry] = self.measure(work).seconds
+            except Exception as error:  # a compiler or driver may raise anything
+                self._fail(race, rows, entry, error)
+
+    def _fail(self, race: Race, rows: int, entry: Entry, error: Exception) -> None:
+        race.seconds.setdefault(rows, {})[entry] = math.inf
+        race.failed.append(f"{entry}, {rows} rows: {short(error)}")
+        log.info("%s: %s", race.name, race.failed[-1])
+
+    def _weights(self, problem: MatmulProblem, entry: Entry) -> list[Any]:
+        """Weights that together exceed the device's cache."""
+        kept = problem, Entry("", entry.shuffled) if entry != PLAIN else PLAIN
+        if kept not in self.weights:
+            bits = 8 * problem.x_dtype.itemsize if entry == PLAIN else jax.dtypes.itemsize_bits(problem.codes_dtype)
+            count = sets_needed(problem.rows * problem.inputs * bits // 8, self.device.platform)
+            if entry == PLAIN:
+                self.weights[kept] = [_make_plain(problem, seed) for seed in range(count)]
+            elif entry.shuffled:
+                shuffle = jax.jit(fragments.shuffle)
+                self.weights[kept] = [shuffle(w) for w in self._weights(problem, Entry("", False))]
+            else:
+                self.weights[kept] = [make_weight(problem, seed) for seed in range(count)]
+        return self.weights[kept]
+
+    def _check(self, problem: MatmulProblem, work: Any, rows: int) -> None:
+        """Raises ValueError if the first result of `work` is not that of float64."""
+        work.enqueue(1)
+        work.wait()
+        found = np.asarray(work.outputs[0]).astype(np.float64)
+        found = found.sum(0) if found.ndim == 3 else found
+        x, w = jax.tree.map(np.asarray, (_make_x(problem, rows, 0), self._weights(problem, Entry("", False))[0]))
+        chosen = sampled(*found.shape)
+        exact = exact_product(x, w, *chosen)
+        error = np.abs(found[np.ix_(*chosen)] - exact).max() / np.abs(exact).max()
+        if not error <= TOLERANCE.get(problem.x_dtype.name, LOOSE):
+            raise ValueError(f"off by {error:.2g} of the largest value")
+
+
+@partial(jax.jit, static_argnums=0)
+def _make(problem: MatmulProblem, key: jax.Array) -> QuantArray:
+    keys = jax.random.split(key, 4)
+    shape, blocks = (problem.rows, problem.inputs), ways.form(problem).scale.shape
+    most = 8 if problem.codes_dtype.name == "int4" else 127
+    codes = jax.random.randint(keys[0], shape, -most, most, jnp.int8).astype(problem.codes_dtype)
+    scale = jax.random.uniform(keys[1], blocks, minval=0.5, maxval=1.5).astype(problem.x_dtype)
+    zero = jax.random.randint(keys[2], blocks, -8, 8, jnp.int8) if problem.has_zero else None
+    bias = jax.random.normal(keys[3], blocks).astype(problem.x_dtype) if problem.has_bias else None
+    return QuantArray(codes, scale, zero, bias, problem.block)
+
+
+def make_weight(problem: MatmulProblem, seed: int) -> QuantArray:
+    """A random weight of the problem, with its codes in order."""
+    return _make(replace(problem, shuffled=False, partitioned=False), jax.random.key(seed, impl="rbg"))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
+
+
+def _make_x(problem: MatmulProblem, rows: int, seed: int) -> jax.Array:
+    return _normal((rows, problem.inputs), problem.x_dtype, jax.random.key(-1 - seed, impl="rbg"))
+
+
+def _make_plain(problem: MatmulProblem, seed: int) -> jax.Array:
+    return _normal((problem.rows, problem.inputs), problem.x_dtype, jax.random.key(seed, impl="rbg"))
+
+
+def sampled(rows: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Some rows and outputs of a result."""
+    rng = np.random.default_rng(0)
+    first, second = (np.sort(rng.permutation(size)[:CHECKED]) for size in (rows, outputs))
+    return first, second
+
+
+def exact_product(x: np.ndarray, w: QuantArray, rows: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+    """Some rows and outputs of the product, in float64."""
+
+    def spread(values: Any) -> np.ndarray:
+        chosen = values[outputs // w.block[0]].astype(np.float64)
+        return np.repeat(chosen, w.block[1], 1)[:, : w.shape[1]]
+
+    weight = w.codes[outputs].astype(np.float64)
+    if w.zero is not None:
+        weight -= spread(w.zero)
+    weight *= spread(w.scale)
+    if w.bias is not None:
+        weight += spread(w.bias)
+    return x[rows].astype(np.float64) @ weight.T
+
+
+def short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def least_bytes(problem: MatmulProblem, rows: int) -> int:
+    """The least bytes that a product must read and write."""
+    w = ways.form(problem)
+    blocks = w.scale.shape[0] * w.scale.shape[1]
+    scales = problem.x_dtype.itemsize * (1 + problem.has_bias) + problem.has_zero
+    codes = problem.rows * problem.inputs * jax.dtypes.itemsize_bits(problem.codes_dtype) // 8
+    return codes + blocks * scales + rows * problem.x_dtype.itemsize * (problem.inputs + problem.rows)
