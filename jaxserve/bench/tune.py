@@ -43,7 +43,6 @@ GAIN = 0.03  # least saving, as a fraction of the time with the default sizes
 MODEL_SECONDS = 180.0  # for all of a model
 CACHED = 1024  # tokens of each sequence that attention of decodes is timed with
 ATTENTION_ROWS = (32, 1, 256)
-THREADS = 8  # that compile
 DECODES = 64  # rows up to which steps decode, usually
 Measure = Callable[[timing.Work], timing.Timing]
 
@@ -107,7 +106,7 @@ def search(one: Search, measure: Measure, until: Callable[[], bool] = lambda: Fa
     work, problems = trace({})
     default = seconds(work.compile())
     best = Best({}, default, default, problems)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(products.THREADS) as pool:
         for name, values in tuning.SIZES[case.part, one.backend].items():
             if until():
                 break
@@ -254,7 +253,8 @@ def tune(
     """
     device = Device.of(jax.devices()[0])
     path = out or _user_table(device.kind)
-    seconds = seconds or (math.inf if config is None else MODEL_SECONDS)
+    if seconds is None:
+        seconds = math.inf if config is None else MODEL_SECONDS
     run = Tuning(device, path, _table(path, device.kind), measure, clock() + seconds, clock)
     if config is None:
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
@@ -271,7 +271,7 @@ def tune(
     decoders = {one: run.decode(one) for one in attention} if "decode" in operations else {}
     others = [one for one in chosen if not isinstance(one, MatmulCase)]
     searches = [*searches_of(races, device), *attention_searches(others, decoders, device)]
-    if not searches and not run.measured:
+    if not searches and not races and not run.measured and not run.is_over:
         print(f"nothing to tune on {device.kind}: no operation has several kernels, or block sizes to choose")
         return 0
     run.sizes(searches)
@@ -339,14 +339,16 @@ def table_of(race: Race, bandwidth: float) -> Iterator[str]:
     """The lines of a race's table, and a warning where a weight that is not quantized would be faster."""
     chosen, columns = race.choice(), [PLAIN, *race.entries]
     yield f"\n{race.name}, microseconds{' (codes are shuffled)' if chosen and chosen.shuffled else ''}"
-    yield "".join(f"{name:>21}" for name in ("rows", "floor", race.problem.x_dtype.name, *map(str, race.entries)))
+    names = "rows", "floor", race.problem.x_dtype.name, *map(str, race.entries)
+    yield "  ".join(f"{name:>9}" for name in names)
     for rows, times in microseconds(race, bandwidth).items():
         marks = {
             entry: "*" if chosen and (entry.way, entry.shuffled) == (chosen.way(int(rows)), chosen.shuffled) else " "
             for entry in columns
         }
         cells = [f"{times[str(one)]:,.1f}{marks[one]}" if str(one) in times else "- " for one in columns]
-        yield "".join(f"{cell:>21}" for cell in (rows, f"{times['floor']:,.1f}", *cells))
+        values = rows, f"{times['floor']:,.1f}", *cells
+        yield "  ".join(f"{value:>{max(len(name), 9)}}" for value, name in zip(values, names, strict=True))
     yield from (f"  failed: {one}" for one in race.failed)
     if chosen is None:
         yield "  no time was left to compare"

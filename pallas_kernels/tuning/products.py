@@ -1,7 +1,8 @@
 """Races of the ways to multiply by quantized weights (`quant_matmul.ways`) on this machine's first device.
 
-Each way is timed for some numbers of rows. Threads compile while others are timed, one at a time. At the end of the
-time that a race may take, what has been measured counts: of each number of rows either all ways or none.
+Each way is timed for some numbers of rows. Threads compile them side by side. Then they are timed one at a time, since
+compiling for a GPU runs products on it. At the end of the time that a race may take, what has been measured counts: of
+each number of rows either all ways or none.
 
 A weight is arranged once for all numbers of rows. So the choice is an arrangement, and for each number of rows the
 fastest way that it allows. Of two arrangements the one with the least sum counts, over the numbers of rows, of
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -39,7 +41,8 @@ DECODE_ROWS = (32, 1, 256)
 SHARES = {1: 4, 8: 4, 32: 4, 64: 2, 256: 2, 1024: 1}
 EACH_SECONDS = 0.06  # approximate time of measuring a way
 AT_ONCE = 4  # problems whose weights are on the device at a time
-THREADS = 8  # that compile
+COMPILING = 0.6  # part of the time in which ways are compiled before they are timed
+THREADS = min(os.cpu_count() or 1, 16)  # that compile
 CHECKED = 16  # rows and outputs of each result that are compared with float64
 TOLERANCE = {"float32": 1e-4}  # of an error relative to the largest value, by dtype of x; others: LOOSE
 LOOSE = 0.02  # ways that round the weight to 16 bits are as good as such a weight
@@ -162,15 +165,25 @@ class _Heat:
     weights: dict[tuple[MatmulProblem, Entry], list[Any]] = field(default_factory=dict)
 
     def run(self, rows: Sequence[int], plain: bool) -> None:
+        now = self.clock()
+        until = now + COMPILING * (self.until - now)
         for count in rows:
             for race in self.races:
                 for entry in [*race.entries, PLAIN] if plain else race.entries:
-                    if self.clock() >= self.until:
-                        return
-                    self._begin(race, count, entry)
-                    self._take(timeout=0)
-        while self.compiling and (left := self.until - self.clock()) > 0:
-            self._take(None if left == math.inf else left)
+                    if self.clock() < until:
+                        self._begin(race, count, entry)
+        wait(self.compiling, self._seconds_to(until))
+        for one in [one for one in self.compiling if one.cancel()]:
+            del self.compiling[one]
+        while self.compiling and self.clock() < self.until:
+            done, _ = wait(self.compiling, self._seconds_to(self.until), FIRST_COMPLETED)
+            for one in [one for one in self.compiling if one in done]:
+                race, count, entry = self.compiling.pop(one)
+                if self.clock() < self.until:
+                    self._take(race, count, entry, one)
+
+    def _seconds_to(self, end: float) -> float | None:
+        return None if end == math.inf else max(end - self.clock(), 0.0)
 
     def _begin(self, race: Race, rows: int, entry: Entry) -> None:
         """Traces the way, and has a thread compile it."""
@@ -190,20 +203,15 @@ class _Heat:
             return
         self.compiling[self.pool.submit(work.compile)] = race, rows, entry
 
-    def _take(self, timeout: float | None) -> None:
-        """Times what has been compiled; waits for something to be if there is nothing."""
-        done, _ = wait(self.compiling, timeout, FIRST_COMPLETED)
-        for one in done:
-            race, rows, entry = self.compiling.pop(one)
-            if self.clock() >= self.until:
-                return
-            try:
-                work = one.result()
-                if self.checks and entry != PLAIN:
-                    self._check(race.problem, work, rows)
-                race.seconds.setdefault(rows, {})[entry] = self.measure(work).seconds
-            except Exception as error:  # a compiler or driver may raise anything
-                self._fail(race, rows, entry, error)
+    def _take(self, race: Race, rows: int, entry: Entry, compiled: Future) -> None:
+        """Times a way that has been compiled."""
+        try:
+            work = compiled.result()
+            if self.checks and entry != PLAIN:
+                self._check(race.problem, work, rows)
+            race.seconds.setdefault(rows, {})[entry] = self.measure(work).seconds
+        except Exception as error:  # a compiler or driver may raise anything
+            self._fail(race, rows, entry, error)
 
     def _fail(self, race: Race, rows: int, entry: Entry, error: Exception) -> None:
         race.seconds.setdefault(rows, {})[entry] = math.inf
