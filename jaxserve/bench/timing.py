@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.tuning.timing import CHAIN as CHAIN
-from jaxserve.pallas_kernels.tuning.timing import LEAST_SAMPLES as LEAST_SAMPLES
-from jaxserve.pallas_kernels.tuning.timing import SAMPLES as SAMPLES
 from jaxserve.pallas_kernels.tuning.timing import Chain, measure
 from jaxserve.pallas_kernels.tuning.timing import Timing as Timing
 from jaxserve.pallas_kernels.tuning.timing import Work as Work

@@ -138,7 +138,7 @@ def verify(lock: Mapping[str, Any], found: Mapping[str, Any], source: Path) -> N
     parts = "model", "tokenizer", "chat_template", "versions", "bundle"
     before, now = ({p: one.get(p) for p in parts} for one in (lock, found))
     if "kernels" in lock:  # records of earlier versions have none
-        before["tables"], now["tables"] = (one["kernels"]["tables"] for one in (lock, found))
+        before["kernels"], now["kernels"] = ({"tables": one["kernels"]["tables"]} for one in (lock, found))
         if lock["kernels"]["kept"] and lock["kernels"]["kept"] != found["kernels"]["kept"]:
             log.warning("%s: the kernels that were measured to be the fastest were others, so bits may differ", source)
     wrong = list(differences(before, now))
