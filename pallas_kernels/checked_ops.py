@@ -126,7 +126,7 @@ def checked_matmul(
     rounding = [p for p in problems if backend == "auto" and w8a8.why_not(device, p) is None]
     # Where rounded inputs become floats again, the kernels are those of products without rounded inputs.
     others = dict.fromkeys(replace(p, activations=None) for p in problems if p not in rounding)
-    chosen = [(problem, name) for problem in others for name in kernels(device, problem, backend)]
+    chosen = [(problem, name) for problem in others for name in _backends(device, problem, backend)]
     with ThreadPoolExecutor(4) as pool:  # most of the time is spent compiling
         checks = []
         for problem, name in chosen:
@@ -152,6 +152,12 @@ def checked_matmul(
         ]
         right = all(_is_right("matmul", backend, check.result) for check in checks)
     return backend if right else "xla"
+
+
+def _backends(device: Device, problem: MatmulProblem, backend: str) -> list[str]:
+    """Whose kernels multiply by weights of this form."""
+    measured = kernels(device, problem) if backend == "auto" else []
+    return measured or [choose("matmul", device, problem, backend)]
 
 
 def rounding_product(parts: bool, x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:

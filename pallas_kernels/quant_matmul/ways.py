@@ -101,13 +101,13 @@ def fastest(device: Device, problem: MatmulProblem, rows: int) -> str | None:
     return way if why_not(way, device, problem) is None else None
 
 
-def kernels(device: Device, problem: MatmulProblem, requested: str = "auto") -> list[str]:
-    """The backends whose kernels multiply by weights of this form, for any number of rows. Raises BackendError."""
-    default = registry.choose("matmul", device, problem, requested)
-    found = _measured(device, problem) if requested == "auto" else None
+def kernels(device: Device, problem: MatmulProblem) -> list[str]:
+    """The backends whose kernels multiply by weights of this form with some number of rows, by what was measured; empty
+    if it was not."""
+    found = _measured(device, problem)
     if found is None or found.shuffled != problem.shuffled:
-        return [default]
-    return sorted({way for _, way in found.ways if way in registry.BACKENDS} or {default})
+        return []
+    return sorted({way for _, way in found.ways if way in registry.BACKENDS})
 
 
 def _measured(device: Device, problem: MatmulProblem) -> tuning.Product | None:
