@@ -39,8 +39,8 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
     do.
 
     With `parts` it returns `Parts.sums`. `auto` takes the way that was measured to be the fastest, where one was
-    (`quant_matmul.ways`). Where a weight says how its inputs are rounded, `auto` uses 8-bit products if
-    the device has them; otherwise rounded inputs become floats again.
+    (`quant_matmul.ways`). Where a weight says how its inputs are rounded, `auto` uses 8-bit products if the device has
+    them; otherwise rounded inputs become floats again.
     """
 
     def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:

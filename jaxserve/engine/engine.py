@@ -326,7 +326,7 @@ class Engine:
                 sent.prompt_scores = PromptScores.start(batch, self.runner, self._place_of)
             step.batches.append(sent)
         self.runner.copy_states(plan.kept)
-        if self._chunk is not None and not step.checks:
+        if self._chunk is not None and not plan.rows.only_decodes and not step.checks:
             sizes = [batch.shape.tokens for batch in batches]
             step.estimated = self._chunk.estimate(sizes, plan.rows.count, running.device_groups)
         self.counters.steps += 1
