@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class Entry(NamedTuple):
 
 
 PLAIN = Entry("plain")
+IN_ORDER = Entry("")  # any way for codes in order
 
 
 def measure_briefly(work: Work) -> Timing:
@@ -162,11 +163,16 @@ class _Heat:
     checks: bool
     clock: Callable[[], float]
     compiling: dict[Future, tuple[Race, int, Entry]] = field(default_factory=dict)
-    weights: dict[tuple[MatmulProblem, Entry], list[Any]] = field(default_factory=dict)
+    making: dict[MatmulProblem, Future] = field(default_factory=dict)
+    shapes: dict[MatmulProblem, Arrays] = field(default_factory=dict)
 
     def run(self, rows: Sequence[int], plain: bool) -> None:
         now = self.clock()
         until = now + COMPILING * (self.until - now)
+        for race in self.races:
+            make = partial(make_arrays, race.problem, tuple(rows), plain, any(one.shuffled for one in race.entries))
+            self.shapes[race.problem] = jax.eval_shape(make)
+            self.making[race.problem] = self.pool.submit(jax.jit(make))
         for count in rows:
             for race in self.races:
                 for entry in [*race.entries, PLAIN] if plain else race.entries:
@@ -195,9 +201,8 @@ class _Heat:
             return state, ways.product(entry.way, x, w, parts=parts)
 
         try:
-            weights = self._weights(race.problem, entry)
-            x = [_make_x(race.problem, rows, seed) for seed in range(len(weights))]
-            work = Chain(call, (), list(zip(x, weights, strict=True)), later=True, name=(race.name, rows, entry))
+            sets = self.shapes[race.problem].sets(rows, entry)
+            work = Chain(call, (), sets, later=True, name=(race.name, rows, entry))
         except Exception as error:  # a compiler may raise anything
             self._fail(race, rows, entry, error)
             return
@@ -206,9 +211,10 @@ class _Heat:
     def _take(self, race: Race, rows: int, entry: Entry, compiled: Future) -> None:
         """Times a way that has been compiled."""
         try:
-            work = compiled.result()
+            work, arrays = compiled.result(), self.making[race.problem].result()
+            work.use(arrays.sets(rows, entry))
             if self.checks and entry != PLAIN:
-                self._check(race.problem, work, rows)
+                _check(race.problem, work, *arrays.sets(rows, IN_ORDER)[0])
             race.seconds.setdefault(rows, {})[entry] = self.measure(work).seconds
         except Exception as error:  # a compiler or driver may raise anything
             self._fail(race, rows, entry, error)
@@ -218,63 +224,60 @@ class _Heat:
         race.failed.append(f"{entry}, {rows} rows: {short(error)}")
         log.info("%s: %s", race.name, race.failed[-1])
 
-    def _weights(self, problem: MatmulProblem, entry: Entry) -> list[Any]:
-        """Weights that together exceed the device's cache."""
-        kept = problem, Entry("", entry.shuffled) if entry != PLAIN else PLAIN
-        if kept not in self.weights:
-            bits = 8 * problem.x_dtype.itemsize if entry == PLAIN else jax.dtypes.itemsize_bits(problem.codes_dtype)
-            count = sets_needed(problem.rows * problem.inputs * bits // 8, self.device.platform)
-            if entry == PLAIN:
-                self.weights[kept] = [_make_plain(problem, seed) for seed in range(count)]
-            elif entry.shuffled:
-                shuffle = jax.jit(fragments.shuffle)
-                self.weights[kept] = [shuffle(w) for w in self._weights(problem, Entry("", False))]
-            else:
-                self.weights[kept] = [make_weight(problem, seed) for seed in range(count)]
-        return self.weights[kept]
 
-    def _check(self, problem: MatmulProblem, work: Any, rows: int) -> None:
-        """Raises ValueError if the first result of `work` is not that of float64."""
-        work.enqueue(1)
-        work.wait()
-        found = np.asarray(work.outputs[0]).astype(np.float64)
-        found = found.sum(0) if found.ndim == 3 else found
-        x, w = jax.tree.map(np.asarray, (_make_x(problem, rows, 0), self._weights(problem, Entry("", False))[0]))
-        chosen = sampled(*found.shape)
-        exact = exact_product(x, w, *chosen)
-        error = np.abs(found[np.ix_(*chosen)] - exact).max() / np.abs(exact).max()
-        if not error <= TOLERANCE.get(problem.x_dtype.name, LOOSE):
-            raise ValueError(f"off by {error:.2g} of the largest value")
+class Arrays(NamedTuple):
+    """Inputs and weights, or their shapes, which together exceed the device's cache: lists of equal lengths, by number
+    of rows, and by how the weights are stored."""
+
+    x: dict[int, list[Any]]
+    weights: dict[Entry, list[Any]]
+
+    def sets(self, rows: int, entry: Entry) -> list[tuple[Any, Any]]:
+        stored = entry if entry == PLAIN else IN_ORDER._replace(shuffled=entry.shuffled)
+        return list(zip(self.x[rows], self.weights[stored], strict=True))
 
 
-@partial(jax.jit, static_argnums=0)
-def _make(problem: MatmulProblem, key: jax.Array) -> QuantArray:
-    keys = jax.random.split(key, 4)
-    shape, blocks = (problem.rows, problem.inputs), ways.form(problem).scale.shape
-    most = 8 if problem.codes_dtype.name == "int4" else 127
-    codes = jax.random.randint(keys[0], shape, -most, most, jnp.int8).astype(problem.codes_dtype)
-    scale = jax.random.uniform(keys[1], blocks, minval=0.5, maxval=1.5).astype(problem.x_dtype)
-    zero = jax.random.randint(keys[2], blocks, -8, 8, jnp.int8) if problem.has_zero else None
-    bias = jax.random.normal(keys[3], blocks).astype(problem.x_dtype) if problem.has_bias else None
-    return QuantArray(codes, scale, zero, bias, problem.block)
+def make_arrays(problem: MatmulProblem, rows: Sequence[int], plain: bool, shuffled: bool) -> Arrays:
+    """Random arrays. One program makes all of them, as each program takes time to compile."""
+    keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), 6))
+    w, width = ways.form(problem), jax.dtypes.itemsize_bits(problem.codes_dtype)
+    count = sets_needed(problem.rows * problem.inputs * width // 8, jax.default_backend())
+
+    def numbers(shape: tuple[int, ...]) -> jax.Array:
+        """-128 to 127; a byte of random bits for each takes a quarter of the memory of floats."""
+        bits = jax.random.bits(next(keys), (count, *shape), jnp.uint8)
+        return jax.lax.bitcast_convert_type(bits, jnp.int8)
+
+    def floats(shape: tuple[int, ...]) -> jax.Array:
+        return numbers(shape).astype(problem.x_dtype) / 64
+
+    codes = numbers(w.shape)
+    codes = (codes >> 4 if width == 4 else codes).astype(problem.codes_dtype)
+    scale = jnp.abs(floats(w.scale.shape)) + jnp.ones((), problem.x_dtype)
+    zero = numbers(w.scale.shape) >> 4 if problem.has_zero else None
+    bias = floats(w.scale.shape) if problem.has_bias else None
+    stacked = QuantArray(codes, scale, zero, bias, problem.block)
+    weights: dict[Entry, Any] = {IN_ORDER: stacked}
+    if shuffled:
+        weights[IN_ORDER._replace(shuffled=True)] = fragments.shuffle(stacked)
+    if plain:
+        weights[PLAIN] = floats(w.shape)
+    x = floats((max(rows), problem.inputs))
+    separate = {name: [jax.tree.map(lambda a, i=i: a[i], one) for i in range(count)] for name, one in weights.items()}
+    return Arrays({number: [x[i, :number] for i in range(count)] for number in rows}, separate)
 
 
-def make_weight(problem: MatmulProblem, seed: int) -> QuantArray:
-    """A random weight of the problem, with its codes in order."""
-    return _make(replace(problem, shuffled=False, partitioned=False), jax.random.key(seed, impl="rbg"))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _normal(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
-    return jax.random.normal(key, shape, dtype)
-
-
-def _make_x(problem: MatmulProblem, rows: int, seed: int) -> jax.Array:
-    return _normal((rows, problem.inputs), problem.x_dtype, jax.random.key(-1 - seed, impl="rbg"))
-
-
-def _make_plain(problem: MatmulProblem, seed: int) -> jax.Array:
-    return _normal((problem.rows, problem.inputs), problem.x_dtype, jax.random.key(seed, impl="rbg"))
+def _check(problem: MatmulProblem, work: Chain, x: jax.Array, w: QuantArray) -> None:
+    """Raises ValueError if the first result of `work` is not that of float64. w: the weight with its codes in order."""
+    work.enqueue(1)
+    work.wait()
+    found = np.asarray(work.outputs[0]).astype(np.float64)
+    found = found.sum(0) if found.ndim == 3 else found
+    chosen = sampled(*found.shape)
+    exact = exact_product(np.asarray(x), jax.tree.map(np.asarray, w), *chosen)
+    error = np.abs(found[np.ix_(*chosen)] - exact).max() / np.abs(exact).max()
+    if not error <= TOLERANCE.get(problem.x_dtype.name, LOOSE):
+        raise ValueError(f"off by {error:.2g} of the largest value")
 
 
 def sampled(rows: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,8 @@ def in_groups(items: Sequence[Any], most: int = CHAIN) -> list[Sequence[Any]]:
 class Chain:
     """Calls `call(state, *arguments) -> (state, output)` with each of the sets of arguments in turn, `most` calls in a
     program. The state is donated and passed from each call to the next. With `later` it must be compiled (`compile`)
-    before it is measured, which another thread may do. `name` is for the reader's own use."""
+    before it is measured, which another thread may do; the sets may be shapes until then (`use`). `name` is for the
+    reader's own use."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class Chain:
     ) -> None:
         self.name = name
         self.asynchronous = jax.default_backend() != "cpu"  # the CPU may run several calls at a time
-        self.groups = in_groups(sets, most)
+        self.most = most
+        self.use(sets)
         self.calls = len(self.groups[0])
         self.state, self.turn = state, 0
         self.outputs: Any = None
@@ -112,6 +114,10 @@ class Chain:
         self.run: Any = None
         if not later:
             self.compile()
+
+    def use(self, sets: Sequence[tuple[Any, ...]]) -> None:
+        """Takes other sets of the same shapes."""
+        self.groups = in_groups(sets, self.most)
 
     def compile(self) -> Chain:
         self.run = self._lowered.compile()
