@@ -1,6 +1,7 @@
 """Buckets by what steps cost on an accelerator, the cutting of plans into them, and prompts' chunks."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from engines import generate, make_engine, request
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.devices.targets import RATES, UNKNOWN_RATES, rates
@@ -24,6 +26,7 @@ from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import Rows
+from jaxserve.server.process.batch_files import answer_file
 
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
 
@@ -264,6 +267,30 @@ def test_offline_prompts_take_whole_steps():
     assert set(offline[:-1]) == {8192}
     for others in ({"streams": True, "prompts_first": True}, {"streams": False}):
         assert len(steps_with_prompts(**others)) > 500
+
+
+def test_who_gives_prompts_whole_steps(monkeypatch, tmp_path):
+    """`LLM`, unless it is told otherwise, and `jaxserve batch`."""
+    seen: list[EngineConfig] = []
+
+    def take(config, *_):
+        seen.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr("jaxserve.llm.load_engine", take)
+    monkeypatch.setattr("jaxserve.server.process.batch_files.EngineProcess", take)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "x"}}
+    source.write_text(json.dumps(line))
+    for start in (
+        lambda: LLM("demo"),
+        lambda: LLM("demo", prompts_first=False),
+        lambda: answer_file(EngineConfig(model="demo"), source, target),
+    ):
+        with pytest.raises(InterruptedError):
+            start()
+    assert [config.prompts_first for config in seen] == [True, False, True]
+    assert not EngineConfig(model="demo").prompts_first, "a server's"
 
 
 def slow_device(monkeypatch, slowness: float, *, steps: int = 40, decodes: int = 16, reads: float = 0.0):

@@ -12,10 +12,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.bench import timing, tune
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase
+from jaxserve.bundles import environment
+from jaxserve.bundles.container import KERNELS
 from jaxserve.commands.cli import main
 from jaxserve.config import EngineConfig
+from jaxserve.devices.mesh import make_mesh, on_one_cpu
 from jaxserve.engine import kernel_timing
-from jaxserve.pallas_kernels import device_ops, tuning
+from jaxserve.engine.prepared import Prepared
+from jaxserve.pallas_kernels import cpu_panels, device_ops, tuning
 from jaxserve.pallas_kernels.device_ops import matmul_of
 from jaxserve.pallas_kernels.paged_attention import reference as attention
 from jaxserve.pallas_kernels.paged_attention import tpu_plan
@@ -364,6 +368,21 @@ def test_where_a_start_times_nothing(folders, monkeypatch):
     monkeypatch.undo()
     plan = SimpleNamespace(mesh=SimpleNamespace(devices=np.asarray(jax.devices()[:1])))
     assert kernel_timing.KernelTiming.begin(settings, plan) is None, "on CPU"
+
+
+def test_a_bundle_keeps_the_choices_that_it_was_compiled_with(folders):
+    key, mesh = ways.key(INT4.problem), make_mesh(1)
+    tuning.use(CPU, Table(products={key: Product(False, ((1, "dot"),))}, decode={"problem": "cpu"}))
+    made = environment.describe(jax.devices()[0], panels=False) | {KERNELS: tuning.choices(CPU)}
+    made = json.loads(json.dumps(made))
+    tuning.clear()
+    assert tuning.product(CPU, key) is None
+    prepared = Prepared(SimpleNamespace(path=folders[1], manifest=SimpleNamespace(environment=made)), None)
+    made["panels"] = on_one_cpu(mesh) and cpu_panels.available()
+    prepared.check_places(mesh)
+    assert prepared.reasons == []
+    assert tuning.everything(CPU).products == {key: Product(False, ((1, "dot"),))}
+    assert tuning.everything(CPU).decode == {"problem": "cpu"}
 
 
 def test_attention_of_decodes_follows_a_table(folders):
