@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import is_split
 from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.execution import memory
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.quant_matmul import ways
@@ -29,6 +30,7 @@ from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 log = logging.getLogger(__name__)
 
 SECONDS = 10.0
+ROOM = 8 << 30  # bytes; more than the arrays that are timed take
 
 
 def problems_of(weights: Iterable[Any], mesh: Mesh, x_dtype: Any) -> dict[MatmulProblem, int]:
@@ -51,6 +53,16 @@ def problems_of(weights: Iterable[Any], mesh: Mesh, x_dtype: Any) -> dict[Matmul
 def weights_of(config: EngineConfig, plan: ModelPlan) -> list[Any]:
     """The forms of a model's weights. Reads only one quantized weight of each kind."""
     return list(abstract_weights(plan.decoder, plan.folder, plan.mesh, config).values())
+
+
+def problems_that_fit(config: EngineConfig, plan: ModelPlan) -> Iterable[MatmulProblem]:
+    """The products of a model; none where its weights leave no room to time them meanwhile."""
+    weights = weights_of(config, plan)
+    limit = (plan.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None and sum(memory.bytes_by_dtype(weights).values()) + ROOM > limit:
+        log.info("the weights leave no room to measure which kernels are the fastest")
+        return ()
+    return problems_of(weights, plan.mesh, plan.dtype)
 
 
 def name_of(problem: MatmulProblem) -> str:
@@ -85,7 +97,7 @@ class KernelTiming:
         tuning.use(device.kind, Table())
         if not config.times_kernels or device.platform == "cpu" or tuning.user_folder() is None:
             return None
-        return cls(device, lambda: problems_of(weights_of(config, plan), plan.mesh, plan.dtype))
+        return cls(device, lambda: problems_that_fit(config, plan))
 
     def finish(self) -> None:
         """Waits for the end of the timing. From now on, products are computed in the ways that were measured, or kept

@@ -368,6 +368,14 @@ def test_where_a_start_times_nothing(folders, monkeypatch):
     monkeypatch.undo()
     plan = SimpleNamespace(mesh=SimpleNamespace(devices=np.asarray(jax.devices()[:1])))
     assert kernel_timing.KernelTiming.begin(settings, plan) is None, "on CPU"
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    weights = [jax.ShapeDtypeStruct((2**30,), jnp.bfloat16, sharding=here)]
+    monkeypatch.setattr(kernel_timing, "weights_of", lambda *_: weights)
+    monkeypatch.setattr(kernel_timing, "problems_of", lambda *_: {INT4.problem: 1})
+    for gigabytes, found in ((9, []), (11, [INT4.problem])):
+        device = SimpleNamespace(memory_stats=lambda limit=gigabytes << 30: {"bytes_limit": limit})
+        plan = SimpleNamespace(mesh=SimpleNamespace(devices=np.asarray([device])), dtype=jnp.bfloat16)
+        assert list(kernel_timing.problems_that_fit(settings, plan)) == found, "the weights take 2 GiB, the timing 8"
 
 
 def test_a_bundle_keeps_the_choices_that_it_was_compiled_with(folders):
