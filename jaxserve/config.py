@@ -57,9 +57,11 @@ class EngineConfig:
         GPUs with 60 GB and more.
       prefill_chunk: caps a step that computes prompts while others decode. Decode tokens count, but prompts keep at
         least an eighth (on CPU half, and as many tokens as decodes). None on CPU is 32, and the cap grows when prompts
-        outnumber a quarter of the decodes. None elsewhere is what the devices compute within the latency goal by their
-        data sheets (512 tokens of an 8B model on an H200), or within the time of reading the weights where that is
-        longer.
+        outnumber a quarter of the decodes. None elsewhere is what the devices compute within the latency goal, or in
+        the time of reading the weights where that is longer: at first by their data sheets (512 tokens of an 8B model
+        on an H200), then by the time that such steps take.
+      prompts_first: while no client streams, steps compute as many tokens of prompts as max_num_batched_tokens allows,
+        also beside decodes. `LLM` and `jaxserve batch` set it. It has no effect on CPU, and none with a prefill_chunk.
       max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
         Each takes 5 bytes of device memory per token of the vocabulary. None is what 256 MiB hold, at least 8.
       max_waiting: most completions in the queue; a request beyond that is rejected, unless the queue is empty. None is
@@ -100,6 +102,10 @@ class EngineConfig:
       matmul_backend: the kernels for products with quantized weights, likewise. On one CPU auto rounds the inputs of
         most products to 8 bits, in blocks of 32 with a scale each; "cpu" keeps them in float32. Only auto follows
         `activation_quantization`.
+      kernel_timing: where no table says which of its kernels a device multiplies the model's weights fastest with, a
+        start on an accelerator times them in at most 10 s, while weights are loaded, and keeps the result in the user's
+        cache folder (docs/kernels.md). Off: such a device takes what an estimate says, and earlier results count no
+        more. It is off with several hosts, deterministic, pipelines, cpu_offload_gib and a named matmul_backend.
       activation_quantization: when to round the inputs of products whose checkpoint asks for 8 bits (W8A8). "auto":
         where the device multiplies such numbers (NVIDIA GPUs, TPUs with int8); "none": never; "checkpoint":
         everywhere, where on CPU the rounded values are multiplied as floats.
@@ -168,6 +174,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     prefill_chunk: int | None = None
+    prompts_first: bool = False
     max_penalty_seqs: int | None = None
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
@@ -193,6 +200,7 @@ class EngineConfig:
     dequantize: bool = False
     attention_backend: str = "auto"
     matmul_backend: str = "auto"
+    kernel_timing: bool = True
     activation_quantization: Literal["auto", "none", "checkpoint"] = "auto"
     task: Literal["auto", "generate", "embed", "score"] = "auto"
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
@@ -236,6 +244,14 @@ class EngineConfig:
     def rounding(self) -> str:
         """The `activation_quantization` in effect: a named matmul_backend never rounds."""
         return self.activation_quantization if self.matmul_backend == "auto" else "none"
+
+    @property
+    def times_kernels(self) -> bool:
+        """The `kernel_timing` in effect. All hosts must choose the same kernels, and `deterministic` the same at every
+        start."""
+        whole = self.pipeline_parallel_size == 1 and not self.cpu_offload_gib
+        alone = self.num_hosts == 1 and not self.deterministic and self.matmul_backend == "auto"
+        return self.kernel_timing and whole and alone
 
     @property
     def num_proposals(self) -> int:

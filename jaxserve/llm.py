@@ -55,7 +55,7 @@ class LLM:
         for name, others in OTHER_NAMES.items():
             if settings.get(name) in others:
                 settings[name] = others[settings[name]]
-        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **settings)))
+        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **{"prompts_first": True} | settings)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,
             source=self.engine.tokenizer_folder,

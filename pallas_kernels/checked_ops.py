@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.quant_matmul.ways import kernels
 from jaxserve.pallas_kernels.registry import (
     AttentionProblem,
     BackendError,
@@ -101,7 +102,7 @@ class Trials:
 
     def __init__(self) -> None:
         self.of_ops: dict[str, Trial] = {}
-        self._products: dict[tuple[bool, MatmulProblem], list[Trial]] = {}
+        self._products: dict[tuple[bool, MatmulProblem, tuple[str, ...]], list[Trial]] = {}
         self._lock = threading.Lock()
         self._begun = time.perf_counter()
 
@@ -123,7 +124,9 @@ class Trials:
         if not grouped and (backend != "auto" or w8a8.why_not(device, problem) is not None):
             # Where rounded inputs become floats again, the kernels are those of products without rounded inputs.
             problem = replace(problem, activations=None)
-        key = grouped, problem
+        # Other kernels may be the fastest since the last call (`tuning`).
+        kernels = () if grouped or problem.activations is not None else tuple(_backends(device, problem, backend))
+        key = grouped, problem, kernels
         with self._lock:
             if key not in self._products:
                 checks = _grouped_checks if grouped else _product_checks
@@ -252,15 +255,15 @@ def _product_checks(device: Device, problem: MatmulProblem, backend: str) -> Che
             product = partial(rounding_product, parts)
             yield product, partial(check_matmul, product, problem)
         return
-    name = choose("matmul", device, problem, backend)
-    if name in PLAIN:
-        return
-    module = load("matmul", name)
-    parts = getattr(module, "quant_matmul_parts", None)
-    rows = MATMUL_ROWS if parts is None else OTHER_ROWS
-    yield module.quant_matmul, partial(check_matmul, module.quant_matmul, problem, rows=rows)
-    if parts is not None:
-        yield parts, partial(check_parts, parts, problem)
+    for name in _backends(device, problem, backend):
+        if name in PLAIN:
+            continue
+        module = load("matmul", name)
+        parts = getattr(module, "quant_matmul_parts", None)
+        rows = MATMUL_ROWS if parts is None else OTHER_ROWS
+        yield module.quant_matmul, partial(check_matmul, module.quant_matmul, problem, rows=rows)
+        if parts is not None:
+            yield parts, partial(check_parts, parts, problem)
 
 
 def _grouped_checks(device: Device, problem: MatmulProblem, backend: str) -> Checks:
@@ -273,6 +276,12 @@ def _grouped_checks(device: Device, problem: MatmulProblem, backend: str) -> Che
         multiply = getattr(load("matmul", name), "grouped_quant_matmul", None) if name not in PLAIN else None
     if multiply is not None:
         yield multiply, partial(check_grouped, multiply, problem)
+
+
+def _backends(device: Device, problem: MatmulProblem, backend: str) -> list[str]:
+    """Whose kernels multiply by weights of this form."""
+    measured = kernels(device, problem) if backend == "auto" else []
+    return measured or [choose("matmul", device, problem, backend)]
 
 
 def rounding_product(parts: bool, x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:

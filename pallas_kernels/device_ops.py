@@ -6,20 +6,29 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels import cpu, cpu_panels, experts
+from jaxserve.pallas_kernels import cpu, cpu_panels, experts, tuning
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, choose, load
+from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
+from jaxserve.pallas_kernels.registry import (
+    AttentionProblem,
+    Device,
+    LatentProblem,
+    MatmulProblem,
+    choose,
+    explain,
+    load,
+)
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
@@ -29,8 +38,9 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
     """Returns `multiply` of `quant_matmul` for `device`. It raises BackendError for a weight that the backend cannot
     do.
 
-    With `parts` it returns `Parts.sums`. Where a weight says how its inputs are rounded, `auto` uses 8-bit products if
-    the device has them; otherwise rounded inputs become floats again.
+    With `parts` it returns `Parts.sums`. `auto` takes the way that was measured to be the fastest, where one was
+    (`quant_matmul.ways`). Where a weight says how its inputs are rounded, `auto` uses 8-bit products if the device has
+    them; otherwise rounded inputs become floats again.
     """
 
     def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
@@ -40,7 +50,10 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
                 return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
             y = w8a8.emulated(rows, w, partial(multiply, count=count))
             return y.astype(rows.dtype)[None] if parts else y
-        module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
+        problem = MatmulProblem.of(x, w, partitioned)
+        if backend == "auto" and (way := ways.fastest(device, problem, len(x))) is not None:
+            return ways.product(way, x, w, count, parts)
+        module = load("matmul", choose("matmul", device, problem, backend))
         if not parts:
             return module.quant_matmul(x, w, count=count)
         if hasattr(module, "quant_matmul_parts"):
@@ -137,9 +150,35 @@ def choose_ops(
         kinds = {"paged_attention": module.paged_attention}
         kinds["write_kv"] = getattr(module, "write_kv", write_kv)
         kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
+        if backend == "auto" and (other := _decoding(device, attention, module)) is not None:
+            kinds["paged_attention"] = partial(_attend, module.paged_attention, other.paged_attention)
     if device.platform == "cpu" and not partitioned:
         return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
     return _with_triton(Ops(**kinds), device, attention.q_dtype)
+
+
+def _decoding(device: Device, problem: AttentionProblem, module: ModuleType) -> ModuleType | None:
+    """The backend of attention that was measured to be the fastest in steps that only decode, if it is not `module`."""
+    name = tuning.everything(device.kind).decode.get(attention_key(problem)) if device.platform != "cpu" else None
+    if name is None or explain("attention", device, problem)[name] is not None:
+        return None
+    found = load("attention", name)
+    return None if found is module or hasattr(module, "write_and_attend") else found
+
+
+def attention_key(problem: AttentionProblem) -> str:
+    """The name of a problem in tables."""
+    return tuning.problem_key(
+        q=problem.q_dtype.name, kv=problem.kv_dtype.name, heads=problem.kv_heads, group=problem.group,
+        head_dim=problem.head_dim, page_size=problem.page_size,
+    )  # fmt: skip
+
+
+def _attend(
+    attend: Callable[..., jax.Array], decode: Callable[..., jax.Array], *args: Any, **options: Any
+) -> jax.Array:
+    """Attention by `decode` in steps that only decode, by `attend` in others."""
+    return (decode if options.get("decode_only") else attend)(*args, **options)
 
 
 def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:

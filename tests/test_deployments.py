@@ -118,6 +118,38 @@ def test_a_record_is_written_verified_and_never_has_keys(demo, tmp_path):
     assert deployment.locked(serve("--config", str(lock), "--port", "0"))["flags"]["port"] == 0
 
 
+def test_a_record_names_the_kernels_that_were_chosen(demo, tmp_path, monkeypatch, caplog):
+    """Tables must be those of the record; what starts have measured may differ, with a warning."""
+    lock, folder = tmp_path / "jaxserve.lock", tmp_path / "tuning"
+    monkeypatch.setenv("JAXSERVE_TUNING", str(folder))
+    (folder / "kept").mkdir(parents=True)
+
+    def table(path: Path, way: str) -> None:
+        product = {"shuffled": False, "ways": {"1": way}, "us": {"1": {way: 3.5}}}
+        path.write_text(json.dumps({"device": "X", "sizes": {}, "products": {"problem": product}}))
+
+    table(folder / "x.json", "triton")
+    table(folder / "kept" / "x.json", "dot")
+    found = locked_demo(demo, lock)["kernels"]
+    assert found["tables"]["user/x.json"]["products"]["problem"] == {"shuffled": False, "ways": {"1": "triton"}}
+    assert found["kept"]["kept/x.json"]["products"]["problem"]["ways"] == {"1": "dot"}
+    started = serve("--config", str(lock))
+    assert deployment.locked(started)["kernels"] == found
+    table(folder / "kept" / "x.json", "dequantize")
+    assert record.with_kernels({"kernels": found})["kernels"]["kept"] != found["kept"], "of a server that has measured"
+    assert "bits may differ" not in caplog.text
+    deployment.locked(started)
+    assert "bits may differ" in caplog.text
+    table(folder / "x.json", "dot")
+    with pytest.raises(ConfigError, match=r'kernels\.tables\.user/x\.json\.products\.problem\.ways\.1: "triton" in'):
+        deployment.locked(started)
+    assert locked_demo(demo, lock, "--no-kernel-timing")["kernels"]["kept"] is None, "it does not count"
+    older = json.loads(lock.read_text())
+    del older["kernels"]
+    lock.write_text(json.dumps(older))
+    assert deployment.locked(serve("--config", str(lock)))["model"] == older["model"], "of an earlier version"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"])
 def test_wrong_weights_tokenizer_or_template_are_refused(demo, tmp_path, name):
     lock = tmp_path / "jaxserve.lock"

@@ -15,9 +15,10 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import kernels
 from peers.kernel_backends import Backend, RaggedPagedAttention, XlaDense
 
-from jaxserve.bench import kernel_shapes, timing
+from jaxserve.bench import kernel_shapes
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase, WriteCase, largest_error
 from jaxserve.pallas_kernels.registry import Device, load
+from jaxserve.pallas_kernels.tuning import timing
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CEILINGS = {"bytes_per_s": 1e9, "flops_per_s": 1e12}

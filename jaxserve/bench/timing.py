@@ -1,131 +1,23 @@
-"""Measures a compiled function's time on the device, and the device's highest rates.
-
-Calls are asynchronous: many are queued, and only the last is waited for. Several calls, each with its own arguments,
-are compiled into one program, so that the host launches them faster than the device runs them. All arguments together
-do not fit the device's cache. `Timing.host_bound` reports a measurement that the host limits nevertheless.
-"""
+"""The device's highest rates, and how to measure others (`pallas_kernels.tuning.timing`)."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.pallas_kernels.alone import alone
+from jaxserve.pallas_kernels.tuning.timing import CHAIN, LEAST_SAMPLES, Chain
+from jaxserve.pallas_kernels.tuning.timing import Timing as Timing
+from jaxserve.pallas_kernels.tuning.timing import Work as Work
+from jaxserve.pallas_kernels.tuning.timing import in_groups as in_groups
+from jaxserve.pallas_kernels.tuning.timing import measure as measure
+from jaxserve.pallas_kernels.tuning.timing import sets_needed as sets_needed
 
-SPREAD = {"gpu": 256 << 20, "tpu": 256 << 20, "cpu": 16 << 20}  # bytes of arguments that exceed any cache
-MOST_SETS = 32  # most sets of arguments
-CHAIN = 16  # most calls in one program
-SAMPLES, LEAST_SAMPLES = 11, 3
-QUEUED = 16  # rounds that are queued before the runtime waits for earlier ones
-SAMPLE_SECONDS, ALL_SECONDS = 0.02, 1.0  # least time of a sample; approximate time of all samples
 CEILING_SECONDS = 0.2  # of a sample of the highest rates
 COPY_BYTES = 8 << 30  # of the copy that tells the highest rate, or less if the device is small
-
-
-class Work(Protocol):
-    """A function to measure. Each round queues `calls` calls of it, or runs them if it is not asynchronous."""
-
-    calls: int
-    asynchronous: bool
-    state: Any
-    outputs: Any  # the last round's
-
-    def enqueue(self, rounds: int) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per call of each sample. host_bound: queueing took nearly all the time, so the device may be faster."""
-
-    samples: list[float]
-    host_bound: bool
-
-    @property
-    def seconds(self) -> float:
-        return float(np.median(self.samples))
-
-
-def measure(work: Work) -> Timing:
-    """Measures the time per call of a compiled function, while the other processes of a run stand still (`alone`)."""
-    with alone():
-        return _measure(work)
-
-
-def _measure(work: Work) -> Timing:
-    clock = time.perf_counter
-
-    def sample(rounds: int) -> tuple[float, float]:
-        start = clock()
-        work.enqueue(rounds)
-        queued = clock()
-        work.wait()
-        return clock() - start, queued - start
-
-    sample(1)
-    seconds = sample(1)[0]
-    if seconds < SAMPLE_SECONDS:
-        seconds = sample(5)[0] / 5
-    rounds = math.ceil(SAMPLE_SECONDS / seconds)
-    count = min(max(int(ALL_SECONDS / (rounds * seconds)), LEAST_SAMPLES), SAMPLES)
-    taken = [sample(rounds) for _ in range(count)]
-    total, queued = sample(QUEUED) if work.asynchronous else (1.0, 0.0)
-    return Timing([total / (rounds * work.calls) for total, _ in taken], queued > 0.9 * total)
-
-
-def in_groups(items: Sequence[Any], most: int = CHAIN) -> list[Sequence[Any]]:
-    """The items of each round, in turn; `most` is a power of two."""
-    size = 1 if jax.default_backend() == "cpu" else math.gcd(len(items), most)
-    return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-class Chain:
-    """Calls `call(state, *arguments) -> (state, output)` with each of the sets of arguments in turn, `most` calls in a
-    program. The state is donated and passed from each call to the next."""
-
-    def __init__(
-        self, call: Callable[..., tuple[Any, Any]], state: Any, sets: Sequence[tuple[Any, ...]], most: int = CHAIN
-    ) -> None:
-        self.asynchronous = jax.default_backend() != "cpu"  # the CPU may run several calls at a time
-        self.groups = in_groups(sets, most)
-        self.calls = len(self.groups[0])
-        self.state, self.turn = state, 0
-        self.outputs: Any = None
-
-        inner = jax.jit(call)  # lowered only once
-
-        def run(state, sets):
-            outputs = []
-            for arguments in sets:
-                state, output = inner(state, *arguments)
-                outputs.append(output)
-            return state, outputs
-
-        self.run = jax.jit(run, donate_argnums=0).lower(state, self.groups[0]).compile()
-
-    def enqueue(self, rounds: int) -> None:
-        for _ in range(rounds):
-            self.state, self.outputs = self.run(self.state, self.groups[self.turn % len(self.groups)])
-            self.turn += 1
-            if not self.asynchronous:
-                self.wait()
-
-    def wait(self) -> None:
-        jax.block_until_ready((self.state, self.outputs))
-
-
-def sets_needed(bytes_: int, platform: str) -> int:
-    """The number of argument sets of that size that exceed any cache; a power of two."""
-    needed = math.ceil(SPREAD[platform] / bytes_)
-    return min(1 << (needed - 1).bit_length(), MOST_SETS)
 
 
 def ceilings(platform: str) -> dict[str, float]:

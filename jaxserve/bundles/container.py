@@ -36,6 +36,7 @@ FORMAT = 1
 DIGEST, MAC = "bundle.sha256", "bundle.mac"
 WEIGHTS, PROGRAMS, STAMPS = "weights.json", "programs.json", "checks.json"
 MODEL = BUNDLE_MODEL
+KERNELS = "kernels"  # entry of the environment: the kernels that were chosen by measurement, `tuning.choices`
 MAX_MANIFEST = 2**24  # bytes
 KEY_BYTES = 16  # the shortest key of a MAC
 _PIECE = 2**22  # bytes that are hashed at a time

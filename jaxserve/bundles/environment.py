@@ -23,7 +23,7 @@ FREE = {
     "host_secret_file", "host_timeout", "async_scheduling", "forbid_compile", "profile_dir", "seed", "kv_offload_dir",
     "kv_offload_dir_gib", "score_prompt", "bundle_key_file", "role", "prefill_listen", "prefill_servers",
     "prefill_min_tokens", "prefill_timeout", "generation_config", "override_generation_config", "max_logprobs",
-    "download_dir", "platform",
+    "download_dir", "platform", "prompts_first", "kernel_timing",
 }  # fmt: skip
 # Settings that the prepared weights depend on, and with them everything else.
 OF_WEIGHTS = (

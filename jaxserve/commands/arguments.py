@@ -111,7 +111,10 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          help="most sequences with penalties in one step; None: as many as 256 MiB of token counts hold")  # fmt: skip
     flag("--prefill-chunk", field="prefill_chunk", type=int, metavar="TOKENS",
          help="caps a step that computes prompts while others decode; None: 32 on CPU, else what "
-         "--latency-goal-ms allows by the device's data sheet")  # fmt: skip
+         "--latency-goal-ms allows by the time that such steps take")  # fmt: skip
+    group.add_argument("--prompts-first", action="store_true",
+                       help="while no client streams, give prompts whole steps, as `batch` does: more tokens a second, "
+                       "and tokens come later (not on CPU)")  # fmt: skip
     flag("--decode-steps", field="decode_steps", type=int, metavar="N",
          help="most tokens that one call of the devices samples for a sequence, while no request waits")  # fmt: skip
     flag("--latency-goal-ms", field="latency_goal_ms", type=float, metavar="MS",
@@ -260,6 +263,9 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
          "tokens are decoded ahead, and count once a step of one fixed shape has computed them again")  # fmt: skip
     flag("--deterministic-window", field="deterministic_window", type=int, metavar="TOKENS",
          help="most tokens that a sequence decodes ahead of such a step, 1 to 16")  # fmt: skip
+    group.add_argument("--no-kernel-timing", dest="kernel_timing", action="store_false",
+                       help="do not measure which kernels multiply fastest when a device is new; take an "
+                       "estimate")  # fmt: skip
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false",
                        help="wait for each step's tokens before scheduling the next step")  # fmt: skip
     group.add_argument("--no-prefix-caching", "--no-enable-prefix-caching", dest="prefix_caching", action="store_false",

@@ -14,7 +14,18 @@ from typing import Any
 from jax.stages import Compiled
 
 from jaxserve.bundles import environment, programs, weights
-from jaxserve.bundles.container import FORMAT, MODEL, STAMPS, BundleError, File, Manifest, hashed, is_bundle, seal
+from jaxserve.bundles.container import (
+    FORMAT,
+    KERNELS,
+    MODEL,
+    STAMPS,
+    BundleError,
+    File,
+    Manifest,
+    hashed,
+    is_bundle,
+    seal,
+)
 from jaxserve.bundles.identity import model_files
 from jaxserve.checkpoints.export import copy_rest, write_json
 from jaxserve.checkpoints.gguf import write_header
@@ -27,7 +38,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import ProgramName
 from jaxserve.models.load import read_hf_config, read_model
-from jaxserve.pallas_kernels import cpu_build, cpu_panels, selfcheck_stamps
+from jaxserve.pallas_kernels import cpu_build, cpu_panels, selfcheck_stamps, tuning
 from jaxserve.text.tokenizer_files import KEPT, KeptTokenizer
 
 HERE = "here"  # the target that means the devices of this machine
@@ -135,7 +146,7 @@ class Making:
             model=self.config.model,
             revision=commit_of(self.model),
             target=self.target,
-            environment=environment.describe(device, panels),
+            environment=environment.describe(device, panels) | {KERNELS: tuning.choices(device.device_kind)},
             settings=environment.settings_of(self.config),
             flags=self.flags,
             pages=self.runner.layout.num_pages,

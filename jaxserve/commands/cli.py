@@ -110,11 +110,15 @@ def make_parser() -> argparse.ArgumentParser:
                                  ("page-size", None, PAGE_SIZE_HELP)):  # fmt: skip
         kernels.add_argument(f"--{name}", type=int, default=default, metavar="N", help=help_)
 
-    tune = add_command(commands, "tune", run_tune, "measure the kernels' block sizes on this device and keep the best")
+    tune = add_command(commands, "tune", run_tune, "measure which kernels are the fastest on this device")
+    add_model(tune, nargs="?")
     tune.add_argument("--op", nargs="+", choices=TUNABLE, default=TUNABLE, help="operations to measure")
-    tune.add_argument("--sizes", choices=["small", "full"], default="full", help="full: those of Llama 3 8B and 70B")
-    tune.add_argument("--page-size", type=int, metavar="TOKENS", help=PAGE_SIZE_HELP)
+    tune.add_argument("--sizes", choices=["small", "full"], default="full", help="without a model; full: those of "
+                      "Llama 3 8B and 70B")  # fmt: skip
     tune.add_argument("--out", type=Path, metavar="JSON", help="table to write; None: in the user's cache folder")
+    tune.add_argument("--minutes", type=float, metavar="N", help="end after so long with what has been measured; "
+                      "None: 3 with a model, else no limit")  # fmt: skip
+    add_engine_flags(tune)
 
     models = add_command(commands, "models", run_models, "list the models on this machine, or inspect one")
     models.set_defaults(folder=[], json=False)
@@ -294,7 +298,9 @@ def run_kernels(args: argparse.Namespace) -> int:
 def run_tune(args: argparse.Namespace) -> int:
     from jaxserve.bench.tune import tune
 
-    return tune(args.op, args.sizes, args.page_size, args.out)
+    seconds = None if args.minutes is None else 60 * args.minutes
+    config = None if args.model is None else engine_config(args)
+    return tune(args.op, args.sizes, args.page_size, args.out, config=config, seconds=seconds)
 
 
 def run_models(args: argparse.Namespace) -> int:

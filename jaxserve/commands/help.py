@@ -60,8 +60,8 @@ TOPICS = {
     "batches": Topic(
         "Lengths and batches",
         "max-model-len max-num-seqs max-num-batched-tokens",
-        "prefill-chunk max-penalty-seqs decode-steps latency-goal-ms scheduling-policy no-async-scheduling "
-        "forbid-compile",
+        "prefill-chunk prompts-first max-penalty-seqs decode-steps latency-goal-ms scheduling-policy "
+        "no-async-scheduling forbid-compile",
     ),
     "memory": Topic(
         "Memory and KV cache",
@@ -71,7 +71,7 @@ TOPICS = {
     "devices": Topic(
         "Devices",
         "platform tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel",
-        "decode-context-parallel-size attention-backend matmul-backend",
+        "decode-context-parallel-size attention-backend matmul-backend no-kernel-timing",
     ),
     "hosts": Topic(
         "Several hosts (the same command on each, with its --host-id)",

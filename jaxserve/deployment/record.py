@@ -10,6 +10,8 @@ A record is a JSON object:
     settings        all settings of the engine, also those that are defaults, which another version may change
     versions        of the packages that compute
     bundle          the bundle's digest; null: it is no bundle
+    kernels         the kernels that were measured to be the fastest on kinds of devices, which decide the bits of
+                    answers: `tables`, and what starts on this machine have measured and `kept`; null: they count not
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +31,9 @@ from jaxserve.bundles.container import DIGEST, hashed, is_bundle
 from jaxserve.bundles.identity import TOKENIZER, model_files
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.pallas_kernels import tuning
+
+log = logging.getLogger(__name__)
 
 FORM = "jaxserve_lock"
 VERSIONS = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "llguidance",
@@ -83,7 +89,14 @@ def describe(config: EngineConfig, flags: Mapping[str, Any], template: str | Non
         "settings": settings_of(config),
         "versions": versions(),
         "bundle": bundle_digest(config.model),
+        "kernels": {"tables": tuning.describe(), "kept": tuning.describe_kept() if config.times_kernels else None},
     }
+
+
+def with_kernels(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a running server, with what its own start has measured."""
+    kernels = record["kernels"]
+    return {**record, "kernels": kernels if kernels["kept"] is None else kernels | {"kept": tuning.describe_kept()}}
 
 
 def full(config: EngineConfig, flags: Mapping[str, Any], template: str | None) -> dict[str, Any]:
@@ -120,11 +133,17 @@ def _tokenizer_digest(folder: Path) -> str:
 
 def verify(lock: Mapping[str, Any], found: Mapping[str, Any], source: Path) -> None:
     """Raises ConfigError if the model, the tokenizer, the template, the bundle or the versions are not those of the
-    record. Flags are the operator's: those of the command line may differ."""
+    record. Flags are the operator's: those of the command line may differ. So may what starts have measured, of which a
+    warning tells."""
     parts = "model", "tokenizer", "chat_template", "versions", "bundle"
-    wrong = list(differences({p: lock.get(p) for p in parts}, {p: found.get(p) for p in parts}))
+    before, now = ({p: one.get(p) for p in parts} for one in (lock, found))
+    if "kernels" in lock:  # records of earlier versions have none
+        before["kernels"], now["kernels"] = ({"tables": one["kernels"]["tables"]} for one in (lock, found))
+        if lock["kernels"]["kept"] and lock["kernels"]["kept"] != found["kernels"]["kept"]:
+            log.warning("%s: the kernels that were measured to be the fastest were others, so bits may differ", source)
+    wrong = list(differences(before, now))
     if wrong:
-        shown = [f"{name}: {before} in the record, {now} here" for name, before, now in wrong[:_SHOWN]]
+        shown = [f"{name}: {old} in the record, {new} here" for name, old, new in wrong[:_SHOWN]]
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(f"{source} does not describe what is here: {'; '.join(shown)}{more}")
 

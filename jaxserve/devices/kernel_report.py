@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, explain
 from jaxserve.pallas_kernels.types import Activations, default_page_size, stored_latent_width
@@ -49,6 +50,9 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         matmul = MatmulProblem(dtype, codes, 4096, 4096, block, scale_dtype=scale)
         yield from _backends(f"matmul, {name}", explain("matmul", device, matmul))
     yield from _rounded_inputs(device, dtype)
+    if measured := tuning.tables(device.kind).products:
+        yield ""
+        yield f"of {len(measured)} shapes of weights a table of jaxserve tune says the fastest way, which auto takes"
     if device.platform == "cpu":
         yield ""
         yield "one CPU with a C++ compiler keeps matrices in panels: floats of 16 bits as they are, GGUF's Q4_0 to Q8_0"

@@ -48,6 +48,7 @@ from jaxserve.engine.sizing import compile_all
 from jaxserve.engine.timeline import Timeline
 from jaxserve.engine.weights import Weights
 from jaxserve.execution import memory
+from jaxserve.execution.cost import MeasuredChunk
 from jaxserve.execution.slots import NO_ADAPTER
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
@@ -97,6 +98,8 @@ class Engine:
         tiers = None if self.copies is None else self.copies.tiers
         self.scheduler = make_scheduler(config, self._parts, self.max_model_len, pool, tiers)
         self.blocks = self.scheduler.blocks
+        mixed = [shape.tokens for shape in self.shapes if not shape.decode_only]
+        self._chunk = MeasuredChunk.of(config, self._cost, mixed)
         self.speculator = make_speculator(config, self.scheduler, Models(runner, self._draft, self.shapes))
         self.beams = Beams(self.scheduler, model.eos_token_ids)
         rules = config, model, self.max_model_len, self.scheduler, self.constraints, self.beams
@@ -312,7 +315,8 @@ class Engine:
             self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
         copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
-        for batch in batches_of(plan.rows, running, self.runner.programs.of_steps(self.shapes), self._cost):
+        batches = list(batches_of(plan.rows, running, self.runner.programs.of_steps(self.shapes), self._cost))
+        for batch in batches:
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])
             sampled, hidden = self.runner.step(
@@ -329,6 +333,9 @@ class Engine:
                 sent.prompt_scores = PromptScores.start(batch, self.runner, self._place_of)
             step.batches.append(sent)
         self.runner.copy_states(plan.kept)
+        if self._chunk is not None and not plan.rows.only_decodes and not step.checks:
+            sizes = [batch.shape.tokens for batch in batches]
+            step.estimated = self._chunk.estimate(sizes, plan.rows.count, running.device_groups)
         self.counters.steps += 1
         self.counters.step_tokens.observe(plan.rows.num_tokens)
         return step
@@ -343,7 +350,11 @@ class Engine:
         asked = time.perf_counter()
         tokens = step.tokens()
         passes = step.passes(tokens, static=self.runner.programs.static)
-        self.timeline.seconds["device"].observe(self.pace.arrived(asked, step.dispatched, passes))
+        seconds = self.pace.arrived(asked, step.dispatched, passes)
+        self.timeline.seconds["device"].observe(seconds)
+        if self._chunk is not None and step.estimated is not None and self.pace.is_exact:
+            self._chunk.took(seconds, step.estimated)
+            self.scheduler.limit_chunk(self._chunk.tokens, self._chunk.least)
         return tokens
 
     def commit(self, step: InFlightStep, tokens: list[np.ndarray]) -> StepOutput:

@@ -92,6 +92,7 @@ class InFlightStep:
     batches: list[InFlightBatch]
     tokens_per_call: int  # the most tokens that a row may have sampled
     dispatched: float  # time.perf_counter()
+    estimated: float | None = None  # seconds by data sheet of a step that has prompts beside decodes
 
     @property
     def checks(self) -> bool:

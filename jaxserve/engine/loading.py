@@ -22,6 +22,7 @@ from jaxserve.engine import data_parallel, streaming, verify_mode
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.held_weights import HeldWeights
+from jaxserve.engine.kernel_timing import KernelTiming
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.pipeline import LoadedPipeline, check_settings
 from jaxserve.engine.prepared import Prepared
@@ -112,7 +113,12 @@ def load_models(
     plan = ModelPlan.of(config, devices, checks=checks)
     mesh, model, decoder = plan.mesh, plan.model, plan.decoder
     if prepared is None:
-        params = make_params(decoder, plan.folder, mesh, config, progress=progress)
+        timing = KernelTiming.begin(config, plan)
+        # While kernels are timed none is checked: the device is busy, and which products to check is not yet known.
+        untried = decoder if timing is None else decoder.clone(ops=replace(decoder.ops, trials=None))
+        params = make_params(untried, plan.folder, mesh, config, progress=progress)
+        if timing is not None:
+            timing.finish()
         if checks:
             decoder, params = trust(decoder, params, mesh, config.matmul_backend, progress=progress)
         else:
@@ -287,6 +293,7 @@ def make_scheduler(
         "max_num_batched_tokens": memory.max_batched_tokens(config),
         "prefill_chunk": prefill_chunk(config, parts.cost),
         "prefill_bursts": parts.cost is None,
+        "prompts_first": config.prompts_first and parts.cost is not None and config.prefill_chunk is None,
         "max_model_len": longest,
         "penalty_rows": runner.penalty_rows,
         "stages": runner.num_stages,

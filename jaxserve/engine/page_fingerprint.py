@@ -18,7 +18,7 @@ UNRELATED = {
     "latency_goal_ms", "forbid_compile", "prefix_caching", "state_snapshots", "profile_dir", "kv_offload_gib",
     "kv_offload_dir", "kv_offload_dir_gib", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
     "prefill_timeout", "generation_config", "override_generation_config", "max_logprobs", "download_dir",
-    "platform",
+    "platform", "prompts_first",
 }  # fmt: skip
 _FILES = ("*.json", "*.safetensors", "*.gguf", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file, which is far faster than reading whole files

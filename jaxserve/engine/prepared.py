@@ -12,14 +12,14 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.bundles import environment, programs
-from jaxserve.bundles.container import MODEL, STAMPS, WEIGHTS, Bundle, BundleError, is_bundle, read_key
+from jaxserve.bundles.container import KERNELS, MODEL, STAMPS, WEIGHTS, Bundle, BundleError, is_bundle, read_key
 from jaxserve.bundles.weights import StoredWeights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.execution.memory import Budget
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, selfcheck_stamps
+from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, selfcheck_stamps, tuning
 from jaxserve.pallas_kernels.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Prepared:
 
     def check_places(self, mesh: Mesh) -> None:
         """Compares the devices with those of the bundle. Raises BundleError if the weights are in another order than
-        these devices' kernels read."""
+        these devices' kernels read. Should programs be compiled anew, the kernels are those of the bundle."""
         made = self.bundle.manifest.environment
         here = environment.describe(mesh.devices.flat[0], on_one_cpu(mesh) and cpu_panels.available())
         if other := environment.differences(made, here, environment.PLACES):
@@ -101,6 +101,8 @@ class Prepared:
                 f"{'; '.join(other)}; make one for these"
             )
         self.reasons += environment.differences(made, here)
+        kind = mesh.devices.flat[0].device_kind
+        tuning.use(kind, tuning.table_of(made.get(KERNELS, {}), self.bundle.path))
 
     def check_kernels(self, chosen: Ops, trusted: Ops) -> None:
         """Compares the operations that suit the devices with what is left of them after their checks. Programs with a

@@ -5,6 +5,7 @@ model (Williams et al. 2009). Sizes of buckets, batches and chunks of prompts fo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ CONTEXT = 2048  # cached tokens that a prompt's token is assumed to attend to
 FEW = 16  # minimum of tokens of a bucket for steps with prompts
 CPU_PREFILL_CHUNK = 32  # the time of a step on CPU is proportional to its tokens
 FREE = 1.1  # a step that costs up to this factor more than the smallest one counts as equally fast
+NEWEST = 0.2  # weight of the newest step in the average of `MeasuredChunk`
+OUTLIER = 2.0  # a step counts as at most so much faster or slower than the average, as the host may have been paused
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,49 @@ def _is_quantized(x: Any) -> bool:
 
 
 def prefill_chunk(config: EngineConfig, cost: StepCost | None) -> int:
-    """The most tokens of a step that computes prompts while others decode. `cost`: of an accelerator's steps."""
+    """The most tokens of a step that computes prompts while others decode. `cost`: of an accelerator's steps. For most
+    engines, `MeasuredChunk` replaces it after the first steps."""
     if config.prefill_chunk is not None:
         return config.prefill_chunk
     return CPU_PREFILL_CHUNK if cost is None else cost.chunk(config.latency_goal(on_cpu=False))
+
+
+class MeasuredChunk:
+    """The size of steps that compute prompts while others decode: what fits the latency goal by the time that these
+    steps take on this machine. They also read the cache of the rows that decode, which `StepCost` does not know.
+
+    Attributes:
+      tokens: of the next such step, prompts and decodes; always those of a bucket.
+      least: tokens that prompts get of it at least: an eighth of the estimated chunk.
+      slowdown: how many times as long as estimated these steps take, a recent average.
+    """
+
+    def __init__(self, cost: StepCost, goal: float, sizes: Sequence[int]):
+        """goal: seconds of a step. sizes: tokens of the buckets for prompts, ascending."""
+        self._cost, self._goal, self._sizes = cost, goal, sizes
+        self.tokens, self.least, self.slowdown = cost.chunk(goal), -(-cost.chunk(goal) // 8), 1.0
+
+    @classmethod
+    def of(cls, config: EngineConfig, cost: StepCost | None, sizes: Sequence[int]) -> MeasuredChunk | None:
+        """None where the chunk stays as it is: on CPU, with a chunk that was asked for, with `deterministic`, and in
+        pipelines, where the time between two results is not that of a step."""
+        if cost is None or config.prefill_chunk is not None or config.deterministic:
+            return None
+        return None if config.pipeline_parallel_size > 1 else cls(cost, config.latency_goal(on_cpu=False), sizes)
+
+    def estimate(self, sizes: Sequence[int], counts: np.ndarray, groups: int = 1) -> float | None:
+        """Seconds of a step by data sheet: calls of these sizes, in tokens, for rows of `counts` tokens, which are
+        shared out over groups of devices. None for a step without prompts or without decodes."""
+        prompts = counts[counts > 1]
+        if len(prompts) in (0, len(counts)):
+            return None
+        return sum(map(self._cost, sizes)) + int(prompts.sum()) / groups * self._cost.attention
+
+    def took(self, seconds: float, estimated: float) -> None:
+        """Notes the time of a step of which `estimate` was not None."""
+        newest = min(max(seconds / estimated, self.slowdown / OUTLIER), self.slowdown * OUTLIER)
+        self.slowdown += NEWEST * (newest - self.slowdown)
+        allowed = FREE * max(self._goal / self.slowdown, FREE * self._cost(1))
+        fitting = [size for size in self._sizes if self._cost(size) + size * self._cost.attention <= allowed]
+        free = next((size for size in self._sizes if size >= self._cost.chunk(0.0)), self._sizes[-1])
+        self.tokens = max([free, *fitting])

@@ -32,6 +32,7 @@ OWN = {
     "model", "revision", "tokenizer", "coordinator", "host_id", "command_host", "command_port",
     "host_secret_file", "profile_dir", "max_waiting", "max_waiting_tokens", "scheduling_policy", "lora_modules",
     "max_cpu_loras", "host_timeout", "generation_config", "override_generation_config", "max_logprobs", "download_dir",
+    "prompts_first",
 }  # fmt: skip
 
 

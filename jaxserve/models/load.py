@@ -146,7 +146,7 @@ def make_decoder(
     kv_heads = sharded_kv_heads(model, *sizes)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
-    problem = _problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares)
+    problem = attention_problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares)
     if shares > 1:  # only plain XLA computes parts of a softmax
         if attention not in ("auto", "xla"):
             raise ConfigError(f"attention_backend must be auto with decode_context_parallel_size, got {attention!r}")
@@ -166,7 +166,7 @@ def make_decoder(
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
 
 
-def _problem(
+def attention_problem(
     model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
 ) -> AttentionProblem | LatentProblem:
     """The attention of the model as one device computes it, when `devices` devices share the heads."""

@@ -24,7 +24,7 @@ from jaxserve.devices.mesh import is_split, num_parts, to_devices
 from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.int4 import int4_of_bytes
-from jaxserve.pallas_kernels.quant_matmul import fragments, w8a8
+from jaxserve.pallas_kernels.quant_matmul import fragments, w8a8, ways
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray
 
@@ -171,7 +171,8 @@ def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
     reordered are donated.
 
     On TPUs this is the order of large arrays' axes in memory (`layouts`). On Hopper, it is the order of codes
-    (`fragments`) in the weights that its kernel multiplies with activations of `x_dtype`; sizes stay the same.
+    (`fragments`) in the weights that its kernel multiplies with activations of `x_dtype`, unless others were measured
+    to be faster (`ways`); sizes stay the same.
     """
     device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), x_dtype)
 
@@ -179,7 +180,10 @@ def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
         if not isinstance(w, QuantArray) or device.platform != "gpu":
             return w
         local = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), w)
-        if not fragments.suits(device, MatmulProblem.of(x, local, is_split(mesh)), backend):
+        problem = MatmulProblem.of(x, local, is_split(mesh))
+        if not fragments.suits(device, problem, backend):
+            return w
+        if backend == "auto" and len(w.shape) == 2 and ways.is_shuffled(device, problem) is False:
             return w
         abstract = isinstance(w.codes, jax.ShapeDtypeStruct)
         return dataclasses.replace(

@@ -14,12 +14,14 @@ class Pace:
       step_seconds: time per token of a row.
       device_seconds: time of the devices per token of a row, as far as the host can tell.
       host_seconds: time of the host per call, without waiting for the devices.
+      is_exact: whether the host waited for the last call, so that the time of it that `arrived` returned is exact.
     """
 
     def __init__(self, goal: float):
         self._goal = goal
         self.step_seconds = self.device_seconds = 1.0
         self.host_seconds = 0.0
+        self.is_exact = False
         self._began = self._waited = 0.0  # start of this call, and seconds that the host waited in it
         self._last_arrival = 0.0  # when the latest step's tokens arrived
 
@@ -37,7 +39,8 @@ class Pace:
         now = time.perf_counter()
         seconds = now - max(dispatched, self._last_arrival)  # the devices start a call after the one before it
         self.step_seconds += 0.3 * (seconds / passes - self.step_seconds)
-        if now - asked > seconds / 10:
+        self.is_exact = now - asked > seconds / 10
+        if self.is_exact:
             self.device_seconds += 0.3 * (seconds / passes - self.device_seconds)
         else:  # the devices were done earlier; the host cannot tell when
             self.device_seconds = 0.8 * min(self.device_seconds, self.step_seconds) + 1e-9

@@ -19,6 +19,7 @@ class TokenBudget:
     most: int  # at least the number of slots, so that every decode fits in every step
     chunk: int | None = None  # limit for a step that computes prompts while others decode; None: `most`
     bursts: bool = True  # many prompts may use more than `chunk`
+    least: int = 0  # tokens that prompts get beside any number of decodes, if `most` has room for them
     stages: int = 1  # of a pipeline: so many steps share `most` tokens of prompts, so that all stages have work
 
     def for_prompts(self, decodes: int, prompts: int) -> int:
@@ -30,7 +31,7 @@ class TokenBudget:
             return max(-(-self.most // self.stages), min(decodes + 1, self.most)) - decodes
         if self.bursts:
             chunk *= max(1, 4 * prompts // decodes)
-        least = max(-(-chunk // 2), decodes) if self.bursts else -(-chunk // 8)
+        least = max(-(-chunk // 2), decodes) if self.bursts else max(-(-chunk // 8), self.least)
         return min(self.most - decodes, max(chunk - decodes, least))
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,18 +53,21 @@ class Scheduler:
         max_model_len: int,
         prefill_chunk: int | None = None,
         prefill_bursts: bool = True,
+        prompts_first: bool = False,
         penalty_rows: int | None = None,
         recurrent: bool = False,
         adapters: AdapterPool | None = None,
         stages: int = 1,
     ):
         """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
-        snapshot of the state at the end of these pages exists. `stages`: of a pipeline."""
+        snapshot of the state at the end of these pages exists. `stages`: of a pipeline. `prompts_first`: the limit
+        `prefill_chunk` is one only while a client streams."""
         self.blocks, self.recurrent, self._prefixes, self.loads = blocks, recurrent, Prefixes(blocks), PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.turns, self._watermark = MicroBatches(stages, max_num_seqs), blocks.capacity // 100
-        self.budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages)
+        self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages=stages)
+        self._whole_steps = replace(self._budget, chunk=None) if prompts_first else None
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
@@ -71,6 +75,14 @@ class Scheduler:
         self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
 
     # Coming and going
+
+    @property
+    def budget(self) -> TokenBudget:
+        return self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
+
+    def limit_chunk(self, tokens: int, least: int) -> None:
+        """From now on, steps with prompts beside decodes have `tokens` tokens, and at least `least` of prompts."""
+        self._budget = replace(self._budget, chunk=tokens, least=least)
 
     @property
     def num_waiting(self) -> int:

@@ -47,8 +47,7 @@ def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = No
 
     `choice`, from the table of measured sizes, overrides the estimate: 1 is no, 2 is yes.
     """
-    outputs, inputs = w.shape
-    if x_dtype not in TWO_BYTES or 2 * outputs * inputs > MOST_BYTES or not _fits(w):
+    if not fits(x_dtype, w):
         return False
     if choice is not None:
         return choice == 2
@@ -59,14 +58,15 @@ def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = No
     return writing + multiplying < max(code_bytes / BANDWIDTH, 2 * tokens / KERNEL_RATE)
 
 
-def _fits(w: QuantArray) -> bool:
+def fits(x_dtype: jnp.dtype, w: QuantArray) -> bool:
     """Whether the kernels support the weight's form: pairs of int4 codes in bytes, groups of whole pieces."""
-    if w.codes.dtype == jnp.float4_e2m1fn:
+    outputs, inputs = w.shape
+    if x_dtype not in TWO_BYTES or 2 * outputs * inputs > MOST_BYTES or w.codes.dtype == jnp.float4_e2m1fn:
         return False
     if w.shuffled:
         return w.codes.dtype != jnp.float8_e4m3fn
-    even = w.codes.dtype != jnp.int4 or w.shape[1] % 2 == 0
-    return even and (w.block[1] >= w.shape[1] or w.block[1] % LEAST_PIECE == 0)
+    even = w.codes.dtype != jnp.int4 or inputs % 2 == 0
+    return even and (w.block[1] >= inputs or w.block[1] % LEAST_PIECE == 0)
 
 
 def product(x: jax.Array, w: QuantArray, dtype: jnp.dtype) -> jax.Array:

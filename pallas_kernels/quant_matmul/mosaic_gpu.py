@@ -80,12 +80,15 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
     return None
 
 
-def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None) -> jax.Array:
+def quant_matmul(
+    x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, direct: bool = False, interpret: Any = None
+) -> jax.Array:
     """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out].
 
-    `count` is ignored. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or newer, to run without a GPU.
+    `count` is ignored. `direct`: no weight is dequantized first. `interpret`: plgpu.InterpretGPUParams of JAX 0.11.2 or
+    newer, to run without a GPU.
     """
-    if interpret is None and _dequantizes(x, w):
+    if not direct and interpret is None and _dequantizes(x, w):
         return dequantized.product(x, w, jnp.float32)
     y = _product(x, w, jnp.float32, interpret).sum(0)
     if w.zero is not None or w.bias is not None:
@@ -94,13 +97,13 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None,
 
 
 def quant_matmul_parts(
-    x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, interpret: Any = None
+    x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, direct: bool = False, interpret: Any = None
 ) -> jax.Array:
     """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
-    if interpret is None and _dequantizes(x, w):
+    if not direct and interpret is None and _dequantizes(x, w):
         return dequantized.product(x, w, x.dtype)[None]
     if w.zero is not None or w.bias is not None:
-        return quant_matmul(x, w, count=count, interpret=interpret).astype(x.dtype)[None]
+        return quant_matmul(x, w, count=count, direct=direct, interpret=interpret).astype(x.dtype)[None]
     return _product(x, w, x.dtype, interpret)
 
 

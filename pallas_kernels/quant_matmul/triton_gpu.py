@@ -22,6 +22,7 @@ Compiled for H200 (9.0), and a few shapes for 8.9 and 8.0; not yet run on any of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -282,30 +283,36 @@ def _matmul(
     )
 
 
-@jax.jit
-def quant_matmul(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
+@partial(jax.jit, static_argnames="direct")
+def quant_matmul(
+    x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None, direct: bool = False
+) -> jax.Array:
     """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out].
 
     `count`, an int32 scalar, is the number of leading rows of x that matter. Tiles beyond hold zeros (of either sign)
-    or biases.
+    or biases. `direct`: no weight is dequantized first.
     """
-    return _sum(_product(x, w, count, jnp.float32))
+    return _sum(_product(x, w, count, jnp.float32, direct))
 
 
-@jax.jit
-def quant_matmul_parts(x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None) -> jax.Array:
+@partial(jax.jit, static_argnames="direct")
+def quant_matmul_parts(
+    x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None, direct: bool = False
+) -> jax.Array:
     """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
-    return _product(x, w, count, x.dtype)
+    return _product(x, w, count, x.dtype, direct)
 
 
-def _product(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def _product(
+    x: jax.Array, w: QuantArray | BlockArray, count: jax.Array | None, dtype: jnp.dtype, direct: bool
+) -> jax.Array:
     """x times w as parts [splits, tokens, out]: float32, or `dtype` for a single part."""
     tokens, inputs = x.shape
     count = jnp.asarray(tokens if count is None else count, jnp.int32).reshape(1)
     if isinstance(w, BlockArray):
         return triton_blocks.product(x, w, count, jnp.dtype(dtype))
     measured = _tuned(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1])
-    if dequantized.pays(tokens, x.dtype, w, measured.get("dequantize")):
+    if not direct and dequantized.pays(tokens, x.dtype, w, measured.get("dequantize")):
         return dequantized.product(x, w, dtype)[None]
     tile = tiles(x.dtype.name, w.codes.dtype.name, tokens, w.shape[0], inputs, w.block[1], triton_compat.target())
     return _call(x, w, tile, count, None, dtype)

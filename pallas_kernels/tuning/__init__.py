@@ -1,19 +1,29 @@
-"""Block sizes that were measured on a device, for the kernels' plans.
+"""What was measured on a device: which kernels are the fastest, and their block sizes.
 
 A table is a JSON file for one kind of device. `jaxserve tune` writes one to the user's folder. Its entries override
 those of the tables beside this file:
 
-  {"device": "NVIDIA H200", "comment": "…",
-   "sizes": {"matmul": {"mosaic_gpu": {"bits=4 group=128 inputs=4096 out=4096 tokens=16":
-                                       {"sizes": {"stages": 6}, "us": 9.1, "default_us": 11.8}}}}}
+  {"device": "NVIDIA A100", "comment": "…",
+   "products": {"bias=0 block=1x128 codes=int4 inputs=4096 out=4096 x=bfloat16 zero=0":
+                {"shuffled": false, "ways": {"1": "triton", "32": "triton", "1024": "dequantize"}, "us": {…}}},
+   "decode": {"group=4 head_dim=128 heads=8 kv=bfloat16 page_size=16 q=bfloat16": {"backend": "triton", "us": {…}}},
+   "sizes": {"matmul": {"triton": {"codes=int4 group=128 inputs=4096 out=4096 tokens=16 x=bfloat16":
+                                   {"sizes": {"stages": 3}, "us": 9.1, "default_us": 11.8}}}}}
 
-The plan decides sizes that a table does not name. `us` and `default_us` are the measured microseconds with and without
-these sizes, for information.
+  products  for a weight of this form on one device: whether its codes are shuffled, and for some numbers of rows the
+            fastest way to multiply by it (`quant_matmul.ways`)
+  decode    the backend of attention in steps that only decode
+  sizes     block sizes of kernels. Their plans decide those that a table does not name
+
+`us` and `default_us` are measured microseconds, for information. Where a start has timed products itself, what it found
+is kept in a file of the same form (`kept_path`), and counts where no table has an entry.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -21,12 +31,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
+from jaxserve.pallas_kernels.registry import BACKENDS
+
+if TYPE_CHECKING:  # records of deployments read tables without loading JAX
+    import jax
 
 SHIPPED = Path(__file__).parent
 BUCKETED = ("tokens", "rows", "context")  # numbers of a problem that are rounded up to a power of two
+WAYS = (*BACKENDS, "dequantize", "dot")  # see `quant_matmul.ways`
+VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
 # Sizes that can be set, by operation and backend, with the values worth a trial.
 SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
@@ -65,6 +80,30 @@ SIZES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
 
 class TuningError(ValueError):
     """A table cannot be used. The message has the file and the reason."""
+
+
+class Product(NamedTuple):
+    """How to multiply by a weight: whether its codes are shuffled, and the fastest way for some numbers of rows, which
+    ascend."""
+
+    shuffled: bool
+    ways: tuple[tuple[int, str], ...]
+
+    def way(self, rows: int) -> str:
+        """The way of the number of rows that is nearest by ratio."""
+        return min(self.ways, key=lambda one: abs(math.log(rows / one[0])))[1]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"shuffled": self.shuffled, "ways": {str(rows): way for rows, way in self.ways}}
+
+
+class Table(NamedTuple):
+    """The contents of tables: sizes by operation, backend and problem; products, and backends that decode, by
+    problem."""
+
+    sizes: Mapping[tuple[str, str, str], dict[str, int]] = {}
+    products: Mapping[str, Product] = {}
+    decode: Mapping[str, str] = {}
 
 
 class Trial(NamedTuple):
@@ -109,7 +148,106 @@ def lookup(operation: str, backend: str, kind: str | None = None, **problem: Any
     if now is not None and (now.operation, now.backend) == (operation, backend):
         now.asked.add(key)
         return now.sizes
-    return _merged(kind or device_kind(), user_folder()).get((operation, backend, key), {})
+    return tables(kind or device_kind()).sizes.get((operation, backend, key), {})
+
+
+_in_use: dict[str, Table] = {}  # by kind of device
+
+
+def use(kind: str, table: Table) -> None:
+    """From now on, the products of `table` count where it has an entry, before those of the files: what this start has
+    measured, or what the programs of a bundle were compiled with."""
+    _in_use[kind] = table
+
+
+def product(kind: str, key: str) -> Product | None:
+    """How to multiply by a weight whose problem has this key; None: it was not measured on this kind of device."""
+    return everything(kind).products.get(key)
+
+
+def everything(kind: str) -> Table:
+    """What the tables have, and what is in `use`."""
+    found, more = tables(kind), _in_use.get(kind)
+    if more is None:
+        return found
+    return Table(found.sizes, {**found.products, **more.products}, {**found.decode, **more.decode})
+
+
+def tables(kind: str) -> Table:
+    """What the user's table and the package's have. Raises TuningError if one is damaged."""
+    return _merged(kind, user_folder())
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that kernels are compiled with."""
+    found = {}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def kept_path(kind: str) -> Path | None:
+    """Where starts keep what they measured; None: nowhere, as there is no user's folder. Not beside the user's tables,
+    which must be the same on all hosts of a replica."""
+    folder = user_folder()
+    return None if folder is None else folder / "kept" / file_name(kind)
+
+
+def kept(kind: str) -> Mapping[str, Product]:
+    """The products that earlier starts measured with the same versions of packages. None from a damaged file, which is
+    only measured again."""
+    path = kept_path(kind)
+    try:
+        if path is None or json.loads(path.read_text())["versions"] != versions():
+            return {}
+        return read(path, kind).products
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def keep(kind: str, products: Mapping[str, Product]) -> None:
+    """Writes products for `kept`. Raises OSError."""
+    path = kept_path(kind)
+    if path is None:
+        return
+    table = {"device": kind, "versions": versions(), "sizes": {}}
+    table["products"] = {key: one.as_json() for key, one in sorted(products.items())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(table, indent=1) + "\n")
+    temporary.replace(path)  # several starts may do this at a time
+
+
+def describe() -> dict[str, Any]:
+    """The contents of the tables of this machine, by file, without times; for records of deployments."""
+    user = user_folder()
+    return _described("package", SHIPPED) | ({} if user is None else _described("user", user))
+
+
+def describe_kept() -> dict[str, Any]:
+    """As `describe`, for what starts on this machine have kept."""
+    user = user_folder()
+    return {} if user is None else _described("kept", user / "kept")
+
+
+def _described(place: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            table = json.loads(path.read_text())
+            found[f"{place}/{path.name}"] = _without_times({name: table.get(name, {}) for name in Table._fields})
+        except (OSError, ValueError, AttributeError):
+            continue  # what cannot be read chooses nothing, or is an error where it is needed
+    return found
+
+
+def _without_times(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_times(part) for name, part in value.items() if name not in ("us", "default_us")}
 
 
 def of_attention(q: jax.Array, data: jax.Array, block_tables: jax.Array) -> dict[str, Any]:
@@ -129,6 +267,8 @@ def _bucket(name: str, value: Any) -> Any:
 
 def device_kind() -> str:
     """Kind of the devices in the mesh of `jax.set_mesh`, or of the first local device if there is none."""
+    import jax
+
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (jax.devices()[0] if device is None else device).device_kind
 
@@ -146,13 +286,17 @@ def file_name(kind: str) -> str:
 
 
 @cache
-def _merged(kind: str, user: Path | None) -> dict[tuple[str, str, str], dict[str, int]]:
+def _merged(kind: str, user: Path | None) -> Table:
     paths = [folder / file_name(kind) for folder in (SHIPPED, user) if folder is not None]
-    return {key: sizes for path in paths if path.exists() for key, sizes in read(path, kind).items()}
+    merged = Table({}, {}, {})
+    for path in paths:
+        if path.exists():
+            merged = Table(*({**one, **other} for one, other in zip(merged, read(path, kind), strict=True)))
+    return merged
 
 
-def read(path: Path, kind: str) -> dict[tuple[str, str, str], dict[str, int]]:
-    """The sizes by operation, backend and problem. Raises TuningError for a table that is damaged or not of `kind`."""
+def read(path: Path, kind: str) -> Table:
+    """The contents of a file. Raises TuningError for a table that is damaged or not of `kind`."""
     try:
         table = json.loads(path.read_text())
         found = table["device"]
@@ -163,7 +307,7 @@ def read(path: Path, kind: str) -> dict[tuple[str, str, str], dict[str, int]]:
             for key, entry in problems.items()
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TuningError(f"{path} is no table of block sizes ({error!r}); remove it, or run jaxserve tune") from None
+        raise TuningError(f"{path} is no table of jaxserve tune ({error!r}); remove it, or run jaxserve tune") from None
     if found != kind:
         raise TuningError(f"{path} is for {found}, and must be for {kind}")
     for operation, backend, key, sizes in entries:
@@ -177,9 +321,40 @@ def read(path: Path, kind: str) -> dict[tuple[str, str, str], dict[str, int]]:
                 f"{path}: {operation} {backend}, {key}: {wrong[0]} = {sizes[wrong[0]]!r}; sizes must be positive "
                 f"integers and among {', '.join(allowed)}"
             )
-    return {(operation, backend, key): sizes for operation, backend, key, sizes in entries}
+    return table_of(table, path)._replace(sizes={(part, backend, key): sizes for part, backend, key, sizes in entries})
+
+
+def choices(kind: str) -> dict[str, Any]:
+    """The products and backends that count for a kind of device, as JSON for `table_of`."""
+    found = everything(kind)
+    decode = {key: {"backend": backend} for key, backend in found.decode.items()}
+    return {"products": {key: one.as_json() for key, one in found.products.items()}, "decode": decode}
+
+
+def table_of(values: Mapping[str, Any], path: Path) -> Table:
+    """The products and backends in a file's JSON, without sizes. Raises TuningError."""
+    try:
+        products = {key: _product(entry) for key, entry in values.get("products", {}).items()}
+        decode = {key: entry["backend"] for key, entry in values.get("decode", {}).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TuningError(f"{path} is no table of jaxserve tune ({error}); remove it, or run jaxserve tune") from None
+    unknown = [backend for backend in decode.values() if backend not in BACKENDS]
+    if unknown:
+        raise TuningError(f"{path}: decode: {unknown[0]!r} is no backend; those are {', '.join(BACKENDS)}")
+    return Table({}, products, decode)
+
+
+def _product(entry: Mapping[str, Any]) -> Product:
+    """An entry of a table. Raises ValueError."""
+    ways = tuple(sorted((int(rows), way) for rows, way in entry["ways"].items()))
+    if type(entry["shuffled"]) is not bool or not ways or ways[0][0] < 1:
+        raise ValueError(f"shuffled must be true or false, and ways be by positive numbers of rows: {entry}")
+    if wrong := next((way for _, way in ways if way not in WAYS), None):
+        raise ValueError(f"{wrong!r} is no way; those are {', '.join(WAYS)}")
+    return Product(entry["shuffled"], ways)
 
 
 def clear() -> None:
-    """Forgets the tables, so that they are read again."""
+    """Forgets the tables, so that they are read again, and what is in `use`."""
     _merged.cache_clear()
+    _in_use.clear()

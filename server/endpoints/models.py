@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve import __version__
+from jaxserve.deployment.record import with_kernels
 from jaxserve.limits import MAX_DETOKENIZED
 from jaxserve.server.chat.conversation import encode_chat
 from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
@@ -127,7 +128,7 @@ async def server_info(http: Request) -> Response:
             "system_fingerprint": state.fingerprint_of(info.weights),
             "weight_version": info.weights.version,
             "is_sleeping": state.sleeps,
-            "record": settings.deployment if _is_operator(http) else None,
+            "record": with_kernels(settings.deployment) if settings.deployment and _is_operator(http) else None,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,

@@ -81,7 +81,7 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
         if done:
             print(f"{len(done)} of {len(asked)} requests are answered already; {len(left)} to go", file=sys.stderr)
         # no limit on the queue: a request that is turned away would never be answered
-        config = dataclasses.replace(config, max_waiting=None, max_waiting_tokens=None)
+        config = dataclasses.replace(config, max_waiting=None, max_waiting_tokens=None, prompts_first=True)
         with EngineProcess(config, engine_class) as engine:
             try:
                 asyncio.run(_answer_all(config, engine, source, output, left))

@@ -1,5 +1,6 @@
 """Buckets by what steps cost on an accelerator, the cutting of plans into them, and prompts' chunks."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,15 +12,21 @@ import pytest
 from engines import generate, make_engine, request
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.devices.targets import RATES, UNKNOWN_RATES, rates
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.cost import CALL_SECONDS, FEW, StepCost, prefill_chunk
+from jaxserve.execution.cost import CALL_SECONDS, FEW, MeasuredChunk, StepCost, prefill_chunk
 from jaxserve.execution.programs import StepPrograms
 from jaxserve.execution.step_buffer import MOST_DECODES, MOST_MIXED, PADDING, split, step_shapes
 from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.scheduling import pace
+from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import Rows
+from jaxserve.server.process.batch_files import answer_file
 
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
 
@@ -225,6 +232,125 @@ def test_a_chunk_takes_as_long_as_the_goal(device, devices, scheme, goal, chunk)
     assert prefill_chunk(config, None) == 32
 
 
+def host_of(count: int, *, prompt: int, output: int, streams: bool, slots: int = 256, **options) -> Scheduler:
+    """A scheduler with an accelerator's limits and so many requests."""
+    pages = (prompt + output) // 16 + 1
+    scheduler = Scheduler(
+        BlockManager(slots * pages + 1, 16, prefix_caching=False),
+        max_num_seqs=slots, max_num_batched_tokens=8192, max_model_len=16 * pages, prefill_chunk=512,
+        prefill_bursts=False, **options,
+    )  # fmt: skip
+    for i in range(count):
+        one = request(str(i), [i % 500] * prompt, max_tokens=output)
+        one.streams = streams
+        scheduler.add(Sequence(one, 0, i, output, frozenset(), i))
+    return scheduler
+
+
+def advance(scheduler: Scheduler) -> Rows:
+    """Runs a step, which draws zeros."""
+    rows = scheduler.schedule().rows
+    scheduler.commit(rows, np.where(rows.num_new[:, None] > 0, 0, -1).astype(np.int32))
+    return rows
+
+
+def test_offline_prompts_take_whole_steps():
+    """Beside decodes, too, unless a client reads the tokens as they come."""
+
+    def steps_with_prompts(**options) -> list[int]:
+        scheduler, seen = host_of(256, prompt=1024, output=129, **options), []
+        while not (rows := advance(scheduler)).only_decodes:
+            seen.append(rows.num_tokens)
+        return seen
+
+    offline = steps_with_prompts(streams=False, prompts_first=True)
+    assert 32 <= len(offline) <= 34
+    assert set(offline[:-1]) == {8192}
+    for others in ({"streams": True, "prompts_first": True}, {"streams": False}):
+        assert len(steps_with_prompts(**others)) > 500
+
+
+def test_who_gives_prompts_whole_steps(monkeypatch, tmp_path):
+    """`LLM`, unless it is told otherwise, and `jaxserve batch`."""
+    seen: list[EngineConfig] = []
+
+    def take(config, *_):
+        seen.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr("jaxserve.llm.load_engine", take)
+    monkeypatch.setattr("jaxserve.server.process.batch_files.EngineProcess", take)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "x"}}
+    source.write_text(json.dumps(line))
+    for start in (
+        lambda: LLM("demo"),
+        lambda: LLM("demo", prompts_first=False),
+        lambda: answer_file(EngineConfig(model="demo"), source, target),
+    ):
+        with pytest.raises(InterruptedError):
+            start()
+    assert [config.prompts_first for config in seen] == [True, False, True]
+    assert not EngineConfig(model="demo").prompts_first, "a server's"
+
+
+def slow_device(monkeypatch, slowness: float, *, steps: int = 40, decodes: int = 16, reads: float = 0.0):
+    """The chunk after some steps of prompts beside decodes, on a device that takes `slowness` times what the data sheet
+    says, and `reads` seconds more for the cache."""
+    cost, clock = cost_of(), SimpleNamespace(now=0.0)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    config = EngineConfig(model="x")
+    shapes = step_shapes(256, 8192, 16, cost=cost, chunk=prefill_chunk(config, cost))
+    chunk = MeasuredChunk.of(config, cost, sizes(shapes, decode_only=False))
+    scheduler, measured = host_of(decodes, prompt=16, output=1000, streams=True), pace.Pace(0.010)
+    advance(scheduler)
+    for i in range(steps):
+        long = request(f"long {i}", [i] * 1000, max_tokens=1)
+        scheduler.add(Sequence(long, 0, i, 1, frozenset(), 1000 + i))
+        rows = advance(scheduler)
+        used = [batch.shape.tokens for batch in split(rows, shapes, cost)]
+        estimated, sent = chunk.estimate(used, rows.count), clock.now
+        clock.now += slowness * estimated + reads
+        chunk.took(measured.arrived(sent, sent, 1), estimated)
+        assert measured.is_exact
+        scheduler.limit_chunk(chunk.tokens, chunk.least)
+    return chunk, advance(scheduler)
+
+
+def test_a_chunk_follows_the_measured_time(monkeypatch):
+    assert MeasuredChunk(cost_of(), 0.010, [512]).tokens == 512, "by data sheet"
+    chunk, rows = slow_device(monkeypatch, 1.0)
+    assert (chunk.tokens, rows.num_tokens) == (512, 512)
+    chunk, rows = slow_device(monkeypatch, 2.0)
+    assert (chunk.tokens, rows.num_tokens) == (256, 256)
+    assert chunk.slowdown == pytest.approx(2.0, rel=0.01)
+    chunk, rows = slow_device(monkeypatch, 0.5)
+    assert (chunk.tokens, rows.num_tokens) == (1024, 1024)
+
+
+def test_a_measured_chunk_starves_no_prompt(monkeypatch):
+    """Where decodes alone take longer than the goal, prompts get what reading the weights leaves room for, and as much
+    as the estimate promised them at least. A pause of the host counts little."""
+    chunk, rows = slow_device(monkeypatch, 1.0, decodes=240, reads=0.100)
+    assert chunk.tokens == 256
+    assert rows.count[rows.count > 1].sum() == chunk.least == 64
+    paused = MeasuredChunk(cost_of(), 0.010, [64, 256, 512, 768])
+    paused.took(5.0, 0.010)
+    assert paused.slowdown == pytest.approx(1.2)
+
+
+def test_where_the_chunk_stays_as_estimated():
+    cost, sizes = cost_of(), [64, 256, 512]
+    assert MeasuredChunk.of(EngineConfig(model="x"), cost, sizes) is not None
+    verify = {"deterministic": True, "deterministic_mode": "verify"}
+    for settings in ({"prefill_chunk": 512}, verify, {"pipeline_parallel_size": 2}):
+        assert MeasuredChunk.of(EngineConfig(model="x", **settings), cost, sizes) is None
+    assert MeasuredChunk.of(EngineConfig(model="x"), None, sizes) is None
+    chunk = MeasuredChunk(cost, 0.010, sizes)
+    assert chunk.estimate([64], np.ones(7, np.int32)) is None
+    assert chunk.estimate([512], np.full(3, 40)) is None
+
+
 def test_cpu_keeps_its_buckets():
     assert [str(shape) for shape in step_shapes(256, 2048, 16)] == [
         "decode_1", "decode_8", "decode_32", "mixed_64x32", "mixed_256x32"
@@ -263,3 +389,5 @@ def test_an_engine_with_an_accelerator_s_buckets(engine):
     assert sizes(made.shapes, False) == [16, 24, 32, 48, 72, 104]
     assert made.scheduler.budget.most == 101
     assert made.counters.step_tokens.total == sum(map(len, prompts)) + 6 * 11
+    assert made._chunk.slowdown != 1.0
+    assert made.scheduler.budget.chunk == made._chunk.tokens, "steps beside decodes were measured"

@@ -17,7 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_triton import INTERPRET, compiled, interpreted, quantized_weight, rounded
 
 from jaxserve.pallas_kernels import triton_compat, tuning
-from jaxserve.pallas_kernels.quant_matmul import dequantized, fragments, mosaic_gpu, triton_gpu
+from jaxserve.pallas_kernels.device_ops import matmul_of
+from jaxserve.pallas_kernels.quant_matmul import dequantized, fragments, mosaic_gpu, triton_gpu, ways
+from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import QuantArray
 
 
@@ -166,6 +168,31 @@ def test_tables_decide(mesh):
             copied = "bf16[4096,2048]" in program.as_text()
             assert copied == (choice == 2), (backend, choice)
     jax.clear_caches()
+
+
+@compiled
+@pytest.mark.parametrize(("rows", "shuffled"), [(32, True), (32, False), (600, True)])
+def test_each_way_is_what_its_name_says(mesh, rows, shuffled):
+    """And `auto` takes what was measured to be the fastest, which the estimate would not."""
+    device = Device("gpu", "NVIDIA H200", (9, 0))
+    w = replace(weight((1024, 512)), shuffled=shuffled)
+    problem = MatmulProblem.of(jax.ShapeDtypeStruct((rows, 512), BF16), w)
+    calls = {"mosaic_gpu": "mosaic_gpu", "triton": "triton_kernel_call", "dequantize": "triton_kernel_call", "dot": ""}
+    possible = [way for way, moved in ways.candidates(device, replace(problem, shuffled=False)) if moved is shuffled]
+    assert possible == (["mosaic_gpu", "dequantize"] if shuffled else ["triton", "dequantize", "dot"])
+    multiply = matmul_of(device)
+    for way in possible:
+        tuning.use(device.kind, tuning.Table(products={ways.key(problem): tuning.Product(shuffled, ((32, way),))}))
+        try:
+            if rows > 2 * 32 and way != "dequantize":
+                assert ways.fastest(device, problem, rows) == "dequantize", "far beyond what was measured"
+                continue
+            text = compile_layers(mesh, lambda x, w: multiply(x, w, parts=True)[0], rows, [w]).as_text()
+        finally:
+            tuning.use(device.kind, tuning.Table())
+        assert [name for name in ("mosaic_gpu", "triton_kernel_call") if name in text] == [*filter(None, [calls[way]])]
+        if way != "dot":  # XLA decides
+            assert ("bf16[1024,512]" in text) == (way == "dequantize"), "a weight in 16 bits in memory"
 
 
 @compiled
