@@ -16,6 +16,7 @@ import kernels
 from peers.kernel_backends import Backend, RaggedPagedAttention, XlaDense
 
 from jaxserve.bench import kernel_shapes
+from jaxserve.bench import timing as rates
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase, WriteCase, largest_error
 from jaxserve.pallas_kernels.registry import Device, load
 from jaxserve.pallas_kernels.tuning import timing
@@ -96,10 +97,10 @@ def test_the_least_time_is_that_of_the_best_long_sample(monkeypatch):
         starts.append(rounds)
         FakeWork.enqueue(work, rounds)
 
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: work.now)
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: work.now)
     monkeypatch.setattr(work, "enqueue", enqueue)
-    assert timing.least_seconds(work) == pytest.approx(1e-3)
-    assert min(starts[2:]) * work.calls * 2e-3 >= timing.CEILING_SECONDS
+    assert rates.least_seconds(work) == pytest.approx(1e-3)
+    assert min(starts[2:]) * work.calls * 2e-3 >= rates.CEILING_SECONDS
 
 
 def test_ceilings_are_of_a_large_copy_and_of_products_one_after_the_other(monkeypatch):
@@ -109,8 +110,8 @@ def test_ceilings_are_of_a_large_copy_and_of_products_one_after_the_other(monkey
         works.append(work)
         return 1e-3
 
-    monkeypatch.setattr(timing, "least_seconds", least)
-    assert timing.ceilings("cpu") == {"bytes_per_s": 2 * (64 << 20) / 1e-3, "flops_per_s": 2 * 1024**3 / 1e-3}
+    monkeypatch.setattr(rates, "least_seconds", least)
+    assert rates.ceilings("cpu") == {"bytes_per_s": 2 * (64 << 20) / 1e-3, "flops_per_s": 2 * 1024**3 / 1e-3}
     product = works[-1]
     product.enqueue(8)
     product.wait()
