@@ -251,8 +251,8 @@ def _product_checks(device: Device, problem: MatmulProblem, backend: str) -> Che
     from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, OTHER_ROWS, check_matmul, check_parts
 
     if problem.activations is not None:
-        for parts in (False, True) if device.platform == "gpu" else (False,):
-            product = partial(rounding_product, parts)
+        for in_parts in (False, True) if device.platform == "gpu" else (False,):
+            product = partial(rounding_product, in_parts)
             yield product, partial(check_matmul, product, problem)
         return
     for name in _backends(device, problem, backend):

@@ -334,7 +334,7 @@ class Program:
         self.arguments = jax.device_put(arguments)
         self._call = call
         # Where JAX is told to compile nothing, calls are interpreted in their own threads.
-        self._compiled = None if jax.config.jax_disable_jit else _compilers.submit(self._compile)
+        self._compiled = None if jax.config.values["jax_disable_jit"] else _compilers.submit(self._compile)
 
     def _compile(self) -> Callable[..., Any]:
         return jax.jit(self._with_digests).lower(*self.arguments).compile()

@@ -77,7 +77,8 @@ class Batch(NamedTuple):
         lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
         q_start = np.cumsum([0, *new]).astype(np.int32)
         arrays = self.tables, q_start, np.asarray(lengths, np.int32), np.int32(len(self.rows.decodes))
-        return self.q, KVPages(self.pages, self.scale), *arrays
+        cache: Any = self.pages, self.scale
+        return self.q, KVPages(*cache), *arrays
 
 
 def make_batch(problem: AttentionProblem, rows: Rows, window: int | None = None, seed: int = 0) -> Batch:
@@ -195,7 +196,8 @@ class Write(NamedTuple):
     slots: np.ndarray
 
     def arguments(self) -> tuple[Any, ...]:
-        return KVPages(self.pages, self.scale), self.k, self.v, self.slots, np.int32(LAYER)
+        cache: Any = self.pages, self.scale
+        return KVPages(*cache), self.k, self.v, self.slots, np.int32(LAYER)
 
 
 def make_write(problem: AttentionProblem) -> Write:

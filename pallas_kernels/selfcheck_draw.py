@@ -8,6 +8,7 @@ right to about 1e-5.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +42,8 @@ ROWS = (
 def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
     """Checks a function like `draw_triton.draw`. Yields findings for each kind of row, peaked, flat and greedy."""
     given = _settings(np.zeros((len(ROWS), 2), np.uint32), None)
-    some, every = np.zeros((len(ROWS), vocab), np.float32), np.arange(vocab, dtype=np.int32)
+    some = np.zeros((len(ROWS), vocab), np.float32)
+    every: Any = np.arange(vocab, dtype=np.int32)
     whole, part = Program(draw, some, given), Program(draw, some, given._replace(ids=every))
     likeliest = Program(lambda logits: draw(logits, None), some)
     for spread in (4.0, 0.5):
@@ -63,10 +65,10 @@ def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
         yield Finding(f"greedy, spread {spread}", 0.0 if greedy.all() else np.inf, 0.0)
 
 
-def _settings(keys: np.ndarray, ids: np.ndarray | None) -> DrawSettings:
-    temperature, top_k, top_p, min_p = zip(*ROWS, strict=True)
-    floats = [np.asarray(column, np.float32) for column in (temperature, top_p, min_p)]
-    return DrawSettings(floats[0], np.asarray(top_k, np.int32), floats[1], floats[2], keys, ids)
+def _settings(keys: Any, ids: Any) -> DrawSettings:
+    types = np.float32, np.int32, np.float32, np.float32
+    columns: Any = [np.asarray(column, dtype) for column, dtype in zip(zip(*ROWS, strict=True), types, strict=True)]
+    return DrawSettings(*columns, keys, ids)
 
 
 def noise_of(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ float32, whose sums of thousands of products are right to about 1e-6.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,8 +22,10 @@ STEP = 1024  # outputs whose weights are floats at a time
 def product(x: np.ndarray, w: QuantArray | BlockArray) -> np.ndarray:
     """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out]. x is rounded first if the weight
     says so."""
-    rounds = isinstance(w, QuantArray) and w.activations is not None
-    wide = rounded(x, w) if rounds else x.astype(np.float32)
+    if isinstance(w, QuantArray) and w.activations is not None:
+        wide = rounded(x, w)
+    else:
+        wide = x.astype(np.float32)
     y = np.empty((len(x), w.shape[0]), np.float32)
     for begin in range(0, w.shape[0], STEP):
         y[:, begin : begin + STEP] = wide @ values(w, begin, min(begin + STEP, w.shape[0])).T
@@ -44,7 +47,8 @@ def grouped_product(x: np.ndarray, w: QuantArray | BlockArray, group_sizes: np.n
 def values(w: QuantArray | BlockArray, begin: int, end: int) -> np.ndarray:
     """Rows [begin, end) of the weight [out, in], in float32."""
     if isinstance(w, BlockArray):
-        return blocks.dequantize(jax.tree.map(lambda array: array[begin:end], w))
+        of_blocks: Any = blocks.dequantize(jax.tree.map(lambda array: array[begin:end], w))
+        return of_blocks
     block_of_row = np.arange(begin, end) // w.block[0]
 
     def spread(of_blocks: np.ndarray) -> np.ndarray:

@@ -38,9 +38,9 @@ def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     for what, run, exact, allowed in cases:
         found = run()
         yield _compare(what, dequantized(found) if isinstance(found, QuantRows) else found, exact(), allowed)
-    exact, k, v = rotated(heads)
+    turned, k, v = rotated(heads)
     q, written = rotating.run()
-    yield _compare("queries", q, exact, tolerance(dtype, EPSILONS))
+    yield _compare("queries", q, turned, tolerance(dtype, EPSILONS))
     yield from _judge_pages(written, pages, slots, np.stack([k, v], 1), dtype)
 
 
@@ -75,7 +75,7 @@ def _dense(fused: Any, size: int, dtype: Any) -> Iterator[Case]:
     yield f"gate of {size} in int8", codes.run, lambda: gated().astype(np.float32), 1.5 * CODES["int8"]
 
 
-def whole(parts: Parts) -> np.ndarray:
+def whole(parts: Any) -> np.ndarray:
     """The sum of parts with their bias, in float32."""
     return parts.sums.sum(0) + (0 if parts.bias is None else parts.bias.astype(np.float32))
 
@@ -98,7 +98,7 @@ def gated_by_silu(y: Parts) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up
 
 
-def rotated(heads: Heads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def rotated(heads: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`Ops.rotate` in float32."""
     qkv = whole(heads.qkv)
 
@@ -193,12 +193,13 @@ def _compare(what: str, found: Any, expected: Any, allowed: float) -> Finding:
     return Finding(what, worst, allowed)
 
 
-def _numbers(seed: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _numbers(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
 
 
 def _row(seed: int, size: int, dtype: Any) -> Row:
-    return Row(_numbers(seed, (3, size), dtype), np.int32(1))
+    place: Any = np.int32(1)
+    return Row(_numbers(seed, (3, size), dtype), place)
 
 
 def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtype: Any) -> Parts:
@@ -208,7 +209,7 @@ def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtyp
 
 def _heads(problem: AttentionProblem) -> Heads:
     shape, dtype = (problem.kv_heads, problem.group + 2, problem.head_dim), problem.q_dtype
-    angles = np.random.default_rng(6).uniform(0, 6, (TOKENS, problem.head_dim // 2)).astype(np.float32)
+    angles: Any = np.random.default_rng(6).uniform(0, 6, (TOKENS, problem.head_dim // 2)).astype(np.float32)
     norms = (_row(seed, problem.head_dim, dtype) for seed in (7, 8))
     return Heads(_parts(9, (TOKENS, *shape), shape, dtype), np.cos(angles), np.sin(angles), *norms)
 

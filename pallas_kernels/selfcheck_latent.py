@@ -50,7 +50,8 @@ class LatentBatch(NamedTuple):
         new = [new for new, _ in self.rows.lengths] + [0] * self.rows.empty
         lengths = [length for _, length in self.rows.lengths] + [0] * self.rows.empty
         arrays = self.tables, np.cumsum([0, *new]).astype(np.int32), np.asarray(lengths, np.int32)
-        return self.q, LatentPages(self.pages, self.scale), *arrays, np.int32(len(self.rows.decodes))
+        cache: Any = self.pages, self.scale
+        return self.q, LatentPages(*cache), *arrays, np.int32(len(self.rows.decodes))
 
 
 def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> LatentBatch:
@@ -165,7 +166,8 @@ class LatentWrite(NamedTuple):
     slots: np.ndarray
 
     def arguments(self) -> tuple[Any, ...]:
-        return LatentPages(self.pages, self.scale), self.rows, self.slots, np.int32(LAYER)
+        cache: Any = self.pages, self.scale
+        return LatentPages(*cache), self.rows, self.slots, np.int32(LAYER)
 
 
 def make_latent_write(problem: LatentProblem) -> LatentWrite:

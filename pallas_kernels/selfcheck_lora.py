@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,7 +47,8 @@ class _Case:
 
     def arguments(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, AdapterStack, np.ndarray]:
         y, x, a, b = (array.astype(dtype) for array in self.arrays)
-        stack = AdapterStack(a.reshape(PLACES, -1, a.shape[-1]), b, self.ranks.astype(np.int32), self.widths)
+        arrays: Any = a.reshape(PLACES, -1, a.shape[-1]), b, self.ranks.astype(np.int32)
+        stack = AdapterStack(*arrays, self.widths)
         return y, x, stack, self.place.astype(np.int32)
 
     def exact(self, dtype: np.dtype) -> np.ndarray:

@@ -74,8 +74,9 @@ def surroundings() -> dict[str, Any]:
 def _digest(folder: Path | None) -> str:
     """The SHA-256 of the code and tables in a folder."""
     digest = hashlib.sha256()
-    found = [] if folder is None else folder.rglob("*")
-    for path in sorted(path for path in found if path.suffix in (".py", ".json")):
+    if folder is None:
+        return digest.hexdigest()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json")):
         data = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(data)}\n".encode() + data)
     return digest.hexdigest()

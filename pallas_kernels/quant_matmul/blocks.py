@@ -7,7 +7,7 @@ first float16 times an integer scale.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def dequantize(w: BlockArray) -> jax.Array:
         if minimum is not None:
             value -= factors[..., 1:] * minimum.astype(jnp.float32)
         groups.append(value + factors[..., 1:] if kind.shifts and minimum is None else value)
-    stack = jnp.stack if isinstance(w.low, jax.Array) else np.stack
+    stack: Any = jnp.stack if isinstance(w.low, jax.Array) else np.stack
     return stack(groups, -2).reshape(w.shape)
 
 
