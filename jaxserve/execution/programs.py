@@ -1,14 +1,14 @@
 """Chooses which programs are compiled for steps, and which of them runs a batch (host side).
 
-The host knows the needs of every row. On GPUs it chooses a program by its bucket, its sampler (`Sampler`), the tokens
-that a call samples, and whether hidden states are returned. So no program has a conditional, nor a loop whose length is
-unknown to the compiler; for both, XLA:GPU would make the host wait in the middle of a step. CPUs and TPUs decide by
-themselves. There each additional program only delays the start, and on TPUs its code takes memory: a bucket has one
-program, which decides at run time, and for models with a draft head another one without the head.
+A bucket has one program, which decides on the device what rows need, and for models with a draft head another one
+without the head. Each additional program would delay the start, and take memory for its code.
 
-The number of programs is bounded, since each costs seconds of compiling and memory for its code. A more capable sampler
-replaces one that is not compiled. On GPUs only small batches have programs of several tokens a call: with more rows
-they take longer for one token than the host takes to prepare the next call meanwhile.
+That is different on GPUs where conditionals cannot be recorded in command buffers (`command_buffers.why_static`): XLA
+would make the host wait for each predicate in the middle of a step, and for a loop whose length the compiler does not
+know. But the host knows the needs of every row. There it chooses a `static` program by its bucket, its sampler
+(`Sampler`), the tokens that a call samples, and whether hidden states are returned. A more capable sampler replaces one
+that is not compiled. Only small batches have programs of several tokens a call: with more rows they take longer for one
+token than the host takes to prepare the next call meanwhile.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StepPrograms:
     """Chooses programs.
 
     Args:
-      static: a program is specialised to everything that the host knows; for GPUs.
+      static: a program is specialised to everything that the host knows.
       most: tokens that a call may sample per row, by the settings.
       costly_filters: filters take many passes over the logits, instead of one or two in a kernel.
       pools: nothing is sampled, and every step returns pooled hidden states.

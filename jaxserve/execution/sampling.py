@@ -1,9 +1,8 @@
 """From logits to tokens, on the device, within the step.
 
 Every row follows its own parameters, which its slot holds (`jaxserve.execution.slots`). Work that no row of a batch
-asks for is skipped. On GPUs the host chooses a program for each `Sampler`, because XLA:GPU makes the host wait for the
-predicate of a conditional. On CPUs and TPUs `lax.cond` decides at run time, which needs fewer programs. A row's token
-is a function of its logits, parameters, seed and position, in every implementation
+asks for is skipped: `lax.cond` decides on the device, or the host chooses a program for a `Sampler` (`programs`). A
+row's token is a function of its logits, parameters, seed and position, in every implementation
 (`jaxserve.pallas_kernels.draw_noise`).
 """
 
