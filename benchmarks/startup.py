@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import jax
-from light.engine import SHAPE, folder_of
+from light.decode import SHAPE, folder_of
 
 from jaxserve.commands.ahead import Planned, plan_ahead
 from jaxserve.config import EngineConfig
