@@ -163,7 +163,7 @@ class PipelineRunner(commands.Commanded):
         self.tell(commands.CompileStages, list(names))
         jobs, on_cpu = self._jobs(names), self._last.mesh.devices.flat[0].platform == "cpu"
 
-        def one(job: Callable[[], Any]) -> None:
+        def compile_one(job: Callable[[], Any]) -> None:
             job()
             on_done()
 
@@ -171,7 +171,7 @@ class PipelineRunner(commands.Commanded):
             for number, one in enumerate(self.stages):
                 if one in self.here:
                     rooms.enter_context(one.room_to_compile([name for stage, name in names if stage == number]))
-            list(pool.map(one, jobs))
+            list(pool.map(compile_one, jobs))
 
     def _jobs(self, names: Sequence[StageProgram]) -> list[Callable[[], Any]]:
         """The calls that compile these programs."""
