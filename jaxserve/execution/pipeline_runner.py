@@ -162,11 +162,16 @@ class PipelineRunner(commands.Commanded):
         in any thread."""
         self.tell(commands.CompileStages, list(names))
         jobs, on_cpu = self._jobs(names), self._last.mesh.devices.flat[0].platform == "cpu"
+
+        def compile_one(job: Callable[[], Any]) -> None:
+            job()
+            on_done()
+
         with ExitStack() as rooms, ThreadPoolExecutor(compile_threads(len(jobs), on_cpu=on_cpu)) as pool:
             for number, one in enumerate(self.stages):
                 if one in self.here:
                     rooms.enter_context(one.room_to_compile([name for stage, name in names if stage == number]))
-            list(pool.map(lambda job: (job(), on_done()), jobs))
+            list(pool.map(compile_one, jobs))
 
     def _jobs(self, names: Sequence[StageProgram]) -> list[Callable[[], Any]]:
         """The calls that compile these programs."""

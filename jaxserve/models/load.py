@@ -251,7 +251,7 @@ def _products(
     """The products with these weights, given by path as arrays or shapes: those with matrices, and those with experts'
     weights, which may be floats. Each form once."""
 
-    def local(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def local(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
 
     def is_weight(x: Any) -> bool:
