@@ -42,7 +42,8 @@ def least_seconds(work: Work) -> float:
     with alone():
         work.enqueue(1)
         work.wait()
-        rounds, samples = 1, []
+        rounds = 1
+        samples: list[float] = []
         while len(samples) < LEAST_SAMPLES:
             began = time.perf_counter()
             work.enqueue(rounds)

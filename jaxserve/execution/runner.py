@@ -38,7 +38,7 @@ from jaxserve.execution.upkeep import UpkeepCalls, deferred_calls
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
-from jaxserve.pallas_kernels import cpu
+from jaxserve.pallas_kernels import cpu, lowered_kernels
 from jaxserve.pallas_kernels.parts import Row, value_of
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class ModelRunner(UpkeepCalls):
         platform = mesh.devices.flat[0].platform
         self._on_cpu = platform == "cpu"
         self._compiler_options = compiler_options(mesh)
+        if platform not in ("cpu", "tpu"):
+            lowered_kernels.keep()
         static = why_static(mesh) is not None if static is None else static
         costly = model.ops.draw is None
         pools = pooling is not None
