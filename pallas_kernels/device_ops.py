@@ -51,7 +51,7 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
             y = w8a8.emulated(rows, w, partial(multiply, count=count))
             return y.astype(rows.dtype)[None] if parts else y
         problem = MatmulProblem.of(x, w, partitioned)
-        if backend == "auto" and (way := ways.fastest(device, problem, len(x))) is not None:
+        if backend == "auto" and isinstance(w, QuantArray) and (way := ways.fastest(device, problem, len(x))):
             return ways.product(way, x, w, count, parts)
         module = load("matmul", choose("matmul", device, problem, backend))
         if not parts:

@@ -49,7 +49,8 @@ class KernelCall:
         if attributes.get("call_target_name") != ir.StringAttr.get(TARGET, call.context):
             return None
         config = {}
-        for entry in ir.DictAttr(attributes.pop(CONFIG)):
+        entries: Any = ir.DictAttr(attributes.pop(CONFIG))
+        for entry in entries:
             is_string = isinstance(entry.attr, ir.StringAttr)
             config[entry.name] = ir.StringAttr(entry.attr).value_bytes if is_string else str(entry.attr)
         texts = {name: str(value) for name, value in attributes.items()}

@@ -67,8 +67,9 @@ def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
 
 def _settings(keys: Any, ids: Any) -> DrawSettings:
     types = np.float32, np.int32, np.float32, np.float32
-    columns: Any = [np.asarray(column, dtype) for column, dtype in zip(zip(*ROWS, strict=True), types, strict=True)]
-    return DrawSettings(*columns, keys, ids)
+    kind: Any = DrawSettings  # of NumPy's arrays
+    columns = [np.asarray(column, dtype) for column, dtype in zip(zip(*ROWS, strict=True), types, strict=True)]
+    return kind(*columns, keys, ids)
 
 
 def noise_of(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:

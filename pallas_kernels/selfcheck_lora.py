@@ -47,8 +47,8 @@ class _Case:
 
     def arguments(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, AdapterStack, np.ndarray]:
         y, x, a, b = (array.astype(dtype) for array in self.arrays)
-        arrays: Any = a.reshape(PLACES, -1, a.shape[-1]), b, self.ranks.astype(np.int32)
-        stack = AdapterStack(*arrays, self.widths)
+        kind: Any = AdapterStack  # of NumPy's arrays
+        stack = kind(a.reshape(PLACES, -1, a.shape[-1]), b, self.ranks.astype(np.int32), self.widths)
         return y, x, stack, self.place.astype(np.int32)
 
     def exact(self, dtype: np.dtype) -> np.ndarray:

@@ -291,7 +291,8 @@ def _merged(kind: str, user: Path | None) -> Table:
     merged = Table({}, {}, {})
     for path in paths:
         if path.exists():
-            merged = Table(*({**one, **other} for one, other in zip(merged, read(path, kind), strict=True)))
+            parts: Any = zip(merged, read(path, kind), strict=True)
+            merged = Table(*({**one, **other} for one, other in parts))
     return merged
 
 
