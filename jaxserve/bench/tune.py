@@ -352,10 +352,10 @@ def table_of(race: Race, bandwidth: float) -> Iterator[str]:
     yield from (f"  failed: {one}" for one in race.failed)
     if chosen is None:
         yield "  no time was left to compare"
-    for count, seconds, plain in race.slower_than_plain():
-        if count <= DECODES:
+    for number, seconds, plain in race.slower_than_plain():
+        if number <= DECODES:
             yield (
-                f"  warning: at {count} rows a weight in {race.problem.x_dtype} takes {1e6 * plain:,.1f} us, the "
+                f"  warning: at {number} rows a weight in {race.problem.x_dtype} takes {1e6 * plain:,.1f} us, the "
                 f"quantized one {1e6 * seconds:,.1f}: this model decodes faster without quantization"
             )
 

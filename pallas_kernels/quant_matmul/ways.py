@@ -115,7 +115,7 @@ def _measured(device: Device, problem: MatmulProblem) -> tuning.Product | None:
     return None if name is None else tuning.product(device.kind, name)
 
 
-def product(way: str, x: jax.Array, w: QuantArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
+def product(way: str, x: jax.Array, w: Any, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
     """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out], or with `parts` as
     `parts.Parts.sums`. `count` as in `ops.matmul`."""
     dtype = x.dtype if parts else jnp.float32

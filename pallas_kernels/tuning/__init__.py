@@ -289,10 +289,10 @@ def file_name(kind: str) -> str:
 def _merged(kind: str, user: Path | None) -> Table:
     paths = [folder / file_name(kind) for folder in (SHIPPED, user) if folder is not None]
     merged = Table({}, {}, {})
-    for path in paths:
-        if path.exists():
-            parts: Any = zip(merged, read(path, kind), strict=True)
-            merged = Table(*({**one, **other} for one, other in parts))
+    for found in (read(path, kind) for path in paths if path.exists()):
+        merged = Table(
+            {**merged.sizes, **found.sizes}, {**merged.products, **found.products}, {**merged.decode, **found.decode}
+        )
     return merged
 
 
