@@ -311,7 +311,7 @@ def test_both_caches_leave_their_memory_to_the_compiler(model_folders, monkeypat
     engine = make_engine(folder, rows=4, tokens=32, max_model_len=96, speculative_config=speculation)
     runners, seen = (engine.runner, engine._draft), []
 
-    def fail(self, name):
+    def fail(self, name, lowered):
         seen.extend("cache" in vars(one) for one in runners)
         raise RuntimeError("no memory")
 
