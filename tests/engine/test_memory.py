@@ -155,13 +155,13 @@ def test_the_cache_leaves_its_memory_to_the_compiler(start, monkeypatch):
 
 @pytest.mark.slow
 def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
-    """Three times as many programs as are compiled before the pages are chosen; then nothing compiles any more."""
+    """More than twice as many programs as are compiled before the pages are chosen; then nothing compiles any more."""
     monkeypatch.setattr(StepCost, "of", lambda *_, **__: StepCost(weights=0.003, token=2e-4))
     gpu = Gpu(total=150 * MIB, code=3 * MIB)
     engine = start(gpu, max_num_seqs=200, max_num_batched_tokens=101)
     pages, early = engine.runner.layout.num_pages, len(set(gpu.compiled))
     engine.compile()
-    assert len(set(gpu.compiled)) == engine.runner.num_executables >= 3 * early
+    assert len(set(gpu.compiled)) == engine.runner.num_executables > 2 * early
     assert engine.runner.layout.num_pages == pages
     assert 0.85 < used(engine, gpu) <= 1, "the allowance is a quarter of the code"
     completions = generate(engine, *(request(str(n), [n % 500] * n, max_tokens=3) for n in range(1, 120, 7)))
