@@ -36,7 +36,7 @@ from jaxserve.devices.compile_cache import KEPT, without_compile_cache
 from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import ProgramName
-from jaxserve.pallas_kernels import cpu_panels, tuning
+from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, tuning
 from jaxserve.pallas_kernels.cache_folder import open_cache
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class ProgramCache:
         opened = open_cache(cache / "programs")
         if opened is None or not opened.is_private:
             return None
+        if runner.mesh.devices.flat[0].platform == "cpu":
+            _register_kernels()
         folder = opened.path / _digest(_made_from(config, runner))
         forget_old(opened.path, folder)
         return cls(folder, runner)
@@ -134,6 +136,14 @@ def _tuned(device: Any) -> str:
     folder = tuning.user_folder()
     path = None if folder is None else folder / tuning.file_name(device.device_kind)
     return path.read_text() if path is not None and path.is_file() else ""
+
+
+def _register_kernels() -> None:
+    """Registers the C++ kernels that are built already. XLA loads no program that calls others; usually a kernel is
+    registered when a program that calls it is lowered."""
+    for name in cpu_build.NAMES:
+        if cpu_build.built(name) is not None:
+            cpu.available(name)
 
 
 def _digest(value: Any) -> str:

@@ -1,5 +1,9 @@
 """Programs that an earlier start has left in the user's cache."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 from engines import generate, make_engine, request
@@ -74,3 +78,32 @@ def test_where_others_can_write_nothing_is_kept(start, tmp_path):
     assert lowered
     assert all(path.parent.name.startswith("user-") for path in (tmp_path / "cache").glob("**/programs"))
     assert engine.runner.kept is None or (tmp_path / "cache") in engine.runner.kept.folder.parents
+
+
+START = """
+import logging, sys
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+logging.basicConfig(level=logging.WARNING)
+engine = Engine.load(EngineConfig(model=sys.argv[1], max_num_seqs=2, max_model_len=64, kv_pages=40), progress=False)
+engine.compile()
+print(engine.runner.num_executables, engine.programs.cache_hits, engine.programs.compilations)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_takes_them(model_folders, tmp_path):
+    """Whose C++ kernels nobody has registered by lowering a program that calls them."""
+    env = {**os.environ, "JAXSERVE_CACHE": str(tmp_path), "XLA_FLAGS": ""}
+    env.pop(program_cache.OFF)
+    said = []
+    for _ in range(2):
+        command = [sys.executable, "-c", START, str(model_folders("llama3_gqa"))]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+        assert "anew" not in done.stderr
+        said.append([int(word) for word in done.stdout.split()[-3:]])
+    (programs, hits, compiled), (again, found, left) = said
+    assert programs == again
+    assert hits < found
+    assert found >= programs - 2  # those that create cache and slots are JAX's cache's
+    assert left < compiled
