@@ -188,7 +188,9 @@ class CompressedTensors:
     def _zero(self, weight: str, scheme: Scheme, out: int, counts: tuple[int, ...]) -> np.ndarray:
         name, per_tensor = f"{weight}_zero_point", scheme.block[0] is None
         if per_tensor or f"{weight}_packed" not in self.tensors:
-            return fetch(self.tensors, name, ("int8",), counts, (counts[0],), ()).reshape(counts)
+            # As for scales: those of rows may lack the second axis, and a single one may be a scalar.
+            shorter = [counts[:1]] * (counts[1] == 1) + [()] * (counts == (1, 1))
+            return fetch(self.tensors, name, ("int8",), counts, *shorter).reshape(counts)
         packed = fetch(self.tensors, name, ("int32",), (-(-out * scheme.bits // 32), counts[1]))
         return signed(np.ascontiguousarray(unpack(packed.T, scheme.bits)[:, :out].T), scheme.bits, np.dtype(np.int8))
 
