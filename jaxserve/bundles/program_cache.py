@@ -117,7 +117,8 @@ def _made_from(config: EngineConfig, runner: ModelRunner) -> list[Any]:
     return [
         environment.describe(device, panels), device.client.platform_version, settings, sorted(variables.items()),
         repr(model.config), str(model.dtype), str(runner.mesh), runner.programs.static,
-        {name: _told(getattr(model.ops, name)) for name in type(model.ops).__dataclass_fields__}, _tuned(device),
+        {name: _told(getattr(model.ops, name)) for name in type(model.ops).__dataclass_fields__},
+        tuning.describe(), tuning.choices(device.device_kind),
     ]  # fmt: skip
 
 
@@ -129,13 +130,6 @@ def _told(value: Any) -> Any:
         module = getattr(value, "__module__", "")
         return f"{module}.{getattr(value, '__qualname__', getattr(value, '__name__', type(value).__name__))}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _tuned(device: Any) -> str:
-    """The user's table of block sizes for this kind of device."""
-    folder = tuning.user_folder()
-    path = None if folder is None else folder / tuning.file_name(device.device_kind)
-    return path.read_text() if path is not None and path.is_file() else ""
 
 
 def _register_kernels() -> None:
