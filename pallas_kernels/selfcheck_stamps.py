@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels import installed, tuning
 from jaxserve.pallas_kernels.cache_folder import CacheFolder, is_writable, open_cache
 
 FOLDER = "checks"
@@ -29,6 +28,7 @@ PACKAGES = (
     "jax", "jaxlib", "jax-triton", "triton", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
     "jax-cuda13-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
 )  # fmt: skip
+CODE = (".py", ".json")  # suffixes of code, and of tables
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
 _passed: set[str] = set()  # stamps that this process has made, found or been given
@@ -59,34 +59,17 @@ def surroundings() -> dict[str, Any]:
     """What the result of a check depends on: device, driver, versions, flags, the kernels' code, the user's tables of
     block sizes."""
     device = jax.local_devices()[0]
+    tables = tuning.user_folder()
     driver = NVIDIA_DRIVER.read_text().strip() if NVIDIA_DRIVER.exists() else ""
     return {
         "device": device.device_kind,
         "platform": f"{device.platform} {device.client.platform_version}",
         "driver": driver,
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": installed.versions(PACKAGES),
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
-        "code": _digest(Path(__file__).parent),
-        "tables": _digest(tuning.user_folder()),
+        "code": installed.digest({"kernels": Path(__file__).parent}, CODE),
+        "tables": installed.digest({} if tables is None else {"tables": tables}, CODE),
     }
-
-
-def _digest(folder: Path | None) -> str:
-    """The SHA-256 of the code and tables in a folder."""
-    digest = hashlib.sha256()
-    if folder is None:
-        return digest.hexdigest()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json")):
-        data = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(data)}\n".encode() + data)
-    return digest.hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def has_passed(stamp: str) -> bool:

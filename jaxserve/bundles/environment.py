@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.config import EngineConfig
-from jaxserve.pallas_kernels import cpu_build
+from jaxserve.pallas_kernels import cpu_build, installed
 
 # Settings that programs and weights do not depend on: what requests wait for, where things are, and sizes that the
 # manifest has by their results (`pages`).
@@ -51,12 +50,11 @@ def describe(device: Any, panels: bool) -> dict[str, Any]:
     """What this process compiles with, for a device that may be one of a target."""
     cpu = device.platform == "cpu"
     kind = "gpu" if device.platform in ("gpu", "cuda") else device.platform
-    known = {name: _version(name) for name in ("jax", "jaxlib", *PLUGINS.get(kind, ()))}
     return {
         "platform": kind,
         "device": device.device_kind,
         "panels": panels,
-        "versions": {name: version for name, version in known.items() if version},
+        "versions": installed.versions(("jax", "jaxlib", *PLUGINS.get(kind, ()))),
         "code": code_digest(),
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())) if cpu else "",
         "machine": _machine() if cpu else "",
@@ -67,23 +65,9 @@ def describe(device: Any, panels: bool) -> dict[str, Any]:
 @cache
 def code_digest() -> str:
     """The SHA-256 of the code that determines programs and their arguments."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent
-    kernels = Path(cpu_build.__file__).parent
-    for name in CODE:
-        top = kernels if name == "pallas_kernels" else root / name
-        inside = [top] if top.is_file() else top.rglob("*")
-        for path in sorted(p for p in inside if p.suffix in (".py", ".cc", ".h", ".json")):
-            data = path.read_bytes()
-            digest.update(f"{name}/{path.relative_to(top)} {len(data)}\n".encode() + data)
-    return digest.hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    root, kernels = Path(__file__).parent.parent, Path(cpu_build.__file__).parent
+    tops = {name: kernels if name == "pallas_kernels" else root / name for name in CODE}
+    return installed.digest(tops, (".py", ".cc", ".h", ".json"))
 
 
 def _machine() -> str:

@@ -17,7 +17,6 @@ A record is a JSON object:
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import platform
@@ -31,7 +30,7 @@ from jaxserve.bundles.container import DIGEST, hashed, is_bundle
 from jaxserve.bundles.identity import TOKENIZER, model_files
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels import installed, tuning
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +55,7 @@ def is_record(values: Mapping[str, Any]) -> bool:
 
 def versions() -> dict[str, str]:
     """Package -> version, for those that are installed."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | installed.versions(VERSIONS)
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:

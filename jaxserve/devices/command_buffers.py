@@ -1,7 +1,7 @@
 """Command buffers: what XLA:GPU records as a CUDA graph, which the host launches at once.
 
-A step of a 32-layer model is some 300 kernels. On an H200 the host took 13 us to launch each, as long as the kernel
-runs or longer. A recorded step is one launch. XLA (jaxlib 0.10 and 0.11) records all that our programs consist of, if
+A step of a 32-layer model is some 300 kernels, and on an H200 the host took 13 us to launch each. A recorded step is
+one launch. In programs compiled for an H200, not yet run on one, XLA (jaxlib 0.10 and 0.11) records all kernels if
 
   - custom calls have typed handlers (`pallas_kernels.triton_compat` lowers such calls),
   - loops and conditionals are allowed in command buffers (`compiler_options`), for which CUDA needs driver 12.3,
@@ -24,8 +24,8 @@ OPTIONS: dict[str, str | bool] = {
     # Products are cuBLAS's. XLA's own, in Triton, are compiled in many sizes to be timed at each start; on an H200 a
     # decode step of 32 rows took 7.4 ms with them and 7.2 without.
     "xla_gpu_enable_triton_gemm": False,
-    # Fusions are not compiled in several ways to be timed, which takes half of the time to compile a step. What a start
-    # chooses then depends on no timing, so that equal starts give equal bits.
+    # Fusions are not compiled in several ways to be timed: that takes half of the time to compile a step for an H200
+    # elsewhere. What a start chooses then depends on no timing, so that equal starts give equal bits.
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
 # What XLA may record: its default, and conditionals and loops. As an option of one program the setting has no form that

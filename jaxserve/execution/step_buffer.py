@@ -74,7 +74,7 @@ def step_shapes(
 
       weights   decodes                 mixed
       bf16      1 4 16 64 256           16 64 256 384 512 1024 8192
-      int4      INT4D
+      int4      1 32 96 128 192 256     32 96 128 192 256 512 8192
     """
     if cost is None:
         decodes, mixed = ({1, 32}, {(128, 32)}) if padding_is_free else ({1, 8, 32}, {(64, 32), (256, 32)})

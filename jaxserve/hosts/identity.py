@@ -9,7 +9,6 @@ checkpoints of the same shapes that differ in only a few tensors may look the sa
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import EngineConfig
-from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels import installed, tuning
 
 # Programs depend on them. Those that no kernel of a host's devices needs may be missing, on all hosts.
 PACKAGES = (
@@ -41,7 +40,7 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     from jaxserve import __version__  # here, because the package imports `LLM`, which imports this module
 
     found = {"version of jaxserve": __version__, "version of Python": ".".join(platform.python_version_tuple()[:2])}
-    found |= {f"version of {name}": version for name in PACKAGES if (version := _version(name)) is not None}
+    found |= {f"version of {name}": version for name, version in installed.versions(PACKAGES).items()}
     tables = sorted(folder.glob("*.json")) if (folder := tuning.user_folder()) is not None else []
     found |= {f"table of block sizes {path.name} (from jaxserve tune)": _digest(path) for path in tables}
     settings = asdict(config)
@@ -74,14 +73,6 @@ def checkpoint_files(
     paths = [folder] if folder.is_file() else [path for path in sorted(folder.iterdir()) if path.is_file()]
     wanted = [path for path in paths if path.name in CONFIGS or (weights and path.suffix in WEIGHTS)]
     return {f"{what} ({_name(path)})": _digest(path) for path in wanted}
-
-
-def _version(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _name(path: Path) -> str:

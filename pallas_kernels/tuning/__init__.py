@@ -21,7 +21,6 @@ is kept in a file of the same form (`kept_path`), and counts where no table has 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -33,6 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxserve.pallas_kernels.installed import versions
 from jaxserve.pallas_kernels.registry import BACKENDS
 
 if TYPE_CHECKING:  # records of deployments read tables without loading JAX
@@ -178,17 +178,6 @@ def tables(kind: str) -> Table:
     return _merged(kind, user_folder())
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that kernels are compiled with."""
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def kept_path(kind: str) -> Path | None:
     """Where starts keep what they measured; None: nowhere, as there is no user's folder. Not beside the user's tables,
     which must be the same on all hosts of a replica."""
@@ -201,7 +190,7 @@ def kept(kind: str) -> Mapping[str, Product]:
     only measured again."""
     path = kept_path(kind)
     try:
-        if path is None or json.loads(path.read_text())["versions"] != versions():
+        if path is None or json.loads(path.read_text())["versions"] != versions(VERSIONS):
             return {}
         return read(path, kind).products
     except (OSError, ValueError, KeyError, TypeError):
@@ -213,7 +202,7 @@ def keep(kind: str, products: Mapping[str, Product]) -> None:
     path = kept_path(kind)
     if path is None:
         return
-    table = {"device": kind, "versions": versions(), "sizes": {}}
+    table = {"device": kind, "versions": versions(VERSIONS), "sizes": {}}
     table["products"] = {key: one.as_json() for key, one in sorted(products.items())}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")

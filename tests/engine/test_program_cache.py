@@ -71,7 +71,7 @@ def test_only_the_latest_kinds_of_engines_are_kept(monkeypatch, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
 
 
-def test_where_others_can_write_nothing_is_kept(start, tmp_path):
+def test_where_others_can_write_a_folder_of_our_own_is_used(start, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     engine, _, lowered = start()
