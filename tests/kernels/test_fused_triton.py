@@ -405,7 +405,7 @@ def test_batches_of_all_sizes_share_kernels(monkeypatch):
     jax-triton 0.3, which takes it for a constant, it does not."""
     library = pytest.importorskip("jax_triton.triton_lib", reason="jax-triton is not installed")
     if not hasattr(library, "TritonFunction"):
-        pytest.skip("jax-triton 0.3")
+        pytest.skip("jax-triton 0.3 makes numbers constants, so that each has a kernel of its own")
     mesh, compiled, compile_kernel = mesh_of("h200x1"), [], library.TritonFunction._compile_kernel
 
     def counted(self, *arguments):
