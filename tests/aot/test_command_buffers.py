@@ -25,7 +25,7 @@ from jaxserve.models.adapter_targets import PoolSizes
 from jaxserve.scheduling.sampler import Sampler
 
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
-from jaxserve.pallas_kernels import triton_compat  # noqa: E402
+from jaxserve.pallas_kernels import triton_compat
 
 if not triton_compat.is_typed():
     pytest.skip("this jaxlib has no typed call of Triton kernels", allow_module_level=True)
