@@ -166,7 +166,8 @@ async def amplification(run: Run) -> None:
     await _probe(run, "alone", asyncio.sleep(2.0))
     for name, (path, body) in amplified_bodies("demo").items():
         watch = asyncio.create_task(_watch_memory(run))
-        before, run.row.memory["highest"] = run.server.resident() / MEGABYTE, 0.0
+        before = run.server.resident() / MEGABYTE
+        run.row.memory["highest"] = 0.0
         status = await _probe(run, name, _status(run, path, body))
         watch.cancel()
         grown = run.row.memory["highest"] - before
@@ -185,7 +186,8 @@ async def _status(run: Run, path: str, body: bytes) -> int:
 
 async def _probe(run: Run, name: str, work: Awaitable[T]) -> T:
     """Awaits `work`, and records the longest time of /health meanwhile."""
-    task, slowest = asyncio.ensure_future(work), 0.0
+    task = asyncio.ensure_future(work)
+    slowest = 0.0
     while not task.done():
         begin = time.perf_counter()
         await run.server.client.request("GET", "/health")

@@ -22,7 +22,8 @@ def amplified_bodies(model: str) -> dict[str, tuple[str, bytes]]:
     user = json.dumps(_USER)
     function = '"tools":[{"type":"function","function":{"name":"f","parameters":{"x":['
     schema = '"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"x":['
-    chat, messages = "/v1/chat/completions", "/v1/messages"
+    chat = "/v1/chat/completions"
+    messages = "/v1/messages"
     return {
         "1,024 prompts, 131,072 allowed tokens": (
             "/v1/completions", body(prompt=[[1]] * 1024, allowed_token_ids=[5] * 2**17, max_tokens=2)),

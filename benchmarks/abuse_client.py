@@ -68,7 +68,10 @@ class Run:
     """One server, the cases, and the row of the current scenario."""
 
     def __init__(self, server: Server, cases: Sequence[Case], scale: float, drain_seconds: float):
-        self.server, self._cases, self._scale, self.drain_seconds = server, cases, scale, drain_seconds
+        self.server = server
+        self._cases = cases
+        self._scale = scale
+        self.drain_seconds = drain_seconds
         self.random = random.Random(0)
         self.row = Row()
 

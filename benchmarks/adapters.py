@@ -42,7 +42,9 @@ def random_matrices(target: Target, rank: int, parts: tuple[int, ...], rng: np.r
 
 
 def random_adapter(engine: Engine, number: int, rank: int, modules: str) -> Adapter:
-    rng, stacks, made = np.random.default_rng(number), engine.runner.stacks, {}
+    rng = np.random.default_rng(number)
+    stacks = engine.runner.stacks
+    made = {}
     assert stacks is not None
     for target in stacks.targets:
         if target.path.endswith("qkv/lora") and modules == "qv":
@@ -56,14 +58,20 @@ class Steps:
     """Decode steps of an engine whose rows have given adapters."""
 
     def __init__(self, engine: Engine, rows: int, places: list[int]):
-        self.runner, self.rows, self.places = engine.runner, rows, places
+        self.runner = engine.runner
+        self.rows = rows
+        self.places = places
         shape = next(shape for shape in engine.shapes if shape.decode_only and shape.rows >= rows)
         self.program = self.runner.programs.choose(shape, Sampler.GREEDY, TOKENS, False)
         self.packed = shape.empty(self.runner.num_slots)
         field = {name: self.packed[at : at + size] for name, (at, size) in shape.fields.items()}
-        field["tokens"][:rows], field["slot"][:rows], field["num_new"][:rows] = 0, np.arange(rows), TOKENS
-        field["q_start"][: rows + 1], field["q_start"][rows + 1 :] = np.arange(rows + 1), rows
-        field["tokens_per_call"][0], field["num_decodes"][0] = TOKENS, rows
+        field["tokens"][:rows] = 0
+        field["slot"][:rows] = np.arange(rows)
+        field["num_new"][:rows] = TOKENS
+        field["q_start"][: rows + 1] = np.arange(rows + 1)
+        field["q_start"][rows + 1 :] = rows
+        field["tokens_per_call"][0] = TOKENS
+        field["num_decodes"][0] = rows
 
     def seconds(self) -> float:
         """Seconds of a step of one token per row."""

@@ -59,8 +59,10 @@ from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SequenceUpdate, StepOutput, TokenLogprob
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
-STEPS, DRAWS = 6, 4  # of the engine, and tokens in each step; then it ends all running requests
-MAX_SECONDS, MAX_BYTES = 0.1, 64 * 2**20  # limits of a body's cost
+STEPS = 6  # of the engine; then it ends all running requests
+DRAWS = 4  # tokens in each step
+MAX_SECONDS = 0.1  # limits of a body's cost
+MAX_BYTES = 64 * 2**20  # limits of a body's cost
 
 
 @dataclass
@@ -96,7 +98,8 @@ class HostEngine:
         with self._timed():
             submit = decode_front_message(frame[4:])
             assert isinstance(submit, Submit)
-            requests, params = submit.requests(""), submit.first.params
+            requests = submit.requests("")
+            params = submit.first.params
         try:
             with self._timed():
                 self._admit(scheduler, requests)
@@ -160,7 +163,8 @@ class _Wire:
     """The front's end of a connection to a HostEngine, whose work does not count as the front's."""
 
     def __init__(self, client: EngineClient, engine: HostEngine):
-        self._client, self._engine = client, engine
+        self._client = client
+        self._engine = engine
         self.engine_running = 0.0  # seconds of the engine's work on this thread
 
     def write(self, frame: bytes) -> None:
@@ -217,11 +221,13 @@ class Front:
 
     async def _measure(self, path: str, data: bytes) -> tuple[int, float]:
         """The status, and the CPU seconds of the event loop's longest callback."""
-        longest, run = 0.0, asyncio.Handle._run
+        longest = 0.0
+        run = asyncio.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
             nonlocal longest
-            begin, engine = time.thread_time(), self._wire.engine_running
+            begin = time.thread_time()
+            engine = self._wire.engine_running
             run(handle)
             spent = time.thread_time() - begin - (self._wire.engine_running - engine)
             longest = max(longest, spent)
@@ -234,7 +240,8 @@ class Front:
         return status, longest
 
     async def _request(self, path: str, data: bytes) -> int:
-        status, gone = 0, asyncio.Event()
+        status = 0
+        gone = asyncio.Event()
         incoming = [{"type": "http.request", "body": data, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -283,7 +290,8 @@ def search(front: Front, path: str, examples: int, *, seconds: float = MAX_SECON
 def steadily(front: Front, path: str, body: Any, times: int = 3) -> Cost:
     """A body's cost: the least of several measurements, as other work disturbs some of them."""
     costs = [front.cost(path, body) for _ in range(times)]
-    loop, engine = min(cost.loop_seconds for cost in costs), min(cost.engine_seconds for cost in costs)
+    loop = min(cost.loop_seconds for cost in costs)
+    engine = min(cost.engine_seconds for cost in costs)
     return Cost(costs[0].status, loop, engine, front.cost(path, body, memory=True).memory)
 
 

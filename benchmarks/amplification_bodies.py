@@ -131,7 +131,8 @@ def _tools(draw: st.DrawFn, size: int, path: str) -> list[dict[str, Any]]:
 def bodies(draw: st.DrawFn, path: str) -> Any:
     """Bodies for an endpoint that are likely to cost much."""
     share = draw(st.sampled_from((0.1, 0.5, 0.9)))
-    bulk, rest = int(LONGEST_BODY * share), int(LONGEST_BODY * (0.95 - share))
+    bulk = int(LONGEST_BODY * share)
+    rest = int(LONGEST_BODY * (0.95 - share))
     if path == "/detokenize":
         return {"tokens": [draw(st.integers(0, 2000))] * (LONGEST_BODY // 6)}
     body: dict[str, Any] = draw(_sampling(rest)) if path != "/tokenize" else {"return_token_strs": draw(st.booleans())}

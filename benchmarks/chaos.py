@@ -65,7 +65,9 @@ class Service:
     """`jaxserve serve demo`, restarted when it ends, with a separate folder for temporary files."""
 
     def __init__(self, folder: Path, flags: Sequence[str]):
-        self.port, self.starts, self.stopping = startup.free_port(), 0, False
+        self.port = startup.free_port()
+        self.starts = 0
+        self.stopping = False
         self.folder = folder
         address = ["--port", str(self.port), "--forbid-compile", "--no-access-log", "--engine-restarts", "1000"]
         self._command = [sys.executable, "-m", "jaxserve", "serve", "demo", *address, *startup.engine_flags(CONFIG)]
@@ -112,7 +114,8 @@ class Load:
     def __init__(self, service: Service, cases: Sequence[Case]):
         self._service, self._cases = service, itertools.cycle(cases)
         self.row = Row("")
-        self.may_go, self.num_running = asyncio.Event(), 0
+        self.may_go = asyncio.Event()
+        self.num_running = 0
         self.exact: list[tuple[float, float]] = []  # times of each exact answer of the round: sent, received
 
     async def work(self, client: Client) -> None:
@@ -130,7 +133,8 @@ class Load:
     async def _insist(self, client: Client, case: Case) -> None:
         """Retries until there is an exact answer."""
         while True:
-            sent, starts = time.perf_counter(), self._service.starts
+            sent = time.perf_counter()
+            starts = self._service.starts
             outcome = await self._ask(client, case)
             if outcome == "exact":
                 self.exact.append((sent, time.perf_counter()))
@@ -240,13 +244,15 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 async def full_disk(load: Load, cases: Sequence[Case]) -> None:
     """A batch whose output does not fit at first, and then does: each request is answered exactly once."""
-    row, size = load.row, 16 * 2**10
+    row = load.row
+    size = 16 * 2**10
     lines = {
         f"{i}": (case, {"model": "demo", "prompt": case.prompt, "max_tokens": case.max_tokens, "temperature": 0})
         for i, case in enumerate(itertools.islice(itertools.cycle(cases), 60))
     }
     with tempfile.TemporaryDirectory() as base:
-        disk, source = Path(base, "disk"), Path(base, "in.jsonl")
+        disk = Path(base, "disk")
+        source = Path(base, "in.jsonl")
         disk.mkdir()
         text = [
             json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body})
@@ -367,7 +373,8 @@ def main() -> None:
     for row in rows:
         outcomes = ", ".join(f"{count:,} {what}" for what, count in sorted((row.good + row.bad).items()))
         times = sorted(row.recovery)
-        middle, most = times[len(times) // 2], times[-1]
+        middle = times[len(times) // 2]
+        most = times[-1]
         print(f"| {row.kind} | {row.rounds} | {outcomes} | {middle:.1f}, {most:.1f} | {row.pages:g} |")
     if args.json:
         args.json.write_text(json.dumps([vars(row) for row in rows], indent=1))

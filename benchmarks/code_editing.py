@@ -40,7 +40,8 @@ class Edits:
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], seed: int):
         self._encode = lambda text: tokenizer.encode(text).ids
-        self._texts, self._rng = texts, np.random.default_rng(seed)
+        self._texts = texts
+        self._rng = np.random.default_rng(seed)
         names = {name for text in texts for name in NAMES.findall(text)}
         self._names = sorted(name for name in names if not keyword.iskeyword(name))
 
@@ -49,7 +50,8 @@ class Edits:
         while True:
             lines = self._texts[self._rng.integers(len(self._texts))].splitlines(keepends=True)
             start = int(self._rng.integers(len(lines)))
-            wanted, text = int(self._rng.integers(least, most + 1)), ""
+            wanted = int(self._rng.integers(least, most + 1))
+            text = ""
             for line in lines[start : start + 80]:
                 if len(text) > 5 * wanted or len(self._encode(text + line)) > wanted:
                     break
@@ -67,7 +69,8 @@ class Edits:
     def batches(self, length: int, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Endless ids [rows, length + 1] and which of ids[:, 1:] are of answers, bool [rows, length]."""
         while True:
-            ids, answers = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), bool)
+            ids = np.zeros((rows, length + 1), np.int32)
+            answers = np.zeros((rows, length), bool)
             for row in range(rows):
                 prompt = answer = [0] * length
                 while len(prompt) + len(answer) > length + 1:
@@ -101,16 +104,23 @@ def texts(*, heldout: bool) -> list[str]:
 
 def train(out: Path, minutes: float, start: Path) -> None:
     tokenizer = Tokenizer.from_file(str(ROOT / "checkpoints" / "demo" / "tokenizer.json"))
-    tasks, unseen = Edits(tokenizer, texts(heldout=False), 0), Edits(tokenizer, texts(heldout=True), 1)
+    tasks = Edits(tokenizer, texts(heldout=False), 0)
+    unseen = Edits(tokenizer, texts(heldout=True), 1)
     out.mkdir(parents=True, exist_ok=True)
     train_demo.export_tokenizer(out, tokenizer)
     rates = argparse.Namespace(muon_lr=0.01, adam_lr=0.002, weight_decay=0.05)
-    params, optimizer = train_demo.load_weights(start), train_demo.make_optimizer(rates)
-    state, stage, step, losses, began = optimizer.init(params), None, 0, [], time.monotonic()
+    params = train_demo.load_weights(start)
+    optimizer = train_demo.make_optimizer(rates)
+    state = optimizer.init(params)
+    stage = None
+    step = 0
+    losses = []
+    began = time.monotonic()
     while (passed := (time.monotonic() - began) / (60 * minutes)) < 1:
         if (wanted := max(s for s in STAGES if s[0] <= passed)) != stage:
             stage = wanted
-            batches, probe = tasks.batches(*stage[1:]), next(unseen.batches(stage[1], 16))
+            batches = tasks.batches(*stage[1:])
+            probe = next(unseen.batches(stage[1], 16))
         params, state, loss = train_step(optimizer, params, state, *next(batches), train_demo.lr_scale(passed))
         losses.append(float(loss))
         step += 1
@@ -132,7 +142,10 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         llm = LLM(str(folder), speculative_config=config, max_model_len=1024, prefix_caching=False)
         llm.engine.compile()
         engines.append(llm)
-    tokens, seconds, equal, right = np.zeros(2), np.zeros((2, len(tasks))), 0, 0
+    tokens = np.zeros(2)
+    seconds = np.zeros((2, len(tasks)))
+    equal = 0
+    right = 0
     for i, (prompt, answer) in enumerate(tasks):
         params = SamplingParams(temperature=args.temperature, seed=i, max_tokens=400)
         found = [[], []]

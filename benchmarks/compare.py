@@ -56,7 +56,8 @@ from jaxserve.bench import report
 
 RESULTS = Path(__file__).parent / "results" / "compare-cpu.json"
 ENGINES = ("jaxserve", "static", "continuous", "llama")
-QUIET_SECONDS, QUIET_TRIES = 120.0, 3  # longest wait before a run; most runs
+QUIET_SECONDS = 120.0  # longest wait before a run
+QUIET_TRIES = 3  # most runs
 SETTINGS = (  # flags that affect the results
     *("concurrency", "requests", "waves", "input_len", "output_len", "repeat"),
     *("shape", "quantize", "threads", "quiet", "jaxserve_flags", "llama_flags", "llama_kv"),
@@ -190,7 +191,9 @@ def wait_until_quiet(cores: float) -> None:
     """Waits until other programs keep fewer than `cores` cores busy, or until QUIET_SECONDS have passed."""
     deadline = time.perf_counter() + QUIET_SECONDS
     while True:
-        start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+        start = time.perf_counter()
+        busy = busy_seconds()
+        own = own_seconds()
         time.sleep(2.0)
         others = (busy_seconds() - busy - own_seconds() + own) / (time.perf_counter() - start)
         if others <= cores or time.perf_counter() > deadline:
@@ -214,7 +217,9 @@ def measure_quietly(engine: PeerEngine, load: PeerLoad, quiet: float | None) -> 
 
 def measure(engine: PeerEngine, load: PeerLoad) -> tuple[Outcome, float]:
     """One turn of an engine, and how many cores others kept busy meanwhile. Raises EngineFailed."""
-    start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+    start = time.perf_counter()
+    busy = busy_seconds()
+    own = own_seconds()
     outcome = engine.measure(load)
     outcome.seconds = time.perf_counter() - start
     return outcome, max(0.0, (busy_seconds() - busy - own_seconds() + own) / outcome.seconds)
@@ -224,7 +229,8 @@ def run_all(
     args: argparse.Namespace, engines: Sequence[PeerEngine], model: Model, missing: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[tuple[int, str], Outcome]]:
     """Each run's figures, and the outcomes of the first repeat. Engines that fail are added to the missing ones."""
-    runs, first = [], {}
+    runs = []
+    first = {}
     for repeat in range(args.repeat):
         for concurrency in args.concurrency:
             load = make_load(args, model, concurrency, repeat)

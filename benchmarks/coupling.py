@@ -26,7 +26,8 @@ from demo_text import is_heldout, read_sources
 from tokenizers import Tokenizer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
-LENGTH, SKIPPED = 256, 64  # tokens of a window; those at its beginning, where both know little, do not count
+LENGTH = 256  # tokens of a window
+SKIPPED = 64  # those at its beginning, where both know little, do not count
 
 
 def logits_of(name: str, ids: np.ndarray, noise: float = 0.0) -> np.ndarray:
@@ -44,7 +45,8 @@ def logits_of(name: str, ids: np.ndarray, noise: float = 0.0) -> np.ndarray:
 
 def inverse(p: jax.Array, q: jax.Array) -> jax.Array:
     """How much of [0, 1] two running sums of probabilities [rows, n] give to the same place of both."""
-    ends_p, ends_q = jnp.cumsum(p, axis=1), jnp.cumsum(q, axis=1)
+    ends_p = jnp.cumsum(p, axis=1)
+    ends_q = jnp.cumsum(q, axis=1)
     return jnp.maximum(jnp.minimum(ends_p, ends_q) - jnp.maximum(ends_p - p, ends_q - q), 0).sum(axis=1)
 
 
@@ -52,8 +54,10 @@ def gumbel(p: jax.Array, q: jax.Array) -> jax.Array:
     """Sum over tokens i of 1 / sum over j of max(p_j / p_i, q_j / q_i). The inner sum takes q_j where q_j / p_j exceeds
     q_i / p_i, and p_j elsewhere; with tokens in the order of q / p these are the ones behind and up to i."""
     order = jnp.argsort(jnp.log(q) - jnp.log(p), axis=1)
-    p, q = jnp.take_along_axis(p, order, axis=1), jnp.take_along_axis(q, order, axis=1)
-    up_to, behind = jnp.cumsum(p, axis=1), jnp.cumsum(q[:, ::-1], axis=1)[:, ::-1] - q
+    p = jnp.take_along_axis(p, order, axis=1)
+    q = jnp.take_along_axis(q, order, axis=1)
+    up_to = jnp.cumsum(p, axis=1)
+    behind = jnp.cumsum(q[:, ::-1], axis=1)[:, ::-1] - q
     return (1 / (up_to / p + behind / q)).sum(axis=1)
 
 
@@ -76,7 +80,8 @@ def main() -> None:
     ids = np.concatenate([tokenizer.encode(text).ids for name, text in read_sources().items() if is_heldout(name)])
     starts = np.linspace(0, len(ids) - LENGTH, args.windows).astype(int)
     windows = np.stack([ids[at : at + LENGTH] for at in starts])
-    target, draft = logits_of("demo", windows), logits_of(args.draft, windows, args.noise)
+    target = logits_of("demo", windows)
+    draft = logits_of(args.draft, windows, args.noise)
     target, draft = (x[:, SKIPPED:].reshape(-1, x.shape[-1]) for x in (target, draft))
     couplings = {f.__name__: jax.jit(f) for f in (rejection, inverse, gumbel, greedy)}
     print(f"{len(target)} positions of held-out text, demo and {args.draft}")

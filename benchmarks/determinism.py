@@ -92,7 +92,8 @@ def bits(values: list[Any]) -> list[Any]:
 def answer(arguments: argparse.Namespace) -> None:
     """Answers the requests that are not in the file of answers yet, and appends their answers to it."""
     options = json.loads(arguments.child)
-    order, file = options.pop("order"), Path(options.pop("file"))
+    order = options.pop("order")
+    file = Path(options.pop("file"))
     config = EngineConfig(
         model=arguments.model, dtype=arguments.dtype, quantization=arguments.quantization,
         matmul_backend=arguments.matmul_backend, kv_cache_dtype=arguments.kv_cache_dtype, max_model_len=LONGEST,

@@ -80,16 +80,19 @@ def estimate(arguments: argparse.Namespace, model: str) -> None:
     there are as many rows, it decodes."""
     options: Any = {"dtype": "bfloat16", "quantization": arguments.quantization, "load_format": "dummy"}
     found = Deployment.of(EngineConfig(model=model, **options), arguments.estimate)
-    cost, device = found.cost, rates(found.device)
+    cost = found.cost
+    device = rates(found.device)
     assert cost is not None
-    tokens, context = tokens_of_step(cost), found.plan.one_page.token_bytes * arguments.context / found.devices
+    tokens = tokens_of_step(cost)
+    context = found.plan.one_page.token_bytes * arguments.context / found.devices
     kv = context / (device.bandwidth * BANDWIDTH_SHARE)
     print(f"{arguments.estimate}: steps of {tokens} tokens, context {arguments.context}")
     print("| rows | decoded ahead | a decode | a check | usual, a token | verified, a token | ratio |")
     print("|---|---|---|---|---|---|---|")
     for rows in arguments.concurrency:
         ahead = max(min(arguments.window, tokens // rows - 1), 0)
-        decode, check = cost(rows) + rows * kv, cost(tokens) + min(rows, tokens) * kv
+        decode = cost(rows) + rows * kv
+        check = cost(tokens) + min(rows, tokens) * kv
         checks = -(-rows * (ahead + 1) // tokens)
         verified = (ahead * decode + checks * check + HOST_SECONDS * (ahead > 0)) / (ahead + 1)
         times = " | ".join(f"{1000 * x:.2f} ms" for x in (decode, check, decode, verified))

@@ -50,15 +50,20 @@ from light.record import OutOfTimeError, Record, reopen
 from jaxserve import jax_pools
 from jaxserve.pallas_kernels.alone import RUN
 
-USUAL, DAY = 9.0, 24 * 60.0  # minutes
+USUAL = 9.0  # minutes
+DAY = 24 * 60.0  # minutes
 CLOSING = 5.0  # seconds at the end for what runs to be stopped
 ROW = 240.0  # most seconds of a row, those in which its process stands still included
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
-DEVICE, BF16, TUNE = Stage("device", "run", 42), Stage("decode-bf16", "decode", 54), Stage("tune", "tune", 10)
+DEVICE = Stage("device", "run", 42)
+BF16 = Stage("decode-bf16", "decode", 54)
+TUNE = Stage("tune", "tune", 10)
 INT4, FP8, W8A8 = (Stage(f"decode-{form}", "decode", 16) for form in ("int4", "fp8", "fp8-dynamic"))
-CORRECTNESS, SERVER = Stage("correctness", "correctness", 3), Stage("server", "server", 58)
-KERNELS, PEERS = Stage("kernels", "kernels", 24), Stage("peers", "decode", 60)
+CORRECTNESS = Stage("correctness", "correctness", 3)
+SERVER = Stage("server", "server", 58)
+KERNELS = Stage("kernels", "kernels", 24)
+PEERS = Stage("peers", "decode", 60)
 STAGES = (DEVICE, BF16, INT4, TUNE, CORRECTNESS, FP8, W8A8, CORRECTNESS, SERVER, KERNELS, *[CORRECTNESS] * 4, PEERS)
 NAMES = tuple(dict.fromkeys(stage.name for stage in STAGES))
 AHEAD = tuple(name for name in NAMES if name.startswith(("decode-", "correctness", "kernels")))

@@ -45,7 +45,9 @@ MODEL = {
     "vocab_size": 1024,
     "max_position_embeddings": 4096,
 }
-PROMPT, WARMUP, STEPS = 64, 20, 400
+PROMPT = 64
+WARMUP = 20
+STEPS = 400
 
 
 def null_step(params, cache, slots, packed, *, shape, **fixed) -> steps.StepResult:
@@ -120,7 +122,8 @@ def measure_prompt(tokens: int, page_size: int = 16) -> dict[str, float]:
     hashes = hash_pages(prompt, None, page_size)
     keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
     request = Request(request_id="r", prompt_token_ids=prompt.tolist(), params=SamplingParams(), page_hashes=hashes)
-    frame, windows = to_frame(Submit.of([request])), {"": (None,), " with windows": (None, 128)}
+    frame = to_frame(Submit.of([request]))
+    windows = {"": (None,), " with windows": (None, 128)}
     results = {"message": _least(lambda: decode_front_message(frame[LENGTH_BYTES:]).requests("0/"))}
     (arrived,) = decode_front_message(frame[LENGTH_BYTES:]).requests("0/")
     results["sequence"] = _least(lambda: Sequence(arrived, 0, 0, 1, frozenset(), 1))

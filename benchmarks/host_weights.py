@@ -23,7 +23,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.types import Request, SamplingParams
 
-ROWS, PROMPT, OUTPUTS = 8, 512, 32
+ROWS = 8
+PROMPT = 512
+OUTPUTS = 32
 GIB = 2**30
 
 

@@ -204,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         require_matplotlib()
     enable_compile_cache()
-    facts, platform = machine(), Device.of(jax.devices()[0]).platform
+    facts = machine()
+    platform = Device.of(jax.devices()[0]).platform
     ceilings = timing.ceilings(platform)
     dtype = "float32" if platform == "cpu" else "bfloat16"
     args.page_size = args.page_size or default_page_size(platform)

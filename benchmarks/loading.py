@@ -25,7 +25,12 @@ from safetensors.numpy import save_file
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.load import load_params, make_decoder, read_model
 
-HIDDEN, WIDTH, LAYERS, HEADS, KV_HEADS, VOCAB = 2048, 5632, 6, 16, 8, 8192
+HIDDEN = 2048
+WIDTH = 5632
+LAYERS = 6
+HEADS = 16
+KV_HEADS = 8
+VOCAB = 8192
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -103,7 +108,8 @@ def parts(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> dict[s
             "weight_scale": scales(out, inputs // GROUP),
             "weight_shape": np.array(shape, np.int64),
         }
-    columns, groups = (out, out // 8) if kind == "gptq" else (out // 8, out // 8), inputs // GROUP
+    columns = (out, out // 8) if kind == "gptq" else (out // 8, out // 8)
+    groups = inputs // GROUP
     rows = inputs // 8 if kind == "gptq" else inputs
     return {"qweight": words(rows, columns[0]), "qzeros": words(groups, columns[1]), "scales": scales(groups, out)}
 
@@ -133,7 +139,8 @@ def make_gguf(path: Path, kind: str, layers: int, rng: np.random.Generator) -> P
     """Writes random blocks of a GGUF type, without tokenizer."""
     import gguf
 
-    number, writer = gguf.GGMLQuantizationType[kind], gguf.GGUFWriter(path, "llama")
+    number = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(path, "llama")
     size, nbytes = gguf.GGML_QUANT_SIZES[number]
     writer.add_block_count(layers)
     writer.add_context_length(2048)
@@ -173,7 +180,8 @@ def measure(kind: str, repeat: int, layers: int) -> dict[str, Any]:
         mesh = make_mesh(1)
         dtype = np.float32 if kind == "float32" else ml_dtypes.bfloat16
         decoder = make_decoder(read_model(model), mesh, dtype)
-        reads, loads = [], []
+        reads = []
+        loads = []
         for turn in range(repeat + 1):
             read = seconds(path.read_bytes)
             load = seconds(lambda: load_params(decoder, model, mesh, progress=False))

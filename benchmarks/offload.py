@@ -60,7 +60,9 @@ def first_token(engine: Engine, name: str, prompt: list[int]) -> float:
 def throughput(engine: Engine, name: str, prompts: list[list[int]], outputs: int) -> tuple[float, float]:
     """Output tokens per second, and per second of this process's processor time, of these requests, ROWS of them at a
     time."""
-    start, busy, left = time.perf_counter(), time.process_time(), list(enumerate(prompts))
+    start = time.perf_counter()
+    busy = time.process_time()
+    left = list(enumerate(prompts))
     while left or engine.has_work:
         while left and len(engine.scheduler.running) + engine.num_waiting < ROWS:
             number, prompt = left.pop(0)

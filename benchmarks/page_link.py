@@ -27,7 +27,8 @@ from jaxserve.roles.page_listener import Contents, Export, PageListener, listen
 from jaxserve.roles.prefill_server import PrefillServer, Transfer
 
 SECRET = b"a secret of the benchmark"
-LAYERS, SHAPE = 32, (2, 8, 16, 128)  # of a page
+LAYERS = 32  # of a page
+SHAPE = (2, 8, 16, 128)  # of a page
 FRAME = 4  # pages
 PAGE_BYTES = 2 * LAYERS * int(np.prod(SHAPE))
 

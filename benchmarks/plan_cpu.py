@@ -28,7 +28,9 @@ from peers.model import SHAPES
 Clock = Callable[[], float]
 
 RESULT = Path(__file__).parent / "results" / "plan-cpu.json"
-TOKENS, PROMPT, ROUNDS = 64, 16, 5  # tokens of each request's output and prompt; rounds, of which the shortest counts
+TOKENS = 64  # of each request's output
+PROMPT = 16  # tokens
+ROUNDS = 5  # of which the shortest counts
 NAMES = {
     "auto,float32": "float32", "auto,bfloat16": "bfloat16", "int8,bfloat16": "int8 (head in bfloat16)",
     "int4,bfloat16": "int4 (head in bfloat16)",
@@ -72,7 +74,9 @@ def served_seconds(engine: Any, prompts: list[list[int]], clock: Clock) -> float
     params = fixed_length(TOKENS)
     for number, prompt in enumerate(prompts):
         engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, params=params))
-    got, began, ended = dict.fromkeys(map(str, range(len(prompts))), 0), (0, 0.0), (0, 0.0)
+    got = dict.fromkeys(map(str, range(len(prompts))), 0)
+    began = (0, 0.0)
+    ended = (0, 0.0)
     while engine.has_work:
         for update in engine.step():
             got[update.request_id] += len(update.token_ids)

@@ -101,7 +101,8 @@ def entry(model: str, target: str, scheme: str, compiled: Compiled | None = None
     row |= {name: plan["memory"][name] for name in ("temporaries", "results", "code")}
     if not plan["fits"]:
         return row | {"reason": plan["reason"][:160]}
-    room, decodes = plan["capacity"], plan["roofline"]["decode"]
+    room = plan["capacity"]
+    decodes = plan["roofline"]["decode"]
     row |= {"tokens": room["tokens"], "requests": room["requests_of_shape"]}
     return row | {f"tpot_{one['batch']}": one["tpot"] for one in decodes if one["context"] == 1024}
 

@@ -86,7 +86,8 @@ def stream(url: str, prompt: list[int], tokens: int) -> list[float]:
 def turn(url: str, seed: int, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Gaps between tokens of the streams while prompts come, and the prompts' times to the first token."""
     rng = np.random.default_rng(seed)
-    ended, stamps = threading.Event(), [[] for _ in range(args.streams)]
+    ended = threading.Event()
+    stamps = [[] for _ in range(args.streams)]
 
     def decode(number: int) -> None:
         prompt = rng.integers(5, 1000, 24).tolist()
@@ -97,7 +98,8 @@ def turn(url: str, seed: int, args: argparse.Namespace) -> tuple[list[float], li
     for thread in threads:
         thread.start()
     time.sleep(2.0)
-    start, firsts = time.perf_counter(), []
+    start = time.perf_counter()
+    firsts = []
     for _ in range(args.prompts):
         times = stream(url, rng.integers(5, 1000, args.prompt).tolist(), 1)
         firsts.append(times[1] - times[0])
@@ -147,10 +149,12 @@ def main() -> None:
         for name, found in totals.items():
             report(name, *found)
         print(f"fallbacks: {metric(apart, 'prefill_fallbacks_total'):.0f}")
-        rng, rows = np.random.default_rng(99), []
+        rng = np.random.default_rng(99)
+        rows = []
         for _ in range(args.rounds):
             prompt = rng.integers(5, 1000, args.prompt).tolist()
-            one, computed = first_token(alone, prompt), first_token(apart, prompt)
+            one = first_token(alone, prompt)
+            computed = first_token(apart, prompt)
             forget(apart)
             before = metric(apart, "prefill_fetch_bytes_total"), metric(apart, "prefill_fetch_seconds_total")
             sent = first_token(apart, prompt)

@@ -57,11 +57,13 @@ class Server:
     async def metric(self, name: str, **labels: str) -> float:
         """A value of /metrics, summed over the labels that are not given."""
         text = (await self.client.request("GET", "/metrics")).body.decode()
-        total, found = 0.0, False
+        total = 0.0
+        found = False
         for line in text.splitlines():
             match = re.fullmatch(r"jaxserve:(\w+)(?:\{(.*)\})? (\S+)", line)
             if match and match[1] == name and all(f'{k}="{v}"' in (match[2] or "") for k, v in labels.items()):
-                total, found = total + float(match[3]), True
+                total = total + float(match[3])
+                found = True
         if not found:
             raise LookupError(f"/metrics has no {name}")
         return total
@@ -215,7 +217,8 @@ async def _stall(server: Server, rng: np.random.Generator, args: argparse.Namesp
     records = await asyncio.gather(*decoding)
     if error := next((r.error for r in [record, *records] if r.error), None):
         raise SystemExit(f"a request failed: {error}")
-    first, last = record.start, record.start + (record.ttft or 0.0)
+    first = record.start
+    last = record.start + (record.ttft or 0.0)
     if min(r.end for r in records) < last:
         raise SystemExit("the decoding clients ended before the prompt was computed: give them more --output-len")
     gaps = [(at, gap) for r in records for at, gap in zip(r.arrivals[1:], r.itl, strict=True)]

@@ -37,7 +37,9 @@ SIZES = {  # hidden size, layers, width of the MLP, vocabulary
     "93M": (768, 12, 2048, 16384),
     "270M": (1024, 20, 2816, 32768),
 }
-PROMPT, ANSWER, RUNS = 32, 128, 6  # the engines run in turns
+PROMPT = 32
+ANSWER = 128
+RUNS = 6  # the engines run in turns
 
 
 class Known(DraftHead):
@@ -67,17 +69,20 @@ def write(folder: Path, size: str) -> tuple[Path, Path]:
         "num_key_value_heads": max(hidden // 256, 1), "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 2048, "tie_word_embeddings": True, "torch_dtype": "float32",
     }  # fmt: skip
-    model, draft = folder / "model", folder / "draft"
+    model = folder / "model"
+    draft = folder / "draft"
     model.mkdir()
     draft.mkdir()
     (model / "config.json").write_text(json.dumps(config))
     own = {"num_hidden_layers": 1, "draft_vocab_size": vocabulary // 2, "tie_word_embeddings": False}
     (draft / "config.json").write_text(json.dumps(config | own))
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, shape in {"fc.weight": (1,), "midlayer.hidden_norm.weight": (1,), "d2t": (vocabulary // 2,)}.items():
         kind, each = ("I64", 8) if name == "d2t" else ("F32", 4)
         end = at + math.prod(shape) * each
-        header[name], at = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}, end
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
+        at = end
     raw = json.dumps(header).encode()
     (draft / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(at))
     return model, draft
@@ -87,12 +92,15 @@ def speed(engine: Engine, prompt: list[int]) -> tuple[float, list[int]]:
     """Tokens per second of one request, and its answer."""
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
     engine.add_request(Request(request_id="r", prompt_token_ids=prompt, params=params))
-    answer, first, start = [], 0, 0.0
+    answer = []
+    first = 0
+    start = 0.0
     while engine.has_work:
         for update in engine.step():
             answer += update.token_ids
             if not start:  # from the first token on
-                start, first = time.perf_counter(), len(answer)
+                start = time.perf_counter()
+                first = len(answer)
     return (len(answer) - first) / (time.perf_counter() - start), answer
 
 
@@ -111,9 +119,11 @@ def compare(size: str, chance: float, proposals: int) -> dict[str, float]:
     spec = quick.speculator
     assert spec is not None
     assert spec.times is not None
-    method, times = spec._method, spec.times
+    method = spec._method
+    times = spec.times
     method.__class__ = Known
-    method.answer, method.chance = np.array(prompt + answer, np.int32), chance
+    method.answer = np.array(prompt + answer, np.int32)
+    method.chance = chance
     spec.set_times(None)  # propose always
     with_drafts = without = 0.0
     for _ in range(RUNS):

@@ -34,7 +34,8 @@ METHODS = {
     "draft_model": {"model": str(CHECKPOINTS / "demo-draft"), "num_speculative_tokens": 3},
     "eagle3": {"model": str(CHECKPOINTS / "demo-eagle3"), "num_speculative_tokens": 3},
 }
-PROMPT, ANSWER = 128, 128
+PROMPT = 128
+ANSWER = 128
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--turns", type=int, default=9)
     args = parser.parse_args()
-    given, plain = prompts(args.requests), load(args.concurrency, None)
+    given = prompts(args.requests)
+    plain = load(args.concurrency, None)
     print("| method | tokens/s against none, quartiles | the same by processor time | checks | tokens a check |")
     print("|---|---|---|---|---|", flush=True)
     for method in args.methods:

@@ -85,7 +85,8 @@ def timed(call) -> float:
 
 
 def beams() -> dict[str, float]:
-    width, tokens = 18, 40
+    width = 18
+    tokens = 40
     engine = make_engine(width, LONG + 2048, 20 * (LONG // 16 + 8), async_scheduling=False)
     add(engine, "search", prompt(LONG), use_beam_search=True, n=width, max_tokens=tokens)
     while len(engine.scheduler.running) != width:
@@ -103,7 +104,9 @@ def forks() -> dict[str, float]:
 
 
 def finish() -> dict[str, float]:
-    rows, tokens = 2048, 400  # all begin and end in the same steps
+    # all begin and end in the same steps
+    rows = 2048
+    tokens = 400
     engine = make_engine(rows, 4096, rows * 40, max_num_batched_tokens=64 * rows)
     for i in range(rows):
         add(engine, str(i), prompt(64, i), max_tokens=tokens)
@@ -124,7 +127,8 @@ def finish() -> dict[str, float]:
 
 def admit() -> dict[str, float]:
     engine = make_engine(4, LONG + 2048, 3 * LONG // 16, async_scheduling=False)
-    tokens, figures = prompt(LONG), {}
+    tokens = prompt(LONG)
+    figures = {}
     for name in ("cold", "cached"):
         seconds = [timed(partial(add, engine, name, tokens, max_tokens=1))]
         while engine.has_work:
@@ -163,7 +167,10 @@ def loop() -> dict[str, float]:
     for i in range(31):
         add(engine, str(i), prompt(64, i), max_tokens=400)
     add(engine, "masked", prompt(64, 99), max_tokens=400, allowed_token_ids=tuple(range(8, 1000)))
-    calls, plain, masked, start = 0, 0, 0, time.perf_counter()
+    calls = 0
+    plain = 0
+    masked = 0
+    start = time.perf_counter()
     while engine.has_work:
         mine = [update for update in engine.step() if update.token_ids]
         calls += 1

@@ -60,7 +60,8 @@ def main() -> None:
         measure(llm, params, args.batch)
     ratios = []
     for _ in range(args.repeats):
-        without, structured = measure(llm, free, args.batch), measure(llm, bound, args.batch)
+        without = measure(llm, free, args.batch)
+        structured = measure(llm, bound, args.batch)
         ratios.append(structured / without)
         print(f"{without:8.0f} tok/s without, {structured:8.0f} with a schema: {ratios[-1]:.3f}", flush=True)
     print(f"median ratio {statistics.median(ratios):.3f}")

@@ -35,7 +35,8 @@ from flax import serialization
 from safetensors.numpy import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
 SYSTEM = "You are a helpful assistant that writes Python."
 CHAT_TEMPLATE = Path(__file__).parents[1] / "checkpoints" / "demo" / "chat_template.jinja"
 CONFIG = json.loads("""{
@@ -119,11 +120,13 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndar
 def train_tokenizer() -> Tokenizer:
     """A byte-level BPE of exactly `vocab_size` entries; ids 0, 1, 2 are the special tokens, digits stand alone."""
     tokenizer = Tokenizer(models.BPE())
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=CONFIG["vocab_size"], initial_alphabet=byte_level.alphabet())
-    trainer.special_tokens, trainer.show_progress = [EOT, IM_START, IM_END], False
+    trainer.special_tokens = [EOT, IM_START, IM_END]
+    trainer.show_progress = False
     texts = [text for name, text in read_sources().items() if not is_heldout(name)]
     tokenizer.train_from_iterator(texts, trainer)
     assert tokenizer.get_vocab_size() == CONFIG["vocab_size"]
@@ -133,8 +136,10 @@ def train_tokenizer() -> Tokenizer:
 def init_params(key: jax.Array) -> Params:
     """Fresh weights; the projections that write to the residual stream start at zero."""
     c = CONFIG
-    d, q = c["hidden_size"], c["num_attention_heads"] * c["head_dim"]
-    kv, ff = c["num_key_value_heads"] * c["head_dim"], c["intermediate_size"]
+    d = c["hidden_size"]
+    q = c["num_attention_heads"] * c["head_dim"]
+    kv = c["num_key_value_heads"] * c["head_dim"]
+    ff = c["intermediate_size"]
     shapes = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
     shapes |= {"self_attn.o_proj": (d, q), "mlp.gate_proj": (ff, d), "mlp.up_proj": (ff, d), "mlp.down_proj": (d, ff)}
     keys = iter(jax.random.split(key, 1 + len(shapes) * c["num_hidden_layers"]))
@@ -157,8 +162,10 @@ def rope(x: jax.Array) -> jax.Array:
     """Rotary positions 0..T-1 on [B, T, heads, head_dim], in halves as Llama has them."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * CONFIG["rope_theta"] ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    a, b = x[..., :half], x[..., half:]
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
+    a = x[..., :half]
+    b = x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
@@ -168,7 +175,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     G = H // K
     block = max(128, T // 8)  # scores of a block stay in the cache; keys after a block are never touched
     q = (q * D**-0.5).reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    k = k.transpose(0, 2, 3, 1)
+    v = v.transpose(0, 2, 1, 3)
     outputs = []
     for start in range(0, T, block):
         end = min(start + block, T)
@@ -241,7 +249,8 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     write_text(args.out / "calibration.txt", corpus.train_texts)  # for quantizing
     print(f"{len(corpus.files)} files, {corpus.file_tokens} tokens; held out: {len(corpus.heldout)} files", flush=True)
     print(f"{len(corpus.chats)} chat examples, {corpus.chat_tokens} tokens", flush=True)
-    optimizer, params = make_optimizer(args), init_params(jax.random.key(0))
+    optimizer = make_optimizer(args)
+    params = init_params(jax.random.key(0))
     run = {"params": params, "state": optimizer.init(params), "step": 0, "tokens": 0, "elapsed": 0.0}
     checkpoint = args.work / "checkpoint.msgpack"
     if checkpoint.exists():
@@ -256,7 +265,9 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         export_weights(args.out, run["params"])
         print(f"saved ({reason}); held-out loss {token_losses(run['params'], probe).mean():.4f}", flush=True)
 
-    stage, saved, losses = None, time.monotonic(), []
+    stage = None
+    saved = time.monotonic()
+    losses = []
     while run["elapsed"] < args.minutes * 60:
         started = time.monotonic()
         fraction = run["elapsed"] / (args.minutes * 60)
@@ -264,7 +275,8 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         if wanted != stage:
             stage = wanted
             batches = corpus.batches(stage[1], stage[2], seed=1 + run["step"] * 1000)
-        batch, scale = next(batches), lr_scale(fraction)
+        batch = next(batches)
+        scale = lr_scale(fraction)
         run["params"], run["state"], loss = train_step(optimizer, run["params"], run["state"], batch, scale)
         losses.append(float(loss))
         run["step"] += 1
@@ -322,7 +334,8 @@ def write_text(path: Path, texts: dict[str, str], size: int = 100_000) -> None:
 def evaluate(params: Params, corpus: Corpus, window: int) -> dict[str, float]:
     """Perplexity and bits per byte of all held-out files, in windows that do not see each other."""
     stream = np.concatenate([corpus.heldout[-1][-1:], *corpus.heldout])  # begins after a document's end
-    total, count = 0.0, len(stream) - 1
+    total = 0.0
+    count = len(stream) - 1
     for start in range(0, count, window):
         piece = stream[start : start + window + 1]
         padded = np.pad(piece, (0, window + 1 - len(piece)))

@@ -28,7 +28,9 @@ from jaxserve.types import SamplingParams
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 16}
 METHODS = {"eagle3": "demo-eagle3", "draft_model": "demo-draft"}
-PROMPT, ANSWER, PROMPTS = 128, 128, 64  # tokens of a measured prompt and of its answer, and prompts
+PROMPT = 128  # tokens of a measured prompt
+ANSWER = 128  # its answer
+PROMPTS = 64  # prompts
 
 
 def train_head(minutes: float) -> None:
@@ -42,7 +44,8 @@ def train_head(minutes: float) -> None:
 
 def train_draft(minutes: float) -> None:
     train_demo.CONFIG |= SMALL
-    out, work = CHECKPOINTS / "demo-draft", Path("build/draft_train")
+    out = CHECKPOINTS / "demo-draft"
+    work = Path("build/draft_train")
     out.mkdir(exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "demo" / "tokenizer.json"))

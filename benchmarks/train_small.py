@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfi
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "tests" / "goldens" / "trained"
-LENGTH, ROWS, RATE = 256, 8, 4e-3  # tokens of a sequence, sequences of a step, highest learning rate
+LENGTH = 256  # tokens of a sequence
+ROWS = 8  # sequences of a step
+RATE = 4e-3  # highest learning rate
 SHARED = {
     "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 2048,
     "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "moe_intermediate_size": 64,
@@ -78,7 +80,9 @@ def train(name: str, minutes: float) -> None:
     balance(model)
     ids = token_stream()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
-    began, step, losses = time.monotonic(), 0, []
+    began = time.monotonic()
+    step = 0
+    losses = []
     while (passed := (time.monotonic() - began) / (60 * minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, (step + 1) / 50, (1 - passed) / 0.5)

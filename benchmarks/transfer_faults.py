@@ -102,7 +102,8 @@ def pull(address: str, uuid: int, mib: float = 1, limit: str = "none", raw: bool
     try:
         (values,) = connection.pull(uuid, [kind], **deadline(limit))
         values.block_until_ready()
-        seconds, most = time.perf_counter() - start, memory("VmHWM") - before
+        seconds = time.perf_counter() - start
+        most = memory("VmHWM") - before
         say(right=bool((np.asarray(values) == np.arange(len(values))).all()), seconds=round(seconds, 2), most=most)
     except Exception as error:
         say(error=f"{type(error).__name__}: {error}"[:160], seconds=round(time.perf_counter() - start, 2))
@@ -228,19 +229,22 @@ def stranger(run: Processes) -> dict[str, Any]:
     victim's has the number after it. One silent data connection holds up the whole server, so that the stranger's
     connections come before the victim's.
     """
-    uuid, mib = secrets.randbits(63), 0.5
+    uuid = secrets.randbits(63)
+    mib = 0.5
     _, address = run.offer(uuid, mib=mib)
     with tcp(address) as control, contextlib.ExitStack() as stack:
         control.sendall(frame(b"\x1a\x00"))  # Protocol Buffers: field 3, empty: asks for a place for data
         found = re.search(rb"([0-9.:]+)\x1a\x01(.)", control.recv(4096), re.DOTALL)
-        data_address, number = found[1].decode(), found[2][0]
+        data_address = found[1].decode()
+        number = found[2][0]
         silent, *others = (stack.enter_context(tcp(data_address)) for _ in range(1 + STRANGERS))
         for one in others:
             one.sendall((number + 1).to_bytes(8, "little"))
         victim = run.pull(address, uuid, mib=mib)
         held_up = victim.hear(5)
         silent.close()
-        expected, read = array.array("i", range(int(mib * MIB / 4))).tobytes(), []
+        expected = array.array("i", range(int(mib * MIB / 4))).tobytes()
+        read = []
         for one in others:
             with contextlib.suppress(ConnectionError):
                 read.append(receive(one, len(expected)))

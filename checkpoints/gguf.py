@@ -30,7 +30,8 @@ MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 512  # of a tensor
-MAX_KEYS, MAX_TENSORS = 2**16, 2**18
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**18
 MAX_STRINGS = 2**21  # in all arrays: a vocabulary of a million tokens, and its merges
 
 
@@ -82,7 +83,9 @@ _END_TEXTS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>")
 )
 _CONTROL = 3  # the token type of special tokens
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 HEADER_ONLY = "jaxserve.header_only"  # metadata key of files without the tensors' data, see `write_header`
 _SMALLEST_ENTRY = 13  # least bytes of a metadata entry: a key's length, a type, a value
 _SMALLEST_TENSOR = 32  # least bytes of a tensor info: a name's length, a count, one dimension, a type, an offset
@@ -164,9 +167,11 @@ def read_gguf(path: Path) -> GGUFFile:
 def write_header(source: Path, target: Path) -> None:
     """Writes a file with the metadata and the list of tensors of a model, but without their data. Config and tokenizer
     can be read from it."""
-    model, raw = read_gguf(source), _raw_metadata(source)
+    model = read_gguf(source)
+    raw = _raw_metadata(source)
     alignment = model.metadata.get("general.alignment", 32)
-    key, numbers = HEADER_ONLY.encode(), {kind.name: number for number, kind in TYPES.items()}
+    key = HEADER_ONLY.encode()
+    numbers = {kind.name: number for number, kind in TYPES.items()}
     count = struct.unpack_from("<Q", raw, 16)[0]
     parts = [raw[:8], struct.pack("<QQ", len(model.tensors), count + 1), raw[24:]]
     parts += [struct.pack("<Q", len(key)), key, struct.pack("<I?", _BOOL, True)]
@@ -209,8 +214,11 @@ class _Header:
     that arrays may still have."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int):
-        self.path, self.file, self.size = path, file, size
-        self.left, self.strings_left = min(size, MAX_HEADER_BYTES), MAX_STRINGS
+        self.path = path
+        self.file = file
+        self.size = size
+        self.left = min(size, MAX_HEADER_BYTES)
+        self.strings_left = MAX_STRINGS
 
     def refuse(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {why}")
@@ -292,7 +300,8 @@ class _Header:
 
     def strings(self, count: int, what: str) -> list[str]:
         """As `string` for each, but for millions of them."""
-        read, made = self.file.read, []
+        read = self.file.read
+        made = []
         for _ in range(count):
             length = int.from_bytes(read(8), "little")
             self.left -= 8 + length

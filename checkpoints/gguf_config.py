@@ -38,7 +38,8 @@ def read_config(keys: Keys, row: Architecture) -> Config:
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise keys.refuse("there is no matrix token_embd.weight")
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    heads = keys.size("attention.head_count")
+    hidden = keys.size("embedding_length")
     config: Config = {
         "architectures": [settle(row.name, keys, {})],
         "model_type": keys.architecture,
@@ -73,7 +74,8 @@ def settle(setting: Setting, keys: Keys, config: Config) -> Any:
 
 
 def _read_norms(keys: Keys, row: Architecture) -> Config:
-    rms, layer = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    rms = "attention.layer_norm_rms_epsilon"
+    layer = "attention.layer_norm_epsilon"
     if row.norm_key == "rms_norm_eps":
         return {row.norm_key: keys.real(rms)}
     found = keys.real(layer)
@@ -92,7 +94,8 @@ def _head_sizes(keys: Keys, usual: int) -> Config:
 def _latent_sizes(keys: Keys) -> Config:
     """The sizes of attention over latents. In newer files key_length and value_length are those of the latents, and
     keys with "mla" have those of heads."""
-    rope, rank = keys.size("rope.dimension_count"), keys.size("attention.kv_lora_rank")
+    rope = keys.size("rope.dimension_count")
+    rank = keys.size("attention.kv_lora_rank")
     lengths = [keys.size(f"attention.{name}_length") for name in ("key", "value")]
     of_heads = [
         keys.size(f"attention.{name}_length_mla", plain) for name, plain in zip(("key", "value"), lengths, strict=True)

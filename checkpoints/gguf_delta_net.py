@@ -36,7 +36,8 @@ def as_in_checkpoints(tensors: dict[str, GGUFTensor], config: dict[str, Any]) ->
 
 
 def _joined(name: str, qkv: GGUFTensor, gates: GGUFTensor, config: dict[str, Any]) -> GGUFTensor:
-    heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    heads = config["linear_num_key_heads"]
+    key = config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]  # of a key head
     if (qkv.shape[0], gates.shape[0]) != (heads * (2 * key + values), heads * values):
         raise CheckpointError(

@@ -13,11 +13,9 @@ from jaxserve.checkpoints.formats.gguf_blocks import FLOATS
 from jaxserve.checkpoints.gguf import GGUFFile
 from jaxserve.checkpoints.safetensors import read_numbers
 
-ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS = "rope_factors_long.weight"
+SHORT_FACTORS = "rope_factors_short.weight"
 
 
 class Keys:
@@ -28,7 +26,8 @@ class Keys:
         given = file.metadata.get("general.architecture")
         if not isinstance(given, str) or given not in known:
             raise self.refuse(f"general.architecture {given!r:.80} is not supported (only {', '.join(known)})")
-        self.architecture, prefix = given, f"{given}."
+        self.architecture = given
+        prefix = f"{given}."
         mine = {key.removeprefix(prefix): x for key, x in file.metadata.items() if key.startswith(prefix)}
         self.left = {key: x for key, x in mine.items() if not {key, prefix + key} & set(ignored)}
 

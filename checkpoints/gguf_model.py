@@ -155,8 +155,10 @@ def _with_joined(tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> dict
         keys, values = (made.pop(f"blk.{layer}.attn_{part}_b.weight", None) for part in "kv")
         if keys is None and values is None:
             continue
-        heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
-        nope, dim = config["qk_nope_head_dim"], config["v_head_dim"]
+        heads = config["num_attention_heads"]
+        rank = config["kv_lora_rank"]
+        nope = config["qk_nope_head_dim"]
+        dim = config["v_head_dim"]
         expected = (heads, rank, nope), (heads, dim, rank)
         if keys is None or values is None or (keys.shape, values.shape) != expected:
             path = tensors["token_embd.weight"].path

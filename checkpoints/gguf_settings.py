@@ -70,7 +70,8 @@ def layer_types(period: int) -> Setting:
     """Which layers have a window: the file's array or period; without either, all but every `period`-th."""
 
     def read(keys: Keys, config: Config) -> list[str]:
-        given, count = keys.left.pop("attention.sliding_window_pattern", period), config["num_hidden_layers"]
+        given = keys.left.pop("attention.sliding_window_pattern", period)
+        count = config["num_hidden_layers"]
         if isinstance(given, np.ndarray) and given.size >= count:
             slides = [bool(x) for x in given[:count]]
         elif type(given) is int and given > 0:
@@ -197,7 +198,8 @@ def value_width(keys: Keys, config: Config) -> int:
 
 def delta_layers(keys: Keys, config: Config) -> list[str]:
     """Which layers are gated delta nets: by an array, else all but every `full_attention_interval`-th."""
-    given, interval = keys.left.pop("attention.recurrent_layers", None), keys.size("full_attention_interval", 4)
+    given = keys.left.pop("attention.recurrent_layers", None)
+    interval = keys.size("full_attention_interval", 4)
     count = config["num_hidden_layers"]
     recurrent = [(i + 1) % interval != 0 for i in range(count)] if given is None else [bool(x) for x in given[:count]]
     return ["linear_attention" if one else "full_attention" for one in recurrent]

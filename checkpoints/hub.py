@@ -13,7 +13,9 @@ from jaxserve.checkpoints.errors import CheckpointError
 
 DEMO = "demo"
 # In a bundle: the manifest, the folder of config and tokenizer, and in this folder both as a GGUF file without weights.
-BUNDLE, BUNDLE_MODEL, BUNDLE_GGUF = "bundle.json", "model", "model.gguf"
+BUNDLE = "bundle.json"
+BUNDLE_MODEL = "model"
+BUNDLE_GGUF = "model.gguf"
 BUNDLED = (DEMO, "demo-eagle3", "demo-draft")  # folders beside this file: a model, and drafts for it
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # Files of configuration and tokenizer; never code. Subfolders hold copies of the weights in other formats.
@@ -113,7 +115,8 @@ def _download(repo: str, revision: str | None, weights: bool, download_dir: str 
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise failed(error) from error
     except Exception as error:  # use whichever files are in the cache
-        unreachable, wanted = error, ["-"]
+        unreachable = error
+        wanted = ["-"]
     else:
         files = [file.rfilename for file in info.siblings or ()]
         wanted = [glob.escape(name) for name in wanted_files(files, weights)]

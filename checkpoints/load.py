@@ -127,7 +127,8 @@ def load_weights(
     sizes = {path: math.prod(a.shape) * a.dtype.itemsize for path, a in abstract.items()}
 
     def load(path: str) -> Any:
-        target, some = abstract[path], pieces[path]
+        target = abstract[path]
+        some = pieces[path]
         if isinstance(some, Stack):
             one = member_of(target)
             members = (read_weight(member, tensors, one, reader, as_stored) for member in some.members)
@@ -224,7 +225,8 @@ def _apart(
 def row_sources(pieces: list[Piece], sizes: Sequence[int], out: int) -> np.ndarray:
     """int64 [out]: for each row of a weight, the index of its row in the concatenated pieces, which have `sizes` rows;
     -1 for a row that is in no piece."""
-    source, first = np.full((out, 1), -1, np.int64), 0
+    source = np.full((out, 1), -1, np.int64)
+    first = 0
     for piece, size in zip(pieces, sizes, strict=True):
         put_piece(source, piece, np.arange(first, first + size)[:, None])
         first += size
@@ -321,7 +323,8 @@ def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
     if piece.transposed:
         put_piece(host, piece, tensor.read().T)
         return
-    view, split = _view(host, piece), piece.split
+    view = _view(host, piece)
+    split = piece.split
     per_entry = 1 if split is None else tensor.shape[0] // split[0]  # rows of the tensor
     for first, rows in tensor.read_rows(READ_BYTES, per_entry):
         entries = rows if split is None else rows.reshape(len(rows) // per_entry, *split[1:])

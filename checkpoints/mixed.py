@@ -45,8 +45,10 @@ def mixed_array(parts: Sequence[Part], source: np.ndarray) -> MixedArray | None:
     """
     if (source < 0).any():
         return None
-    sizes, kinds = [part.shape[0] for part in parts], _kinds(parts)
-    firsts, before = np.cumsum([0, *sizes]), []
+    sizes = [part.shape[0] for part in parts]
+    kinds = _kinds(parts)
+    firsts = np.cumsum([0, *sizes])
+    before = []
     groups: dict[int, list[Part]] = {}
     for part, number in zip(parts, kinds, strict=True):
         before.append(sum(other.shape[0] for other in groups.setdefault(number, [])))

@@ -99,7 +99,8 @@ def restore(folder: Path, abstract: Mapping[str, Abstract], resizable: Collectio
     """
     import orbax.checkpoint as ocp
 
-    stored, wanted = _arrays(describe(folder)), _arrays(abstract)
+    stored = _arrays(describe(folder))
+    wanted = _arrays(abstract)
     if differing := sorted(stored.keys() ^ wanted.keys()):
         raise CheckpointError(
             f"{folder / CHECKPOINT}: {len(differing)} arrays are saved but not asked for, or the other way round: "

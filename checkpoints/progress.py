@@ -34,9 +34,14 @@ class Progress:
     def __init__(
         self, what: str, total: int, *, shown: bool = True, in_bytes: bool = False, more: Callable[[], str] = str
     ):
-        self._what, self._total, self._in_bytes, self._more = what, total, in_bytes, more
+        self._what = what
+        self._total = total
+        self._in_bytes = in_bytes
+        self._more = more
         self._shown = shown and total > 0
-        self._done, self._lock, self._ended = 0, threading.Lock(), threading.Event()
+        self._done = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._bar: tqdm | None = None
         self._clearing: logging.Handler | None = None
 

@@ -76,7 +76,8 @@ def _grid(w: jax.Array, scheme: Scheme, shrink: float = 1.0) -> tuple[jax.Array,
         top = jnp.abs(groups).max(-1) * shrink
         bottom = -top
     else:
-        top, bottom = groups.max(-1).clip(0) * shrink, groups.min(-1).clip(max=0) * shrink
+        top = groups.max(-1).clip(0) * shrink
+        bottom = groups.min(-1).clip(max=0) * shrink
     scale = _quotient(top - bottom, high - low).astype(scheme.scale_dtype).astype(jnp.float32)
     scale = jnp.where(scale > 0, scale, 1)
     zero = jnp.zeros_like(scale) if scheme.symmetric else jnp.clip(jnp.round(low - _quotient(bottom, scale)), low, high)
@@ -140,15 +141,18 @@ def gptq(weight: Any, hessian: Any, scheme: Scheme, *, damping: float = 0.01, ac
     act_order: round columns with large inputs first. Groups are still neighbouring columns, and their scales are chosen
       before rounding, so the result does not depend on a stored order.
     """
-    w, hessian = _checked(weight, scheme), jnp.asarray(hessian, jnp.float32)
+    w = _checked(weight, scheme)
+    hessian = jnp.asarray(hessian, jnp.float32)
     order = jnp.argsort(-jnp.diagonal(hessian)) if act_order else jnp.arange(w.shape[1])
     factor = _inverse_factor(hessian[order][:, order], damping)
     scale, zero = _grid(w, scheme)
-    w, size = w[:, order], scheme.group_size
+    w = w[:, order]
+    size = scheme.group_size
     ahead = act_order or size is None
     step = COLUMNS if size is None or ahead else size
     scales, zeros = (_columns(values, w)[:, order] for values in (scale, zero))
-    done, grids = [], []
+    done = []
+    grids = []
     for first in range(0, w.shape[1], step):
         now = slice(first, first + step)
         if not ahead:  # choose the group's scales now, after the corrections of its columns
@@ -202,16 +206,19 @@ def awq_scales(weights: list[Any], hessian: Any, magnitude: Any, scheme: Scheme)
 
     weights: all that share the inputs. magnitude: sum or mean of |x|, float32 [in]. Returns float32 [in].
     """
-    hessian, magnitude = jnp.asarray(hessian, jnp.float32), np.asarray(magnitude, np.float32)
+    hessian = jnp.asarray(hessian, jnp.float32)
+    magnitude = np.asarray(magnitude, np.float32)
     magnitude = np.maximum(magnitude / (magnitude.mean() or 1), 1e-4)
     arrays = [_checked(weight, scheme) for weight in weights]
-    best, least = np.ones_like(magnitude), np.inf
+    best = np.ones_like(magnitude)
+    least = np.inf
     for exponent in _EXPONENTS:
         scales = magnitude**exponent
         scales /= np.sqrt(scales.max() * scales.min())
         cost = sum(float(_scaled_cost(w, hessian, scales, scheme)) for w in arrays)
         if cost < least:
-            best, least = scales, cost
+            best = scales
+            least = cost
     return best
 
 
@@ -223,7 +230,8 @@ def _scaled_cost(w: jax.Array, hessian: jax.Array, scales: jax.Array, scheme: Sc
 
 def clipped(weight: Any, hessian: Any, scheme: Scheme) -> QuantArray:
     """As `rtn`, with each group's range shrunk to minimize the error of the outputs: AWQ's search for clipping."""
-    w, hessian = _checked(weight, scheme), jnp.asarray(hessian, jnp.float32)
+    w = _checked(weight, scheme)
+    hessian = jnp.asarray(hessian, jnp.float32)
     size = scheme.group_size or w.shape[1]
     starts = range(0, w.shape[1], size)
     blocks = jnp.stack([hessian[first : first + size, first : first + size] for first in starts])

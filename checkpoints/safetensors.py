@@ -232,12 +232,14 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _check_tiling(path: Path, tensors: dict[str, TensorInfo], begin: int, size: int) -> None:
     """Checks that each byte from `begin` on belongs to exactly one tensor."""
-    at, before = begin, "the header"
+    at = begin
+    before = "the header"
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
         if tensor.start != at:
             what = "overlaps" if tensor.start < at else "leaves a hole after"
             raise CheckpointError(f"{path}: tensor {shown(tensor.name)} {what} {before}")
-        at, before = tensor.start + tensor.nbytes, shown(tensor.name)
+        at = tensor.start + tensor.nbytes
+        before = shown(tensor.name)
     if at != size:
         raise CheckpointError(f"{path}: {size - at} bytes after {before} belong to no tensor")
 
@@ -250,7 +252,9 @@ def _tensor(path: Path, name: str, entry: object, base: int, size: int) -> Tenso
         raise refuse(f"has a name of more than {MAX_NAME} characters")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise refuse("has no dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise refuse(f"has dtype {shown(dtype)}; supported are {', '.join(DTYPES)}")
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(x for x in shape if x) > MAX_ELEMENTS:
@@ -273,7 +277,8 @@ def _is_sizes(value: object) -> bool:
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
     """All tensors of a model folder: of the index's files, else of `model.safetensors`, else of all safetensors files,
     without consolidated ones if there are others."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     if index.exists():
         paths = _indexed_files(folder, index)
     elif single.exists():  # other files hold adapters, or the same weights under other names

@@ -17,7 +17,9 @@ from jaxserve.limits import DEFAULT_WAITING, MAX_LOGPROBS, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
 from jaxserve.text.generation_defaults import check_override
 
-LATENCY_GOAL_MS, CPU_LATENCY_GOAL_MS = 10.0, 40.0  # defaults of `latency_goal_ms`, on accelerators and on CPU
+# defaults of `latency_goal_ms`, on accelerators and on CPU
+LATENCY_GOAL_MS = 10.0
+CPU_LATENCY_GOAL_MS = 40.0
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # values of `page_size`
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port

@@ -18,8 +18,10 @@ MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKENS = 16  # stop token ids per request, end-of-sequence ids included
 MAX_LOGIT_BIAS = 512
 MAX_ALLOWED_TOKENS = 2**17
-MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 64
-MAX_WORDS, MAX_WORD_LENGTH = 128, 256  # bad words as text, and their characters; each becomes two token sequences
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_WORDS = 128  # bad words as text; each becomes two token sequences
+MAX_WORD_LENGTH = 256  # characters of one of them
 MAX_INT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_NAME_LENGTH = 256  # characters of a cache salt
@@ -50,7 +52,8 @@ SMALL_BODY = 2**16  # bytes; a body up to this size is always accepted
 MAX_HELD_LOGPROBS = 2**22  # log-probabilities, alternatives included, of an answer that is not streamed
 MAX_WAITING_TEXT = 2**26  # bytes of one key's bodies whose texts wait for a thread
 BODIES = 8  # unfinished bodies together may take this many times the longest body's bytes
-DEFAULT_WAITING, WAITING_PER_SLOT = 8192, 32  # completions in the queue: the first, or the second per slot if greater
+DEFAULT_WAITING = 8192  # completions in the queue
+WAITING_PER_SLOT = 32  # the same for each slot, where that is more
 
 # Ranges of a request's parameters, as types: msgspec checks them, and /openapi.json states them.
 Count = Annotated[int, Meta(ge=1, le=MAX_N)]

@@ -295,7 +295,8 @@ class LLM:
         if len(loras) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts, but {len(loras)} adapters", "lora_request")
         adapters = {one: serve_adapter(self.engine.adapters, one) for one in set(loras)}
-        requests, texts = [], []
+        requests = []
+        texts = []
         for place, (prompt, own, wanted) in enumerate(zip(prompts, each, loras, strict=True)):
             try:
                 if not isinstance(own, SamplingParams):
@@ -304,7 +305,8 @@ class LLM:
                 own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
                 request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
                 if (adapter := adapters[wanted]) is not None:
-                    request.adapter, request.adapter_digest = adapter.name, adapter.digest
+                    request.adapter = adapter.name
+                    request.adapter_digest = adapter.digest
                 self.engine.check_request(request)
                 if own.grammar is not None:
                     self.engine.grammars.check(own.grammar)

@@ -112,7 +112,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, lis
     text: Any = None
     ids: Any = prompt
     if isinstance(prompt, Mapping):
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        text = prompt.get("prompt")
+        ids = prompt.get("prompt_token_ids")
         if ids is None and isinstance(text, str):
             return encode_prompt(tokenizer, text)
     if (tokens := token_ids_of(ids)) is not None and (text is None or isinstance(text, str)):

@@ -350,9 +350,13 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     def of(self, prefix: str) -> StepOutput:
         """The part for requests whose ids begin with `prefix`, which is removed from the ids."""
         mine = [i for i, request_id in enumerate(self.request_ids) if request_id.startswith(prefix)]
-        ids, indices, tokens = self.request_ids, self.indices, self.tokens
+        ids = self.request_ids
+        indices = self.indices
+        tokens = self.tokens
         if len(mine) < len(ids):
-            ids, indices, tokens = [ids[i] for i in mine], [indices[i] for i in mine], [tokens[i] for i in mine]
+            ids = [ids[i] for i in mine]
+            indices = [indices[i] for i in mine]
+            tokens = [tokens[i] for i in mine]
         updates = [update for update in self.updates if update.request_id.startswith(prefix)]
         for update in updates:
             update.request_id = update.request_id.removeprefix(prefix)
@@ -380,7 +384,9 @@ _RANGES = _ranges()
 
 
 def _check_number(name: str, value: object, meta: Meta, is_int: bool) -> None:
-    low, high, low_open = meta.ge if meta.gt is None else meta.gt, meta.le, meta.gt is not None
+    low = meta.ge if meta.gt is None else meta.gt
+    high = meta.le
+    low_open = meta.gt is not None
     assert low is not None
     assert high is not None
     if is_int:

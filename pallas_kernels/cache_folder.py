@@ -33,7 +33,8 @@ def open_cache(path: Path) -> CacheFolder | None:
     try:
         _make(path)
         found = path.stat()
-        own, read_only = found.st_uid == os.geteuid(), not is_writable(path)
+        own = found.st_uid == os.geteuid()
+        read_only = not is_writable(path)
         if not found.st_mode & _OTHERS_WRITE and (own or (read_only and found.st_uid == 0)):
             return CacheFolder(path, is_private=not read_only)
         mine = path / f"user-{os.geteuid()}"

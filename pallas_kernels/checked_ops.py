@@ -54,7 +54,9 @@ class Trial:
         """kernels: the functions or modules that `check` runs."""
         from jaxserve.pallas_kernels import selfcheck
 
-        self._operation, self._backend, self._check = operation, backend, check
+        self._operation = operation
+        self._backend = backend
+        self._check = check
         self._stamp = selfcheck_stamps.stamp_of(
             kernels, operation=operation, problem=problem, repeats=selfcheck.REPEATS
         )
@@ -188,7 +190,9 @@ def _begin_attention(trials: Trials, ops: Ops, problem: AttentionProblem, backen
     from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
 
     variants = ("mixed", "decode", "window") if windows else ("mixed", "decode")
-    attend, write, both = ops.paged_attention, ops.write_kv, ops.write_and_attend
+    attend = ops.paged_attention
+    write = ops.write_kv
+    both = ops.write_and_attend
     if attend is not PLAIN_OPS["paged_attention"]:
         check = partial(check_attention, attend, problem, variants=variants)
         trials.begin("paged_attention", backend, [attend], (problem, variants), check)
@@ -202,7 +206,8 @@ def _begin_attention(trials: Trials, ops: Ops, problem: AttentionProblem, backen
 def _begin_latent(trials: Trials, ops: Ops, problem: LatentProblem, backend: str) -> None:
     from jaxserve.pallas_kernels.selfcheck_latent import check_latent, check_write_latent
 
-    attend, write = ops.latent_attention, ops.write_latent
+    attend = ops.latent_attention
+    write = ops.write_latent
     if attend is not PLAIN_OPS["latent_attention"]:
         trials.begin("latent_attention", backend, [attend], problem, partial(check_latent, attend, problem))
     if write is not PLAIN_OPS["write_latent"]:

@@ -23,8 +23,12 @@ from pathlib import Path
 
 from jaxserve.pallas_kernels.cache_folder import is_ours, open_cache
 
-KERNELS, ATTENTION, PANELS, LATENT = "cpu_kernels", "cpu_attention", "cpu_panel_matmul", "cpu_latent"
-LORA, QUANT_MATMUL = "cpu_lora", "cpu_quant_matmul"
+KERNELS = "cpu_kernels"
+ATTENTION = "cpu_attention"
+PANELS = "cpu_panel_matmul"
+LATENT = "cpu_latent"
+LORA = "cpu_lora"
+QUANT_MATMUL = "cpu_quant_matmul"
 NAMES = KERNELS, ATTENTION, PANELS, LATENT, LORA, QUANT_MATMUL
 FOLDER = Path(__file__).parent
 # Compile for this machine's vector instructions. Arm's compilers choose them by the processor.

@@ -27,7 +27,9 @@ from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import Gate
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
-ROWS, BLOCK, UNIT = 16, 32, 64  # rows of a panel; inputs of x that share a scale; bytes that are a unit of offsets
+ROWS = 16  # rows of a panel
+BLOCK = 32  # inputs of x that share a scale
+UNIT = 64  # bytes that are a unit of offsets
 
 # The arithmetic of products.
 #   float32: everything. Results are bitwise those of the dequantized weight in float32.
@@ -94,7 +96,8 @@ def pack(parts: Sequence[Rows], source: np.ndarray, inputs: int, arithmetic: str
     if ((found != kinds[:, None]) & (found >= 0)).any():
         return None
     kinds = np.where(kinds < 0, types[0], kinds).astype(np.int32)
-    blocks, library = max(part.blocks for part in parts), _library()
+    blocks = max(part.blocks for part in parts)
+    library = _library()
     known = {kind: library.jaxserve_panel_bytes(int(kind), inputs, blocks) for kind in set(kinds.tolist())}
     sizes = np.array([known[kind] for kind in kinds.tolist()], np.int64)
     offsets = np.cumsum(sizes) - sizes
@@ -153,7 +156,8 @@ def _float4_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
 
 def _grouped_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
     """Codes from 0 on, scales and shifts of rows in the form that packing expects, bytes [out, bytes of a row]."""
-    codes, out = np.asarray(w.codes), w.shape[0]
+    codes = np.asarray(w.codes)
+    out = w.shape[0]
     offset = 8 if kind == PanelType.GROUPED_4 else 128
 
     def spread(values: np.ndarray) -> np.ndarray:
@@ -170,9 +174,11 @@ def _grouped_rows(w: QuantArray, kind: PanelType) -> np.ndarray:
 def abstract(shape: tuple[int, ...], kind: PanelType, arithmetic: str, group: int = 0) -> PanelArray:
     """The shapes of a weight in panels of one type. `group`: inputs that share a scale of a grouped type."""
     out, inputs = shape
-    count, blocks = -(-out // ROWS), -(-min(group, inputs) // BLOCK)
+    count = -(-out // ROWS)
+    blocks = -(-min(group, inputs) // BLOCK)
     size = count * _library().jaxserve_panel_bytes(int(kind), inputs, blocks)
-    data, table = jax.ShapeDtypeStruct((size // UNIT, UNIT), np.uint8), jax.ShapeDtypeStruct((count, 3), np.int32)
+    data = jax.ShapeDtypeStruct((size // UNIT, UNIT), np.uint8)
+    table = jax.ShapeDtypeStruct((count, 3), np.int32)
     return PanelArray(data, table, (out, inputs), arithmetic)
 
 
@@ -182,8 +188,10 @@ def stack(members: Iterable[PanelArray | None], count: int) -> PanelArray | None
     first = next(members)
     if first is None:
         return None
-    size, panels = len(first.data), len(first.table)
-    data, table = _aligned(count * size * UNIT).reshape(-1, UNIT), np.empty((count * panels, 3), np.int32)
+    size = len(first.data)
+    panels = len(first.table)
+    data = _aligned(count * size * UNIT).reshape(-1, UNIT)
+    table = np.empty((count * panels, 3), np.int32)
     for number, member in enumerate(chain([first], members)):
         if member is None or member.data.shape != first.data.shape or (member.table != first.table).any():
             return None
@@ -235,7 +243,8 @@ def mixture(
     """`experts.mixture` for float32 x and stacks in panels. Weights of experts that no token uses are not read."""
     assert x.dtype == jnp.float32, f"x must be float32, not {x.dtype}"
     assert available()
-    first, second = w.gate_up, w.down
+    first = w.gate_up
+    second = w.down
     number, out, size = second.shape
     bias = jnp.zeros((0, 0), jnp.float32) if w.gate_up_bias is None else w.gate_up_bias.astype(jnp.float32)
     call = jax.ffi.ffi_call("jaxserve_panel_experts", jax.ShapeDtypeStruct((len(x), out), jnp.float32))

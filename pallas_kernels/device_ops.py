@@ -73,7 +73,8 @@ def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: boo
         if isinstance(w, QuantArray) and w.order is not None:
             expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right", method="compare_all")
             order = w.order[jnp.minimum(expert, len(w.order) - 1)]
-            x, w = jnp.take_along_axis(x, order, axis=1), replace(w, order=None)
+            x = jnp.take_along_axis(x, order, axis=1)
+            w = replace(w, order=None)
         if isinstance(w, QuantArray | BlockArray):
             module = load("matmul", choose("matmul", device, MatmulProblem.of(x, w, partitioned), backend))
             if hasattr(module, "grouped_quant_matmul"):

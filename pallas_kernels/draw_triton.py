@@ -36,12 +36,15 @@ from jaxserve.pallas_kernels.types import DrawSettings
 
 CHUNK = 128  # tokens
 TILE = 32  # chunks that a program reads at a time
-LANES, DEPTH = 256, 4  # values that a round reads at a time: one column for each thread
+# values that a round reads at a time: one column for each thread
+LANES = 256
+DEPTH = 4
 CANDIDATES = 8192  # maximum of candidates of a row that are copied
 COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them could overflow
 # Of `draw_noise`, as a kernel reads them:
 SPREAD, MIX_0, MIX_1 = (tl.constexpr(int(x)) for x in (draw_noise.SPREAD, *draw_noise.MIX))
-SMALL, LARGEST = tl.constexpr(draw_noise.SMALL), tl.constexpr(float(draw_noise.LARGEST))
+SMALL = tl.constexpr(draw_noise.SMALL)
+LARGEST = tl.constexpr(float(draw_noise.LARGEST))
 
 
 def why_not(device: Device) -> str | None:
@@ -118,21 +121,28 @@ def _draw(
     and copied [rows, CANDIDATES] are scratch memory."""
     at_row = tl.program_id(0).to(tl.int64)
     row = logits + at_row * VOCAB
-    lane, of_tile = tl.arange(0, CHUNK), tl.arange(0, TILE)
+    lane = tl.arange(0, CHUNK)
+    of_tile = tl.arange(0, TILE)
     real: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK  # number of chunks
     chunks = tl.full([], real, tl.int32)
     least = tl.full([], float("-inf"), tl.float32)
     if not GREEDY:
         settings += at_row * 4
-        temperature, k = tl.load(settings), tl.load(settings + 1)
-        p, least_weight = tl.load(settings + 2), tl.load(settings + 3)
+        temperature = tl.load(settings)
+        k = tl.load(settings + 1)
+        p = tl.load(settings + 2)
+        least_weight = tl.load(settings + 3)
         hot = temperature >= COLDEST
-        by_count, by_mass = (k > 0) & (k < VOCAB), p < 1
+        by_count = (k > 0) & (k < VOCAB)
+        by_mass = p < 1
         filtered = hot & (by_count | by_mass | (least_weight > 0))
         scale = 1.0 / tl.where(hot, temperature, 1.0)
         rate = 1.4426950408889634 * scale  # the exponentials have base 2
-        key_0, key_1 = tl.load(keys + at_row * 2), tl.load(keys + at_row * 2 + 1)
-        maxima, masses, listed = maxima + at_row * CHUNKS, masses + at_row * CHUNKS, listed + at_row * CHUNKS
+        key_0 = tl.load(keys + at_row * 2)
+        key_1 = tl.load(keys + at_row * 2 + 1)
+        maxima = maxima + at_row * CHUNKS
+        masses = masses + at_row * CHUNKS
+        listed = listed + at_row * CHUNKS
         copied += at_row * CANDIDATES
         if filtered:
             for first in tl.range(0, real, TILE, num_stages=3):
@@ -201,7 +211,8 @@ def _draw(
             noise = tl.where(hot, _gumbel(bits), 0.0)
             score = tl.where(value >= least, value * scale + noise, float("-inf"))
         better = score > best
-        best, best_at = tl.where(better, score, best), tl.where(better, at, best_at)
+        best = tl.where(better, score, best)
+        best_at = tl.where(better, at, best_at)
     winner = tl.max(tl.max(best, 1), 0)
     tl.store(token + at_row, tl.min(tl.min(tl.where(best == winner, best_at, VOCAB - 1), 1), 0))
 
@@ -210,11 +221,15 @@ def draw(logits: jax.Array, settings: DrawSettings | None) -> jax.Array:
     """Draws a token int32 [rows] for each row of float32 logits [rows, vocab]; without settings the likeliest."""
     rows, vocab = logits.shape
     packed = keys = ids = logits
-    chunks, candidates, noted = 1, 1, 1
+    chunks = 1
+    candidates = 1
+    noted = 1
     if settings is not None:
         packed = jnp.stack([x.astype(jnp.float32) for x in settings[:4]], 1)
         keys, ids = settings.keys, keys if settings.ids is None else settings.ids
-        chunks, candidates, noted = pad(-(-vocab // CHUNK), 2), CANDIDATES, rows
+        chunks = pad(-(-vocab // CHUNK), 2)
+        candidates = CANDIDATES
+        noted = rows
     notes = [jax.ShapeDtypeStruct((noted, chunks), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
     return triton_compat.call(
         _draw, logits, packed, keys, ids,

@@ -167,7 +167,8 @@ def _gate(
 ):  # fmt: skip
     """`like` has the dtype of the activations."""
     dtype: tl.constexpr = like.dtype.element_ty
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
     column = 2 * first + tl.arange(0, 2 * BLOCK)
     real = column < 2 * SIZE
     both = _added(sums, token * 2 * SIZE + column, real, TOKENS, 2 * SIZE, PARTS, dtype)
@@ -196,8 +197,10 @@ def _rotate_and_write(
     """`data` and `scales` alias `before` and `scales_before`. A program holds rows of a head's queries, its key and its
     value, in the two halves that the rotation pairs: [ROWS, HALF] each, of which GROUP + 2 and DIM / 2 are real."""
     dtype: tl.constexpr = q.dtype.element_ty
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, column = tl.arange(0, ROWS), tl.arange(0, HALF)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)
     half = column < DIM // 2
     real = (row < GROUP + 2)[:, None] & half[None, :]
     within = row[:, None] * DIM + column[None, :]
@@ -209,7 +212,8 @@ def _rotate_and_write(
         left = (left + tl.load(of_bias, mask=real, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         right = (right + tl.load(of_bias + DIM // 2, mask=real, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     if HAS_NORM:
-        is_q, is_k = row < GROUP, row == GROUP
+        is_q = row < GROUP
+        is_k = row == GROUP
         unit = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / DIM + EPS)[:, None]
         of_left = _half_norms(q_norm, q_row, is_q, half, column, DIM)
         of_left += _half_norms(k_norm, k_row, is_k, half, column, DIM)
@@ -236,14 +240,17 @@ def _rotate_and_write(
     slot = tl.maximum(slot, 0)
     page = slot // PAGE + tl.load(first_page).to(tl.int64)
     place = ((page * 2 + tl.maximum(row - GROUP, 0)) * HEADS + head) * PAGE + slot % PAGE
-    left, right = new_left.to(tl.float32), new_right.to(tl.float32)
+    left = new_left.to(tl.float32)
+    right = new_right.to(tl.float32)
     if HAS_SCALES:
         peak = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
         scale = tl.where(peak > 1e-30, peak / TOP, 1.0)  # as `kv_write.TINY`
-        left, right = codes(left / scale[:, None], TOP), codes(right / scale[:, None], TOP)
+        left = codes(left / scale[:, None], TOP)
+        right = codes(right / scale[:, None], TOP)
         tl.store(scales + place, scale, mask=kept)
     elif TOP > 0:
-        left, right = codes(left, TOP), codes(right, TOP)
+        left = codes(left, TOP)
+        right = codes(right, TOP)
     kept = kept[:, None] & half[None, :]
     into = data + place[:, None] * DIM + column[None, :]
     tl.store(into, left.to(data.dtype.element_ty), mask=kept)
@@ -277,7 +284,8 @@ def _rounding(
     if reader is None or wanted is None:
         none = {"TOP": 0, "GROUP": 0, "STATIC": False, "CEILING": 0.0, "TINY": TINY}
         return jnp.zeros(1, jnp.float32), [_like((tokens, size), dtype), _like((1,), jnp.float32)], none
-    static, group = wanted.static, wanted.group or 0
+    static = wanted.static
+    group = wanted.group or 0
     groups = 1 if static or not group else -(-size // group)
     given = reader.input_scale if static else reader.scale  # a placeholder without static scales
     outputs = [_like((tokens, size), jnp.dtype(wanted.dtype)), _like((1 if static else tokens, groups), jnp.float32)]
@@ -332,12 +340,15 @@ def add_norm(
 def gate(y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
     """See `Ops.gated`. Sums: [parts, tokens, 2 * size]."""
     reader, (parts, tokens, double) = rounding_reader(reader), y.sums.shape
-    wanted, size = None if reader is None else reader.activations, double // 2
-    block, warps = min(GATE_BLOCK, pad(size)), 4
+    wanted = None if reader is None else reader.activations
+    size = double // 2
+    block = min(GATE_BLOCK, pad(size))
+    warps = 4
     if wanted is not None and wanted.group is None and not wanted.static:
         if size > WHOLE_GATE:
             return gate(y, activation, dtype)
-        block, warps = pad(size), _warps(2 * size)
+        block = pad(size)
+        warps = _warps(2 * size)
     given, outputs, constants = _rounding(reader, tokens, size, dtype)
     made, scale = triton_compat.call(
         _gate, y.sums, y.sums if y.bias is None else value_of(y.bias), given, jnp.zeros(1, dtype), out=outputs,
@@ -352,9 +363,11 @@ def rotate_and_write(
     heads: Heads, eps: float, dtype: Any, pages: KVPages, slots: jax.Array, first_page: jax.Array | int
 ) -> tuple[jax.Array, KVPages]:
     """See `Ops.rotate_and_write`. Writes in place."""
-    sums, bias = heads.qkv.sums, heads.qkv.sums if heads.qkv.bias is None else value_of(heads.qkv.bias)
+    sums = heads.qkv.sums
+    bias = heads.qkv.sums if heads.qkv.bias is None else value_of(heads.qkv.bias)
     parts, tokens, kv_heads, rows, dim = sums.shape
-    scales, top = pages.scale, QUANTIZED.get(pages.data.dtype.name, 0)
+    scales = pages.scale
+    top = QUANTIZED.get(pages.data.dtype.name, 0)
     nothing = (slots, slots)
     norms = [nothing if norm is None else _row(norm) for norm in (heads.q_norm, heads.k_norm)]
     block = pad(rows) * pad(dim // 2)
@@ -375,7 +388,8 @@ def rotate_and_write(
 
 def splits(tokens: int, out: int, inputs: int) -> int:
     """Parts into which XLA's matmul splits the inputs, so that a few tokens fill the device."""
-    count, programs = 1, -(-out // TILE) * -(-tokens // TILE)
+    count = 1
+    programs = -(-out // TILE) * -(-tokens // TILE)
     while count * programs < triton_compat.target().cores and inputs % (2 * count * TILE) == 0:
         count *= 2
     return count
@@ -388,5 +402,6 @@ def product(x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None] = (N
     count = splits(tokens, out, inputs)
     if count == 1:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)[None]
-    x, w = x.reshape(tokens, count, -1), w.reshape(out, count, -1)
+    x = x.reshape(tokens, count, -1)
+    w = w.reshape(out, count, -1)
     return jax.lax.dot_general(x, w, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)

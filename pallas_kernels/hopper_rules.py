@@ -149,19 +149,22 @@ def _layout(ref: Any) -> tuple[tuple[int, ...], int]:
 
 def _check_box(window: _Window, tiling: tuple[int, ...], swizzle: int, bits: int) -> None:
     """Checks the array in global memory, and the part of it that is copied."""
-    shape, kept = window.shape, window.kept
+    shape = window.shape
+    kept = window.kept
     if not kept or kept[-1] != len(shape) - 1:
         raise RuleError(f"the last dimension of {shape} must be a span")
     for i in range(len(shape) - 1):
         if math.prod(shape[i + 1 :]) * bits % 128:
             raise RuleError(f"the stride of dimension {i} of {shape} with {bits} bits is no multiple of 16 bytes")
-    box, outer = [window.spans[i].size for i in kept], [shape[i] for i in kept]
+    box = [window.spans[i].size for i in kept]
+    outer = [shape[i] for i in kept]
     if tiling:
         if len(kept) < len(tiling):
             raise RuleError(f"a copy of {box} into shared memory in tiles of {tiling}")
         for i, tile in zip(kept[-len(tiling) :], tiling, strict=True):
             _check_tiled(f"dimension {i} of global memory", window.spans[i], shape[i], tile)
-        box, outer = _tiled(box, tiling), _tiled(outer, tiling)
+        box = _tiled(box, tiling)
+        outer = _tiled(outer, tiling)
     if max(box) > MOST:
         raise RuleError(f"a box of {box} has more than {MOST} elements in a dimension")
     dropped = any(size > 1 for i, size in enumerate(shape) if i not in kept)  # JAX merges all of them into one
@@ -193,7 +196,8 @@ def _check_address(window: _Window, tiling: tuple[int, ...], swizzle: int, bits:
     tiles = dict(zip(range(len(window.shape) - len(tiling), len(window.shape)), tiling, strict=True))
     whole = True  # whether all inner dimensions are taken entirely
     for i in reversed(range(len(window.shape))):
-        span, size = window.spans[i], window.shape[i]
+        span = window.spans[i]
+        size = window.shape[i]
         if tiles.get(i):
             _check_tiled(f"dimension {i} of shared memory", span, size, tiles[i])
         if span.size > 1 and not whole:

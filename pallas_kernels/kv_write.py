@@ -19,7 +19,8 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
     code.
     """
     slots = jnp.maximum(slots, 0)
-    page, offset = slots // pages.page_size + first_page, slots % pages.page_size
+    page = slots // pages.page_size + first_page
+    offset = slots % pages.page_size
     new = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
     new = jnp.pad(new, [(0, 0)] * 3 + [(0, pages.head_dim - new.shape[-1])])
     scale = pages.scale

@@ -90,7 +90,8 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
 def new_tokens(pages: KVPages, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """Converts k, v [tokens, kv_heads, head_dim] to the pages' form, in float32, where a single row is addressable:
     numbers or codes [tokens, 2, kv_heads, 1, the pages' head_dim], and for codes scales [tokens, 2, kv_heads, 1]."""
-    new, scales = jnp.stack([k, v], axis=1), []
+    new = jnp.stack([k, v], axis=1)
+    scales = []
     if pages.scale is not None:
         new, scale = quantize(new, pages.data.dtype)
         scales = [scale[..., None]]
@@ -142,7 +143,8 @@ def _group(slots: jax.Array, rows: int, chunk: int) -> tuple[jax.Array, jax.Arra
     tokens = slots.shape[0]
     tile = jnp.where(slots < 0, jnp.iinfo(jnp.int32).max, slots // rows)
     order = jnp.argsort(tile)
-    tile, index = tile[order], jnp.arange(tokens, dtype=jnp.int32)
+    tile = tile[order]
+    index = jnp.arange(tokens, dtype=jnp.int32)
     count = (slots >= 0).sum(dtype=jnp.int32)
     begins = (index % chunk == 0) | (tile != jnp.roll(tile, 1))
     begins &= index < count
@@ -158,9 +160,11 @@ def _kernel(plan: Plan, *refs: Any) -> None:
     [RING, 2, kv_heads, word, ...] of the target's dtype, wide [2, kv_heads, rows, ...] in float32."""
     scalars = Scalars(*refs[: len(Scalars._fields)])
     new, _, target, ring, words, wide, read, written = refs[len(Scalars._fields) :]
-    slots, start = scalars.slots, scalars.start
+    slots = scalars.slots
+    start = scalars.start
     step = pl.program_id(0)
-    first, last = scalars.chunk[step], scalars.chunk[step + 1]
+    first = scalars.chunk[step]
+    last = scalars.chunk[step + 1]
 
     def part(group, rows):
         """The tile of a group (rows of a tile), or the word of its first token (rows of a word)."""
@@ -212,7 +216,8 @@ def _kernel(plan: Plan, *refs: Any) -> None:
         place = group % RING
 
         def change_word():
-            word, token = words.at[place], start[group]
+            word = words.at[place]
+            token = start[group]
             here = lax.broadcasted_iota(jnp.int32, word.shape, 2) == slots[token] % plan.word
             # Selected in float32, which holds all dtypes exactly: some chips have no masks for narrow dtypes.
             word[...] = jnp.where(here, row_of(token), word[...].astype(jnp.float32)).astype(word.dtype)

@@ -47,7 +47,8 @@ def _write(
     slot = tl.load(slots + token).to(tl.int64)
     heads = tl.where(slot >= 0, HEADS, 0)  # none for padding
     slot = tl.maximum(slot, 0)
-    head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
+    head = tl.arange(0, HEADS_PAD)
+    dim = tl.arange(0, DIM_PAD)
     real = (head < heads)[:, None] & (dim < DIM)[None, :]
     at = token * HEADS * DIM + head[:, None] * DIM + dim[None, :]
     to = ((slot // PAGE + tl.load(first_page)) * (2 * HEADS) + head) * PAGE + slot % PAGE

@@ -61,7 +61,8 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None =
     Su et al. 2021, arXiv:2104.09864. `count` as in `matmul`.
     """
     shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (x.shape[-1] // 2,)
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    cos = cos.reshape(shape)
+    sin = sin.reshape(shape)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -92,7 +93,8 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
     """gate_up [tokens, size, 2] -> (up + 1) * gate * sigmoid(1.702 * gate) [tokens, size], with the gate at most
     `limit` and up within +-limit; `count` as in `matmul`. gpt-oss (arXiv:2508.10925)."""
     wide = gate_up.astype(jnp.float32)
-    gate, up = jnp.minimum(wide[..., 0], limit), jnp.clip(wide[..., 1], -limit, limit)
+    gate = jnp.minimum(wide[..., 0], limit)
+    up = jnp.clip(wide[..., 1], -limit, limit)
     return ((up + 1) * gate * jax.nn.sigmoid(CLAMPED_ALPHA * gate)).astype(gate_up.dtype)
 
 
@@ -129,7 +131,8 @@ def quant_matmul(
     """
     if isinstance(w, QuantArray) and w.order is not None:
         assert not isinstance(x, QuantRows), "rounded before its columns were brought into order"
-        x, w = jnp.take(x, w.order, axis=1), replace(w, order=None)
+        x = jnp.take(x, w.order, axis=1)
+        w = replace(w, order=None)
     return multiply(x, w, count=count, **options)
 
 
@@ -319,7 +322,9 @@ class Ops:
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
         qkv = heads.qkv.whole(dtype)
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        q = qkv[:, :, :-2]
+        k = qkv[:, :, -2]
+        v = qkv[:, :, -1]
         if heads.q_norm is not None and heads.k_norm is not None:
             q = self.rms_norm(q, value_of(heads.q_norm), eps)
             k = self.rms_norm(k, value_of(heads.k_norm), eps)

@@ -106,9 +106,11 @@ class MatmulProblem:
         """The problem of x and a QuantArray or BlockArray, given as arrays or as shapes."""
         rows, inputs = w.shape[-2:]
         if not hasattr(w, "codes"):
-            small, kind = np.dtype(np.uint8), w.kind
+            small = np.dtype(np.uint8)
+            kind = w.kind
             return cls(np.dtype(x.dtype), small, rows, inputs, w.block, partitioned=partitioned, kind=kind)
-        has_zero, has_bias = w.zero is not None, w.bias is not None
+        has_zero = w.zero is not None
+        has_bias = w.bias is not None
         forms = {"partitioned": partitioned, "shuffled": w.shuffled, "activations": w.activations}
         codes = np.dtype(w.codes.dtype)
         scale = np.dtype(w.scale.dtype) if codes.name == "float4_e2m1fn" else None

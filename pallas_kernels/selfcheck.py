@@ -72,7 +72,9 @@ from jaxserve.pallas_kernels.selfcheck_exact import grouped_product, product
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
-TOLERANCE, MATMUL_TOLERANCE = 2.0, 0.75  # in eps of the type of the queries, or of x
+# in eps of the type of the queries, or of x
+TOLERANCE = 2.0
+MATMUL_TOLERANCE = 0.75
 FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated functions
 # One row; part of a tile; one tile; several tiles with a partial last one; enough rows for weights to be dequantized
 # first.
@@ -148,14 +150,16 @@ def _attention_call(attend: Callable[..., jax.Array], chosen: Options) -> Callab
 
 
 def _judge_attention(what: str, batch: Batch, answers: Sequence[Answer], program: Program, repeats: int) -> Finding:
-    used, allowed = batch.rows.tokens, tolerance(batch.q.dtype)
+    used = batch.rows.tokens
+    allowed = tolerance(batch.q.dtype)
     found, different = program.repeated((batch.q.shape, batch.q.dtype), repeats, slice(used))
     whole = found.astype(np.float64)
     if not np.isfinite(whole).all():
         return Finding(
             what, float("inf"), allowed, f"token {int(np.argwhere(~np.isfinite(whole))[0][0])} is not finite"
         )
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     for row, (tokens, exact) in enumerate(answers):
         error = np.linalg.norm(whole[tokens] - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
         if error.max() > worst:
@@ -198,10 +202,12 @@ def _judge_write(case: Write, data: np.ndarray, scale: np.ndarray | None) -> lis
     new = np.stack([case.k, case.v], 1)[case.slots >= 0].astype(np.float32)
     found = np.moveaxis(data, 3, 1)[LAYER + slots // size, slots % size].astype(np.float32)
     if scale is None:
-        error, allowed = np.abs(found - new.astype(data.dtype).astype(np.float32)).max(), 0.0
+        error = np.abs(found - new.astype(data.dtype).astype(np.float32)).max()
+        allowed = 0.0
     else:
         own = np.moveaxis(scale, 3, 1)[LAYER + slots // size, slots % size]
-        error, allowed = _code_error(found, own, new, data.dtype), 0.51
+        error = _code_error(found, own, new, data.dtype)
+        allowed = 0.51
     error = float(error) if np.isfinite(error) else float("inf")
     return [
         Finding("written tokens", error, allowed, "in units of the last place of a code" if scale is not None else ""),
@@ -233,7 +239,8 @@ def check_matmul(
     repeats: int = REPEATS,
 ) -> list[Finding]:
     """Checks `multiply` with a weight of `problem`'s form and each of these numbers of rows of x."""
-    w, x = make_weight(problem), activations(problem, max(*rows, 200))
+    w = make_weight(problem)
+    x = activations(problem, max(*rows, 200))
     on_device = jax.device_put(w)
 
     def multiplied(x: jax.Array, w: QuantArray | BlockArray, count: jax.Array) -> jax.Array:
@@ -266,10 +273,13 @@ def check_grouped(
 ) -> list[Finding]:
     """Checks `multiply`, a `grouped_quant_matmul`, with each of these numbers of rows, of experts that have many, one
     and none."""
-    w, x = make_weight(problem, len(SHARES)), activations(problem, max(rows))
+    w = make_weight(problem, len(SHARES))
+    x = activations(problem, max(rows))
     sizes = [np.ceil(np.multiply(SHARES, count)).astype(np.int32) for count in rows]
     largest = max(sizes, key=np.sum)
-    begins, taken = np.cumsum([0, *largest]), []  # of each expert's rows the first ones are taken
+    # of each expert's rows the first ones are taken
+    begins = np.cumsum([0, *largest])
+    taken = []
     for own, count in zip(sizes, rows, strict=True):
         many = [*own, count - own.sum()]
         taken.append(np.concatenate([begin + np.arange(n) for begin, n in zip(begins, many, strict=True)]))
@@ -294,12 +304,16 @@ def _judge_matmul(
     """Compares a program's results with the rows `at` of `exact`. fewer: the program's last argument that says which
     leading rows matter; all others and one in the middle become NaN, which must not change the rest."""
     allowed, (x, w, _) = tolerance(problem.x_dtype, MATMUL_TOLERANCE), program.arguments
-    rows, typical, exact = len(at), np.sqrt(np.mean(np.square(exact), 0)), exact[at]  # typical: of each column
+    # typical: of each column
+    rows = len(at)
+    typical = np.sqrt(np.mean(np.square(exact), 0))
+    exact = exact[at]
     result, different = program.repeated((exact.shape, np.float32), repeats, slice(rows))
     found = result.astype(np.float32)
     if not np.isfinite(found).all():
         return Finding(what, float("inf"), allowed, "not finite")
-    squares, expected = np.square(found - exact), np.square(exact).sum(1)
+    squares = np.square(found - exact)
+    expected = np.square(exact).sum(1)
     with np.errstate(over="ignore"):  # a row that should be zero
         of_row = np.sqrt(squares.sum(1) / np.maximum(expected, 1e-30))
     of_column = np.sqrt(squares.mean(0)) / np.maximum(typical, 1e-30) / (1 + 3 / np.sqrt(rows))
@@ -309,7 +323,8 @@ def _judge_matmul(
     if different:
         return Finding(what, float("inf"), allowed, f"{different} of {repeats} equal calls gave another result")
     used = int(fewer.sum())
-    spoilt, kept = np.array(x), np.flatnonzero(np.arange(used) != used // 2)
+    spoilt = np.array(x)
+    kept = np.flatnonzero(np.arange(used) != used // 2)
     spoilt[used // 2] = spoilt[used:] = np.nan
     again = program.run(spoilt, w, fewer) if rows > 1 else result
     changed = [row for row in kept if again[row].tobytes() != result[row].tobytes()]

@@ -85,7 +85,8 @@ def make_batch(problem: AttentionProblem, rows: Rows, window: int | None = None,
     """A batch of normally distributed queries, keys and values. Memory that no row owns is NaN: other layers, the
     layer's own first page, the rest of each row's last page, and pages before the window of all its new tokens. Entries
     of the table beyond a row's pages are stale: they name arbitrary pages of the layer."""
-    rng, size = np.random.default_rng(seed), problem.page_size
+    rng = np.random.default_rng(seed)
+    size = problem.page_size
     needed = [-(-length // size) for _, length in rows.lengths]
     count = sum(needed) + 1
     shape = (LAYER + count, 2, problem.kv_heads, size, problem.head_dim)
@@ -93,10 +94,13 @@ def make_batch(problem: AttentionProblem, rows: Rows, window: int | None = None,
     scale = np.full(shape[:-1], np.nan, np.float32) if problem.has_scale else None
     tables = rng.integers(0, count, (len(needed) + rows.empty, max(needed))).astype(np.int32)
     owned = 1 + rng.permutation(count - 1).astype(np.int32)
-    keys, values, start = [], [], 0
+    keys = []
+    values = []
+    start = 0
     for row, ((new, length), used) in enumerate(zip(rows.lengths, needed, strict=True)):
         mine = owned[start : start + used]
-        tables[row, :used], start = mine, start + used
+        tables[row, :used] = mine
+        start = start + used
         kv = rng.standard_normal((used * size, 2, problem.kv_heads, problem.head_dim), np.float32)
         kv[[0, length - 1], 1] *= LOUD
         codes, own = quantize(kv, problem.kv_dtype) if problem.has_scale else (kv.astype(problem.kv_dtype), None)
@@ -204,7 +208,8 @@ def make_write(problem: AttentionProblem) -> Write:
     """A write with all difficult cases: a prompt's tokens that begin and end within pages; single tokens far apart,
     some in one tile of 8, 16 or 32 tokens with tokens that are kept or written later; padding between them and at the
     end; and a token of zeros, whose scale must not make it NaN."""
-    rng, size = np.random.default_rng(2), problem.page_size
+    rng = np.random.default_rng(2)
+    size = problem.page_size
     pages = 24 + 64 // size
     shape = (LAYER + pages + 1, 2, problem.kv_heads, size, problem.head_dim)
     before = rng.standard_normal(shape, np.float32)
@@ -225,8 +230,11 @@ def make_write(problem: AttentionProblem) -> Write:
 def make_blocks(problem: MatmulProblem, experts: int = 0) -> BlockArray:
     """A weight in blocks of the problem's kind, on the host; with fewer outputs if it would have more than CODES
     codes."""
-    rng, kind, lead = np.random.default_rng(0), BLOCK_KINDS[problem.kind], (experts,) if experts else ()
-    rows, blocks = _fewer_rows(problem, experts), problem.inputs // kind.block
+    rng = np.random.default_rng(0)
+    kind = BLOCK_KINDS[problem.kind]
+    lead = (experts,) if experts else ()
+    rows = _fewer_rows(problem, experts)
+    blocks = problem.inputs // kind.block
 
     def random(count: int, dtype: Any = np.uint8) -> Any:
         base = rng.integers(0, 256, (*lead, min(rows, PERIOD), blocks * count), np.uint8).view(dtype)
@@ -252,7 +260,8 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
     """
     if problem.kind:
         return make_blocks(problem, experts)
-    rng, lead = np.random.default_rng(0), (experts,) if experts else ()
+    rng = np.random.default_rng(0)
+    lead = (experts,) if experts else ()
     rows = _fewer_rows(problem, experts)
     shape = (rows, problem.inputs)
     blocks = tuple(-(-size // min(block, size)) for size, block in zip(shape, problem.block, strict=True))

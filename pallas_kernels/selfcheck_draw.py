@@ -44,7 +44,8 @@ def check_draw(draw: Callable[..., jax.Array], vocab: int) -> Iterator[Finding]:
     given = _settings(np.zeros((len(ROWS), 2), np.uint32), None)
     some = np.zeros((len(ROWS), vocab), np.float32)
     every: Any = np.arange(vocab, dtype=np.int32)
-    whole, part = Program(draw, some, given), Program(draw, some, given._replace(ids=every))
+    whole = Program(draw, some, given)
+    part = Program(draw, some, given._replace(ids=every))
     likeliest = Program(lambda logits: draw(logits, None), some)
     for spread in (4.0, 0.5):
         rng = np.random.default_rng(int(10 * spread))

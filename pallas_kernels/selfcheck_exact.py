@@ -36,7 +36,8 @@ def grouped_product(x: np.ndarray, w: QuantArray | BlockArray, group_sizes: np.n
     """As `reference.grouped_quant_matmul`: each expert's rows of x times its weight, and 0 for rows of no expert. x is
     not rounded."""
     w = replace(w, activations=None) if isinstance(w, QuantArray) else w
-    y, end = np.zeros((len(x), w.shape[-2]), np.float32), np.cumsum(group_sizes)
+    y = np.zeros((len(x), w.shape[-2]), np.float32)
+    end = np.cumsum(group_sizes)
     for expert, size in enumerate(group_sizes):
         if size:
             mine = slice(end[expert] - size, end[expert])
@@ -73,9 +74,12 @@ def _floats(codes: np.ndarray) -> np.ndarray:
 
 def rounded(x: np.ndarray, w: QuantArray) -> np.ndarray:
     """x [tokens, in], rounded as the weight's `activations` say; see `w8a8.quantize`."""
-    wanted, inputs, wide = w.activations, x.shape[1], x.astype(np.float32)
+    wanted = w.activations
+    inputs = x.shape[1]
+    wide = x.astype(np.float32)
     assert wanted is not None
-    group, top = wanted.group or inputs, TOPS[wanted.dtype]
+    group = wanted.group or inputs
+    top = TOPS[wanted.dtype]
     if wanted.static:
         spread = w.input_scale
     else:

@@ -16,18 +16,22 @@ from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, Program, check_a
 from jaxserve.pallas_kernels.selfcheck_cases import STARTUP, Rows
 from jaxserve.pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
 
-TOKENS, PARTS, EPS = 37, 3, 1e-5
+TOKENS = 37
+PARTS = 3
+EPS = 1e-5
 SIZES = (4096, 2880)  # of a token: a power of two, and another size
 EPSILONS = 4.0  # in eps of the activations' type, relative to a token's largest number: a few roundings in sequence
 CODES = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}  # error of a code, relative to its head's largest number
-PAGES, FIRST = 5, 2  # pages of a layer, and pages before it
+PAGES = 5  # pages of a layer
+FIRST = 2  # pages before it
 
 
 def check_fused(fused: Any, problem: AttentionProblem) -> Iterator[Finding]:
     """Checks a module like `fused_triton`. Yields a finding for each operation, with the problem's heads and pages."""
     dtype = problem.q_dtype
     cases = [one for size in SIZES for one in _dense(fused, size, dtype)]
-    heads, pages = _heads(problem), _pages(problem)
+    heads = _heads(problem)
+    pages = _pages(problem)
     slots = np.random.default_rng(5).permutation(PAGES * problem.page_size)[:TOKENS].astype(np.int32)
     slots[3] = -1
 
@@ -50,7 +54,9 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 
 def _dense(fused: Any, size: int, dtype: Any) -> Iterator[Case]:
     """Sums, norms and gates of vectors of this size."""
-    x, y, scale = _numbers(0, (TOKENS, size), dtype), _parts(1, (TOKENS, size), (size,), dtype), _row(2, size, dtype)
+    x = _numbers(0, (TOKENS, size), dtype)
+    y = _parts(1, (TOKENS, size), (size,), dtype)
+    scale = _row(2, size, dtype)
     allowed = tolerance(dtype, EPSILONS)
 
     def add_norm(*arrays: Any) -> Any:
@@ -94,7 +100,8 @@ def added_and_normed(x: np.ndarray, y: Parts, scale: Row) -> tuple[np.ndarray, n
 
 def gated_by_silu(y: Parts) -> np.ndarray:
     """`Ops.gated` with silu, in float32."""
-    gate, up = whole(y)[:, ::2], whole(y)[:, 1::2]
+    gate = whole(y)[:, ::2]
+    up = whole(y)[:, 1::2]
     return gate / (1 + np.exp(-gate)) * up
 
 
@@ -128,7 +135,8 @@ def check_write_and_attend(
 
     def call(q, pages, tables, q_start, kv_len, num_decodes, *, again: bool, first_page, **options):
         """`pages` have the new tokens, which are removed from them first."""
-        decodes, size = len(tables), pages.page_size
+        decodes = len(tables)
+        size = pages.page_size
         newest = jnp.maximum(kv_len - 1, 0)
         slot = jnp.take_along_axis(tables, (newest // size)[:, None], axis=1)[:, 0] * size + newest % size
         slots = jnp.where(jnp.arange(decodes) < num_decodes, slot, -1)
@@ -168,7 +176,8 @@ def _judge_pages(
     written: KVPages, before: KVPages, slots: np.ndarray, new: np.ndarray, dtype: Any
 ) -> Iterator[Finding]:
     """Checks the written `new` [tokens, 2, kv_heads, head_dim], and that all other memory is bitwise unchanged."""
-    found, kept = np.asarray(written.data), slots >= 0
+    found = np.asarray(written.data)
+    kept = slots >= 0
     at = FIRST + slots[kept] // before.page_size, slice(None), slice(None), slots[kept] % before.page_size
     values = found[at].astype(np.float32)
     if written.scale is not None:
@@ -187,7 +196,8 @@ def _compare(what: str, found: Any, expected: Any, allowed: float) -> Finding:
     """The largest difference in any vector of the last axis, relative to the largest number of that vector."""
     worst = 0.0
     for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        one, right = np.asarray(one).astype(np.float32), np.asarray(right)
+        one = np.asarray(one).astype(np.float32)
+        right = np.asarray(right)
         error = (np.abs(one - right).max(-1) / np.abs(right).max(-1)).max()
         worst = max(worst, float(error) if np.isfinite(one).all() else float("inf"))
     return Finding(what, worst, allowed)
@@ -208,7 +218,8 @@ def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtyp
 
 
 def _heads(problem: AttentionProblem) -> Heads:
-    shape, dtype = (problem.kv_heads, problem.group + 2, problem.head_dim), problem.q_dtype
+    shape = (problem.kv_heads, problem.group + 2, problem.head_dim)
+    dtype = problem.q_dtype
     angles: Any = np.random.default_rng(6).uniform(0, 6, (TOKENS, problem.head_dim // 2)).astype(np.float32)
     norms = (_row(seed, problem.head_dim, dtype) for seed in (7, 8))
     return Heads(_parts(9, (TOKENS, *shape), shape, dtype), np.cos(angles), np.sin(angles), *norms)

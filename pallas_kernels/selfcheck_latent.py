@@ -58,7 +58,9 @@ def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> Late
     """A batch of normally distributed queries and rows of the cache; rotated keys are twice as large as latents. Memory
     that no row owns is NaN (77 in int8): other layers, the layer's own first page, and the rest of each row's last
     page. Entries of the tables beyond a row's pages are stale."""
-    rng, size, dim = np.random.default_rng(seed), problem.page_size, problem.rank + problem.rope
+    rng = np.random.default_rng(seed)
+    size = problem.page_size
+    dim = problem.rank + problem.rope
     needed = [-(-length // size) for _, length in rows.lengths]
     count = sum(needed) + 1
     poison = 77 if problem.kv_dtype == np.int8 else np.nan
@@ -73,7 +75,8 @@ def make_latent_batch(problem: LatentProblem, rows: Rows, seed: int = 0) -> Late
         new[:, problem.rank :] *= 2
         new[[0, length - 1]] *= LOUD
         codes, own = _codes(new, problem)
-        page, offset = LAYER + mine[np.arange(length) // size], np.arange(length) % size
+        page = LAYER + mine[np.arange(length) // size]
+        offset = np.arange(length) % size
         pages[page, offset] = np.pad(codes.astype(np.float32), ((0, 0), (0, problem.row_width - dim)))
         exact = codes.astype(np.float64)
         if scale is not None:
@@ -136,7 +139,8 @@ def check_latent(
 
 
 def _judge(what: str, batch: LatentBatch, answers: Sequence[Answer], program: Program, repeats: int) -> Finding:
-    used, allowed = batch.rows.tokens, tolerance(batch.q.dtype)
+    used = batch.rows.tokens
+    allowed = tolerance(batch.q.dtype)
     shape = (*batch.q.shape[:2], batch.problem.rank)
     found, different = program.repeated((shape, batch.q.dtype), repeats, slice(used))
     whole = found.astype(np.float64)
@@ -144,12 +148,14 @@ def _judge(what: str, batch: LatentBatch, answers: Sequence[Answer], program: Pr
         return Finding(what, float("inf"), allowed, f"not finite, or not of shape {shape}")
     if different:
         return Finding(what, float("inf"), allowed, f"{different} of {repeats} equal calls gave another result")
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     for row, (tokens, exact) in enumerate(answers):
         error = np.linalg.norm(whole[tokens] - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
         if error.max() > worst:
             token, head = (int(i) for i in np.unravel_index(error.argmax(), error.shape))
-            worst, cached = float(error.max()), batch.rows.lengths[row][1]
+            worst = float(error.max())
+            cached = batch.rows.lengths[row][1]
             where = f"row {row} of {cached} cached tokens, its new token {token}, head {head}"
     return Finding(what, worst, allowed, where)
 
@@ -173,7 +179,9 @@ class LatentWrite(NamedTuple):
 def make_latent_write(problem: LatentProblem) -> LatentWrite:
     """A write with all difficult cases: a prompt's tokens that begin and end within pages; single tokens far apart;
     padding between them and at the end; and a token of zeros, whose scale must not make it NaN."""
-    rng, size, dim = np.random.default_rng(2), problem.page_size, problem.rank + problem.rope
+    rng = np.random.default_rng(2)
+    size = problem.page_size
+    dim = problem.rank + problem.rope
     pages = 24 + 64 // size
     before = rng.standard_normal(((LAYER + pages + 1) * size, dim), np.float32)
     codes, own = _codes(before, problem)
@@ -206,9 +214,12 @@ def check_write_latent(
 def _judge_write(
     case: LatentWrite, problem: LatentProblem, data: np.ndarray, scale: np.ndarray | None
 ) -> list[Finding]:
-    size, rank, dim = problem.page_size, problem.rank, problem.rank + problem.rope
+    size = problem.page_size
+    rank = problem.rank
+    dim = problem.rank + problem.rope
     real = case.slots >= 0
-    page, offset = LAYER + case.slots[real] // size, case.slots[real] % size
+    page = LAYER + case.slots[real] // size
+    offset = case.slots[real] % size
     kept = np.ones(data.shape[:2], bool)
     kept[page, offset] = False
     kept[LAYER] = False  # no sequence owns a layer's first page, and padding may go there
@@ -216,12 +227,15 @@ def _judge_write(
     if scale is not None and case.scale is not None:
         before, after = (np.moveaxis(x, 1, 2)[kept] for x in (case.scale, scale))
         changed += sum(a.tobytes() != b.tobytes() for a, b in zip(before, after, strict=True))
-    new, found = case.rows[real].astype(np.float32), data[page, offset].astype(np.float32)
-    error, allowed = 0.0, 0.0
+    new = case.rows[real].astype(np.float32)
+    found = data[page, offset].astype(np.float32)
+    error = 0.0
+    allowed = 0.0
     if scale is None:
         error = float(np.abs(found[:, :dim] - new.astype(data.dtype).astype(np.float32)).max())
     else:
-        own, allowed = scale[page, :, offset], 0.51
+        own = scale[page, :, offset]
+        allowed = 0.51
         for i, part in enumerate((slice(0, rank), slice(rank, dim))):
             error = max(error, _code_error(found[:, part], own[:, i], new[:, part], data.dtype))
     if not np.isfinite(error) or found[:, dim:].any():

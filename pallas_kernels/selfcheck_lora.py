@@ -11,7 +11,8 @@ import numpy as np
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, Program, tolerance
 
-PLACES, RANK = 6, 16
+PLACES = 6
+RANK = 16
 # tokens, inputs, outputs of each part
 CASES = ((1, 4096, (512,)), (32, 2880, (512, 128, 128)), (33, 4096, (1, 1)), (300, 640, (512,)))
 EPSILONS = 4.0  # in eps of the activations' type, relative to a token's largest number: a few roundings in sequence
@@ -35,14 +36,17 @@ class _Case:
     """Results y and inputs x of tokens, the matrices of all places in the pool, and the place of each token."""
 
     def __init__(self, tokens: int, inputs: int, widths: tuple[int, ...]):
-        rng, self.widths = np.random.default_rng(tokens), widths
-        out, parts = 1024 if widths == (1, 1) else sum(widths), len(widths)
+        rng = np.random.default_rng(tokens)
+        self.widths = widths
+        out = 1024 if widths == (1, 1) else sum(widths)
+        parts = len(widths)
         self.ranks = rng.integers(0, RANK + 1, (PLACES, parts))
         a = rng.standard_normal((PLACES, parts, RANK, inputs)) / np.sqrt(inputs)
         b = rng.standard_normal((PLACES, RANK, out)) / np.sqrt(RANK)
         a[np.arange(RANK) >= self.ranks[:, :, None]] = 0
         b[np.arange(RANK) >= self.ranks.max(axis=1)[:, None]] = 0
-        x, y = rng.standard_normal((tokens, inputs)), rng.standard_normal((tokens, out))
+        x = rng.standard_normal((tokens, inputs))
+        y = rng.standard_normal((tokens, out))
         self.arrays, self.place = (y, x, a, b), rng.integers(-1, PLACES, tokens)
 
     def arguments(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, AdapterStack, np.ndarray]:
@@ -59,7 +63,8 @@ class _Case:
 def _exact(arrays: list[np.ndarray], ranks: np.ndarray, place: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
     """y plus what the adapters add, of (y, x, a, b), one token after the other."""
     y, x, a, b = arrays
-    made, turn = y.copy(), np.repeat(np.arange(len(widths)), widths)
+    made = y.copy()
+    turn = np.repeat(np.arange(len(widths)), widths)
     owner = np.resize(turn, y.shape[1])
     for token in np.flatnonzero(place >= 0):
         where = place[token]

@@ -37,7 +37,8 @@ _passed: set[str] = set()  # stamps that this process has made, found or been gi
 def stamp_of(kernels: Sequence[Any], **checked: Any) -> str | None:
     """The stamp of a check of these functions and modules; `checked` says with what. None for functions from elsewhere,
     whose code `surroundings` does not know, and on a CPU, where checks are rehearsals."""
-    names, around = [_name(kernel) for kernel in kernels], surroundings()
+    names = [_name(kernel) for kernel in kernels]
+    around = surroundings()
     if None in names or around["platform"].startswith("cpu"):
         return None
     said = {name: str(value) for name, value in checked.items()}

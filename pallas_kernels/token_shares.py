@@ -48,7 +48,8 @@ def attend_latent(
     first_page: jax.Array | int, *, axis: str, scale: float, decode_only: bool,
 ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
     """`Ops.attend_latent` in the same way."""
-    share, rank = _share(axis), heads.k_up.shape[-1]
+    share = _share(axis)
+    rank = heads.k_up.shape[-1]
     pages = ops.write_latent(pages, heads.row, slots, first_page, rank=rank)
     every = lax.all_gather(absorb(heads.q, heads.k_up), axis, axis=1, tiled=True)
     options: Any = {"scale": scale, "rank": rank, "decode_only": decode_only}

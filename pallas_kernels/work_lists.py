@@ -105,9 +105,11 @@ def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> j
     so a program's share exceeds the average by less than the largest item.
     """
     costs = parts.last - parts.first + parts.number  # cost of a row, for one head
-    ends, begin = up_to(costs), up_to(parts.number) - parts.number
+    ends = up_to(costs)
+    begin = up_to(parts.number) - parts.number
     # total * heads * program may exceed 32 bits. So shares are rounded down, and the first programs take the rest.
-    share, rest = ends[-1] * heads // programs, ends[-1] * heads % programs
+    share = ends[-1] * heads // programs
+    rest = ends[-1] * heads % programs
     program = jnp.arange(programs + 1, dtype=jnp.int32)
     target = program * share + jnp.minimum(program, rest)
     row = jnp.minimum((target[:, None] >= ends * heads).sum(1, dtype=jnp.int32), len(costs) - 1)
@@ -118,9 +120,11 @@ def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> j
     head = -(-(within - part * each * heads) // cost)
     number = (begin[row] + part) * heads + head
     # After the last head of a part comes the first of the next part.
-    part, head = jnp.where(head < heads, part, part + 1), jnp.where(head < heads, head, 0)
+    part = jnp.where(head < heads, part, part + 1)
+    head = jnp.where(head < heads, head, 0)
     ended = part == parts.number[row]
-    part, row = jnp.where(ended, 0, part), jnp.minimum(jnp.where(ended, row + 1, row), len(costs) - 1)
+    part = jnp.where(ended, 0, part)
+    row = jnp.minimum(jnp.where(ended, row + 1, row), len(costs) - 1)
     return jnp.stack([number, row, part, head, length[row]], axis=1)
 
 
@@ -173,7 +177,8 @@ def prompt_items(
     def before(count: jax.Array) -> jax.Array:
         return jnp.concatenate([jnp.zeros(1, jnp.int32), up_to(count)])
 
-    ends, slots = before(tiles * parts), before(jnp.where(parts > 1, tiles * parts, 0))[:-1]
+    ends = before(tiles * parts)
+    slots = before(jnp.where(parts > 1, tiles * parts, 0))[:-1]
     index = ends[-1] - 1 - jnp.arange(prompt_item_count(tile, tokens, rows, most), dtype=jnp.int32)
     row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32) - 1
     row = jnp.clip(row, 0, rows - 1)
@@ -192,7 +197,8 @@ def prompt_items(
         first = jnp.maximum(seen // block, begin)
         full_first = jnp.maximum(newest - window + block, 0) // block
     else:
-        seen, first = jnp.zeros_like(begin), begin
+        seen = jnp.zeros_like(begin)
+        first = begin
         full_first = first
     first = jnp.minimum(first, last)
     full_first = jnp.clip(full_first, first, last)
@@ -214,7 +220,8 @@ def expert_tiles(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array
 
     Copies begin at multiples of 8 tokens, so an expert's first tile may hold tokens of the expert before it.
     """
-    experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
+    experts = len(group_sizes)
+    ends = jnp.cumsum(group_sizes)
     starts = (ends - group_sizes) // 8 * 8
     tiles = jnp.where(group_sizes > 0, (ends - starts + n - 1) // n, 0)
     tile_ends = jnp.cumsum(tiles)

@@ -28,7 +28,8 @@ def save_adapter(
     config = json.loads((model / "config.json").read_text())
     hidden, inner, heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
     head = config.get("head_dim") or hidden // heads
-    heads, kv = heads * head, config["num_key_value_heads"] * head
+    heads = heads * head
+    kv = config["num_key_value_heads"] * head
     shapes = {
         "q_proj": ("self_attn", hidden, heads),
         "k_proj": ("self_attn", hidden, kv),
@@ -38,7 +39,8 @@ def save_adapter(
         "up_proj": ("mlp", hidden, inner),
         "down_proj": ("mlp", inner, hidden),
     }
-    rng, tensors = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    tensors = {}
     wanted = [
         (f"model.layers.{layer}.{shapes[name][0]}.{name}", *shapes[name][1:])
         for layer in range(config["num_hidden_layers"])
@@ -48,7 +50,8 @@ def save_adapter(
     if "lm_head" in modules:
         wanted.append(("lm_head", hidden, config["vocab_size"]))
     for module, inputs, outputs in wanted:
-        a, b = rng.normal(size=(rank, inputs)), rng.normal(size=(outputs, rank))
+        a = rng.normal(size=(rank, inputs))
+        b = rng.normal(size=(outputs, rank))
         tensors[f"base_model.model.{module}.lora_A.weight"] = (a / np.sqrt(rank)).astype(np.float32)
         tensors[f"base_model.model.{module}.lora_B.weight"] = (b * size).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)

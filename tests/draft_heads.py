@@ -13,11 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 def eagle_shapes(config: Mapping[str, Any], *, target_hidden: int, own_embed: bool = False) -> dict[str, tuple]:
     """Tensor -> shape of an EAGLE-3 draft as SafeAILab and SpecForge publish it, beside its maps of vocabularies."""
-    hidden, dim = (
-        config["hidden_size"],
-        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-    )
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    hidden = config["hidden_size"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    q = config["num_attention_heads"] * dim
+    kv = config["num_key_value_heads"] * dim
     shapes = {
         "midlayer.self_attn.q_proj.weight": (q, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
@@ -107,9 +106,11 @@ def add_mtp(source: Path, folder: Path) -> Path:
     GLM-4.5 have it: a layer like the last one behind it, with copies of the embeddings and the output head."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
-    count, hidden = config["num_hidden_layers"], config["hidden_size"]
+    count = config["num_hidden_layers"]
+    hidden = config["hidden_size"]
     tensors = load_file(folder / "model.safetensors")
-    last, new = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    last = f"model.layers.{count - 1}."
+    new = f"model.layers.{count}."
     made = {name.replace(last, new): x for name, x in tensors.items() if name.startswith(last)}
     added = {name: random(name, x.shape).astype(x.dtype) for name, x in made.items()}
     shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}

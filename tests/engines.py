@@ -82,7 +82,8 @@ def generate(engine: Engine, *requests: Request) -> list[Completion]:
 
 def fail_at(call: int, stage) -> None:
     """Lets the last stage of a pipeline fail once, in this call of `finish`."""
-    calls, finish = 0, stage.finish
+    calls = 0
+    finish = stage.finish
 
     def failing(*args):
         nonlocal calls

@@ -30,7 +30,8 @@ class FakeHub:
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         parts = [unquote(part) for part in urlsplit(path).path.strip("/").split("/")]
         api = parts[:2] == ["api", "models"]
-        repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
+        repo = "/".join(parts[2:4] if api else parts[:2])
+        rest = parts[4:] if api else parts[2:]
         if repo not in self.commits:
             return 404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "no such repository"}, b"{}"
         name = rest[1] if len(rest) > 1 else "main"

@@ -25,7 +25,8 @@ class Tracer:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self._seen: dict[int, list[np.ndarray]] = defaultdict(list)
-        self._calls, self._layers = 0, 0
+        self._calls = 0
+        self._layers = 0
         original = forward.run_layer
 
         def traced(params, x, y, ropes, pages, where, **options):
@@ -38,7 +39,8 @@ class Tracer:
     def run(self, engine: Engine, request: Request) -> Trace:
         """What each layer computes for the request's tokens."""
         self._seen.clear()
-        self._calls, self._layers = 0, len(engine.model.layers)
+        self._calls = 0
+        self._layers = len(engine.model.layers)
         engine.add_request(request)
         drain(engine)
         jax.effects_barrier()

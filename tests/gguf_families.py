@@ -54,7 +54,9 @@ class FamilyFile:
 
     def __init__(self, folder: Path, path: Path, kind: Kind = Kind.F32):
         self.config = json.loads((folder / "config.json").read_text())
-        self.kind, self.folder, self.path = kind, folder, path
+        self.kind = kind
+        self.folder = folder
+        self.path = path
         self.arch = ARCHITECTURES[self.config["architectures"][0].removesuffix("ForCausalLM")]
         self.writer = gguf.GGUFWriter(path, self.arch)
         number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[self.arch]
@@ -87,7 +89,8 @@ class FamilyFile:
         return write(self.writer, self.path)
 
     def add_shape(self) -> None:
-        writer, config = self.writer, self.config
+        writer = self.writer
+        config = self.config
         writer.add_block_count(self.layers)
         writer.add_context_length(self.size("max_position_embeddings", "n_positions"))
         writer.add_embedding_length(self.hidden)
@@ -100,12 +103,14 @@ class FamilyFile:
         writer.add_vocab_size(config["vocab_size"])
         for key in ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
             if key in config:
-                of_rms, of_layer = writer.add_layer_norm_rms_eps, writer.add_layer_norm_eps
+                of_rms = writer.add_layer_norm_rms_eps
+                of_layer = writer.add_layer_norm_eps
                 (of_rms if key == "rms_norm_eps" else of_layer)(config[key])
         if self.arch == "olmo":
             writer.add_layer_norm_eps(1e-5)
         if self.arch == "deepseek2":
-            rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+            rank = config["kv_lora_rank"]
+            rope = config["qk_rope_head_dim"]
             writer.add_kv_lora_rank(rank)
             writer.add_key_length(rank + rope)
             writer.add_value_length(rank)
@@ -141,7 +146,8 @@ class FamilyFile:
             writer.add_sliding_window_pattern([(i + 1) % period != 0 for i in range(self.layers)])
 
     def add_positions(self) -> None:
-        config, writer = self.config, self.writer
+        config = self.config
+        writer = self.writer
         if self.arch == "gpt2":
             return
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -152,7 +158,8 @@ class FamilyFile:
         part = config.get("partial_rotary_factor") or config.get("rotary_pct") or scaling.get("partial_rotary_factor")
         turned = config.get("qk_rope_head_dim") or int(self.head_dim * (part or 1.0))
         writer.add_rope_dimension_count(turned)
-        kind, theta = scaling.get("rope_type") or scaling.get("type"), config.get("rope_theta")
+        kind = scaling.get("rope_type") or scaling.get("type")
+        theta = config.get("rope_theta")
         theta = theta or config.get("rotary_emb_base") or scaling.get("rope_theta")
         if alpha := scaling.get("alpha"):
             writer.add_rope_freq_base(theta * alpha ** (self.head_dim / (self.head_dim - 2)))
@@ -209,8 +216,10 @@ class FamilyFile:
             yield name.replace("kv_b_proj", "k_b_proj"), heads[:, :nope].swapaxes(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), heads[:, nope:]
         elif name.endswith("in_proj_qkvz.weight"):
-            keys, values_of = self.config["linear_num_key_heads"], self.config["linear_value_head_dim"]
-            dim, of_key = self.config["linear_key_head_dim"], self.config["linear_num_value_heads"] // keys * values_of
+            keys = self.config["linear_num_key_heads"]
+            values_of = self.config["linear_value_head_dim"]
+            dim = self.config["linear_key_head_dim"]
+            of_key = self.config["linear_num_value_heads"] // keys * values_of
             parts = np.split(values.reshape(keys, -1, self.hidden), np.cumsum([dim, dim, of_key]), axis=1)
             *qkv, gates = (part.reshape(-1, self.hidden) for part in parts)
             layer = name.split(".")[2]

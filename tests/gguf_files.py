@@ -89,7 +89,8 @@ def write_gguf(folder: Path, path: Path, kind: Callable[[str], Kind] = lambda na
     """
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"].replace("mistral", "llama").replace("mixtral", "llama").replace("_moe", "moe")
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, family, **options)
     add_shape(writer, config, heads, kv_heads, head_dim)
@@ -98,7 +99,8 @@ def write_gguf(folder: Path, path: Path, kind: Callable[[str], Kind] = lambda na
         add_tokenizer(writer, folder)
     stacks: dict[str, list[np.ndarray]] = {}
     for name, tensor in read_folder(folder).items():
-        values, stored = tensor.read().astype(np.float32), gguf_name(name)
+        values = tensor.read().astype(np.float32)
+        stored = gguf_name(name)
         if "_exps" in stored:
             stacks.setdefault(stored, []).append(values)
             if len(stacks[stored]) < (config.get("num_experts") or config["num_local_experts"]):
@@ -169,7 +171,8 @@ def add_rope(writer: gguf.GGUFWriter, config: dict, head_dim: int) -> None:
 def llama3_divisor(scaling: dict, frequency: float) -> float:
     """The divisor of a frequency, in radians per position, by Llama 3.1's rule."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     if turns > high:
         return 1.0
     if turns < low:
@@ -186,7 +189,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     added = {token["id"]: token for token in state["added_tokens"]}
     ids = state["model"]["vocab"] | {token["content"]: i for i, token in added.items()}
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
-    normal, control, defined = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
+    normal = gguf.TokenType.NORMAL
+    control = gguf.TokenType.CONTROL
+    defined = gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm" if digits else "gpt-2")
     writer.add_token_list(sorted(ids, key=ids.__getitem__))

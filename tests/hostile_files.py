@@ -14,7 +14,8 @@ from adapter_folders import DEMO, save_adapter
 from safetensors.numpy import load_file, save_file
 
 EMPTY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 def with_settings(folder: Path, **settings: object) -> Path:

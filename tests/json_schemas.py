@@ -47,7 +47,8 @@ def _string(rng: random.Random, depth: int, refs: list[str]) -> dict[str, Any]:
 
 def _integer(rng: random.Random, depth: int, refs: list[str]) -> dict[str, Any]:
     low = rng.randrange(-1000, 1000)
-    low_key, high_key = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
+    low_key = rng.choice(["minimum", "exclusiveMinimum"])
+    high_key = rng.choice(["maximum", "exclusiveMaximum"])
     return {"type": "integer", low_key: low, high_key: low + rng.randrange(2, 500)}
 
 

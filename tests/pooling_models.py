@@ -47,7 +47,8 @@ CASES = {
 
 def prompts_of(name: str) -> list[np.ndarray]:
     """Ordinary tokens, int32."""
-    low, vocab = len(tiny_models.SPECIAL_TOKENS), tiny_models.CASES[CASES[name].base].config["vocab_size"]
+    low = len(tiny_models.SPECIAL_TOKENS)
+    vocab = tiny_models.CASES[CASES[name].base].config["vocab_size"]
     raw = [tiny_models.stream(name, "prompt", i).random_raw(count) for i, count in enumerate(PROMPT_LENGTHS)]
     return [(low + words % np.uint64(vocab - low)).astype(np.int32) for words in raw]
 
@@ -61,7 +62,8 @@ def build(name: str, folder: Path) -> Path:
     case = CASES[name]
     tiny_models.build(case.base, folder)
     config = json.loads((folder / "config.json").read_text()) | {"architectures": [case.architecture]} | case.config
-    weights, hidden = load_file(folder / "model.safetensors"), config["hidden_size"]
+    weights = load_file(folder / "model.safetensors")
+    hidden = config["hidden_size"]
     if case.bare or not case.architecture.endswith("ForCausalLM"):
         weights.pop("lm_head.weight", None)
     if case.bare:

@@ -14,7 +14,8 @@ from jaxserve.checkpoints.quantized import INT4
 from jaxserve.checkpoints.safetensors import DTYPES, read_header
 
 GOLDENS = Path(__file__).parent / "goldens" / "formats"
-INT8, FP8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # case: codes, scales that share a block, zero points, act-order, the reader's name
 CASES = {
     "awq": (INT4, (1, 32), True, False, "awq"),
@@ -57,14 +58,16 @@ def load(case):
     with safe_open(path, "np") as file:
         metadata = file.metadata()
     arrays = {name: info.read() for name, info in read_header(path).items()}
-    rows, expected = arrays.pop("rows"), arrays.pop("expected")
+    rows = arrays.pop("rows")
+    expected = arrays.pop("expected")
     return json.loads(metadata["config"]), tuple(json.loads(metadata["shape"])), arrays, rows, expected
 
 
 def save(path, arrays):
     """The tensors of a new safetensors file with these arrays."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, array in arrays.items():
         offsets = [at, at + array.nbytes]
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
@@ -114,12 +117,16 @@ def bit_rows(codes, bits):
 def exl2(groups, out, seed=0):
     """An EXL2 weight of (bits, inputs) groups: its tensors, and its values by ExLlamaV2's formulas, one by one."""
     rng = np.random.default_rng(seed)
-    inputs, padded = sum(size for _, size in groups), -(-out // 32) * 32
+    inputs = sum(size for _, size in groups)
+    padded = -(-out // 32) * 32
     place = rng.permutation(inputs)  # of each input
     root = rng.integers(0, 16, (len(groups), padded))
     # Small enough for float16 to lose bits below its normal numbers.
     largest = rng.uniform(0.001, 0.02, len(groups)).astype(np.float16)
-    packed, table, sorted_values, first = [], [], np.empty((inputs, out), np.float32), 0
+    packed = []
+    table = []
+    sorted_values = np.empty((inputs, out), np.float32)
+    first = 0
     for i, (bits, size) in enumerate(groups):
         codes = rng.integers(0, 2**bits, (size, padded))
         table += [bits, sum(map(len, packed))]

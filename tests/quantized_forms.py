@@ -28,7 +28,8 @@ def pack_words(codes: np.ndarray) -> np.ndarray:
 def fp8_blocks(weight: np.ndarray, size: int = 128) -> tuple[Tensors, np.ndarray]:
     """DeepSeek-V3's: value = code * weight_scale_inv of its block of 128 x 128; the last blocks may be smaller."""
     out, inputs = weight.shape
-    rows, columns = np.arange(out) // size, np.arange(inputs) // size
+    rows = np.arange(out) // size
+    columns = np.arange(inputs) // size
     scale = np.zeros((rows[-1] + 1, columns[-1] + 1))
     np.maximum.at(scale, (rows[:, None], columns[None]), np.abs(weight))
     scale = (scale / 448).astype(np.float32)
@@ -40,7 +41,8 @@ def fp8_blocks(weight: np.ndarray, size: int = 128) -> tuple[Tensors, np.ndarray
 def _asymmetric(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Codes and zero points of 4 bits, float16 scales, and values = (code - zero) * scale; [out, groups, GROUP | 1]."""
     groups = weight.reshape(len(weight), -1, GROUP)
-    low, high = np.minimum(groups.min(-1, keepdims=True), 0), np.maximum(groups.max(-1, keepdims=True), 0)
+    low = np.minimum(groups.min(-1, keepdims=True), 0)
+    high = np.maximum(groups.max(-1, keepdims=True), 0)
     scale = np.maximum((high - low) / 15, 1e-6).astype(np.float16)
     wide = scale.astype(np.float64)
     zero = np.clip(np.round(-low / wide), 1, 15)
@@ -153,7 +155,8 @@ def write(
 ) -> None:
     """Writes a model in a form, and its values in float32, to two new folders."""
     writer, settings = WRITERS[form]
-    stored, values = {}, {}
+    stored = {}
+    values = {}
     for name, tensor in tensors:
         if not is_matrix(name):
             stored[name] = values[name] = np.ascontiguousarray(tensor, np.float32)

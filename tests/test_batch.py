@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 CASE = "llama3_gqa"
 SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--kv-pages", "32"]
 SMALL += ["--max-waiting", "1"]  # a server rejects requests beyond it, but a batch must not
-TEXTS, CHATS = [f"text {i} " * (1 + i % 5) for i in range(24)], [f"question {i}" for i in range(10)]
+TEXTS = [f"text {i} " * (1 + i % 5) for i in range(24)]
+CHATS = [f"question {i}" for i in range(10)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 30, "model": "whatever"}
 WRONG = {
     "too hot": {"prompt": "x", "temperature": 11},
@@ -129,7 +130,8 @@ def wait_gone(engine):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_killed_and_resumed(source, whole, model_folders, tmp_path):
-    target, folder = tmp_path / "out.jsonl", model_folders(CASE)
+    target = tmp_path / "out.jsonl"
+    folder = model_folders(CASE)
     process, engine = start_and_wait(source, target, folder, more=3)
     process.kill()  # kills only the front: the engine must notice
     process.wait()
@@ -170,7 +172,8 @@ def test_an_engine_that_is_killed(source, whole, model_folders, tmp_path):
 @pytest.mark.slow
 def test_a_full_disk(source, whole, model_folders, tmp_path):
     """The run ends with the reason; its answers count, and the next run continues after them."""
-    target, folder = tmp_path / "out.jsonl", model_folders(CASE)
+    target = tmp_path / "out.jsonl"
+    folder = model_folders(CASE)
     limit = whole.stat().st_size // 2
     done = subprocess.run(
         command(source, target, folder),
@@ -269,7 +272,8 @@ def test_output_over_the_input(refused, tmp_path):
 
 @pytest.mark.parametrize("content", [b"precious, and without a newline", b'{"id": 1}\n', b"\n", b"\0" * 100, b"{}"])
 def test_output_that_is_something_else_is_left_alone(refused, tmp_path, content):
-    source, target = write_lines(tmp_path / "in.jsonl", [GOOD]), tmp_path / "precious"
+    source = write_lines(tmp_path / "in.jsonl", [GOOD])
+    target = tmp_path / "precious"
     target.write_bytes(content)
     assert "precious is not the output of a batch" in refused(source, target)
     assert target.read_bytes() == content
@@ -292,7 +296,8 @@ def test_lines_that_are_no_requests_of_a_batch(model_folders, tmp_path):
         GOOD | {"custom_id": "b", "url": "/v1/audio/speech"},
         GOOD | {"custom_id": "c", "method": "GET"},
     ]
-    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    target = tmp_path / "out.jsonl"
     assert main(["batch", str(source), str(target), "--model", folder, *SMALL]) == 0
     answers = {line["custom_id"]: line["response"] for line in map(json.loads, target.read_text().splitlines())}
     assert (answers["a"]["status_code"], answers["a"]["body"]["model"]) == (200, folder)

@@ -71,7 +71,8 @@ def test_sharegpt_file(tmp_path):
         return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
     path = tmp_path / "talks.json"
-    question, answer = "How do I sort a list in Python?", "Call sorted() with it; " * 8
+    question = "How do I sort a list in Python?"
+    answer = "Call sorted() with it; " * 8
     path.write_text(json.dumps([talk(("human", question), ("gpt", answer)), talk(("gpt", "x")), talk()]))
     (prompt,) = sharegpt_prompts(path, 1, seed=0)
     assert prompt.content == question
@@ -109,7 +110,8 @@ def test_client_reads_chunks_cut_anywhere(piece):
 
 @pytest.mark.slow
 def test_a_run_against_a_server(tmp_path, capsys):
-    results, picture = tmp_path / "results.json", tmp_path / "plot.png"
+    results = tmp_path / "results.json"
+    picture = tmp_path / "plot.png"
     with running_server(DEMO, tmp_path / "log", engine="ParrotEngine", config={"max_model_len": 256}) as server:
         load = ["--num-requests", "24", "--concurrency", "6", "--input-len", "12", "--output-len", "8"]
         outputs = ["--json", str(results), "--plot", str(picture), "--detail", "--goodput", "ttft:60000"]

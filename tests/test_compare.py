@@ -65,7 +65,9 @@ def test_ratios_of_medians():
 
 
 def test_agreement_counts_up_to_the_first_difference():
-    ours, theirs, gaps = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]], [[1.0] * 3, [1.0, 1e-6, 1.0]]
+    ours = [[1, 2, 3], [4, 5, 6]]
+    theirs = [[1, 2, 3], [4, 7, 6]]
+    gaps = [[1.0] * 3, [1.0, 1e-6, 1.0]]
     result = figures.agreement(ours, theirs, gaps)
     assert (result["agree"], result["tokens"], result["differ"]) == (4, 6, 1)
     assert result["gaps_at_first_difference"] == [1e-6]
@@ -123,7 +125,8 @@ def test_a_file_that_is_written_is_the_model(tmp_path, family):
 
     architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
     config = TINY | {"model_type": family, "architectures": [architecture]}
-    model, path = make_model(tmp_path / "tiny", config), tmp_path / "tiny.gguf"
+    model = make_model(tmp_path / "tiny", config)
+    path = tmp_path / "tiny.gguf"
     files.write_gguf(model, path)
     assert known_gguf(path).metadata["general.architecture"] == family
     assert files.vocabulary_size(path) == config["vocab_size"]

@@ -120,7 +120,8 @@ def test_a_record_is_written_verified_and_never_has_keys(demo, tmp_path):
 
 def test_a_record_names_the_kernels_that_were_chosen(demo, tmp_path, monkeypatch, caplog):
     """Tables must be those of the record; what starts have measured may differ, with a warning."""
-    lock, folder = tmp_path / "jaxserve.lock", tmp_path / "tuning"
+    lock = tmp_path / "jaxserve.lock"
+    folder = tmp_path / "tuning"
     monkeypatch.setenv("JAXSERVE_TUNING", str(folder))
     (folder / "kept").mkdir(parents=True)
 
@@ -173,7 +174,8 @@ def test_other_versions_and_models_are_refused(demo, tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_diff_shows_what_differs(demo, tmp_path, capsys):
-    one, other = tmp_path / "one.lock", tmp_path / "other.lock"
+    one = tmp_path / "one.lock"
+    other = tmp_path / "other.lock"
     locked_demo(demo, one)
     locked_demo(demo, other)
     capsys.readouterr()

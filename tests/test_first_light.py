@@ -47,7 +47,8 @@ def keys(path):
 
 
 def test_processes_share_the_rows_of_a_file(tmp_path):
-    first, second = Record(tmp_path / "x.json"), Record(tmp_path / "x.json")
+    first = Record(tmp_path / "x.json")
+    second = Record(tmp_path / "x.json")
     assert first.take("a")
     assert not second.take("a")
     assert second.take("b")
@@ -353,7 +354,8 @@ def test_what_is_recorded_is_told_from_what_is_launched(tmp_path, monkeypatch):
 
 
 def test_profiles_are_taken_again_where_command_buffers_hide_the_kernels(tmp_path, monkeypatch):
-    record, load = Record(tmp_path / "decode.json"), decode.Load((32, 1), 1024, 128)
+    record = Record(tmp_path / "decode.json")
+    load = decode.Load((32, 1), 1024, 128)
     monkeypatch.setenv("XLA_FLAGS", recorded.environment(tmp_path, in_profiles=True)["XLA_FLAGS"])
     assert "int4, 32 rows, profile" in decode._work(record, "int4", load)
     record.add({"key": "int4, 32 rows, profile", "status": "ok", "kernels_per_step": 290.0})
@@ -416,8 +418,11 @@ def test_the_floor_counts_what_a_step_reads(small):
 @pytest.mark.slow
 def test_prompts_are_done_when_the_last_one_is(small, monkeypatch):
     """Of three prompts, two wait until the first one has drawn four tokens."""
-    engine, held, decoding = small, [], []
-    add, step = engine.add_request, engine.step
+    engine = small
+    held = []
+    decoding = []
+    add = engine.add_request
+    step = engine.step
 
     def hold(request):
         (held.append if len(held) < 2 else add)(request)

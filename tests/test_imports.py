@@ -87,7 +87,8 @@ def needs(name: str) -> set[str]:
 
 def why_not(name: str, module: str, at_import: bool) -> str | None:
     """Why one of our modules may not import another; None if it may."""
-    mine, target = package_of(name), package_of(module)
+    mine = package_of(name)
+    target = package_of(module)
     first = module.partition(".")[0]
     if first in ("tests", "benchmarks"):
         return "belongs to the workshop, not to the house"
@@ -190,7 +191,9 @@ def test_architecture_shows_the_tree():
 
 def test_the_rules_bite():
     """The checks of this file find violations."""
-    kernels, leaf, cli = "jaxserve.pallas_kernels.x", "jaxserve.checkpoints.x", COMPOSITION_ROOT
+    kernels = "jaxserve.pallas_kernels.x"
+    leaf = "jaxserve.checkpoints.x"
+    cli = COMPOSITION_ROOT
     assert why_not(kernels, "jaxserve.checkpoints.load", True)
     assert why_not(kernels, "jaxserve.config", False)
     assert why_not(leaf, "jaxserve.pallas_kernels.kv_write", True)

@@ -64,10 +64,16 @@ def test_cases_have_names_of_their_own_and_fit_a_device():
 class FakeWork:
     """Work with given seconds per call for queueing and for running, on a simulated clock."""
 
-    calls, asynchronous, state, outputs = 4, True, (), None
+    calls = 4
+    asynchronous = True
+    state = ()
+    outputs = None
 
     def __init__(self, queue: float, run: float) -> None:
-        self.queue, self.run, self.now, self.done = queue, run, 0.0, 0.0
+        self.queue = queue
+        self.run = run
+        self.now = 0.0
+        self.done = 0.0
 
     def enqueue(self, rounds: int) -> None:
         for _ in range(rounds * self.calls):

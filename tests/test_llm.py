@@ -21,7 +21,8 @@ from jaxserve.types import InvalidRequestError
 CASE = "qwen2_tied"  # generation_config.json recommends temperature 0.7, top_k 20 and top_p 0.8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 TEXT = "all happy families"
-ROWS, TOKENS = 4, 64
+ROWS = 4
+TOKENS = 64
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,8 @@ def test_logprobs_and_prompt_logprobs_agree(llm, answer):
 
 def test_all_logprobs_sum_to_one(llm):
     """Over the whole vocabulary: each token is scored as the last one of a prompt."""
-    ids, vocab = llm.tokenizer.encode(TEXT), llm.engine.vocab_size
+    ids = llm.tokenizer.encode(TEXT)
+    vocab = llm.engine.vocab_size
     params = greedy(max_tokens=0, prompt_logprobs=0)
     results = llm.generate([ids + [token] for token in range(vocab)], params, progress=False)
     assert sum(math.exp(result.prompt_logprobs[-1].logprob) for result in results) == pytest.approx(1, abs=1e-4)
@@ -274,7 +276,8 @@ def test_a_stream_that_is_left_frees_its_pages(llm):
 
 def test_an_open_stream_and_another_request(llm, answer):
     """An open stream and another request do not get each other's tokens."""
-    stream, other = llm.stream(TEXT, GREEDY), llm.stream("something else", GREEDY)
+    stream = llm.stream(TEXT, GREEDY)
+    other = llm.stream("something else", GREEDY)
     deltas = [next(stream), next(other)]
     assert one(llm.generate(TEXT, GREEDY, progress=False)).text == answer.text
     rest = list(stream)
@@ -428,7 +431,8 @@ def test_dummy_weights_need_only_a_config(tmp_path):
 def test_on_a_gpu(model_folders, monkeypatch, started):
     """All programs are compiled before the first request: XLA:GPU needs memory for it, which a full cache leaves not.
     JAX reserves as much memory as for a server, if it has not reserved any."""
-    compiled, reserved = [], []
+    compiled = []
+    reserved = []
     monkeypatch.setattr("jaxserve.offline.jax", SimpleNamespace(default_backend=lambda: "gpu"))
     monkeypatch.setattr("jaxserve.offline.has_started", lambda: started)
     monkeypatch.setattr(jax_pools, "reserve", reserved.append)

@@ -64,7 +64,8 @@ def logits(folder, ids):
 def distance(folder, out, tmp_path):
     """The relative difference between the logits of a model and of its quantized copy."""
     ids = np.random.default_rng(1).integers(5, 300, 48).astype(np.int32)
-    right, got = logits(folder, ids), logits(write_plain(out, tmp_path / "plain"), ids)
+    right = logits(folder, ids)
+    got = logits(write_plain(out, tmp_path / "plain"), ids)
     return np.sqrt(np.square(got - right).mean() / np.square(right - right.mean(1, keepdims=True)).mean())
 
 
@@ -182,7 +183,8 @@ def digests(folder):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(model_folders, tmp_path):
-    folder, out = model_folders("mistral_window"), tmp_path / "out"
+    folder = model_folders("mistral_window")
+    out = tmp_path / "out"
     given = f"quantize_model({str(folder)!r}, Path({str(out)!r}), QuantizeConfig(method='gptq', **{SETTINGS!r}))"
     script = f"{KILLED}\nfrom pathlib import Path\nfrom jaxserve.convert.quantize import *\n{given}"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -215,7 +217,8 @@ def sparse_model(folder, layers):
     """A model of zeros that takes no space on disk, 21 MiB a layer."""
     case = tiny_models._case("llama", hidden=512, layers=layers, intermediate=3072, vocab=64)
     tiny_models._write_json(tiny_models.Path(folder / "config.json"), case.config)
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, shape in tiny_models.manifest(case.config).items():
         size = 4 * int(np.prod(shape))
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
@@ -261,7 +264,8 @@ def test_mistakes(flags, message, model_folders, tmp_path, capsys):
 
 
 def test_folders_that_hold_something_else(model_folders, tmp_path, capsys):
-    folder, out = str(model_folders("llama2_mha")), tmp_path / "out"
+    folder = str(model_folders("llama2_mha"))
+    out = tmp_path / "out"
     assert main(["quantize", folder, str(out)]) == 0
     assert main(["quantize", folder, str(out)]) == 1
     assert "is not empty" in capsys.readouterr().err

@@ -50,7 +50,8 @@ def params(folder):
 
 def check_same_weights(out, tmp_path):
     """Our loader reads what a plain reader of the layout reads, and puts it where that of a plain model goes."""
-    got, right = params(out), params(write_plain(out, tmp_path / "plain"))
+    got = params(out)
+    right = params(write_plain(out, tmp_path / "plain"))
     assert got.keys() == right.keys()
     for path, value in right.items():
         np.testing.assert_allclose(got[path], value, rtol=1e-6, atol=1e-7, err_msg=path)
@@ -69,7 +70,8 @@ def check_same_weights(out, tmp_path):
 def test_rounds_every_matrix_of_the_layers(case, settings, model_folders, tmp_path):
     folder = model_folders(case)
     out = quantize(folder, tmp_path / "out", **settings)
-    before, after = {name: info.read() for name, info in read_folder(folder).items()}, unpacked(out)
+    before = {name: info.read() for name, info in read_folder(folder).items()}
+    after = unpacked(out)
     assert after.keys() == before.keys()
     quantization = json.loads((out / "config.json").read_text())["quantization_config"]
     plain = quantization["modules_to_not_convert" if "layout" in settings else "ignore"]
@@ -125,7 +127,8 @@ def test_gptq_loses_less_than_rounding(model, tmp_path):
     stored_tensors = {name: info.read() for name, info in read_header(run.file(0)).items()}
     ratios = {}
     for name, product in products(pieces).items():
-        hessian, right = np.asarray(seen.of(product).hessian, np.float64), tensors[name].astype(np.float32)
+        hessian = np.asarray(seen.of(product).hessian, np.float64)
+        right = tensors[name].astype(np.float32)
         made = unpack(stored_tensors, name.removesuffix(".weight")), dequantize(rtn(right, run.scheme))
         errors = [np.trace((w - right) @ hessian @ (w - right).T) for w in made]
         ratios[name] = errors[0] / errors[1]

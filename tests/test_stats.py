@@ -26,7 +26,8 @@ def stats(count: int) -> EngineStats:
 
 def values(metrics: Metrics) -> tuple[dict, dict]:
     """Counters with the buckets of histograms, and gauges, by name and labels."""
-    counters, gauges = {}, {}
+    counters = {}
+    gauges = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             if not sample.name.endswith("_created"):

@@ -108,7 +108,8 @@ def test_shards_are_dealt_out_and_merged(tmp_path):
 @pytest.fixture
 def local_vms(tmp_path, monkeypatch):
     """A `gcloud` on the path, and a pip that installs this environment's jaxserve; returns the VMs' folder."""
-    tools, vms = tmp_path / "bin", tmp_path / "vms"
+    tools = tmp_path / "bin"
+    vms = tmp_path / "vms"
     tools.mkdir(), vms.mkdir()
     (tools / "gcloud").write_text(GCLOUD)
     (tools / "gcloud").chmod(0o755)
@@ -123,7 +124,8 @@ def local_vms(tmp_path, monkeypatch):
 def test_a_fleet_answers_a_file(local_vms, tmp_path, monkeypatch):
     """With the real `jaxserve batch`. One VM is lost and comes back, and gets the answers that it had given."""
     monkeypatch.setattr(fleet, "IMAGES", {"v6e-": "image"})
-    requests, out = write_requests(tmp_path / "requests.jsonl", 5), tmp_path / "out.jsonl"
+    requests = write_requests(tmp_path / "requests.jsonl", 5)
+    out = tmp_path / "out.jsonl"
     start = ["start", *PLACE, str(requests), "--model", "demo", "--", "--max-num-seqs", "2", "--kv-pages", "40"]
     start += ["--max-num-batched-tokens", "32", "--max-model-len", "64"]
 

@@ -318,7 +318,8 @@ def shapes_of(case_name: str) -> dict[str, tuple[int, ...]]:
 
 def _experts(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int, bool]]:
     """The linears of a layer's mixture of experts (out, in, has a bias), or nothing if the layer has none."""
-    hidden, family = config["hidden_size"], config["model_type"]
+    hidden = config["hidden_size"]
+    family = config["model_type"]
     count = config.get("num_experts") or config.get("num_local_experts")
     sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in config.get("mlp_only_layers", [])
     if not count or not sparse:
@@ -338,7 +339,9 @@ def _experts(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int, bo
 
 def manifest(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in the checkpoint, in the order of the network. A tied head is not stored."""
-    family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    family = config["model_type"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     attention_bias = family in ("llama", "qwen3", "qwen3_moe") and config.get("attention_bias", False)
@@ -429,7 +432,8 @@ def _write_json(path: Path, content: object) -> None:
 
 def build(case_name: str, folder: str | Path, *, shards: int = 1) -> Path:
     """Write config.json, generation_config.json and the weights (an index and `shards` files if more than one)."""
-    folder, case = Path(folder), CASES[case_name]
+    folder = Path(folder)
+    case = CASES[case_name]
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", case.config)
     _write_json(folder / "generation_config.json", case.generation_config)
@@ -437,7 +441,8 @@ def build(case_name: str, folder: str | Path, *, shards: int = 1) -> Path:
     if shards == 1:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    names, weight_map = list(weights), {}
+    names = list(weights)
+    weight_map = {}
     if not 1 < shards <= len(names):
         raise ValueError(f"{case_name} has {len(names)} tensors and cannot be split into {shards} shards")
     for shard in range(shards):

@@ -14,7 +14,8 @@ import quantized_forms
 from safetensors import safe_open
 
 ROOT = Path(__file__).parents[1]
-DEMO, TRAINED = ROOT / "checkpoints" / "demo", ROOT / "tests" / "goldens" / "trained"
+DEMO = ROOT / "checkpoints" / "demo"
+TRAINED = ROOT / "tests" / "goldens" / "trained"
 MODELS = ("moe", "mla")
 SCHEMES = ("int8", "int4", "fp8")  # of --quantization
 FORMS = ("float32", *SCHEMES, *quantized_forms.WRITERS)

@@ -28,7 +28,8 @@ def unpack(tensors: dict[str, np.ndarray], module: str) -> np.ndarray:
             values = nibbles(words, 4)
             return values.reshape(len(values), -1, 8)[:, :, place].reshape(values.shape)
 
-        codes, zeros = rows(own["qweight"]), rows(own["qzeros"])
+        codes = rows(own["qweight"])
+        zeros = rows(own["qzeros"])
         size = len(codes) // len(scale)
         return ((codes - np.repeat(zeros, size, 0)) * np.repeat(scale, size, 0)).T
     scale = own["weight_scale"].astype(np.float32)

@@ -88,7 +88,8 @@ def _engine(record: Record, form: str, target: str, where: Path, small: bool) ->
     load = load_of(form, small)
     config = settings(form, load, where, "gpu" if "x" in target else "tpu", rehearse=small)
     planned = Deployment.of(config, target)
-    runner, layout = planned.runner, planned.plan.one_page
+    runner = planned.runner
+    layout = planned.plan.one_page
     runner.set_cache_size(replace(layout, num_pages=config.kv_pages or 1), -(-load.longest // layout.page_size))
     for name in runner.names(planned.shapes):
         if record.take(key := f"{form}: {name}"):

@@ -67,7 +67,8 @@ def cases(device: Device, rehearse: bool, wrap: Callable[[Any], Any] = lambda ke
     """All cases. wrap: makes what is checked of each kernel."""
     for backend in BACKENDS:
         try:
-            attention, matmul = load("attention", backend), load("matmul", backend)
+            attention = load("attention", backend)
+            matmul = load("matmul", backend)
         except ImportError:
             continue  # the stage `device` reports the reason
         for problem, name, distance in _attention_problems(device.platform, rehearse):
@@ -111,7 +112,8 @@ def _attention_problems(platform: str, rehearse: bool) -> Iterator[tuple[Attenti
     if platform == "tpu":
         sizes = (sizes[0][:3], (128, 16, 64, 256))
     if rehearse:
-        kinds, sizes = (None, "int8"), ((64,), (16,))
+        kinds = (None, "int8")
+        sizes = ((64,), (16,))
     for dtype, kv, head_dim, page in itertools.product(dtypes, kinds, *sizes):
         usual = (dtypes[0], kinds[0], sizes[0][0], sizes[1][0])
         distance = sum(a != b for a, b in zip((dtype, kv, head_dim, page), usual, strict=True))

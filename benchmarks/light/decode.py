@@ -73,7 +73,8 @@ class Load:
 LOADS = {False: Load((32, 1), 1024, 128), True: Load((3, 1), 40, 70, slots=4)}
 LARGE = 256  # sequences that decode together in one more run of the first form
 PROFILED = 10  # steps of a profile
-KERNELS, FEW_KERNELS = "kernels_per_step", 8  # a profile's figure; so many do not show what is in command buffers
+KERNELS = "kernels_per_step"  # a profile's figure
+FEW_KERNELS = 8  # so many do not show what is in command buffers
 
 Measure = Callable[[Engine, "Watch", int, "Load"], dict[str, Any]]
 
@@ -96,7 +97,8 @@ class Watch:
     arrived: list[tuple[float, float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        dispatch, wait = self.engine.dispatch, self.engine.wait
+        dispatch = self.engine.dispatch
+        wait = self.engine.wait
 
         def timed_dispatch(plan: StepPlan) -> InFlightStep:
             began = time.perf_counter()
@@ -151,7 +153,8 @@ def run(record: Record, form: str, where: Path, *, rehearse: bool) -> None:
     engine = _load(record, form, config)
     if engine is None:
         return
-    watch, hidden = Watch(engine), False
+    watch = Watch(engine)
+    hidden = False
     for key, (rows, measure) in work.items():
         if record.take(key):
             with record.row(key) as row:
@@ -181,7 +184,8 @@ def _work(record: Record, form: str, load: Load) -> dict[str, tuple[int, Measure
 
 def _load(record: Record, form: str, config: EngineConfig) -> Engine | None:
     """The engine; None if it cannot be loaded."""
-    engine, key = None, f"{form}, start"
+    engine = None
+    key = f"{form}, start"
     if not record.take(key):
         return Engine.load(config, checks=False, progress=False)
     with record.row(key) as row:
@@ -195,7 +199,8 @@ def _load(record: Record, form: str, config: EngineConfig) -> Engine | None:
 def _measure(engine: Engine, watch: Watch, rows: int, load: Load) -> dict[str, Any]:
     """Compiles what the load needs, and measures it alone; the faster one of equal runs counts. What is logged of
     command buffers is of the last one's decodes."""
-    began, before = time.perf_counter(), engine.runner.num_executables
+    began = time.perf_counter()
+    before = engine.runner.num_executables
     generate(engine, watch, rows, load, seed=3 * rows)
     row: dict[str, Any] = {"first_run_s": time.perf_counter() - began}
     compiled = engine.runner.num_executables
@@ -229,7 +234,8 @@ def _one(lengths: Sequence[int], **_: bool) -> int:
 
 def step_bytes(engine: Engine, batch: int, load: Load) -> float:
     """The minimum of bytes that a decode step reads, half way through the output."""
-    config, layout = engine.model, engine.runner.layout
+    config = engine.model
+    layout = engine.runner.layout
     table = engine.runner.params["embed"]["table"]
     unread = 0 if config.tie_embeddings else sum(stored_bytes(x) for x in jax.tree.leaves(table))
     length = load.cached + load.tokens / 2
@@ -252,14 +258,19 @@ def generate(
     for i, ids in enumerate(prompts):
         engine.add_request(Request(request_id=f"{seed}-{i}", prompt_token_ids=ids, params=params))
     watch.clear()
-    began, first, drawn, early = time.perf_counter(), 0, 0, 0
+    began = time.perf_counter()
+    first = 0
+    drawn = 0
+    early = 0
     while engine.has_work:
         for update in engine.step():
             drawn += len(update.token_ids)
             if update.token_ids:
                 waiting.discard(update.request_id)
         if not waiting and not first:
-            first, early = len(watch.arrived), drawn  # from the next step on all sequences decode
+            # from the next step on all sequences decode
+            first = len(watch.arrived)
+            early = drawn
             decoding()
     ended = time.perf_counter()
     if drawn != batch * (load.tokens + 1):
@@ -289,7 +300,8 @@ def steady(
         raise RuntimeError("there are too few steps to be measured")
     spans = [(arrived[i][1] - arrived[i - 1][1], arrived[i][2]) for i in whole]
     ahead = [arrived[i - 1][1] - dispatched[i][1] for i in whole]
-    seconds, tokens = sum(s for s, _ in spans), sum(n for _, n in spans)
+    seconds = sum(s for s, _ in spans)
+    tokens = sum(n for _, n in spans)
     return {
         "token_ms": 1e3 * seconds / tokens,
         "tokens_per_s_each": tokens / seconds,

@@ -84,8 +84,13 @@ class Driver:
         gib: float,
         row_seconds: float,
     ) -> None:
-        self.command, self.out, self.scratch, self.deadline = command, out, scratch, deadline
-        self.slots, self.gib, self.row_seconds = slots, gib, row_seconds
+        self.command = command
+        self.out = out
+        self.scratch = scratch
+        self.deadline = deadline
+        self.slots = slots
+        self.gib = gib
+        self.row_seconds = row_seconds
         self.waiting = [Waiting(place, stage, 1) for place, stage in enumerate(stages)]
         self.running: list[Process] = []
         self.ended: set[str] = set()  # how processes ended that were not started again
@@ -136,10 +141,12 @@ class Driver:
     def _end(self) -> None:
         """Notes processes that ended, and ends those whose row takes too long."""
         for one in list(self.running):
-            code, why = one.process.poll(), "its process ended"
+            code = one.process.poll()
+            why = "its process ended"
             if code is None and self._hangs(one):
                 kill(one.number)
-                code, why = one.process.wait(), f"it took more than {self.row_seconds:.0f} s, and its process was ended"
+                code = one.process.wait()
+                why = f"it took more than {self.row_seconds:.0f} s, and its process was ended"
             if code is None:
                 continue
             self.running.remove(one)

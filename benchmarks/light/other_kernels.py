@@ -40,9 +40,12 @@ Found = tuple[str, tuple[str, ...], int, Check]  # key, family, number of unusua
 SMALL_ROWS = Rows((300, 1, 16, 65), ((41, 90), (9, 0)))  # of a rehearsal
 VOCABULARIES = (128256, 32000)
 SMALL_VOCABULARY = 1000
-SHAPE, SMALL_SHAPE = (4096, 14336), (320, 256)  # outputs and inputs of a weight
+# outputs and inputs of a weight
+SHAPE = (4096, 14336)
+SMALL_SHAPE = (320, 256)
 FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
-MXFP4, NVFP4 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)  # types of their scales
+MXFP4 = np.dtype(ml_dtypes.float8_e8m0fnu)  # types of their scales
+NVFP4 = np.dtype(ml_dtypes.float8_e4m3fn)  # types of their scales
 USUAL = ("int4 g128 shuffled", "int8 channel shuffled", "mxfp4", "Q4_K", "Q6_K", "fp8 dynamic", "int8 dynamic")
 
 
@@ -123,7 +126,8 @@ def _fused(device: Device, dtype: np.dtype, unusual: int, wrap: Wrap) -> Iterato
     problem = _attention(device, dtype)
     for codes in (dtype, np.dtype(np.int8)):
         cached = replace(problem, kv_dtype=codes, has_scale=codes != dtype)
-        said, types = f"{dtype}, {'same' if codes == dtype else codes} cache", (str(dtype), str(codes))
+        said = f"{dtype}, {'same' if codes == dtype else codes} cache"
+        types = (str(dtype), str(codes))
         fused = choose_ops(device, cached).fused
         if fused is not None:
             check: Check = partial(selfcheck_fused.check_fused, wrap(fused), cached)
@@ -155,7 +159,8 @@ def _latents(device: Device, dtype: np.dtype, unusual: int, rehearse: bool, wrap
             for backend in BACKENDS:
                 if explain("latent", device, problem).get(backend, "") is not None:
                     continue
-                module, options = load("latent", backend), {"rows": SMALL_ROWS, "repeats": 2} if rehearse else {}
+                module = load("latent", backend)
+                options = {"rows": SMALL_ROWS, "repeats": 2} if rehearse else {}
                 check = partial(selfcheck_latent.check_latent, wrap(module.latent_attention), problem, **options)
                 yield f"latent {name}, {backend}", ("latent", backend, *types), distance, check
                 if module.write_latent is not latent.write_latent or backend == "xla":

@@ -40,7 +40,8 @@ def kernel_cases(platform: str, rehearse: bool) -> list[Case]:
     from jaxserve.bench.kernel_shapes import OPERATIONS, cases
     from jaxserve.pallas_kernels.types import default_page_size
 
-    sizes, dtype = "small" if rehearse else "full", "float32" if platform == "cpu" else "bfloat16"
+    sizes = "small" if rehearse else "full"
+    dtype = "float32" if platform == "cpu" else "bfloat16"
     found = list(cases(sizes, dtype, default_page_size(platform)))
     parts = ("decode", "matmul") if rehearse else OPERATIONS
     queues = {part: iter([case for case in found if case.part == part]) for part in parts}

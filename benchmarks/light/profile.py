@@ -69,7 +69,9 @@ def by_kernel(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     whole = max(len(cuts) - 1, 0)
     used = kernels[cuts[0] : cuts[-1]] if whole else kernels
     end = kernels[cuts[-1]].start if whole else max(kernel.start + kernel.duration for kernel in used)
-    count, idle, until = whole or steps, [], used[0].start
+    count = whole or steps
+    idle = []
+    until = used[0].start
     for kernel in used:
         idle.append(max(kernel.start - until, 0.0))
         until = max(until, kernel.start + kernel.duration)

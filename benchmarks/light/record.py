@@ -42,7 +42,8 @@ class Record:
     """The file of a stage, for one of the processes that work at it. deadline: by time.time(); no row begins later."""
 
     def __init__(self, path: Path, deadline: float = math.inf) -> None:
-        self.path, self.deadline = path, deadline
+        self.path = path
+        self.deadline = deadline
 
     @property
     def data(self) -> dict[str, Any]:

@@ -71,7 +71,9 @@ class Said:
     """What was written to standard error after `mark`."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self.stream, self.start, self.text = stream, 0, ""
+        self.stream = stream
+        self.start = 0
+        self.text = ""
 
     def mark(self) -> None:
         self.start = os.fstat(self.stream.fileno()).st_size

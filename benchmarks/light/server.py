@@ -94,7 +94,8 @@ def phases(text: str) -> dict[str, float]:
 
 def flags(rehearse: bool) -> list[str]:
     input_len, output_len = LENGTHS[rehearse]
-    longest, most = input_len + output_len + MARGIN, LOADS[rehearse][-1][0]
+    longest = input_len + output_len + MARGIN
+    most = LOADS[rehearse][-1][0]
     page = 8 if rehearse else 16
     pages = most * -(-longest // page) + 1
     found = ["--load-format", "dummy", "--max-model-len", str(longest), "--kv-pages", str(pages)]

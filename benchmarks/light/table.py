@@ -160,7 +160,8 @@ def kernels(rows: Sequence[Row]) -> str:
     for row in rows:
         for one in row.get("results", []):
             if "us" in one:
-                rate, seconds = one["bytes"], 1e-6 * one["us"]
+                rate = one["bytes"]
+                seconds = 1e-6 * one["us"]
                 lines.append((one["operation"], one["case"], one["backend"], one["us"], one["floor_us"],
                               one["fraction"], 1e-9 * rate / seconds, 1e-12 * one["flops"] / seconds))  # fmt: skip
     header = ("operation", "case", "backend", "µs", "floor µs", "of floor", "GB/s", "TFLOP/s")

@@ -26,7 +26,9 @@ def run(record: Record, where: Path, *, rehearse: bool) -> None:
 
 def _tune(form: str, where: Path, rehearse: bool) -> dict[str, Any]:
     """Runs it. What it has written when its time is over counts."""
-    model, out, said = folder_of(SMALL if rehearse else SHAPE, where), where / "table.json", where / "said.txt"
+    model = folder_of(SMALL if rehearse else SHAPE, where)
+    out = where / "table.json"
+    said = where / "said.txt"
     command = entry.command("jaxserve", "tune", str(model), "--load-format", "dummy", "--quantization", form)
     command += ["--minutes", str(MINUTES[rehearse]), "--out", str(out)]
     with said.open("wb") as stream:

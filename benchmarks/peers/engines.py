@@ -249,7 +249,8 @@ class Transformers:
         if load.is_file:
             raise EngineFailed("it is not given GGUF files")
         with tempfile.TemporaryDirectory() as folder:
-            request, result = Path(folder, "load.json"), Path(folder, "result.json")
+            request = Path(folder, "load.json")
+            result = Path(folder, "result.json")
             request.write_text(json.dumps(asdict(load) | {"model": str(load.model), "tokenizer": None}))
             run = _run([str(self.python), str(HERE / "torch_engine.py"), self.kind, str(request), str(result)])
             if run.returncode or not result.is_file():

@@ -51,12 +51,16 @@ def decode_rate(records: Sequence[RequestRecord], concurrency: int) -> float | N
     weights = np.concatenate(
         [np.full(len(r.arrivals), r.output_tokens / max(1, len(r.arrivals))) for r in records] or [np.empty(0)]
     )
-    running, since, seconds, tokens = 0, 0.0, 0.0, 0.0
+    running = 0
+    since = 0.0
+    seconds = 0.0
+    tokens = 0.0
     for at, change in edges:
         if running == full and at > since:
             seconds += at - since
             tokens += weights[(times > since) & (times <= at)].sum()
-        running, since = running + change, at
+        running = running + change
+        since = at
     return float(tokens / seconds) if seconds > 0 else None
 
 
@@ -81,7 +85,8 @@ def ratios(results: Mapping[tuple[int, str], Mapping[str, float | None]]) -> lis
             continue
         row: dict[str, Any] = {"concurrency": concurrency, "peer": engine}
         for name in ("output_tokens_per_s", "decode_tokens_per_s"):
-            mine, other = ours[name], theirs[name]
+            mine = ours[name]
+            other = theirs[name]
             row[name] = mine / other if mine and other else None
         rows.append(row)
     return rows
@@ -107,7 +112,8 @@ def agreement(
     After the first difference the contexts differ, so tokens count up to there. `gaps` are how far our tokens were
     ahead of the runners-up: at a first difference a small gap is a near tie, and a large one a mistake.
     """
-    agreed, at_difference = 0, []
+    agreed = 0
+    at_difference = []
     for mine, other, ahead in zip(ours, theirs, gaps, strict=True):
         same = next(
             (i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other))

@@ -26,7 +26,8 @@ def write_gguf(model: Path, path: Path, python: str = sys.executable) -> None:
 
 def quantized_gguf(model: Path, kind: str, llama_quantize: Path, python: str = sys.executable) -> Path:
     """The same by llama.cpp's llama-quantize, as `kind`: Q4_K_M, Q8_0, F16, BF16. Raises NoFile."""
-    plain, path = model.with_name(f"{model.name}.gguf"), model.with_name(f"{model.name}-{kind}.gguf")
+    plain = model.with_name(f"{model.name}.gguf")
+    path = model.with_name(f"{model.name}-{kind}.gguf")
     write_gguf(model, plain, python)
     if not path.is_file() or path.stat().st_mtime <= plain.stat().st_mtime:
         _make([str(llama_quantize), str(plain), str(path), kind], path)

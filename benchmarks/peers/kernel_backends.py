@@ -107,7 +107,9 @@ class TorchWork:
     state = ()
 
     def __init__(self, torch: Any, functions: Sequence[Callable[[], Any]], give: Callable[[Any], Any]) -> None:
-        self.torch, self.give, self.turn = torch, give, 0
+        self.torch = torch
+        self.give = give
+        self.turn = 0
         self.asynchronous = torch.cuda.is_available()
         self.groups = [_Group(torch, group) for group in in_groups(functions)]
         self.calls = len(self.groups[0].functions)
@@ -129,7 +131,8 @@ class TorchWork:
 
 class _Group:
     def __init__(self, torch: Any, functions: Sequence[Callable[[], Any]]) -> None:
-        self.functions, self.graph = functions, None
+        self.functions = functions
+        self.graph = None
         self.call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -242,7 +245,8 @@ class FlashInfer(Torch):
 
         def function(q: jax.Array, pages: Any, tables: jax.Array, q_start: jax.Array, kv_len: jax.Array, *_: Any):
             chosen = np.concatenate([row[:count] for row, count in zip(np.asarray(tables), needed, strict=True)])
-            query, cache = self.take(q).reshape(-1, heads, case.head_dim), self.take(pages.data)
+            query = self.take(q).reshape(-1, heads, case.head_dim)
+            cache = self.take(pages.data)
             lists = [number(np.cumsum([0, *needed])), number(chosen), number((kv_len - 1) % case.page_size + 1)]
             sizes = (heads, case.kv_heads, case.head_dim, case.page_size)
             types = {"q_data_type": query.dtype, "kv_data_type": cache.dtype}

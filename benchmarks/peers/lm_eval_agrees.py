@@ -108,14 +108,16 @@ def answers(model: str, arguments: dict[str, Any], tasks: list[dict[str, Any]]) 
 
 def compare(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[float, int]:
     """The largest difference of log-likelihoods, in nats, and how many flags or texts differ."""
-    largest, unlike = 0.0, 0
+    largest = 0.0
+    unlike = 0
     for mine, its in zip(ours, theirs, strict=True):
         if isinstance(mine, str):
             unlike += mine != its
         elif isinstance(mine, float):
             largest = max(largest, abs(mine - its))
         else:
-            largest, unlike = max(largest, abs(mine[0] - its[0])), unlike + (mine[1] != its[1])
+            largest = max(largest, abs(mine[0] - its[0]))
+            unlike = unlike + (mine[1] != its[1])
     return largest, unlike
 
 
@@ -159,7 +161,8 @@ def main() -> int:
             rows += [(way, task, len(ours[task]), *compare(ours[task], theirs[task])) for task in asked]
     head = ("asked as", "task", "requests", "largest difference", "flags or texts unlike")
     print(table([head, *((*row[:3], f"{row[3]:.1e}", row[4]) for row in rows)]))
-    worst, unlike = max(row[3] for row in rows), sum(row[4] for row in rows)
+    worst = max(row[3] for row in rows)
+    unlike = sum(row[4] for row in rows)
     print(
         f"{sum(row[2] for row in rows)} requests, largest difference {worst:.1e} nats, {unlike} flags or texts unlike"
     )

@@ -96,8 +96,11 @@ def make_model(folder: Path, config: Mapping[str, Any] = SHAPE) -> Path:
 
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes [out, in], as in Hugging Face's files."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    head = config["head_dim"]
+    queries = config["num_attention_heads"] * head
+    keys = config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     yield "model.norm.weight", (hidden,)
     for i in range(config["num_hidden_layers"]):

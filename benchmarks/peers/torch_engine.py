@@ -74,7 +74,8 @@ def continuous(model: Any, prompts: Sequence[list[int]], output_len: int, concur
             submit()
         for result in _results(manager, len(prompts)):
             submit()
-            tokens, times = result.generated_tokens, result.timestamps
+            tokens = result.generated_tokens
+            times = result.timestamps
             answers[int(result.request_id)] |= {"end": times[-1], "arrivals": times, "tokens": tokens}
     return answers
 
@@ -99,7 +100,9 @@ def settings(output_len: int) -> GenerationConfig:
 
 
 def main() -> None:
-    kind, load_path, result_path = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    kind = sys.argv[1]
+    load_path = Path(sys.argv[2])
+    result_path = Path(sys.argv[3])
     load = json.loads(load_path.read_text())
     torch.set_num_threads(load["threads"])
     model = AutoModelForCausalLM.from_pretrained(load["model"], dtype=torch.float32).eval()

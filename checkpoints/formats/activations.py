@@ -28,7 +28,9 @@ def of_compressed(settings: object) -> Wanted:
         return None, ""
     if not isinstance(settings, dict):
         raise CheckpointError(f"config.json: input_activations must be an object, not {settings!r:.100}")
-    bits, kind, strategy = settings.get("num_bits", 8), settings.get("type", "int"), settings.get("strategy")
+    bits = settings.get("num_bits", 8)
+    kind = settings.get("type", "int")
+    strategy = settings.get("strategy")
     if bits != 8 or kind not in CODES:
         return None, f"{kind!r:.20} with {bits!r:.20} bits"
     if settings.get("symmetric", True) is False:

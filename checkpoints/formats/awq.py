@@ -40,7 +40,8 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> AWQ | None:
     if method(config) not in METHODS:
         return None
     settings = quant_config(config)
-    bits, layout = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    bits = settings.get("bits", 4)
+    layout = str(settings.get("version", "gemm")).lower()
     if bits != 4 or layout not in ("gemm", "gemv"):
         raise CheckpointError(
             f"AWQ is read with 4 bits in the layouts gemm and gemv, not {bits!r} bits in {layout!r:.100}"
@@ -96,7 +97,9 @@ def _int4_rows(packed: np.ndarray) -> PackedInt4 | np.ndarray:
         return signed(_rows(packed), 4)
     both = np.empty((columns, 8, n // 2), np.uint8)
     words = packed.view(np.uint32)
-    first, second, low = words[::2], words[1::2], np.uint32(0x0F0F0F0F)
+    first = words[::2]
+    second = words[1::2]
+    low = np.uint32(0x0F0F0F0F)
     for half in (0, 1):
         pair = (first >> 4 & low) | (second & ~low) if half else (first & low) | (second & low) << 4
         pair ^= np.uint32(0x88888888)

@@ -76,7 +76,8 @@ class BitsAndBytes:
     def decode(self, weight: str, shape: tuple[int, int]) -> np.ndarray:
         """The exact values of a 4-bit weight, float32 [out, in]."""
         numbers, absmax, size = self._load(weight, shape)
-        values, row = numbers[self._codes(weight, shape)].reshape(1, -1), (1, math.prod(shape))
+        values = numbers[self._codes(weight, shape)].reshape(1, -1)
+        row = (1, math.prod(shape))
         return (values * expand(absmax[None], (1, size), row)).reshape(shape)
 
     def _check_layout(self, names: tuple[str, ...]) -> None:
@@ -97,7 +98,8 @@ class BitsAndBytes:
         """The values of the codes, float32 [16]; the absmax of each block, float32 [blocks]; the block's size."""
         _, state_name, absmax_name, map_name, *nested = self.parts(weight)
         state = self._state(state_name)
-        size, kind = block_size(state.get("blocksize"), f"blocksize ({state_name})"), state_name.rsplit("__")[-1]
+        size = block_size(state.get("blocksize"), f"blocksize ({state_name})")
+        kind = state_name.rsplit("__")[-1]
         if state.get("shape") != list(shape) or state.get("quant_type") != kind:
             raise CheckpointError(
                 f"tensor {state_name!r} speaks of {state.get('quant_type')!r:.100} with shape "
@@ -109,7 +111,8 @@ class BitsAndBytes:
         blocks = -(-math.prod(shape) // size)
         if not nested:
             return numbers, fetch(self.tensors, absmax_name, ("float32",), (blocks,)), size
-        outer, offset = state.get("nested_blocksize"), state.get("nested_offset")
+        outer = state.get("nested_blocksize")
+        offset = state.get("nested_offset")
         outer = block_size(outer, f"nested_blocksize ({state_name})")
         if not isinstance(offset, int | float) or not math.isfinite(offset):
             raise CheckpointError(f"tensor {state_name!r} has the nested_offset {offset!r:.100}")

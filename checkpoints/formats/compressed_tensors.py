@@ -87,7 +87,8 @@ def _scheme(weights: object, inputs: Wanted = (None, "")) -> Scheme:
 
     if not isinstance(weights, dict):
         raise refuse("settings", "an object was expected")
-    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    kind = weights.get("type", "int")
+    bits = weights.get("num_bits", 8)
     if (kind, bits) not in (("int", 2), ("int", 4), ("int", 8), ("float", 4), ("float", 8)):
         raise refuse("type and num_bits", "int with 2, 4 or 8, and float with 4 or 8 are read")
     size = group_size(weights)
@@ -120,7 +121,8 @@ class CompressedTensors:
         return f"compressed-tensors {', '.join(dict.fromkeys(map(str, self.schemes)))}"
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        stored, packed = self.tensors.get(weight), f"{weight}_packed" in self.tensors
+        stored = self.tensors.get(weight)
+        packed = f"{weight}_packed" in self.tensors
         is_plain = f"{weight}_scale" not in self.tensors if stored is None else stored.dtype.name not in PLAIN.values()
         if is_plain and not packed:
             return ()
@@ -166,9 +168,11 @@ class CompressedTensors:
         asymmetric, (out, inputs) = f"{weight}_zero_point" in self.tensors, shape
 
         def fits(s: Scheme) -> bool:
-            dtype, width = PLAIN[s.kind], inputs
+            dtype = PLAIN[s.kind]
+            width = inputs
             if codes.name.endswith("_packed"):
-                dtype, width = "uint8" if s.kind == "float" else "int32", -(-inputs * s.bits // 32) * 4
+                dtype = "uint8" if s.kind == "float" else "int32"
+                width = -(-inputs * s.bits // 32) * 4
             scales = -(-out // (s.block[0] or out)) * -(-inputs // (s.block[1] or inputs))
             return (codes.dtype.name, codes.nbytes, math.prod(scale.shape)) == (dtype, out * width, scales)
 
@@ -186,7 +190,8 @@ class CompressedTensors:
         return signed(np.ascontiguousarray(unpack(packed, scheme.bits)[:, : shape[1]]), scheme.bits)
 
     def _zero(self, weight: str, scheme: Scheme, out: int, counts: tuple[int, ...]) -> np.ndarray:
-        name, per_tensor = f"{weight}_zero_point", scheme.block[0] is None
+        name = f"{weight}_zero_point"
+        per_tensor = scheme.block[0] is None
         if per_tensor or f"{weight}_packed" not in self.tensors:
             # As for scales: those of rows may lack the second axis, and a single one may be a scalar.
             shorter = [counts[:1]] * (counts[1] == 1) + [()] * (counts == (1, 1))

@@ -45,17 +45,21 @@ class EXL2:
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         out, inputs = shape
         q_weight, q_scale, q_scale_max, q_groups, q_invperm = self.parts(weight)
-        rows, count = (*find(self.tensors, q_weight).shape, 0)[0], (*find(self.tensors, q_scale).shape, 0)[0]
+        rows = (*find(self.tensors, q_weight).shape, 0)[0]
+        count = (*find(self.tensors, q_scale).shape, 0)[0]
         padded = -(-out // STEP) * STEP
         bits, ends, sizes = self._groups(q_groups, count, rows, inputs)
         packed = np.ascontiguousarray(fetch(self.tensors, q_weight, ("int32",), (rows, padded)).T[:out])
         dtype = INT4 if bits.max() <= 4 else np.dtype(np.int8)
-        codes, row, column = np.empty(shape, dtype), 0, 0
+        codes = np.empty(shape, dtype)
+        row = 0
+        column = 0
         for i in (*(np.flatnonzero(np.diff(bits))), count - 1):  # the last group of each run with equal bits
             width = int(bits[i])
             made = signed(unpack(packed[:, row : ends[i]], width), width, dtype)
             codes[:, column : column + made.shape[1]] = made
-            row, column = ends[i], column + made.shape[1]
+            row = ends[i]
+            column = column + made.shape[1]
         common = int(np.gcd.reduce(sizes))
         scale = np.repeat(self._scales(q_scale, q_scale_max, count, padded)[:out], sizes // common, axis=1)
         return QuantArray(codes, scale, order=self._order(q_invperm, inputs), block=(1, common))
@@ -63,7 +67,8 @@ class EXL2:
     def _groups(self, name: str, count: int, rows: int, inputs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int64 [groups] each: bits, end in the rows of q_weight, and number of inputs."""
         both = fetch(self.tensors, name, ("int16",), (2 * count,)).view(np.uint16).astype(np.int64).reshape(-1, 2)
-        bits, ends = both[:, 0], np.append(both[1:, 1], rows)
+        bits = both[:, 0]
+        ends = np.append(both[1:, 1], rows)
         if not count or both[0, 1] != 0 or not np.isin(bits, WIDTHS).all():
             raise CheckpointError(f"tensor {name!r} has bits other than {WIDTHS}, or does not begin at row 0")
         sizes = np.diff(ends, prepend=0) * 32 // bits

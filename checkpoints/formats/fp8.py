@@ -28,7 +28,8 @@ def open_format(config: Mapping[str, Any], tensors: Tensors) -> NativeFP8 | None
         return None
     if method(config) == "modelopt" and (given := quant_config(config).get("quant_algo")) not in ALGORITHMS:
         raise CheckpointError(f"ModelOpt is read with quant_algo {', '.join(ALGORITHMS)} or NVFP4, not {given!r:.100}")
-    key, settings = "weight_block_size", quant_config(config)
+    key = "weight_block_size"
+    settings = quant_config(config)
     block = settings.get(key)
     if block is None:
         return NativeFP8(tensors, (), of_fp8(method(config), settings, None))

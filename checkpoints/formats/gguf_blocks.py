@@ -171,7 +171,8 @@ def _q2_k(b: np.ndarray) -> Decoded:
 
 
 def _q3_k(b: np.ndarray) -> Decoded:
-    low, high = b["scales"][:, :8], b["scales"][:, 8:]
+    low = b["scales"][:, :8]
+    high = b["scales"][:, 8:]
     scales = _joined(_nibbles(low, 8), _bits(high, 2, 4), 4)
     codes = _joined(_bits(b["qs"], 2, 32), _bits(b["hmask"], 1, 32), 2)
     return _less(codes, 4).astype(INT4), _product(b["d"], _less(scales, 32)), 0, None
@@ -180,7 +181,9 @@ def _q3_k(b: np.ndarray) -> Decoded:
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima, [n, 8] each, of Q4_K and Q5_K. The first four are the low six bits of a byte; the others are
     split between the low or high half of a byte and the upper two bits of another."""
-    scale, minimum, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scale = packed[:, :4]
+    minimum = packed[:, 4:8]
+    rest = packed[:, 8:]
     scales = np.concatenate([scale & 63, (rest & 15) | ((scale >> 6) << 4)], axis=1)
     return scales, np.concatenate([minimum & 63, (rest >> 4) | ((minimum >> 6) << 4)], axis=1)
 
@@ -231,7 +234,9 @@ def _mxfp4(b: np.ndarray) -> Decoded:
     return PackedInt4(codes, FLOAT4), exponents_of(b["e"], "of blocks of MXFP4"), 0, None
 
 
-_D, _M, _DMIN = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2")
+_D = ("d", "<f2")
+_M = ("m", "<f2")
+_DMIN = ("dmin", "<f2")
 _DECODERS: dict[str, tuple[list, Callable[[np.ndarray], Decoded]]] = {
     "Q4_0": ([_D, ("qs", "u1", 16)], _q4_0),
     "Q4_1": ([_D, _M, ("qs", "u1", 16)], _q4_1),

@@ -77,7 +77,8 @@ def _matrices(
 ) -> dict[str, LowRank]:
     """The matrices for a weight of the model, or with "{e}" in its name for that of each expert. Shapes are checked
     before numbers are read."""
-    names, is_table = [name], a.name.startswith("token_embd.")
+    names = [name]
+    is_table = a.name.startswith("token_embd.")
     shapes = (b.shape[::-1], a.shape) if is_table else (a.shape, b.shape)
     if "{e}" in name:
         count = next(e for e in itertools.count() if name.replace("{e}", str(e)) not in changeable.shapes)
@@ -85,7 +86,8 @@ def _matrices(
             raise CheckpointError(
                 f"{path}: A {list(a.shape)} and B {list(b.shape)} of {shown(a.name)} are not those of {count} experts"
             )
-        names, shapes = [name.replace("{e}", str(e)) for e in range(count)], (a.shape[1:], b.shape[1:])
+        names = [name.replace("{e}", str(e)) for e in range(count)]
+        shapes = (a.shape[1:], b.shape[1:])
     for one in names:
         changeable.check(path, one, *shapes)
     up = _floats(b) * (alpha / b.shape[-1] if alpha else 1.0)

@@ -25,7 +25,8 @@ from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo, read_header
 from jaxserve.config import ConfigError
 from jaxserve.models.changeable import Changeable, LowRank
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 # Settings that need no care: they are read here, describe training, or say which modules the tensors' names show.
 HARMLESS = {
     *("peft_type", "peft_version", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
@@ -60,7 +61,8 @@ def read_peft(folder: Path, changeable: Changeable) -> dict[str, LowRank]:
             raise CheckpointError(f"{folder}: adapters can change {known} of this model, not {shortened(module)}")
         changeable.check(folder, name, *((b.shape[::-1], a.shape[::-1]) if is_table else (a.shape, b.shape)))
         scaling = settings.scaling(module, a.shape[0])
-        down, up = _floats(a), _floats(b) * scaling
+        down = _floats(a)
+        up = _floats(b) * scaling
         found[name] = (np.ascontiguousarray(up.T), np.ascontiguousarray(down.T)) if is_table else (down, up)
     return found
 
@@ -69,7 +71,8 @@ class _Settings:
     """What adapter_config.json says of scalings."""
 
     def __init__(self, path: Path, values: dict[str, Any]):
-        self._path, self._values = path, values
+        self._path = path
+        self._values = values
         if values.get("peft_type", "LORA") != "LORA":
             raise ConfigError(f"{path}: peft_type is {shown(values['peft_type'])}, and only LORA is supported")
         for key, value in values.items():
@@ -196,7 +199,8 @@ def _pairs(path: Path, changeable: Changeable) -> dict[tuple[str, bool], tuple[T
     for (module, _), pair in sides.items():
         if pair.keys() != {"A", "B"}:
             raise CheckpointError(f"{path}: {shortened(module)} has only lora_{next(iter(pair))}")
-        a, b = pair["A"].shape, pair["B"].shape
+        a = pair["A"].shape
+        b = pair["B"].shape
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             raise CheckpointError(f"{path}: A {list(a)} and B {list(b)} of {shortened(module)} do not fit each other")
     return {key: (pair["A"], pair["B"]) for key, pair in sides.items()}
@@ -233,7 +237,8 @@ def _of_experts(
             f"{folder}: A {list(a.shape)} and B {list(b.shape)} of {shortened(module)} do not fit the model's experts, "
             f"which need {shapes}"
         )
-    target, rank = fits[0], a.shape[0] // count
+    target = fits[0]
+    rank = a.shape[0] // count
     for name in target.members[0]:
         changeable.check(folder, name, (rank, a.shape[1]), (b.shape[0] // len(target.members[0]), rank))
     parameter = "gate_up_proj" if target is known[0] else "down_proj"

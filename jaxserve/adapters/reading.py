@@ -37,10 +37,15 @@ from jaxserve.models.changeable import Changeable, LowRank
 log = logging.getLogger(__name__)
 
 # Limits. An adapter gets time and memory for the numbers of the largest one that the model allows.
-CPU_SECONDS, CPU_PER_WEIGHT, CPU_PER_BYTE = 2.0, 2e-4, 1e-8
+CPU_SECONDS = 2.0
+CPU_PER_WEIGHT = 2e-4
+CPU_PER_BYTE = 1e-8
 CPU_HEADERS = 10.0  # for those of a whole checkpoint
-SECONDS, PER_BYTE = 30.0, 1e-7  # beside ten times the time to compute, because files may lie on slow disks
-MEMORY, MEMORY_PER_BYTE = 2**31, 5
+# beside ten times the time to compute, because files may lie on slow disks
+SECONDS = 30.0
+PER_BYTE = 1e-7
+MEMORY = 2**31
+MEMORY_PER_BYTE = 5
 T = TypeVar("T")
 
 
@@ -86,7 +91,8 @@ class FileReader:
     """
 
     def __init__(self, changeable: Changeable | None = None):
-        self._changeable, self._lock = changeable, threading.Lock()
+        self._changeable = changeable
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def read_adapter(self, path: Path, changeable: Changeable) -> dict[str, LowRank]:

@@ -53,7 +53,8 @@ class Registry:
     """
 
     def __init__(self, load: Callable[[Path, str], Adapter], most: int):
-        self._load, self._most = load, most
+        self._load = load
+        self._most = most
         self._names: dict[str, ServedAdapter] = {}
         self._weights: OrderedDict[str, Adapter] = OrderedDict()  # by digest, least recently used first
         self._reading: dict[str, Future[Adapter]] = {}  # by digest, of known adapters
@@ -97,7 +98,8 @@ class Registry:
         """The weights of the first of the adapters that are wanted next; the second one is read, too, if it is not in
         memory. None while the first is being read, for which this call waits up to `patience` seconds (None: as long as
         it takes). Raises AdapterError if it cannot be read."""
-        first, soon = wanted[0], {adapter.digest: adapter for adapter in wanted[:2]}
+        first = wanted[0]
+        soon = {adapter.digest: adapter for adapter in wanted[:2]}
         self._reading = {digest: one for digest, one in self._reading.items() if digest in soon}
         for digest, adapter in soon.items():
             if digest not in self._weights and digest not in self._reading:

@@ -220,7 +220,8 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         self.silent = False
-        parser, answer = self._parser, self._answer
+        parser = self._parser
+        answer = self._answer
         if parser is None or answer is None or answer.done():
             return self.close()  # bytes without a request
         try:
@@ -236,7 +237,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
-        parser, answer = self._parser, self._answer
+        parser = self._parser
+        answer = self._answer
         if parser is None or answer is None or answer.done():
             return
         try:
@@ -259,7 +261,8 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.query:
             raise ValueError(f"the URL must look like http://127.0.0.1:8000 (https is not supported), got {url!r}")
-        self._host, self._port = parts.hostname, parts.port or 80
+        self._host = parts.hostname
+        self._port = parts.port or 80
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._name = parts.netloc.rpartition("@")[2]
         self.url = f"http://{self._name}{self._base}"

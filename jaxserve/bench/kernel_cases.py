@@ -115,7 +115,8 @@ class AttentionCase(Case):
 
     @property
     def problem(self) -> AttentionProblem:
-        q, kv = jnp.dtype(self.dtype), dtype_of(self.kv_dtype or self.dtype)
+        q = jnp.dtype(self.dtype)
+        kv = dtype_of(self.kv_dtype or self.dtype)
         sizes = (self.kv_heads, self.group, self.head_dim, self.page_size)
         return AttentionProblem(q, kv, *sizes, has_scale=self.kv_dtype is not None)
 
@@ -156,7 +157,8 @@ class AttentionCase(Case):
         if len(pairs) > CHECKED:
             pairs = [pairs[i] for i in sorted(rng.choice(len(pairs), CHECKED, replace=False))]
         ends = np.cumsum([new for new, _ in self.rows])
-        found, expected = [], []
+        found = []
+        expected = []
         for token, head in pairs:
             row = int(np.searchsorted(ends, token, side="right"))
             seen = self.rows[row][1] - int(ends[row]) + token + 1
@@ -284,7 +286,8 @@ class MatmulCase(Case):
 
     @property
     def problem(self) -> MatmulProblem:
-        x, codes = jnp.dtype(self.dtype), dtype_of(self.codes)
+        x = jnp.dtype(self.dtype)
+        codes = dtype_of(self.codes)
         return MatmulProblem(x, codes, self.out, self.inputs, self.whole_block, has_zero=self.has_zero)
 
     @property
@@ -300,7 +303,8 @@ class MatmulCase(Case):
         return 2 * self.tokens * self.inputs * self.out
 
     def arguments(self, seed: int) -> tuple[Any, ...]:
-        shape, block = (self.out, self.inputs), self.whole_block
+        shape = (self.out, self.inputs)
+        block = self.whole_block
         most = 8 if self.codes == "int4" else 128
         codes = integers(seed, -most, most, shape, dtype_of(self.codes))  # float8 codes are rounded
         blocks = (-(-self.out // block[0]), -(-self.inputs // block[1]))

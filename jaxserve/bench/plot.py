@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxserve.bench.stats import METRICS, RequestRecord, concurrency, latencies, throughput
 
-_LINE, _AREA = "#1f5fa8", "#cfe0f3"
+_LINE = "#1f5fa8"
+_AREA = "#cfe0f3"
 
 
 def require_matplotlib() -> Any:

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 
 _CHARACTERS_PER_TOKEN = 4  # roughly, in English; estimates the tokens of a recorded answer
-_MIN_CHARACTERS, _MAX_CHARACTERS = 16, 4096  # limits of the recorded prompts and answers that are used
+# limits of the recorded prompts and answers that are used
+_MIN_CHARACTERS = 16
+_MAX_CHARACTERS = 4096
 
 _TEXT = (
     "the of and to in is that for it was on are as with they be at this have from or had by but what some we can out "
@@ -56,7 +58,8 @@ class Lengths:
         return self._draw(random, self.input_len), self._draw(random, self.output_len)
 
     def _draw(self, random: np.random.Generator, mean: int) -> int:
-        low, high = round(mean * (1 - self.range_ratio)), round(mean * (1 + self.range_ratio))
+        low = round(mean * (1 - self.range_ratio))
+        high = round(mean * (1 + self.range_ratio))
         return int(random.integers(max(1, low), max(1, high), endpoint=True))
 
 

@@ -34,7 +34,8 @@ class Checks:
     def summary(self, before: Checks) -> dict[str, float]:
         """What happened since `before`; nothing if no proposal was checked. The mean accepted length includes the token
         that each check samples anyway, as vLLM reports it."""
-        drafts, proposed = self.drafts - before.drafts, self.proposed - before.proposed
+        drafts = self.drafts - before.drafts
+        proposed = self.proposed - before.proposed
         if drafts <= 0 or proposed <= 0:
             return {}
         accepted = self.accepted - before.accepted

@@ -52,7 +52,8 @@ def engine_flags(config: EngineConfig) -> list[str]:
     """The command line's flags for the settings that differ from the defaults, except the model."""
     flags = []
     for name, field in EngineConfig.__dataclass_fields__.items():
-        value, flag = getattr(config, name), name.replace("_", "-")
+        value = getattr(config, name)
+        flag = name.replace("_", "-")
         if name == "model" or value == field.default:
             continue
         if isinstance(value, bool):
@@ -92,7 +93,8 @@ def measure_start(config: EngineConfig, cache: str, env: dict[str, str], timeout
                 time.sleep(_POLL_SECONDS)
             return time.perf_counter() - start
 
-        http_s, ready_s = wait_for("/health", 200, 503), wait_for("/ready", 200)
+        http_s = wait_for("/health", 200, 503)
+        ready_s = wait_for("/ready", 200)
     text = log.text()
     loaded = re.search(r"loaded .* in ([\d.]+) s", text)
     compiled = re.search(r"compiled (\d+) executables in ([\d.]+) s", text)

@@ -144,7 +144,8 @@ def summarize(records: Sequence[RequestRecord], limits: Mapping[str, float] | No
     """
     good = [record for record in records if record.error is None]
     duration = max((r.end for r in records), default=0.0) - min((r.start for r in records), default=0.0)
-    input_tokens, output_tokens = sum(r.input_tokens for r in good), sum(r.output_tokens for r in good)
+    input_tokens = sum(r.input_tokens for r in good)
+    output_tokens = sum(r.output_tokens for r in good)
     chunks = sum(len(r.arrivals) for r in good)
     per_second = 1 / duration if duration > 0 else 0.0
     summary: dict[str, Any] = {

@@ -88,7 +88,8 @@ class Search:
 def search(one: Search, measure: Measure, until: Callable[[], bool] = lambda: False) -> Best:
     """Finds the fastest sizes until `until` says that time is over. Raises the default sizes' exceptions, and
     ValueError if their result is wrong."""
-    case, sets = one.case, one.arguments()
+    case = one.case
+    sets = one.arguments()
     plain = case.arguments(0) if one.shuffled else None  # for exact results, with codes in order
 
     def trace(sizes: dict[str, int]) -> tuple[timing.Chain, set[str]]:
@@ -125,7 +126,8 @@ def search(one: Search, measure: Measure, until: Callable[[], bool] = lambda: Fa
                     best.failed.append(f"{sizes}: {short(error)}")
                     continue
                 if taken < min(best.seconds, (1 - GAIN) * default):
-                    best.sizes, best.seconds = sizes, taken
+                    best.sizes = sizes
+                    best.seconds = taken
     return best
 
 
@@ -208,7 +210,8 @@ class Tuning:
             if self.is_over:
                 print("no time was left for more block sizes", flush=True)
                 return
-            case, said = one.case, f"{one.case.part}, {one.backend}, {one.case.name}"
+            case = one.case
+            said = f"{one.case.part}, {one.backend}, {one.case.name}"
             try:
                 best = search(one, self.measure, lambda: self.is_over)
             except Exception as error:  # as in `search`; other cases may work
@@ -282,9 +285,11 @@ def tune(
 
 def attention_of(plan: ModelPlan) -> dict[AttentionProblem, None]:
     """The attention of a model on one device, if it is that of keys and values."""
-    mesh, page = plan.mesh, plan.one_page
+    mesh = plan.mesh
+    page = plan.one_page
     shares = parts_of(mesh, "cached_tokens")
-    devices, device = parts_of(mesh, "kv_heads"), Device.of(mesh.devices.flat[0])
+    devices = parts_of(mesh, "kv_heads")
+    device = Device.of(mesh.devices.flat[0])
     sizes = plan.dtype, np.dtype(page.dtype), page.page_size // shares
     problem = attention_problem(plan.model, plan.decoder.kv_heads, devices, device, *sizes)
     return {problem: None} if isinstance(problem, AttentionProblem) and shares == 1 else {}
@@ -337,7 +342,8 @@ def microseconds(race: Race, bandwidth: float) -> dict[str, dict[str, float]]:
 
 def table_of(race: Race, bandwidth: float) -> Iterator[str]:
     """The lines of a race's table, and a warning where a weight that is not quantized would be faster."""
-    chosen, columns = race.choice(), [PLAIN, *race.entries]
+    chosen = race.choice()
+    columns = [PLAIN, *race.entries]
     yield f"\n{race.name}, microseconds{' (codes are shuffled)' if chosen and chosen.shuffled else ''}"
     names = "rows", "floor", race.problem.x_dtype.name, *map(str, race.entries)
     yield "  ".join(f"{name:>9}" for name in names)

@@ -41,7 +41,8 @@ class Writer:
         self._folder = folder
         (folder / "weights").mkdir()
         self._file: Any = None
-        self._name, self._count = "", 0
+        self._name = ""
+        self._count = 0
 
     def write(self, array: jax.Array) -> Stored:
         """Writes an array with all its shards."""
@@ -75,15 +76,18 @@ class Reader:
     """Makes arrays from the files of a folder, which are mapped. `known`: the names of those that may be read."""
 
     def __init__(self, folder: Path, known: Collection[str]):
-        self._folder, self._known = folder, known
+        self._folder = folder
+        self._known = known
         self._files: dict[str, mmap.mmap] = {}
 
     def read(self, stored: Sequence[Stored], mesh: Mesh) -> list[jax.Array]:
         return [self._array(one, mesh) for one in stored]
 
     def _array(self, one: Stored, mesh: Mesh) -> jax.Array:
-        leaf, sharding = one.leaf, sharding_of(one.leaf, mesh)
-        shape, dtype = tuple(leaf.shape), jax.numpy.dtype(leaf.dtype)
+        leaf = one.leaf
+        sharding = sharding_of(one.leaf, mesh)
+        shape = tuple(leaf.shape)
+        dtype = jax.numpy.dtype(leaf.dtype)
         places = sharding.addressable_devices_indices_map(shape)
         known = {tuple(tuple(part) for part in shard.index): shard for shard in one.shards}
         data = {}

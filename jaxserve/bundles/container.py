@@ -33,8 +33,11 @@ from jaxserve.checkpoints.files import contents_of, open_regular, read_bytes, sh
 from jaxserve.checkpoints.hub import BUNDLE, BUNDLE_MODEL
 
 FORMAT = 1
-DIGEST, MAC = "bundle.sha256", "bundle.mac"
-WEIGHTS, PROGRAMS, STAMPS = "weights.json", "programs.json", "checks.json"
+DIGEST = "bundle.sha256"
+MAC = "bundle.mac"
+WEIGHTS = "weights.json"
+PROGRAMS = "programs.json"
+STAMPS = "checks.json"
 MODEL = BUNDLE_MODEL
 KERNELS = "kernels"  # entry of the environment: the kernels that were chosen by measurement, `tuning.choices`
 MAX_MANIFEST = 2**24  # bytes
@@ -84,7 +87,10 @@ class Bundle:
     """
 
     def __init__(self, path: Path, manifest: Manifest, digest: str, signed: bool):
-        self.path, self.manifest, self.digest, self.signed = path, manifest, digest, signed
+        self.path = path
+        self.manifest = manifest
+        self.digest = digest
+        self.signed = signed
 
     @classmethod
     def open(cls, path: Path, key: bytes | None = None) -> Bundle:
@@ -169,7 +175,8 @@ def is_bundle(model: str | Path) -> bool:
 
 def hashed(path: Path) -> tuple[int, str]:
     """(size, SHA-256) of a file. Raises BundleError if it cannot be read."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     buffer = bytearray(_PIECE)
     try:
         with open_regular(path) as file:

@@ -65,7 +65,8 @@ def describe(device: Any, panels: bool) -> dict[str, Any]:
 @cache
 def code_digest() -> str:
     """The SHA-256 of the code that determines programs and their arguments."""
-    root, kernels = Path(__file__).parent.parent, Path(cpu_build.__file__).parent
+    root = Path(__file__).parent.parent
+    kernels = Path(cpu_build.__file__).parent
     tops = {name: kernels if name == "pallas_kernels" else root / name for name in CODE}
     return installed.digest(tops, (".py", ".cc", ".h", ".json"))
 
@@ -83,7 +84,8 @@ def differences(made: dict[str, Any], here: dict[str, Any], names: tuple[str, ..
     but the libraries, which are compared one by one."""
     found = []
     for name in names or [one for one in here if one != "libraries"]:
-        before, now = made.get(name), here.get(name)
+        before = made.get(name)
+        now = here.get(name)
         if before == now:
             continue
         if isinstance(before, dict) and isinstance(now, dict):

@@ -110,7 +110,8 @@ class ProgramCache:
 
 def _made_from(config: EngineConfig, runner: ModelRunner) -> list[Any]:
     """All that decides what programs are, but their names and arguments, as JSON has it."""
-    device, model = runner.mesh.devices.flat[0], runner.model
+    device = runner.mesh.devices.flat[0]
+    model = runner.model
     settings = {k: v for k, v in environment.settings_of(config).items() if k not in environment.FREE}
     variables = {k: v for k, v in os.environ.items() if k.startswith(PREFIXES) and k not in NEUTRAL}
     panels = on_one_cpu(runner.mesh) and cpu_panels.available()

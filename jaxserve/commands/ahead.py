@@ -62,7 +62,8 @@ def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     if target_devices(target)[0].platform == "tpu":
         raise ConfigError("bundles for TPUs cannot be made elsewhere: the order of their weights is made by the device")
     made = plan_ahead(config, target)
-    runner, sizing = made.runner, made.sizing
+    runner = made.runner
+    sizing = made.sizing
     sizing.begin()
     runner.compile(runner.names(made.shapes))
     sizing.finish(made.shapes)
@@ -94,7 +95,8 @@ def plan_ahead(config: EngineConfig, target: str) -> Planned:
     cost = StepCost.of(forms, plan.model, devices[0], num_devices(plan.mesh), plan.dtype)
     shapes = buckets(config, plan, cost)
     reserve = memory.RESERVE_BYTES + (memory.OFFLOAD_BYTES if config.kv_offload_gib else 0)
-    held, states = (runner.weight_bytes, runner.slot_bytes), plan.one_page.state_bytes(plan.mesh)
+    held = (runner.weight_bytes, runner.slot_bytes)
+    states = plan.one_page.state_bytes(plan.mesh)
     budget = memory.Budget(target_memory(devices[0]), config.memory_utilization, *held, reserve, None, True, states)
     sizing = Sizing(config, [Sized(runner, plan.one_page)], budget, shapes, plan.longest)
     return Planned(config, plan, forms, runner, shapes, sizing)

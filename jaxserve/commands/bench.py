@@ -167,11 +167,13 @@ async def _measure(
         prompts, what = _prompts(args, vocabulary)
         # Requests are encoded before the clock starts.
         bodies = [(target.body(p), len(p.content) if isinstance(p.content, list) else 0) for p in prompts]
-        measured, warmup = bodies[: args.num_requests], bodies[args.num_requests :]
+        measured = bodies[: args.num_requests]
+        warmup = bodies[args.num_requests :]
         await serve.run_load(lambda i: sender.send(*_at(warmup[i], 0.0)), [0.0] * args.warmup, load.concurrency)
         starts = serve.arrival_times(args.num_requests, load.request_rate, args.seed)
         before = await serve.read_checks(client)
-        clock, used = time.perf_counter(), time.process_time()
+        clock = time.perf_counter()
+        used = time.process_time()
         records = await serve.run_load(lambda i: sender.send(*_at(measured[i], clock)), starts, load.concurrency)
         busy = (time.process_time() - used) / (time.perf_counter() - clock)
         checks = (await serve.read_checks(client)).summary(before)

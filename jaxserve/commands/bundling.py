@@ -81,13 +81,21 @@ def make_bundle(
             if engine.pooler is not None:
                 raise ConfigError("bundles are for models that generate; this one embeds or scores")
             engine.compile()
-            folder, runner, arrays = engine.model_folder, engine.runner, engine.runner.weights
-            shapes, longest = engine.shapes, engine.max_model_len
+            folder = engine.model_folder
+            runner = engine.runner
+            arrays = engine.runner.weights
+            shapes = engine.shapes
+            longest = engine.max_model_len
         else:
             made = compile_ahead(config, target)
-            config, folder, runner, arrays = made.config, made.folder, made.runner, made.arrays
-            shapes, longest = made.shapes, made.longest
-    names, known = programs.names_of(runner, shapes), runner.executables
+            config = made.config
+            folder = made.folder
+            runner = made.runner
+            arrays = made.arrays
+            shapes = made.shapes
+            longest = made.longest
+    names = programs.names_of(runner, shapes)
+    known = runner.executables
     compiled = {text: known[name] for text, name in names.items()}
     options = dict(flags or {})
     if target != HERE:

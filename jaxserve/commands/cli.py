@@ -168,7 +168,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.flags import server_options
     from jaxserve.server.process.run import serve
 
-    options, config = server_options(args), engine_config(args)
+    options = server_options(args)
+    config = engine_config(args)
     options |= {"deployment": deployment.locked(args), "engine": args.engine}
     return _follow(config) if config.host_id else serve(config, **options)
 
@@ -227,13 +228,16 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
     if harmony.matches(llm.tokenizer.chat_template or ""):
         splitter = harmony.splitter(llm.tokenizer.decode(prompt[-16:], skip_special_tokens=False))
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    parser, text, shown = OutputParser(splitter, None), "", ""
+    parser = OutputParser(splitter, None)
+    text = ""
+    shown = ""
     try:
         for delta in llm.stream(prompt, params):
             if (piece := parser.push(delta)) is not None:
                 gap = "\n\n" if piece.content and shown and not text else ""  # between the reasoning and the answer
                 print(piece.reasoning + gap + piece.content, end="", flush=True)
-                text, shown = text + piece.content, shown + piece.reasoning
+                text = text + piece.content
+                shown = shown + piece.reasoning
     except KeyboardInterrupt:  # ends this answer but not the conversation
         pass
     print()

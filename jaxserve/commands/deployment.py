@@ -67,7 +67,8 @@ def locked(args: argparse.Namespace) -> dict[str, Any]:
     """The record of what `serve` was told. Writes it if asked to. Raises ConfigError if it is not that of --config."""
     from jaxserve.deployment import record
 
-    config, template = engine_config(args), template_of(args)
+    config = engine_config(args)
+    template = template_of(args)
     if args.lock is None and args.write_lock is None:
         return record.describe(config, args.flags, template)
     found = record.full(config, args.flags, template)

@@ -26,7 +26,9 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     could not be served with these settings.
     """
     plan = ModelPlan.of(config, devices)
-    model, mesh, layout = plan.model, plan.mesh, plan.one_page
+    model = plan.model
+    mesh = plan.mesh
+    layout = plan.one_page
     device = mesh.devices.flat[0]
     params = abstract_weights(plan.decoder, plan.folder, mesh, config)
     yield f"model: {_shape(model)}"
@@ -36,7 +38,8 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield memory.describe_weights(params)
     per_device = f"{layout.token_bytes // layout.ways(mesh):,} a device"
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
-    weights, states = sum(memory.bytes_by_dtype(params).values()), layout.state_bytes(mesh)
+    weights = sum(memory.bytes_by_dtype(params).values())
+    states = layout.state_bytes(mesh)
     if layout.states is not None:
         of_all = f"{memory.size(states)} a device for {config.max_num_seqs} sequences"
         yield f"states of recurrent layers: {layout.states.slot_bytes:,} bytes a sequence, {of_all}"

@@ -54,7 +54,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("jaxserve plan needs a model: a folder, a config.json, a hub id, or 'demo'")
     goal = None if args.goal is None else Goal.of(args.goal)
-    shape, prices = _shape(args.request), _prices(args.prices)
+    shape = _shape(args.request)
+    prices = _prices(args.prices)
     path = args.constants or measured.default_path()
     base = _without_weights(args)
     known = measured.read(path, args.constants is not None and not args.measure)

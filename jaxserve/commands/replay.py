@@ -56,7 +56,8 @@ def replay(files: Sequence[Path], *, model: str | None, settings: dict[str, Any]
     kinds: dict[str, list[Line]] = {}
     for line in lines:
         kinds.setdefault(json.dumps(line.record.settings, sort_keys=True), []).append(line)
-    differing, first = 0, None
+    differing = 0
+    first = None
     for some in kinds.values():
         config = config_of(some[0].record, model, settings)
         if not config.deterministic:
@@ -173,5 +174,6 @@ def _shown(values: np.ndarray, at: int) -> str:
 
 
 def _pair(was: Iterable[int], now: Iterable[int], at: int) -> str:
-    before, after = list(was), list(now)
+    before = list(was)
+    after = list(now)
     return f"was {before[at] if at < len(before) else 'none'}; now {after[at] if at < len(after) else 'none'}"

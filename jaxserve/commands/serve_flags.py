@@ -34,7 +34,9 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
 
     reader = ServeParser(parser)
     args = parser.parse_args(list(argv))
-    above, before, lock = reader.given(argv), [], None
+    above = reader.given(argv)
+    before = []
+    lock = None
     if args.named_model is not None:
         if args.model not in (None, args.named_model):
             raise ConfigError(f"two models: {args.model}, and --model {args.named_model}; name one of them")
@@ -65,7 +67,8 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         before = reader.arguments(flags, Path(model), above | of_file) + before
     args = parser.parse_args([*argv, *before])
     args.model = model
-    args.flags, args.lock = reader.chosen(args), lock
+    args.flags = reader.chosen(args)
+    args.lock = lock
     return args
 
 

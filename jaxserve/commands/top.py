@@ -54,7 +54,9 @@ def parse_metrics(text: str, seconds: float) -> Sample:
         match = _SAMPLE.match(line)
         if match is None or line.startswith("#"):
             continue
-        name, labels, value = match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+        name = match[1]
+        labels = dict(_LABEL.findall(match[2] or ""))
+        value = float(match[3])
         sample.model = labels.get("model_name", sample.model)
         if name.endswith("_bucket"):
             sample.buckets[name.removesuffix("_bucket")][float(labels["le"])] += value
@@ -88,13 +90,16 @@ def quantile(q: float, counts: dict[float, float]) -> float | None:
     total = counts.get(float("inf"), 0.0)
     if total <= 0:
         return None
-    rank, low, below = q * total, 0.0, 0.0
+    rank = q * total
+    low = 0.0
+    below = 0.0
     for bound in sorted(counts):
         if counts[bound] >= rank:
             if bound == float("inf"):
                 return low
             return low + (bound - low) * (rank - below) / max(counts[bound] - below, 1e-9)
-        low, below = bound, counts[bound]
+        low = bound
+        below = counts[bound]
     return low
 
 
@@ -102,7 +107,8 @@ class View:
     """Frames of text from the samples of the last WINDOW_SECONDS."""
 
     def __init__(self, url: str, color: bool):
-        self._url, self._color = url, color
+        self._url = url
+        self._color = color
         self._samples: deque[Sample] = deque()
         self._hues: dict[tuple[str, int], int] = {}
 
@@ -117,7 +123,8 @@ class View:
 
     def frame(self, width: int, height: int) -> list[str]:
         """At most `height` lines for a terminal of `width` columns."""
-        now, values = self._samples[-1], self._samples[-1].values
+        now = self._samples[-1]
+        values = self._samples[-1].values
         title = f"{self._style('jaxserve top', '1')}  {now.model}  {self._style(self._url, '2')}"
         lines = [title, "", self._load(values), self._rates(width), self._cache(values), *self._speculation(values), ""]
         latencies = self._latencies()
@@ -143,10 +150,12 @@ class View:
             pairs = zip(self._samples, list(self._samples)[1:], strict=False)
             return [max(0.0, b.values[name] - a.values[name]) / (b.seconds - a.seconds) for a, b in pairs]
 
-        new, read = rates("generation_tokens_total"), rates("prompt_tokens_total")
+        new = rates("generation_tokens_total")
+        read = rates("prompt_tokens_total")
         if not new:
             last = self._samples[-1].values
-            generated, prompts = last["generation_tokens_total"], last["prompt_tokens_total"]
+            generated = last["generation_tokens_total"]
+            prompts = last["prompt_tokens_total"]
             return f"tokens      {generated:.0f} generated   {prompts:.0f} of prompts"
         curve = new[-max(0, min(40, width - 56)) :]
         top = max(curve, default=0.0) or 1.0
@@ -190,12 +199,14 @@ class View:
         return self._style("■" if self._color else _LETTERS[hue % len(_LETTERS)], f"38;5;{_HUES[hue % len(_HUES)]}")
 
     def _latencies(self) -> list[str]:
-        first, last = self._samples[0], self._samples[-1]
+        first = self._samples[0]
+        last = self._samples[-1]
         is_single = first is last
         span = "since start" if is_single else f"last {last.seconds - first.seconds:.0f} s"
         lines = [self._style(f"{span:<16}" + "".join(f"{f'p{q * 100:g}':>10}" for q in _QUANTILES), "2")]
         for title, name in _LATENCIES.items():
-            counts, earlier = last.buckets[name], {} if is_single else first.buckets[name]
+            counts = last.buckets[name]
+            earlier = {} if is_single else first.buckets[name]
             recent = {bound: count - earlier.get(bound, 0.0) for bound, count in counts.items()}
             lines.append(f"{title:<16}" + "".join(f"{_duration(quantile(q, recent)):>10}" for q in _QUANTILES))
         return lines

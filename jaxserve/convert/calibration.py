@@ -72,7 +72,8 @@ class Measured:
         assert self.gate_up is not None
         own = (self.chosen == expert).any(1)
         number = int(own.sum())
-        taken, others = np.flatnonzero(own), np.flatnonzero(~own)
+        taken = np.flatnonzero(own)
+        others = np.flatnonzero(~own)
         if number < FEWEST and len(others):
             spread = np.linspace(0, len(others) - 1, min(FEWEST - number, len(others))).round().astype(int)
             taken = np.concatenate([taken, others[spread]])
@@ -130,7 +131,8 @@ def _fill(host: np.ndarray, pieces: list[Piece], tensors: Mapping[str, np.ndarra
 
 def begin(decoder: Decoder, params: Mapping[str, jax.Array], windows: np.ndarray, path: Path) -> None:
     """Writes the first layer's inputs. `params` are those outside of the layers."""
-    tree, positions = unflatten_dict(dict(params), sep="/"), jnp.arange(windows.shape[1])
+    tree = unflatten_dict(dict(params), sep="/")
+    positions = jnp.arange(windows.shape[1])
     inputs = jax.jit(lambda ids: decoder.apply({"params": tree}, ids, positions, method="begin")[0])
     _write(path, (*windows.shape, decoder.config.hidden_size), (inputs(ids) for ids in windows))
 
@@ -139,7 +141,8 @@ def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], input
     """What the matrices of a decoder layer see."""
     spec = decoder.config.layers[layer]
     total: Any = None
-    tokens, chosen = [], []
+    tokens = []
+    chosen = []
     for x in np.load(inputs, mmap_mode="r"):
         _, seen, routed = _forward(decoder, spec, dict(params), x)
         total = seen if total is None else jax.tree.map(jnp.add, total, seen)
@@ -196,7 +199,8 @@ def _forward(
         return mixture(x, chosen, *rest, **options)
 
     def attend(heads: Any) -> jax.Array:
-        kind, tokens = cache_kind(decoder.config, decoder.kv_heads, x.dtype, "cpu"), len(x)
+        kind = cache_kind(decoder.config, decoder.kv_heads, x.dtype, "cpu")
+        tokens = len(x)
         pages = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kind.pages(-(-tokens // PAGE), PAGE))
         table = jnp.arange(-(-tokens // PAGE), dtype=jnp.int32)[None]
         ends = jnp.array([tokens], jnp.int32)

@@ -61,7 +61,8 @@ def convert_model(model: str, out: Path, form: str, tensor_parallel_size: int = 
 
 def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, Any]]:
     """The model's decoder, and its parameters by path."""
-    config, mesh = read_model(folder), make_mesh(1, jax.devices("cpu"))
+    config = read_model(folder)
+    mesh = make_mesh(1, jax.devices("cpu"))
     if orbax.is_saved(folder):
         stored = orbax.describe(folder)
         place = replicated(mesh)
@@ -126,7 +127,8 @@ def _write_safetensors(
     shards: dict[str, list[str]] = {}
     for path in pieces:
         shards.setdefault(path.split("/")[0] if path.startswith("layers_") else "rest", []).append(path)
-    sizes, weights = {}, {}
+    sizes = {}
+    weights = {}
     plain = {names["head.weight"].removesuffix(".weight")}
     for i, paths in enumerate(shards.values()):
         tensors: dict[str, np.ndarray] = {}

@@ -138,9 +138,13 @@ class _Run:
         source = Checkpoint.open(folder)
         if source.reader is not None:
             raise ConfigError(f"{folder} is quantized already; quantize the model that it was made from")
-        self.folder, self.out, self.config, self.values = folder, out, config, source.hf.values
+        self.folder = folder
+        self.out = out
+        self.config = config
+        self.values = source.hf.values
         self.model = read_model(folder)
-        self.roles, self.tensors = source.family.roles(self.model, source.tensors.__contains__), source.tensors
+        self.roles = source.family.roles(self.model, source.tensors.__contains__)
+        self.tensors = source.tensors
         if self.calibrated:
             check_calibration(self.model, config.method, self.roles)
         self.decoder = Decoder(self.model, self.model.num_kv_heads, self.model.vocab_size)

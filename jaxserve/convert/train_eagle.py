@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 
 HELD_OUT = 16  # windows that are not trained on
 DECAY = 0.8  # weight of each further pass in the loss, against the pass before
-WARM_UP, DESCENT = 0.03, 0.5  # parts of the time in which the learning rate rises, and falls to zero
+WARM_UP = 0.03  # part of the time in which the learning rate rises
+DESCENT = 0.5  # part of the time in which it falls to zero
 FIRST = 0.35  # part of the time in which only the first pass is trained, which costs a third
 
 
@@ -100,7 +101,8 @@ def train_eagle(model: str, data: Path, out: Path, config: TrainConfig) -> None:
 
 def _continued(model: str, windows: np.ndarray, config: TrainConfig) -> np.ndarray:
     """Windows with a second half that the target wrote: a third of them greedily, others at temperatures up to 1."""
-    half, rng = config.length // 2, np.random.default_rng(config.seed)
+    half = config.length // 2
+    rng = np.random.default_rng(config.seed)
     chosen = windows[rng.permutation(len(windows))[: config.generate]]
     llm = LLM(model, max_model_len=config.length)
     params = [
@@ -126,7 +128,8 @@ class Training:
 
     def __init__(self, target: ModelConfig, folder: Path, windows: np.ndarray, config: TrainConfig):
         mesh = make_mesh(1)
-        self.config, self.windows = config, windows
+        self.config = config
+        self.windows = windows
         self.decoder = Decoder(target, target.num_kv_heads, target.vocab_size, jnp.float32, Ops())
         self.target_params = load_params(self.decoder, folder, mesh, dequantize=True, progress=False)
         size = min(config.vocabulary, target.vocab_size)
@@ -149,7 +152,8 @@ class Training:
     def _begin(self, params: dict[str, Any]) -> dict[str, Any]:
         """The first parameters: the head is the target's, features are its last hidden states, the layer's results are
         zero, and its first projections are those of the target's layers where these have the same shape."""
-        decoder, hidden = self.decoder, self.decoder.config.hidden_size
+        decoder = self.decoder
+        hidden = self.decoder.config.hidden_size
         table = "embed/table" if decoder.config.tie_embeddings else "head/kernel"
         flat = flatten_dict(self.target_params, sep="/")
         changed = {"head/kernel": flat[table][self.ids], "norm/scale": flat.get("norm/scale", params["norm/scale"])}
@@ -157,8 +161,10 @@ class Training:
         changed["fc/kernel"] = jnp.concatenate([jnp.zeros((hidden, (read - 1) * hidden)), jnp.eye(hidden)], axis=1)
         for path in ("layers_0/attention/out/kernel", "layers_0/mlp/down/kernel"):
             changed[path] = jnp.zeros_like(params[path])
-        first, last = "layers_0/", f"layers_{decoder.config.num_layers - 1}/"
-        qkv, gate_up = "attention/qkv/kernel", "mlp/gate_up/kernel"
+        first = "layers_0/"
+        last = f"layers_{decoder.config.num_layers - 1}/"
+        qkv = "attention/qkv/kernel"
+        gate_up = "mlp/gate_up/kernel"
         alike = {first + qkv: jnp.concatenate([flat[first + qkv], flat[last + qkv]], axis=1) / 2**0.5}
         alike |= {first + gate_up: flat[last + gate_up]} if last + gate_up in flat else {}
         changed |= {path: x for path, x in alike.items() if x.shape == params[path].shape}
@@ -166,10 +172,12 @@ class Training:
 
     def run(self) -> list[float]:
         """Trains until the time is over. Returns the loss of each step."""
-        config, losses = self.config, []
+        config = self.config
+        losses = []
         some = jnp.asarray(self.windows[: config.rows])
         for passes in {1, config.passes}:  # compiles the steps, for the first and for later states
-            params, state = self.params, self._state
+            params = self.params
+            state = self._state
             for _ in range(2):
                 params, state, _ = self._step(params, state, self.target_params, some, 0.0, passes)
         start = time.monotonic()
@@ -248,7 +256,8 @@ class Training:
 
     def _settings(self) -> dict[str, Any]:
         config = self.drafter.config
-        attention, layer = config.attentions[0], config.layers[0]
+        attention = config.attentions[0]
+        layer = config.layers[0]
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -293,7 +302,8 @@ def _states(
     """The inputs of some of the target's layers, [tokens, hidden] each, and its logits [tokens, vocabulary]."""
     apply = partial(decoder.apply, {"params": params})
     x, ropes = apply(tokens, jnp.arange(len(tokens)), method="begin")
-    y, seen = None, {}
+    y = None
+    seen = {}
     for i, spec in enumerate(decoder.config.layers):
         seen[i] = added(x, y)
         module = decoder.layer(spec, parent=None)
@@ -309,8 +319,10 @@ def proposals(drafter: Drafter, params: Any, states: list[jax.Array], tokens: ja
     target's states; in each further one from the pass before, at the place before."""
     apply = partial(drafter.apply, {"params": params})
     features: Any = apply(states, method="features")
-    features, tokens = features[:-1], tokens[1:]
-    layer, ropes = drafter.layer(drafter.config.layers[0], parent=None), angles(drafter.config, jnp.arange(len(tokens)))
+    features = features[:-1]
+    tokens = tokens[1:]
+    layer = drafter.layer(drafter.config.layers[0], parent=None)
+    ropes = angles(drafter.config, jnp.arange(len(tokens)))
     earlier: list[tuple[jax.Array, jax.Array]] = []
     found: list[Any] = []
     for _ in range(passes):
@@ -328,7 +340,9 @@ def _causal(layer: Any, earlier: list[tuple[jax.Array, jax.Array]], heads: Heads
     the one entry that was its own past when it proposed."""
     q, k, v = layer.ops.rotate(heads, layer.norm_eps, jnp.float32)
     earlier.append((k, v))
-    spec, count, turn = layer.spec.attention, len(q), len(earlier) - 1
+    spec = layer.spec.attention
+    count = len(q)
+    turn = len(earlier) - 1
     index = jnp.arange(count)
     back = index[:, None] - index
     seen = (back >= turn) & (back < (spec.window or count)) if turn or spec.window else back >= 0

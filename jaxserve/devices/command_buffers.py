@@ -61,7 +61,8 @@ def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
 def driver_version() -> int | None:
     """The newest CUDA that this machine's driver supports, 12030 for 12.3; None where there is no driver."""
     try:
-        cuda, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        cuda = ctypes.CDLL("libcuda.so.1")
+        version = ctypes.c_int()
         return version.value if cuda.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
     except OSError:
         return None

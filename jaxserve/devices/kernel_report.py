@@ -19,7 +19,8 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
     tokens in a page; None is the engine's default on this device."""
     page_size = page_size or default_page_size(device.platform)
     dtype = np.dtype(np.float32) if device.platform == "cpu" else np.dtype(jnp.bfloat16)
-    fp8, int4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)
+    fp8 = np.dtype(ml_dtypes.float8_e4m3fn)
+    int4 = np.dtype(ml_dtypes.int4)
     yield f"{device.kind} ({device.platform}), activations in {dtype}"
     for kv in (dtype, np.dtype(np.int8), fp8):
         problem = AttentionProblem(dtype, kv, 8, group, head_dim, page_size, has_scale=kv != dtype)
@@ -30,7 +31,8 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         latents = LatentProblem(dtype, kv, 16, 512, 64, page_size, has_scale=kv != dtype, width=width)
         name = f"latent attention, {kv} cache, 512 + 64 numbers a token, 16 heads, pages of {page_size} tokens"
         yield from _backends(name, explain("latent", device, latents))
-    fp4, e8m0 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+    fp4 = np.dtype(ml_dtypes.float4_e2m1fn)
+    e8m0 = np.dtype(ml_dtypes.float8_e8m0fnu)
     for codes, block, scale, name in (
         (np.dtype(np.int8), (1, 4096), None, "int8 per channel"),
         (int4, (1, 128), None, "int4, groups of 128"),
@@ -63,7 +65,8 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
 
 def _rounded_inputs(device: Device, dtype: np.dtype) -> Iterator[str]:
     """Lines on 8-bit weights whose checkpoints ask for 8-bit inputs of their products too (W8A8)."""
-    int8, fp8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+    int8 = np.dtype(np.int8)
+    fp8 = np.dtype(ml_dtypes.float8_e4m3fn)
     for codes, block, wanted in (
         (int8, (1, 4096), Activations("int8")),
         (fp8, (1, 4096), Activations(fp8.name)),

@@ -64,7 +64,8 @@ class Count(NamedTuple):
 
 def count(few: str, more: str, layers: int) -> Count:
     """Counts from two compiled programs of the same step, with `layers` and twice as many equal layers."""
-    first, second = launches(few), launches(more)
+    first = launches(few)
+    second = launches(more)
     each = (len(second) - len(first)) / layers
     grouped = [Counter((x.kind, _general(x.source)) for x in some) for some in (first, second)]
     layer = Counter({key: (n - grouped[0][key]) / layers for key, n in grouped[1].items() if n != grouped[0][key]})
@@ -81,7 +82,8 @@ def describe(found: Count) -> str:
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation by its name, and the name of the entry."""
     found: dict[str, list[str]] = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     for line in text.splitlines():
         if header := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
             current = found.setdefault(header[2], [])

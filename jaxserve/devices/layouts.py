@@ -20,7 +20,8 @@ from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 PLATFORMS = ("tpu",)
 LARGE = 1 << 20  # bytes on a device; smaller arrays stay as XLA lays them out
-LANES, SUBLANES = 128, 8
+LANES = 128
+SUBLANES = 8
 _KINDS = QuantArray | BlockArray | PanelArray
 
 
@@ -83,7 +84,8 @@ def device_bytes(x: Any) -> int:
     shape = list(x.sharding.shard_shape(x.shape))
     order = _order(x) if is_ours(x) else None
     if order is not None:
-        last, before = order[-1], order[-2]
+        last = order[-1]
+        before = order[-2]
         shape[last] = -(-shape[last] // LANES) * LANES
         rows = min(SUBLANES, 1 << (shape[before] - 1).bit_length())
         shape[before] = -(-shape[before] // rows) * rows

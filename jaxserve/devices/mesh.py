@@ -57,7 +57,8 @@ def make_mesh(
             f"decode_context_parallel_size {context_parallel_size} must divide tensor_parallel_size "
             f"{tensor_parallel_size}"
         )
-    devices, needed = jax.devices() if devices is None else devices, data_parallel_size * tensor_parallel_size
+    devices = jax.devices() if devices is None else devices
+    needed = data_parallel_size * tensor_parallel_size
     if len(devices) < needed:
         groups = "" if data_parallel_size == 1 else f"data_parallel_size {data_parallel_size} x "
         platform = devices[0].platform
@@ -68,7 +69,8 @@ def make_mesh(
         )
     if data_parallel_size > 1:
         devices = by_host(devices)
-    count, sharing = data_parallel_size, tensor_parallel_size // context_parallel_size
+    count = data_parallel_size
+    sharing = tensor_parallel_size // context_parallel_size
     shape = (1, count, 1, sharing, 1) if expert_parallel else (count, 1, 1, 1, sharing)
     return Mesh(np.asarray(devices[:needed]).reshape(*shape, context_parallel_size), AXES)
 

@@ -32,7 +32,8 @@ class MeshLink:
     def __init__(self, source: Mesh, target: Mesh):
         ends = source.devices.flatten(), target.devices.flatten()
         self._place = NamedSharding(Mesh(np.stack(ends), ("end", "device")), _ENDS)
-        self._arrival, self.frozen = replicated(target), False
+        self._arrival = replicated(target)
+        self.frozen = False
         self._own: list[Any] = sorted(self._place.addressable_devices, key=lambda device: device.id)
         self.is_here = bool(self._own)
         self._programs: dict[Any, Compiled] = {}
@@ -92,7 +93,8 @@ def least_of_processes(numbers: Sequence[int]) -> list[int]:
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.asarray([first[process] for process in sorted(first)]), ("process",))
     own = jax.device_put(np.asarray([numbers], np.int32), first[jax.process_index()])
-    shape, place = (len(first), len(numbers)), NamedSharding(mesh, PartitionSpec("process"))
+    shape = (len(first), len(numbers))
+    place = NamedSharding(mesh, PartitionSpec("process"))
     of_all = jax.make_array_from_single_device_arrays(shape, place, [own])
     least = jax.jit(lambda x: x.min(axis=0), out_shardings=replicated(mesh))(of_all)
     return np.asarray(least).tolist()

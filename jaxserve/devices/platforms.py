@@ -117,7 +117,8 @@ def _heard() -> Iterator[list[str]]:
             error = record.exc_info[1] if record.exc_info else None
             texts.append(record.getMessage() + (f": {error}" if error else ""))
 
-    logger, listener = logging.getLogger("jax._src.xla_bridge"), Listener(logging.WARNING)
+    logger = logging.getLogger("jax._src.xla_bridge")
+    listener = Listener(logging.WARNING)
     logger.addHandler(listener)
     try:
         yield texts

@@ -53,7 +53,8 @@ def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> 
     if isinstance(w, BlockArray):
         return jax.tree.map(lambda _: PartitionSpec(*lead, out, inputs), w)
     if w.order is not None and inputs is not None:
-        out, inputs = (None if w.shape[-2] % num_parts(mesh, inputs) else inputs), None
+        out = None if w.shape[-2] % num_parts(mesh, inputs) else inputs
+        inputs = None
 
     def of_blocks(values: jax.Array | None) -> PartitionSpec | None:
         if values is None:
@@ -63,7 +64,8 @@ def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> 
 
     scale, zero, bias = map(of_blocks, (w.scale, w.zero, w.bias))
     order, input_scale = (None if x is None else PartitionSpec(*lead) for x in (w.order, w.input_scale))
-    gain, codes = None if w.gain is None else PartitionSpec(*lead, out), PartitionSpec(*lead, out, inputs)
+    gain = None if w.gain is None else PartitionSpec(*lead, out)
+    codes = PartitionSpec(*lead, out, inputs)
     return replace(w, codes=codes, scale=scale, zero=zero, bias=bias, order=order, gain=gain, input_scale=input_scale)
 
 
@@ -148,13 +150,16 @@ def experts_sharded(
     """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
     each of these. `total` adds the devices' partial results in the dtype of x. Groups of devices with different tokens
     give all their tokens to all devices, and get the results of their own."""
-    everywhere, groups, absent = PartitionSpec(), num_groups(mesh), w.gate_up.shape[0] * num_parts(mesh, GROUPS)
+    everywhere = PartitionSpec()
+    groups = num_groups(mesh)
+    absent = w.gate_up.shape[0] * num_parts(mesh, GROUPS)
 
     def local(x, chosen, weights, w, count, stacks, places) -> jax.Array:
         if groups > 1:
             assert stacks is None, "groups of devices have no adapters"
             if count is not None:  # the padding of each group is in the middle of all tokens
-                chosen, count = jnp.where(jnp.arange(len(chosen))[:, None] < count, chosen, absent), None
+                chosen = jnp.where(jnp.arange(len(chosen))[:, None] < count, chosen, absent)
+                count = None
             x, chosen, weights = (jax.lax.all_gather(one, GROUPS, tiled=True) for one in (x, chosen, weights))
         if num_parts(mesh, RULES["expert"]) > 1:
             own = w.gate_up.shape[0]
@@ -172,7 +177,8 @@ def experts_sharded(
         return quant_specs(weight, of_plain, mesh) if isinstance(weight, QuantArray | BlockArray) else of_plain
 
     bias = None if w.gate_up_bias is None else spec("expert", "expert_mlp")
-    gate_up, down = ("expert", "expert_mlp", "embed"), ("expert", "embed", "expert_mlp")
+    gate_up = ("expert", "expert_mlp", "embed")
+    down = ("expert", "embed", "expert_mlp")
     split = ExpertWeights(specs(w.gate_up, *gate_up), specs(w.down, *down), bias)
     in_specs = (everywhere, everywhere, everywhere, split, everywhere, stack_specs(stacks), everywhere)
     if groups > 1:
@@ -185,7 +191,9 @@ def stack_specs(stacks: ExpertStacks | None) -> Any:
     the experts' width. The devices' partial results of the last product then add up like those of the experts."""
     if stacks is None:
         return None
-    everywhere, by_expert, by_width = PartitionSpec(), spec(None, "expert"), spec(None, "expert", None, "expert_mlp")
+    everywhere = PartitionSpec()
+    by_expert = spec(None, "expert")
+    by_width = spec(None, "expert", None, "expert_mlp")
     gate_up: Any = {"a": by_expert, "b": by_width, "ranks": everywhere}
     down: Any = {"a": by_width, "b": by_expert, "ranks": everywhere}
     return ExpertStacks(replace(stacks.gate_up, **gate_up), replace(stacks.down, **down))
@@ -219,7 +227,8 @@ class FusedSharded:
         def local(sums: jax.Array, bias: jax.Array | None, reader: QuantArray | None) -> Any:
             return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
 
-        bias, mlp = None if y.bias is None else value_of(y.bias), spec("mlp")[0]
+        bias = None if y.bias is None else value_of(y.bias)
+        mlp = spec("mlp")[0]
         reader = self.kernels.rounding_reader(reader)
         out: Any = PartitionSpec(None, mlp)  # also the spec of codes and their scales, unless scales are static
         if reader is not None and reader.activations is not None and reader.activations.static:

@@ -34,7 +34,9 @@ class Adapters:
     """The adapters that an engine serves."""
 
     def __init__(self, registry: Registry, pool: AdapterPool, runner: ModelRunner):
-        self.registry, self.pool, self._runner = registry, pool, runner
+        self.registry = registry
+        self.pool = pool
+        self._runner = runner
         self._upload: tuple[Place, Iterator[Callable[[], Any]]] | None = None  # what is left to do for a place
 
     @classmethod
@@ -46,7 +48,8 @@ class Adapters:
             raise ConfigError("adapters are served for models that generate, not for embeddings or scores")
 
         assert runner.stacks is not None
-        targets, dtype = runner.stacks.adapters, runner.stacks.sizes.dtype
+        targets = runner.stacks.adapters
+        dtype = runner.stacks.sizes.dtype
 
         reader = FileReader(targets.changeable(config.max_lora_rank))
 

@@ -31,9 +31,13 @@ class Admission:
     ):
         """`pools`: the model embeds or scores, and generates nothing."""
         self._pools = pools
-        self._config, self._max_model_len = config, max_model_len
-        self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
-        self._scheduler, self._constraints, self._beams = scheduler, constraints, beams
+        self._config = config
+        self._max_model_len = max_model_len
+        self._vocab_size = model.vocab_size
+        self._eos_token_ids = model.eos_token_ids
+        self._scheduler = scheduler
+        self._constraints = constraints
+        self._beams = beams
 
     def check_queue(self, requests: Sequence[Request]) -> None:
         """Raises QueueFullError if the queue has no room. An empty queue takes requests of any size."""

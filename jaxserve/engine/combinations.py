@@ -23,7 +23,8 @@ def check_combined(config: EngineConfig, name: str, off: Any, others: Mapping[st
 
 def check_lookup(config: EngineConfig, name: str) -> None:
     """Raises ConfigError if the setting `name` is above 1 and speculation needs a draft, which has other layers."""
-    size, given = getattr(config, name), config.speculative_config
+    size = getattr(config, name)
+    given = config.speculative_config
     if size > 1 and given is not None and given.method not in LOOKUP:
         raise ConfigError(
             f"{name} {size} cannot be combined with speculation by {given.method!r}: choose one of "

@@ -77,7 +77,8 @@ class Constraints:
         updates = []
         for request_id, held in list(self._held.items()):
             future = held.compilation.future
-            is_done, error = future.done(), held.compilation.error
+            is_done = future.done()
+            error = held.compilation.error
             if not is_done and error is None:
                 continue
             del self._held[request_id]
@@ -100,14 +101,17 @@ class Constraints:
     def sample_deferred(self, step: InFlightStep, running: RunningTable, runner: ModelRunner) -> None:
         """Dispatches the sampling of a step's deferred rows. All earlier steps must have been committed."""
         for batch in step.batches:
-            rows, deferred = batch.rows, batch.deferred
+            rows = batch.rows
+            deferred = batch.deferred
             if deferred is None or deferred.sampled:
                 continue
             deferred.keep(running.holds(rows)[deferred.row])
-            row, number = deferred.row, deferred.number
+            row = deferred.row
+            number = deferred.number
             if not len(row):
                 continue
-            slot, position = rows.slot[row], (rows.end - rows.num_new + 1)[row] + number
+            slot = rows.slot[row]
+            position = (rows.end - rows.num_new + 1)[row] + number
             proposed = np.where(number + 1 < rows.num_new[row], running.tokens[slot, position], -1)
             draws = np.stack([slot, number, position, proposed], axis=1).astype(np.int32)
             masks = self._masks([rows.seqs[i] for i in row.tolist()], draws, running)

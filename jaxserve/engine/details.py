@@ -33,7 +33,8 @@ def complete(
             update.stop_token = tokens[-1]
     if (grammar := seq.params.grammar) is not None and seq.matcher is not None and update.finish_reason == "error":
         allowed = " (allowed_token_ids may exclude all tokens that it allows)" if seq.params.allowed_token_ids else ""
-        update.error, update.error_param = f"the grammar failed{allowed}: {seq.matcher.error}", grammar.field
+        update.error = f"the grammar failed{allowed}: {seq.matcher.error}"
+        update.error_param = grammar.field
     if (count := seq.params.logprobs) is not None and tokens:
         accepted = len(tokens) - 1 if checks[row] else 0  # the last one was drawn behind them
         assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"

@@ -45,7 +45,8 @@ def batches_of(
 
 def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) -> StepProgram:
     """The least capable program that serves a batch's rows."""
-    rows, sampler = batch.rows, running.lineup.sampler
+    rows = batch.rows
+    sampler = running.lineup.sampler
     if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
         sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
     if not rows.only_decodes and rows.checks.any():

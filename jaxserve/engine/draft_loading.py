@@ -65,7 +65,8 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     given = config.speculative_config
     if given is None or given.method not in ("eagle3", "mtp"):
         return None
-    mesh, layout = target.mesh, target.one_page
+    mesh = target.mesh
+    layout = target.one_page
     if None not in layout.groups.windows:
         raise ConfigError(f"speculative_config's {given.method} needs a model with a layer that sees all tokens")
     start = time.perf_counter()

@@ -70,13 +70,24 @@ class Engine:
     """One model on one mesh. Not thread-safe: one thread calls everything."""
 
     def __init__(self, config: EngineConfig, parts: EngineParts):
-        plan, model, runner = parts.plan, parts.plan.model, parts.runner
-        self.config, self.model, self.runner, self._parts = config, model, runner, parts
-        self.shapes, self._cost, self._sizing = parts.shapes, parts.cost, parts.sizing
-        self.pooler, self._draft, self.hosts = plan.pooler, parts.draft and parts.draft.runner, parts.hosts
-        self.model_folder, self.tokenizer_folder = plan.folder, plan.tokenizer
+        plan = parts.plan
+        model = parts.plan.model
+        runner = parts.runner
+        self.config = config
+        self.model = model
+        self.runner = runner
+        self._parts = parts
+        self.shapes = parts.shapes
+        self._cost = parts.cost
+        self._sizing = parts.sizing
+        self.pooler = plan.pooler
+        self._draft = parts.draft and parts.draft.runner
+        self.hosts = parts.hosts
+        self.model_folder = plan.folder
+        self.tokenizer_folder = plan.tokenizer
         self.weights = Weights(self, parts.held, self._draft)
-        self.vocab_size, self.eos_token_ids = model.vocab_size, model.eos_token_ids
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
         self.dtype = np.dtype(runner.model.dtype).name
         queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
         self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
@@ -89,10 +100,13 @@ class Engine:
 
     def _allocate(self) -> None:
         """Allocates the cache and creates everything that depends on its size. There must be no requests yet."""
-        config, model, runner = self.config, self.model, self.runner
+        config = self.config
+        model = self.model
+        runner = self.runner
         runner.allocate()
         layout = runner.layout
-        self.max_model_len, self.page_size = self._sizing.longest, layout.page_size
+        self.max_model_len = self._sizing.longest
+        self.page_size = layout.page_size
         pool = None if self.adapters is None else self.adapters.pool
         self.copies = PageCopies.of(config, self._parts)
         tiers = None if self.copies is None else self.copies.tiers
@@ -153,7 +167,8 @@ class Engine:
         if self.hosts is not None:
             self.hosts.wait_idle()
         self.runner.frozen = self.config.forbid_compile
-        seconds, hits = time.perf_counter() - start, self.programs.cache_hits
+        seconds = time.perf_counter() - start
+        hits = self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
         gguf.forget()
         heap.settle()
@@ -172,7 +187,8 @@ class Engine:
         """
         self.weights.check_awake()
         self._admission.check_queue(requests)
-        params, stop_ids = requests[0].params, frozenset(self._admission.check(requests))
+        params = requests[0].params
+        stop_ids = frozenset(self._admission.check(requests))
         adapter = find_adapter(self.adapters, requests[0])
         for request in requests:
             room = self.max_model_len - len(request.prompt_token_ids)
@@ -282,7 +298,8 @@ class Engine:
     def _propose(self, speculator: Proposer, output: StepOutput) -> None:
         """Proposes tokens for the next step if that may pay. The steps that its sequences are in must be committed for
         that, and so must a step that checks proposals when it is its sequences' turn again."""
-        scheduler, host_seconds = self.scheduler, self.pace.host_seconds
+        scheduler = self.scheduler
+        host_seconds = self.pace.host_seconds
         if len(self.in_flight) == self.runner.num_stages and self.in_flight[0].checks:
             output.extend(self._commit_oldest())
         while self.in_flight and speculator.wants(scheduler, host_seconds):
@@ -299,7 +316,8 @@ class Engine:
 
     def _tokens_per_call(self) -> int:
         """How many tokens a row may sample in the next call."""
-        scheduler, running = self.scheduler, self.scheduler.running
+        scheduler = self.scheduler
+        running = self.scheduler.running
         lengths = self.runner.programs.lengths(self.shapes, running.most_in_a_group, running.lineup.sampler)
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
@@ -314,7 +332,9 @@ class Engine:
         if self.speculator is not None:
             self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
-        copies, updates, running = plan.table_copies, plan.table_updates, self.scheduler.running
+        copies = plan.table_copies
+        updates = plan.table_updates
+        running = self.scheduler.running
         batches = list(batches_of(plan.rows, running, self.runner.programs.of_steps(self.shapes), self._cost))
         for batch in batches:
             room = batch.shape.table_updates
@@ -323,7 +343,9 @@ class Engine:
                 program_of(batch, running, self.runner.programs), batch.pack(running, updates[:, :room])
             )
             sampled = batch.of_rows(sampled)
-            copies, updates = [], updates[:, :0]  # all copies and updates go with the first batch
+            # all copies and updates go with the first batch
+            copies = []
+            updates = updates[:, :0]
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
             sent.send_for_results(scores=running.lineup.sampler is Sampler.FULL)
             if hidden is not None and self.pooler is not None:

@@ -76,8 +76,11 @@ class HeldWeights(commands.Commanded):
     def __init__(
         self, config: EngineConfig, plan: ModelPlan, runners: Sequence[ModelRunner], draft: ModelRunner | None = None
     ):
-        self._config, self._plan, self._of_model = config, plan, list(runners)
-        self._draft, self._runners = draft, [*runners] if draft is None else [*runners, draft]
+        self._config = config
+        self._plan = plan
+        self._of_model = list(runners)
+        self._draft = draft
+        self._runners = [*runners] if draft is None else [*runners, draft]
         self._forms = [_forms(one.weights) for one in self._runners]
         self._kept: list[list[Aside | jax.Array]] = []  # for each runner, while the engine sleeps
         self._new: list[list[jax.Array]] = []  # for each runner, between `read` and `take`
@@ -163,7 +166,8 @@ class HeldWeights(commands.Commanded):
             else:
                 pool = runner.pool_arrays
             runner.weights = read + pool
-        self._new, self._kept = [], []
+        self._new = []
+        self._kept = []
         self._create_caches()
 
     def drop(self) -> None:
@@ -178,11 +182,13 @@ class HeldWeights(commands.Commanded):
 
     def _read(self, path: Path | None, source: Source) -> list[list[jax.Array]]:
         """The weights of each runner, without its pool of adapters. path: None if `source` is arrays."""
-        config, plan = self._config, self._plan
+        config = self._config
+        plan = self._plan
         if path == plan.folder and (prepared := Prepared.of(config)) is not None:
             return [prepared.arrays(plan.mesh)]
         if path is not None:
-            plan, files = replace(plan, folder=path), None if config.load_format == "dummy" else self._open(path)
+            plan = replace(plan, folder=path)
+            files = None if config.load_format == "dummy" else self._open(path)
         else:
             assert isinstance(source, Mapping)
             start = self.files

@@ -34,7 +34,8 @@ class Deferred:
 
     def keep(self, some: np.ndarray) -> None:
         """Keeps some of the draws, bool [draws]."""
-        self.row, self.number = self.row[some], self.number[some]
+        self.row = self.row[some]
+        self.number = self.number[some]
 
     def join(self, rows: Rows, sampled: Sampled) -> Sampled:
         """The samples of all rows of a batch: `sampled`, with the samples of deferred rows in their places."""
@@ -64,7 +65,8 @@ class InFlightBatch:
     def tokens(self) -> np.ndarray:
         """Waits for the batch's tokens, int32 [tokens per call, rows of the bucket]. `sampled` is complete after it."""
         if self.deferred is not None:
-            self.sampled, self.deferred = self.deferred.join(self.rows, self.sampled), None
+            self.sampled = self.deferred.join(self.rows, self.sampled)
+            self.deferred = None
         return np.asarray(self.sampled.tokens)
 
     def send_for_results(self, *, scores: bool) -> None:

@@ -83,7 +83,10 @@ class KernelTiming:
         clock: Callable[[], float] = time.monotonic,
     ):
         """find: returns the model's products; the thread calls it."""
-        self._device, self._find, self._measure, self._clock = device, find, measure, clock
+        self._device = device
+        self._find = find
+        self._measure = measure
+        self._clock = clock
         self._found = dict(tuning.kept(device.kind))
         self._until = clock() + SECONDS
         self._thread = threading.Thread(target=self._run, name="kernel timing", daemon=True)

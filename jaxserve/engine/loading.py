@@ -111,7 +111,9 @@ def load_models(
     if config.cpu_offload_gib:
         return _load_streaming(config, prepared, devices, progress=progress, static_steps=static_steps)
     plan = ModelPlan.of(config, devices, checks=checks)
-    mesh, model, decoder = plan.mesh, plan.model, plan.decoder
+    mesh = plan.mesh
+    model = plan.model
+    decoder = plan.decoder
     if prepared is None:
         timing = KernelTiming.begin(config, plan)
         # While kernels are timed none is checked: the device is busy, and which products to check is not yet known.
@@ -149,7 +151,8 @@ def load_models(
     runner.kept = ProgramCache.of(config, runner, cache)
     draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
     if draft is not None:
-        runner.beside, draft.runner.beside = [draft.runner], [runner]
+        runner.beside = [draft.runner]
+        draft.runner.beside = [runner]
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return LoadedModels(plan, params, runner, draft, prepared)
 
@@ -190,7 +193,8 @@ def load_parts(
     """Reads the model, places it on the mesh and chooses the number of KV pages. See `Engine.load`."""
     _check_settings(config)
     staged = config.pipeline_parallel_size > 1
-    hosts, listener = None, None if staged else begin_role(config)
+    hosts = None
+    listener = None if staged else begin_role(config)
     if config.num_hosts > 1:
         hosts = FirstHost(config)
         hosts.gather()
@@ -200,8 +204,12 @@ def load_parts(
     if staged:
         return _load_pipeline(config, hosts, devices, progress=progress, static_steps=static_steps)
     loaded = load_models(config, devices, progress=progress, static_steps=static_steps, checks=checks)
-    plan, runner, draft = loaded.plan, loaded.runner, loaded.draft
-    mesh, model, held = plan.mesh, plan.model, loaded.held(config)
+    plan = loaded.plan
+    runner = loaded.runner
+    draft = loaded.draft
+    mesh = plan.mesh
+    model = plan.model
+    held = loaded.held(config)
     if hosts is not None:
         _tell_hosts(hosts, loaded.runners, held)
     device = mesh.devices.flat[0]
@@ -259,7 +267,8 @@ def _load_pipeline(
     loaded = LoadedPipeline.load(config, devices, progress=progress, static=static_steps)
     heap.trim()
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
-    plan, held = loaded.plan, HeldWeights(config, loaded.plan, loaded.runner.here)
+    plan = loaded.plan
+    held = HeldWeights(config, loaded.plan, loaded.runner.here)
     if hosts is not None:
         _tell_hosts(hosts, [loaded.runner], held)
     # A token takes the time of all stages, as if the devices of one stage had all layers.
@@ -280,8 +289,10 @@ def make_scheduler(
     config: EngineConfig, parts: EngineParts, longest: int, adapters: AdapterPool | None, tiers: PageTiers | None = None
 ) -> Scheduler:
     """The scheduler, with the pages of the runner's cache. longest: most tokens of a sequence."""
-    runner, layout = parts.runner, parts.runner.layout
-    caches, states = config.prefix_caching, None
+    runner = parts.runner
+    layout = parts.runner.layout
+    caches = config.prefix_caching
+    states = None
     if layout.states is not None:
         states = StateSnapshots(layout.states.slots, layout.states.snapshots)
         caches = layout.states.snapshots > 0

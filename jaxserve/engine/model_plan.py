@@ -125,7 +125,8 @@ def decoder_and_page(
 ) -> tuple[Decoder, CacheLayout]:
     """The decoder of a model on a mesh, and its cache's layout with a single page. pools: the model embeds or scores.
     checks: kernels are on trial, see `make_decoder`."""
-    platform, shares = mesh.devices.flat[0].platform, config.decode_context_parallel_size
+    platform = mesh.devices.flat[0].platform
+    shares = config.decode_context_parallel_size
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
     backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend, "checks": checks}
     decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)

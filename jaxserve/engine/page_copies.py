@@ -84,8 +84,11 @@ class PageCopies:
         files: PageFiles | None,
         threads: Sequence[Executor] | None = None,
     ):
-        self.tiers, self.files, self._runner = tiers, files, runner
-        self._sizes, self._page_bytes = runner.layout.copy_sizes, runner.layout.page_bytes
+        self.tiers = tiers
+        self.files = files
+        self._runner = runner
+        self._sizes = runner.layout.copy_sizes
+        self._page_bytes = runner.layout.page_bytes
         # For each of a page's arrays, that of all places. The system provides memory when a place is first written.
         self.memory = [
             np.empty((tiers.num_places, *x.shape[1:]), x.dtype) for x in runner.layout.contents(runner.mesh, 1)
@@ -95,7 +98,8 @@ class PageCopies:
         self._saves: deque[_Save] = deque()
         self._reads: deque[_Read] = deque()  # parts of loads in their order
         self._progress: dict[Load, _Progress] = {}
-        self._writing, self._lock = 0, threading.Lock()  # pages on their way to files
+        self._writing = 0  # pages on their way to files
+        self._lock = threading.Lock()
         self._resets = 0
         self.patience = PATIENCE
         self._idle: tuple[int, list[int]] = (-1, [])  # the cache's generation, and its pages that were not looked at
@@ -107,7 +111,8 @@ class PageCopies:
         """For an engine's settings; None if they turn lower tiers off. Raises ConfigError."""
         if not config.kv_offload_gib:
             return None
-        runner, most = parts.runner, int(config.kv_offload_gib * GIB)
+        runner = parts.runner
+        most = int(config.kv_offload_gib * GIB)
         if most > (free := available_host_bytes()):
             raise ConfigError(f"kv_offload_gib must be at most the free memory, {free / GIB:.1f}, got {most / GIB:g}")
         if not (places := most // runner.layout.page_bytes):
@@ -169,7 +174,8 @@ class PageCopies:
 
     def _collect(self, read: _Read) -> tuple[list[np.ndarray], set[int]]:
         """The contents of a part as arrays for `write_pages`, and the pages whose contents could not be had."""
-        size, failed = next(size for size in self._sizes if size >= len(read.part)), set()
+        size = next(size for size in self._sizes if size >= len(read.part))
+        failed = set()
         # New arrays each time, since JAX may read them long after the call that takes them. What is not filled is 0,
         # since attention may multiply what is behind the end of a sequence by 0.
         contents = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self.memory]
@@ -219,7 +225,8 @@ class PageCopies:
             for array in arrays:
                 array.copy_to_host_async()
             some = leaving[at : at + count]
-            keys, places = [key for _, key, _ in some], [place for _, _, place in some]
+            keys = [key for _, key, _ in some]
+            places = [place for _, _, place in some]
             self._saves.append(_Save(places, self._saver.submit(self._store, arrays, keys, places, self._resets)))
             at += count
 
@@ -262,7 +269,8 @@ class PageCopies:
             return False
         if self._idle[0] != blocks.generation:
             self._idle = blocks.generation, blocks.cached_pages()
-        left, some = self._idle[1], 0
+        left = self._idle[1]
+        some = 0
         self._take_saves()
         while left and some < self._sizes[-1] and len(self._saves) < READS_AHEAD and not self._behind:
             page = left.pop()
@@ -288,7 +296,9 @@ class PageCopies:
 
     def stats(self, loads: PageLoads) -> dict[str, Any]:
         """The fields of EngineStats that concern lower tiers."""
-        tiers, files, each = self.tiers, self.files, self._page_bytes
+        tiers = self.tiers
+        files = self.files
+        each = self._page_bytes
         stats = {
             "offload_hits": loads.hits,
             "offload_host_bytes": tiers.num_held * each,
@@ -320,7 +330,8 @@ class PageCopies:
         """Measures what decides whether loading pays. All pages must be free."""
         one, most = (self._seconds_to_load(size) for size in (self._sizes[0], self._sizes[-1]))
         page = (most - one) / (self._sizes[-1] - 1) if self._sizes[-1] > 1 else one
-        page, token = max(page, 0.0), prompt_seconds(self._runner, shapes)
+        page = max(page, 0.0)
+        token = prompt_seconds(self._runner, shapes)
         file = 0.0 if self.files is None else self.files.seconds_to_read()
         self.tiers.costs = CopyCosts(page, page + file, token, wait=one)
         each = self._runner.layout.page_size * token / max(self._runner.layout.groups.num_groups, 1)
@@ -331,7 +342,8 @@ class PageCopies:
 
     def _seconds_to_load(self, size: int) -> float:
         """The least time in which `size` pages are collected and written, here to the null page."""
-        places, best = range(size), np.inf
+        places = range(size)
+        best = np.inf
         for _ in range(4):
             start = time.perf_counter()
             contents = [np.empty((size, *x.shape[1:]), x.dtype) for x in self.memory]

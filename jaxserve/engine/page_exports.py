@@ -58,10 +58,15 @@ class PageExports:
         """`memory`: see `PageCopies`. `wake`: called by `begin`, so that the engine's loop looks here. `unchanged`:
         whether the weights are those of the start."""
         assert blocks.tiers is not None
-        self._engine, self._blocks, self._runner, self._memory = engine, blocks, runner, memory
+        self._engine = engine
+        self._blocks = blocks
+        self._runner = runner
+        self._memory = memory
         self._tiers: PageTiers = blocks.tiers
-        self._page_bytes, self._most = runner.layout.page_bytes, runner.layout.copy_sizes[-1]
-        self._woken, self._wake = woken, wake
+        self._page_bytes = runner.layout.page_bytes
+        self._most = runner.layout.copy_sizes[-1]
+        self._woken = woken
+        self._wake = wake
         self._inbox: queue.SimpleQueue[_Running] = queue.SimpleQueue()
         self._running: list[_Running] = []
         self._numbers = count()
@@ -100,7 +105,9 @@ class PageExports:
                 self._engine.abort(one.request.request_id)
 
     def _checked(self, export: Export) -> _Running:
-        ask, size, groups = export.ask, self._blocks.page_size, self._blocks.num_groups
+        ask = export.ask
+        size = self._blocks.page_size
+        groups = self._blocks.num_groups
         tokens, wanted = (np.frombuffer(given, np.int32).tolist() for given in (ask.tokens, ask.wanted))
         full = (len(tokens) - 1) // size
         if not wanted or min(wanted) < 0 or max(wanted) >= full * groups or sorted(set(wanted)) != wanted:
@@ -142,10 +149,13 @@ class PageExports:
     def _read(self, one: _Running, finished: bool, room: int) -> int:
         """Queues the next pages of an export that are there, in their order. Unless it has `finished`, stops at a page
         that is not there yet. Returns their number."""
-        room, read = min(room, UNSENT_BYTES // self._page_bytes - one.export.unsent), 0
+        room = min(room, UNSENT_BYTES // self._page_bytes - one.export.unsent)
+        read = 0
         room = max(room, 0 if one.export.unsent else 1)
         while room > read and one.at < len(one.wanted):
-            places, keys, pages = list[int](), list[bytes](), list[int]()
+            places = list[int]()
+            keys = list[bytes]()
+            pages = list[int]()
             while len(pages) < min(self._most, room - read) and one.at < len(one.wanted):
                 block, group = divmod(one.wanted[one.at], self._blocks.num_groups)
                 page = self._blocks.page_of(one.hashes[block], one.hashes[block + 1], group)

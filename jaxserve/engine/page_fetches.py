@@ -56,8 +56,13 @@ class PageFetches:
         """`memory`: see `PageCopies`. `least`: fewer tokens are computed here. `seconds`: most that a request waits.
         `woken`: set when a transfer has made progress. `unchanged`: whether the weights are those that servers have."""
         assert blocks.tiers is not None
-        self._servers, self._memory, self._page_bytes = servers, memory, page_bytes
-        self._least, self._seconds, self._blocks, self._woken = least, seconds, blocks, woken
+        self._servers = servers
+        self._memory = memory
+        self._page_bytes = page_bytes
+        self._least = least
+        self._seconds = seconds
+        self._blocks = blocks
+        self._woken = woken
         self._tiers: PageTiers = blocks.tiers
         self._table = PrefixTable(slack=SLACK)
         self._most = self._tiers.num_places // SHARE
@@ -90,12 +95,14 @@ class PageFetches:
 
     def _missing(self, seq: Sequence) -> tuple[np.ndarray, list[bytes], int]:
         """The pages to ask for (see `messages.Ask.wanted`), their keys, and the tokens that need not be computed."""
-        blocks, size = self._blocks, self._blocks.page_size
+        blocks = self._blocks
+        size = self._blocks.page_size
         full = (len(seq.prompt) - 1) // size
         hashes = list(seq.page_hashes(seq.prompt, full, size))
         cached = len(blocks.match_below(seq.root_hash, hashes)) // blocks.num_groups
         firsts = blocks.first_blocks(full)
-        wanted, keys = [], []
+        wanted = []
+        keys = []
         for block in range(min(cached, *firsts), full):
             parent = hashes[block - 1] if block else seq.root_hash
             for group, first in enumerate(firsts):
@@ -141,7 +148,8 @@ class PageFetches:
 
     def _end(self, fetch: _Fetch) -> None:
         """A transfer is over. Counts it, and gives up the places of pages that have not come."""
-        transfer, server = fetch.transfer, fetch.server
+        transfer = fetch.transfer
+        server = fetch.server
         assert transfer is not None
         assert server is not None
         self._asked.remove(fetch)
@@ -189,7 +197,8 @@ class PageFetches:
         return places
 
     def _submit(self, fetch: _Fetch, places: list[int], loads: dict[str, int]) -> None:
-        seq, size = fetch.seq, self._blocks.page_size
+        seq = fetch.seq
+        size = self._blocks.page_size
         full = (len(seq.prompt) - 1) // size
         hashes = list(seq.page_hashes(seq.prompt, full, size))
         address = self._table.choose(hashes[:512], loads)

@@ -47,7 +47,9 @@ class PageFiles:
     def __init__(self, folder: Path, fingerprint: str, shapes: Sequence[jax.ShapeDtypeStruct], most_bytes: int):
         """`shapes`: the arrays of one page. Files take at most `most_bytes`, those of other fingerprints included; the
         least recently used ones are deleted first. Raises ConfigError for a folder that cannot be used."""
-        self._folder, self._fingerprint, self._most = folder, fingerprint, most_bytes
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._most = most_bytes
         self._shapes = [(x.shape, np.dtype(x.dtype)) for x in shapes]
         self._page_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes)
         self._sizes: OrderedDict[str, int] = OrderedDict()  # path in the folder -> bytes; least recently used first
@@ -105,7 +107,8 @@ class PageFiles:
             self.touch(key)
             return True
         clears = self._clears
-        name, temporary = self._name(key), self._folder / self._fingerprint / f"{_TEMPORARY}{os.getpid()}"
+        name = self._name(key)
+        temporary = self._folder / self._fingerprint / f"{_TEMPORARY}{os.getpid()}"
         temporary = temporary.with_name(f"{temporary.name}-{next(self._numbers)}")
         body = b"".join(np.ascontiguousarray(x).view(np.uint8).data for x in page)
         try:
@@ -149,7 +152,8 @@ class PageFiles:
             return None
         self.touch(key)
         self.read_pages += 1
-        arrays, at = [], 0
+        arrays = []
+        at = 0
         for shape, dtype in self._shapes:
             size = math.prod(shape) * dtype.itemsize
             arrays.append(np.frombuffer(body[at : at + size], dtype).reshape(shape))
@@ -165,7 +169,8 @@ class PageFiles:
 
     def seconds_to_read(self) -> float:
         """Seconds in which a page is read and checked that the system does not have in memory."""
-        key, page = b"\0" * 33, [np.zeros(shape, dtype) for shape, dtype in self._shapes]
+        key = b"\0" * 33
+        page = [np.zeros(shape, dtype) for shape, dtype in self._shapes]
         self.write(key, page)
         path = self._folder / self._name(key)
         try:

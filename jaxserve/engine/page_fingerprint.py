@@ -21,7 +21,9 @@ UNRELATED = {
     "platform", "prompts_first",
 }  # fmt: skip
 _FILES = ("*.json", "*.safetensors", "*.gguf", "*.bin")
-_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file, which is far faster than reading whole files
+# samples per file, which is far faster than reading whole files
+_SAMPLES = 16
+_SAMPLE_BYTES = 2**16
 
 
 def page_fingerprint(config: EngineConfig, folder: Path, runner: ModelRunner) -> str:

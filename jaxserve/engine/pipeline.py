@@ -56,7 +56,8 @@ class LoadedPipeline:
         plan = ModelPlan.of(config, found)
         check_model(config, plan)
         stages = choose_stages(config, plan)
-        runners, each = [], devices_of_stage(config)
+        runners = []
+        each = devices_of_stage(config)
         params: dict[str, Any] = {}
         for number, stage in enumerate(stages):
             own = found[number * each : (number + 1) * each]
@@ -71,7 +72,9 @@ class LoadedPipeline:
     def sizing(self, config: EngineConfig, shapes: Sequence[StepShape]) -> PipelineSizing:
         """Chooses the pages. Each stage's budget includes what is on its way from the stage before. Must be called
         before pages are chosen."""
-        dtype, model, count = self.plan.dtype, self.plan.model, len(self.runner.stages)
+        dtype = self.plan.dtype
+        model = self.plan.model
+        count = len(self.runner.stages)
         most = max(shape.tokens for shape in shapes)
         moving = (count + 1) * most * model.hidden_size * np.dtype(dtype).itemsize
         parts = []
@@ -92,7 +95,9 @@ class PipelineSizing:
     """
 
     def __init__(self, parts: list[Sizing], runner: PipelineRunner, shapes: Sequence[StepShape]):
-        self._parts, self._runner, self._shapes = parts, runner, list(shapes)
+        self._parts = parts
+        self._runner = runner
+        self._shapes = list(shapes)
         self.longest = min(part.longest for part in parts)
 
     def begin(self) -> None:
@@ -162,7 +167,8 @@ def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that pipelines are not made for yet."""
     check_combined(config, "pipeline_parallel_size", 1, NOT_COMBINED)
     check_lookup(config, "pipeline_parallel_size")
-    stages, groups = config.pipeline_parallel_size, config.data_parallel_size
+    stages = config.pipeline_parallel_size
+    groups = config.data_parallel_size
     if stages > 1 and groups > 1 and config.num_hosts > 1:
         raise ConfigError(
             f"pipeline_parallel_size {stages} x data_parallel_size {groups} must be on one host, but num_hosts is "
@@ -178,7 +184,8 @@ def devices_of_stage(config: EngineConfig) -> int:
 
 def check_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
     """Raises ConfigError if there are too few devices for all stages."""
-    each, groups = devices_of_stage(config), config.data_parallel_size
+    each = devices_of_stage(config)
+    groups = config.data_parallel_size
     needed = config.pipeline_parallel_size * each
     if len(devices) < needed:
         platform = devices[0].platform

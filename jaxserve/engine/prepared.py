@@ -44,7 +44,8 @@ class Prepared:
         """
         if not is_bundle(config.model):
             return None
-        start, path = time.perf_counter(), Path(config.model).expanduser()
+        start = time.perf_counter()
+        path = Path(config.model).expanduser()
         bundle = Bundle.open(path, read_key(config.bundle_key_file))
         made = bundle.manifest.settings
         if changed := environment.changed_settings(made, config, environment.OF_WEIGHTS):

@@ -34,10 +34,16 @@ class PromptScores:
         The hidden state at a position scores the token after it. Tokens that are computed again after a preemption are
         not scored twice. place_of: the place of a sequence's adapter, or -1.
         """
-        parts, places, rows, first_tokens = [], [], batch.rows, batch.first_tokens
+        parts = []
+        places = []
+        rows = batch.rows
+        first_tokens = batch.first_tokens
         for i in np.flatnonzero(rows.scores_prompt).tolist():
-            seq, start, end = rows.seqs[i], int(rows.start[i]), int(rows.end[i])
-            first, end = max(start, seq.num_scored), min(end, seq.prompt_len - 1)
+            seq = rows.seqs[i]
+            start = int(rows.start[i])
+            end = int(rows.end[i])
+            first = max(start, seq.num_scored)
+            end = min(end, seq.prompt_len - 1)
             if first >= end:
                 continue
             parts.append((seq, seq.prompt[first + 1 : end + 1].tolist()))

@@ -142,7 +142,8 @@ class Recovery:
     @contextlib.contextmanager
     def commit(self, step: InFlightStep) -> Iterator[None]:
         """Remembers the state before a commit, so that a failed one can be undone."""
-        running, displaced = self._engine.scheduler.running, {}
+        running = self._engine.scheduler.running
+        displaced = {}
         for batch in step.batches:
             for i in np.flatnonzero(~running.holds(batch.rows)).tolist():
                 if (seq := batch.rows.seqs[i]).status is Status.WAITING:
@@ -155,7 +156,8 @@ class Recovery:
     # A step has failed
 
     def _failed(self, error: Exception, output: StepOutput) -> None:
-        engine, trial = self._engine, self._trial
+        engine = self._engine
+        trial = self._trial
         if engine.hosts is not None and not engine.runner.is_whole():
             engine.hosts.fail(f"a step failed on the devices: {error}")  # ends the replica
         engine.counters.failed_steps += 1
@@ -186,7 +188,8 @@ class Recovery:
     def _participants(self) -> list[str]:
         """Requests that may have caused a failure, in order: running ones, those in flight, and the waiting ones that
         the step may have placed; after an unexplained failure, all waiting ones."""
-        scheduler, engine = self._engine.scheduler, self._engine
+        scheduler = self._engine.scheduler
+        engine = self._engine
         running = scheduler.running
         waiting = sorted(scheduler.waiting, key=lambda seq: seq.order)
         if not self._unexplained:
@@ -199,7 +202,8 @@ class Recovery:
 
     def _set_goals(self, suspects: list[str]) -> None:
         """Sets the number of tokens that clears each suspect: one more than all steps so far should have given it."""
-        running, chosen = self._engine.scheduler.running, set(suspects)
+        running = self._engine.scheduler.running
+        chosen = set(suspects)
         for seq in self._engine.scheduler.everyone:
             if seq.request_id in chosen:
                 total = int(running.total[seq.slot]) if seq.slot >= 0 else len(seq.tokens) + seq.pending_tokens
@@ -211,13 +215,17 @@ class Recovery:
 
     def _restart(self, request_ids: Container[str], output: StepOutput) -> None:
         """Undoes the failed commit, forgets steps in flight and queues all sequences. Serves only these requests."""
-        scheduler, beams = self._engine.scheduler, self._engine.beams
-        known, groups = {}, beams.groups
+        scheduler = self._engine.scheduler
+        beams = self._engine.beams
+        known = {}
+        groups = beams.groups
         if self._before is not None:
-            known, groups = self._before.known, self._before.groups
+            known = self._before.known
+            groups = self._before.groups
         self._before = None
         seqs = [seq for seq in dict.fromkeys([*scheduler.everyone, *known]) if seq.request_id not in groups]
-        young, broken = _unfork(seqs, known), {}
+        young = _unfork(seqs, known)
+        broken = {}
         for seq in seqs:
             if seq.status is not Status.WAITING or seq in known:
                 try:

@@ -62,8 +62,11 @@ class Role:
         """`memory`: see `PageCopies`. `listener`: of `begin_role`."""
         self._woken = threading.Event()
         self.notify: Callable[[], None] = lambda: None
-        config, runner, blocks = engine.config, engine.runner, engine.blocks
-        secret, identity = read_secret(config), page_identity(config, plan, runner)
+        config = engine.config
+        runner = engine.runner
+        blocks = engine.blocks
+        secret = read_secret(config)
+        identity = page_identity(config, plan, runner)
 
         def unchanged() -> bool:
             return not (engine.weights.version or engine.weights.level)

@@ -68,9 +68,13 @@ class Sizing:
     ):
         """models: the model that is served, then its draft model if there is one. progress: tells how many programs are
         compiled."""
-        self._config, self._models, self._shapes, self._progress = config, models, shapes, progress
+        self._config = config
+        self._models = models
+        self._shapes = shapes
+        self._progress = progress
         self._runner, self._one_page = models[0]
-        self.budget, self.longest = budget, longest
+        self.budget = budget
+        self.longest = longest
 
     def begin(self) -> None:
         """Chooses the pages. On accelerators this compiles some programs; all others are compiled later."""
@@ -92,14 +96,16 @@ class Sizing:
 
         Raises ConfigError if the model does not fit.
         """
-        runner, changed = self._runner, False
+        runner = self._runner
+        changed = False
         needs = self._needs(shapes)
         if self.budget.counts_programs and self._config.kv_pages is None and not self._holds(needs):
             before = runner.layout.num_pages
             self._choose(needs)
             for one, _ in self._models:
                 compile_all(one, one.names(shapes), "compiling programs again", shown=self._progress)
-            needs, changed = self._needs(shapes), True
+            needs = self._needs(shapes)
+            changed = True
             log.info(
                 "the programs need more memory than expected: %d KV pages, not %d", runner.layout.num_pages, before
             )
@@ -123,8 +129,10 @@ class Sizing:
 
     def guess(self) -> Needs:
         """Needs estimated from the largest arrays of a step."""
-        model, dtype = self._runner.model.config, self._runner.model.dtype
-        rows, tokens = max(s.rows for s in self._shapes), max(s.tokens for s in self._shapes)
+        model = self._runner.model.config
+        dtype = self._runner.model.dtype
+        rows = max(s.rows for s in self._shapes)
+        tokens = max(s.tokens for s in self._shapes)
         arrays = tokens * max(self._width(layer.mlp) for layer in model.layers) * dtype.itemsize
         logits = int(LOGITS * rows * 4 * model.vocab_size / ways(self._runner.mesh, "vocab"))
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
@@ -132,7 +140,8 @@ class Sizing:
 
     def _width(self, mlp: MLPSpec) -> int:
         """About as many numbers of a token exist at once in a layer, with this MLP."""
-        hidden, size = self._runner.model.config.hidden_size, mlp.size // ways(self._runner.mesh, "mlp")
+        hidden = self._runner.model.config.hidden_size
+        size = mlp.size // ways(self._runner.mesh, "mlp")
         if mlp.experts is None:
             return 4 * hidden + 3 * size
         return 4 * hidden + mlp.experts.router.top_k * (2 * hidden + 4 * size)

@@ -69,7 +69,8 @@ def first_on_host(config: EngineConfig, plan: ModelPlan, weights: dict[str, Any]
     These are the last layers: as few as hold `cpu_offload_gib`, at least LEAST; all layers if they hold less. Raises
     ConfigError if the host has too little memory, or the devices cannot copy these weights from there.
     """
-    sizes, platform = [0] * plan.model.num_layers, plan.mesh.devices.flat[0].platform
+    sizes = [0] * plan.model.num_layers
+    platform = plan.mesh.devices.flat[0].platform
     for path, w in weights.items():
         if (layer := layer_of(path)) is not None:
             sizes[layer] += sum(map(layouts.device_bytes, jax.tree.leaves(w)))
@@ -95,7 +96,8 @@ def check_copies(arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
 
 def check_host(needed: int, platform: str) -> None:
     """Raises ConfigError unless `needed` bytes of weights fit in host memory for devices of this platform."""
-    free, pool = memory.available_host_bytes(), int(os.environ.get(HOST_POOL, USUAL_HOST_POOL)) * GIB
+    free = memory.available_host_bytes()
+    pool = int(os.environ.get(HOST_POOL, USUAL_HOST_POOL)) * GIB
     needs = f"cpu_offload_gib needs {memory.size(needed)} of host memory for all devices"
     if needed > free:
         raise ConfigError(f"{needs}, but {memory.size(free)} are free: lower it")
@@ -116,8 +118,10 @@ class _Parts:
 
     def read(self, part: Part, *, progress: bool) -> tuple[Decoder, dict[str, Any]]:
         """The parameters of a part of the model, and a decoder with the kernels that suit them."""
-        config, plan = self.config, self.plan
-        own, backend = plan.decoder.clone(stage=part), config.matmul_backend
+        config = self.config
+        plan = self.plan
+        own = plan.decoder.clone(stage=part)
+        backend = config.matmul_backend
         params = make_params(own, plan.folder, plan.mesh, config, progress=progress, source=self.source)
         leaves, structure = jax.tree.flatten(list(flatten_dict(params, sep="/").values()))
         forms = structure, tuple((x.shape, x.dtype) for x in leaves)
@@ -170,7 +174,8 @@ def read_anew(
 ) -> list[jax.Array]:
     """Other weights for a runner, as `StreamingRunner.weights`. One of the layers for host memory is on the devices at
     a time. plan: with the other weights' folder."""
-    parts, on_host = _Parts(config, plan, source, {config.matmul_backend: plan.decoder}, {}), list[jax.Array]()
+    parts = _Parts(config, plan, source, {config.matmul_backend: plan.decoder}, {})
+    on_host = list[jax.Array]()
     for layer in runner.layers:
         number = layer.number
         _, read = parts.read(Part(range(number, number + 1), around=False), progress=False)

@@ -67,7 +67,8 @@ class Timeline:
             return
         self._steps_to_trace -= 1
         if self._steps_to_trace <= 0:
-            self._steps_to_trace, self._tracing = 0, False
+            self._steps_to_trace = 0
+            self._tracing = False
             try:
                 jax.profiler.stop_trace()
                 log.info("wrote a trace to %s", self.folder)

@@ -26,7 +26,9 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 
 CPU_TOKENS = 64  # of a step on CPU
-GRAIN, MOST_TOKENS = 128, 1024  # a step on an accelerator has a multiple of GRAIN tokens
+# a step on an accelerator has a multiple of GRAIN tokens
+GRAIN = 128
+MOST_TOKENS = 1024
 NOT_COMBINED: dict[str, Any] = {  # settings that must have these values
     "speculative_config": None,
     "num_hosts": 1,
@@ -80,7 +82,8 @@ def buckets(config: EngineConfig, layout: CacheLayout, cost: StepCost | None) ->
     """The usual buckets for decodes, in which rows decode ahead, and the one bucket of steps. On CPU it does not depend
     on the settings. On accelerators it has no more rows than there are sequences, for whose block tables there is room.
     """
-    tokens, groups = tokens_of_step(cost), layout.groups.num_groups
+    tokens = tokens_of_step(cost)
+    groups = layout.groups.num_groups
     usual = step_shapes(config.max_num_seqs, tokens, layout.page_size, cost=cost, num_groups=groups)
     rows = tokens if cost is None else min(tokens, config.max_num_seqs)
     step = StepShape.of(tokens, rows, layout.page_size, decode_only=False, num_groups=groups)

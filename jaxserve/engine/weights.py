@@ -54,7 +54,8 @@ class Weights:
     """
 
     def __init__(self, engine: OfWeights, held: HeldWeights, draft: ModelRunner | None):
-        self._engine, self._held = engine, held
+        self._engine = engine
+        self._held = held
         self._runners = [engine.runner] if draft is None else [engine.runner, draft]
         self._folder: str | None = None  # of the latest update; None: there was none
         self._from_files = True  # False: the latest update was from arrays

@@ -106,7 +106,8 @@ class AdapterStacks:
 
     def writing_ranks(self) -> tuple[Callable, tuple[int, ...], tuple, Any]:
         """The same for the program that writes the ranks of all products at a place."""
-        ranks, everywhere = self.abstract[0], replicated(self.mesh)
+        ranks = self.abstract[0]
+        everywhere = replicated(self.mesh)
         place = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         new = jax.ShapeDtypeStruct((ranks.shape[0], ranks.shape[2]), jnp.int32, sharding=everywhere)
         return write_ranks, (0,), (ranks, place, new), everywhere

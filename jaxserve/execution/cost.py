@@ -18,7 +18,9 @@ from jaxserve.execution.memory import bytes_by_dtype
 from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
-BANDWIDTH_SHARE, MATMUL_SHARE = 0.9, 0.8  # of the data sheet; an H200 reached 4.3 of 4.8 TB/s and 790 of 989 TFLOP/s
+# of the data sheet; an H200 reached 4.3 of 4.8 TB/s and 790 of 989 TFLOP/s
+BANDWIDTH_SHARE = 0.9
+MATMUL_SHARE = 0.8
 FLOAT32_SHARE = 1 / 12  # share of the 16-bit matmul rate for products in true float32
 CALL_SECONDS = 2e-4  # seconds per call for launches and the gaps between them; assumed, not measured
 LINK = 50e9  # bytes per second from host memory to a device: PCIe 5.0 x16 has 63 GB/s; assumed, not measured
@@ -103,7 +105,9 @@ class MeasuredChunk:
 
     def __init__(self, cost: StepCost, goal: float, sizes: Sequence[int]):
         """goal: seconds of a step. sizes: tokens of the buckets for prompts, ascending."""
-        self._cost, self._goal, self._sizes = cost, goal, sizes
+        self._cost = cost
+        self._goal = goal
+        self._sizes = sizes
         self.tokens, self.least, self.slowdown = cost.chunk(goal), -(-cost.chunk(goal) // 8), 1.0
 
     @classmethod

@@ -65,7 +65,8 @@ def write_entries(
 ) -> Any:
     """Writes the entries of tokens into the head's pages. features: before each token. place: int32 [tokens], of each
     entry. where: as for `CacheKind.attend`; entries without a known feature are not written. Returns the pages."""
-    kind, layer = layout.draft, drafter.layer(drafter.config.layers[0], parent=None)
+    kind = layout.draft
+    layer = drafter.layer(drafter.config.layers[0], parent=None)
     assert kind is not None
     slots = jnp.where(jnp.any(features != 0, axis=-1), where[0], -1)
 
@@ -99,15 +100,18 @@ def propose(
     packed: int32 [2 + rows]: the number of rows, the number of passes unless it is `static`, and each row's slot. A
     token is drawn with the target's noise for its position, so that similar distributions draw the same token often.
     """
-    kind, layer = layout.draft, drafter.layer(drafter.config.layers[0], parent=None)
+    kind = layout.draft
+    layer = drafter.layer(drafter.config.layers[0], parent=None)
     assert kind is not None
     assert slots.features is not None
-    count, slot = packed[0], packed[2:]
+    count = packed[0]
+    slot = packed[2:]
     rows = len(slot)
     real = jnp.arange(rows) < count
     table = layout.tables(slots.block_tables[slot])[layout.draft_group]
     q_start = jnp.minimum(jnp.arange(rows + 1), count)
-    length, words = slots.length(slot), slots.params[slot]
+    length = slots.length(slot)
+    words = slots.params[slot]
     seen = TokenCounts(slots.counts, slots.in_prompt)  # for penalties, which proposals do not follow
     own = drafter.counting(count)
     head: Drafter | Decoder = own if drafter.spec.own_head else model.counting(count)

@@ -103,7 +103,8 @@ def forward(
     model = model.counting(batch.q_start[-1])  # padding comes last, and matmuls may skip it
     ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh, drafter=drafter)
     x, y, inputs, chosen, read_by_draft, cache = ran
-    q_start, placed = batch.q_start, inputs.placed
+    q_start = batch.q_start
+    placed = inputs.placed
     hidden: Any = model.apply({"params": params}, x, y, method="finish")
     last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     features = None
@@ -113,7 +114,8 @@ def forward(
         states = [read_by_draft[i] for i in drafter.spec.layers] or [hidden]
         place = placed.position - 1
         entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
-        table, pending = inputs.tables[layout.draft_group], slots.features[batch.slot, 0]
+        table = inputs.tables[layout.draft_group]
+        pending = slots.features[batch.slot, 0]
 
         features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
         given = before(features, pending, q_start, placed.row), inputs.tokens, entries.position
@@ -149,12 +151,15 @@ def run_layers(
     chosen: list[jax.Array] = []
     read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
     wanted = drafter.spec.layers if drafter is not None else ()
-    cache, y, layers = list(cache), None, model.own_layers
+    cache = list(cache)
+    y = None
+    layers = model.own_layers
     places = layout.places([model.config.layers[i] for i in layers])
     for i, place in zip(layers, places, strict=True):
         if i in wanted:
             read_by_draft[i] = added(x, y)
-        layer, at = kinds[model.config.layers[i]], place.array
+        layer = kinds[model.config.layers[i]]
+        at = place.array
         x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place))
         chosen += routed
     return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
@@ -164,13 +169,15 @@ def layer_inputs(
     slots: SlotState, batch: ModelInput, *, model: Decoder, shape: StepShape, layout: CacheLayout
 ) -> LayerInputs:
     """What the layers of a pass read of its batch."""
-    q_start, slot = batch.q_start, batch.slot
+    q_start = batch.q_start
+    slot = batch.slot
     placed = _place(slots, batch, shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
     for table, window in zip(tables, layout.groups.windows, strict=True):
-        written, seen = _kv_slots(placed, table, layout.page_size), (table, placed.kv_len)
+        written = _kv_slots(placed, table, layout.page_size)
+        seen = (table, placed.kv_len)
         if isinstance(window, Chunk):
             seen = _of_chunk(table, placed.kv_len, window, layout.page_size)
         of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))

@@ -96,7 +96,9 @@ class _Cut:
     """Cuts rows into batches that fit the buckets `shapes`."""
 
     def __init__(self, running: RunningTable, shapes: list[StepShape], cost: StepCost | None):
-        self._running, self._groups, self._cost = running, running.device_groups, cost
+        self._running = running
+        self._groups = running.device_groups
+        self._cost = cost
         self.decode_shapes = [shape for shape in shapes if shape.decode_only]
         self._mixed_shapes = [shape for shape in shapes if not shape.decode_only]
 

@@ -45,7 +45,8 @@ class GroupSignatures(Signatures):
     """
 
     def of(self, name: ProgramName) -> Signature:
-        made, groups = super().of(name), num_groups(self.mesh)
+        made = super().of(name)
+        groups = num_groups(self.mesh)
 
         def of_all(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             assert isinstance(x.sharding, NamedSharding)
@@ -56,7 +57,8 @@ class GroupSignatures(Signatures):
         run = for_each_group(made.function, self.mesh, given)
         results = jax.tree.map(lambda place: by_group(self.mesh, place.spec), made.results)
         if spans_hosts(self.mesh):
-            given, results = tuple(map(self._whole_from_host, given)), self._whole_for_host(name, results)
+            given = tuple(map(self._whole_from_host, given))
+            results = self._whole_for_host(name, results)
         return Signature(run, made.donated, given, results)
 
     def _whole_from_host(self, argument: Any) -> Any:
@@ -109,7 +111,9 @@ class GroupRunner(ModelRunner):
         results. Hidden states of all groups follow each other."""
         self.tell(commands.Step, program, packed)
         result = self._get(program)(self._arrays, self.cache, self.slots, self._of_devices(program.shape, packed))
-        self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
+        self.cache = result.cache
+        self.slots = result.slots
+        self._hidden = result.hidden
         self._show(result.drawn)
         return self._side_by_side(result.drawn), result.hidden
 
@@ -117,7 +121,8 @@ class GroupRunner(ModelRunner):
         """The buffers of `step`, one after the other, with numbers within a group."""
         if packed.ndim == 1:
             return np.tile(packed, self.num_groups)
-        local, fields = packed.copy(), shape.fields
+        local = packed.copy()
+        fields = shape.fields
         for name, convert in (("slot", self._slot), ("update_slot", self._slot), ("update_page", self._page)):
             at, size = fields[name]
             local[:, at : at + size] = convert(packed[:, at : at + size])
@@ -135,8 +140,10 @@ class GroupRunner(ModelRunner):
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """As in `ModelRunner`. All draws are in one result."""
         self.tell(commands.SampleDeferred, draws, masks)
-        given, drawn = np.concatenate([draws, masks], axis=1), []
-        place, before = np.empty(len(draws), np.intp), 0
+        given = np.concatenate([draws, masks], axis=1)
+        drawn = []
+        place = np.empty(len(draws), np.intp)
+        before = 0
         for some, size in self._deferred_calls(draws):
             packed = np.zeros((self.num_groups, size, given.shape[1]), np.int32)
             packed[:, :, 0] = self.num_slots
@@ -179,7 +186,8 @@ class GroupRunner(ModelRunner):
         tokens = self._hidden.shape[0] // self.num_groups
         most, _ = steps.scored_words(tokens, self._on_cpu)
         packed = np.zeros((self.num_groups, 1 + 2 * most), np.int32)
-        owner, place = rows // tokens, np.empty(len(rows), np.intp)
+        owner = rows // tokens
+        place = np.empty(len(rows), np.intp)
         for group, buffer in enumerate(packed):
             index = np.flatnonzero(owner == group)
             place[index] = group * most + np.arange(len(index))
@@ -217,7 +225,8 @@ class GroupRunner(ModelRunner):
         if not copies and not entries.size:
             return
         self.tell(commands.UpdateTables, copies, entries)
-        pairs, local = np.reshape(np.asarray(copies, np.int32), (-1, 2)), entries.T.copy()
+        pairs = np.reshape(np.asarray(copies, np.int32), (-1, 2))
+        local = entries.T.copy()
         owners = pairs[:, 0] // self.num_slots, local[:, 0] // self.num_slots
         local[:, 0], local[:, 2] = self._slot(local[:, 0]), self._page(local[:, 2])
         of_rows, of_entries = (

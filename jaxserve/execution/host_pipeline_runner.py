@@ -95,7 +95,8 @@ class HostPipelineRunner(PipelineRunner):
         self._number = stages.index(self._own)
         self._onward = [MeshLink(one.mesh, after.mesh) for one, after in pairwise(stages)]
         self._back = [MeshLink(self._last.mesh, one.mesh) for one in self._others]
-        self._steps, self._tokens = 0, 0  # steps so far, and tokens of the latest one's bucket
+        self._steps = 0  # steps so far
+        self._tokens = 0  # tokens of the latest one's bucket
 
     @property
     def frozen(self) -> bool:
@@ -134,10 +135,12 @@ class HostPipelineRunner(PipelineRunner):
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """As `ModelRunner.step`. Hidden states are only a shape, unless this is the last stage."""
         self.tell(commands.Step, program, packed)
-        own, shape = self._number, program.shape
+        own = self._number
+        shape = program.shape
         slots, sampling = self._slots_of(shape, packed)
         self._return_tokens(slots)
-        self._steps, self._tokens = self._steps + 1, shape.tokens
+        self._steps = self._steps + 1
+        self._tokens = shape.tokens
         x: jax.Array | None = None
         hidden: Any = None
         if own > 0:
@@ -156,7 +159,8 @@ class HostPipelineRunner(PipelineRunner):
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         self.tell(commands.SampleDeferred, draws, masks)
         self._take(self._steps)
-        is_last, results = self._own is self._last, []
+        is_last = self._own is self._last
+        results = []
         made = self._own.sample_deferred(draws, masks) if is_last else []
         for number, (at, end, size) in enumerate(deferred_calls(draws, self._own.deferred_sizes)):
             slot = np.full(size, self._last.num_slots)

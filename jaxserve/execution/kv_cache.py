@@ -89,7 +89,8 @@ class CacheLayout:
         need `num_slots`, the number of sequences that can run at a time, and `snapshots`, the number of states that can
         be kept beside those of running sequences.
         """
-        net, states = model.recurrent, None
+        net = model.recurrent
+        states = None
         if net is not None:
             states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
         longest = model.max_position if longest is None else longest
@@ -101,7 +102,8 @@ class CacheLayout:
         """The places of layers, which are the first ones of those that share the cache."""
         each = self.groups.depth // self.num_arrays
         found: list[LayerPlace] = []
-        paged, recurrent = iter(self.groups.places), 0
+        paged = iter(self.groups.places)
+        recurrent = 0
         for layer in layers:
             if self.states is not None and isinstance(layer.attention, GatedDeltaSpec):
                 array, part = self.states.place(recurrent)
@@ -273,7 +275,8 @@ def copy_pages(
     any target is written. Unused entries are NULL_PAGE. The first `arrays` arrays of `cache` hold pages; None: all. So
     does the last one if there is a `draft` head."""
     arrays = len(cache) if arrays is None else arrays
-    copied, others = _copy(cache[:arrays], sources, targets, depth // arrays), cache[arrays:]
+    copied = _copy(cache[:arrays], sources, targets, depth // arrays)
+    others = cache[arrays:]
     return copied + (_copy(others, sources, targets, 1) if draft else others)
 
 
@@ -291,7 +294,8 @@ def write_pages(
     cache: KVCache, pages: jax.Array, contents: list[jax.Array], *, depth: int, arrays: int, draft: bool = False
 ) -> KVCache:
     """Writes what `read_pages` has returned to `pages`, int32 [n]. Entries that are not used are NULL_PAGE."""
-    each, kinds = depth // arrays, len(jax.tree.leaves(cache[0]))
+    each = depth // arrays
+    kinds = len(jax.tree.leaves(cache[0]))
 
     def write(array: Any, first: int, layers: int, new: list[jax.Array]) -> Any:
         """An array with these layers of contents."""

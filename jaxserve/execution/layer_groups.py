@@ -70,7 +70,8 @@ class LayerGroups:
         its own out to all of these groups, so that they have about equally many in every stage."""
         windows = [self.windows[self.places[i][0]] for i in stage]
         groups = {window: [g for g, w in enumerate(self.windows) if w == window] for window in windows}
-        counts, places = dict.fromkeys(range(self.num_groups), 0), []
+        counts = dict.fromkeys(range(self.num_groups), 0)
+        places = []
         for window in windows:
             group = min(groups[window], key=lambda g: counts[g])
             places.append((group, counts[group]))

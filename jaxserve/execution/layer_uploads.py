@@ -51,7 +51,8 @@ class LayerUploads:
 
     def __init__(self, layers: Sequence[list[jax.Array]], places: Sequence[list[Any]]):
         assert len(layers) > MOST, "fewer layers could all stay on the devices"
-        self._layers, self._places = layers, places
+        self._layers = layers
+        self._places = places
         self._present: deque[Present] = deque()
 
     @property

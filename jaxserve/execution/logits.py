@@ -44,7 +44,8 @@ def from_logits(
     if not is_split(mesh):
         return function(logits[:, :vocab], *rows, shared)
     axis = RULES["vocab"]
-    count, devices = hidden.shape[0], ways(mesh, "vocab")
+    count = hidden.shape[0]
+    devices = ways(mesh, "vocab")
     each = -(-count // devices)
 
     def pad(x: jax.Array) -> jax.Array:

@@ -127,7 +127,8 @@ def budget(config: EngineConfig, device: jax.Device, devices: int, weights: int,
     utilization = config.memory_utilization
     if device.platform == "gpu":  # bytes_limit is the size of JAX's pool, which is a fraction of the memory
         pool = jax_pools.fraction()
-        total, utilization = int(total / pool), min(utilization, pool)
+        total = int(total / pool)
+        utilization = min(utilization, pool)
     reserve = RESERVE_BYTES + (OFFLOAD_BYTES if config.kv_offload_gib else 0)
     return Budget(total or 2**62, utilization, weights, slots, reserve, None, True, states)
 

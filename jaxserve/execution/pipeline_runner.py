@@ -57,8 +57,11 @@ class PipelineRunner(commands.Commanded):
     """
 
     def __init__(self, stages: list[StageRunner], one_page: CacheLayout):
-        self.stages, self._whole, self.here = stages, one_page, stages
-        self._last, self._others = stages[-1], stages[:-1]
+        self.stages = stages
+        self._whole = one_page
+        self.here = stages
+        self._last = stages[-1]
+        self._others = stages[:-1]
         self._places = [by_group(one.mesh, PartitionSpec()) for one in stages]
         self._returning: list[Any] = []
         self.watcher: Callable[[jax.Array], None] | None = None
@@ -161,7 +164,8 @@ class PipelineRunner(commands.Commanded):
         """Compiles these programs, several at a time, unless they are compiled already. `on_done` is called after each,
         in any thread."""
         self.tell(commands.CompileStages, list(names))
-        jobs, on_cpu = self._jobs(names), self._last.mesh.devices.flat[0].platform == "cpu"
+        jobs = self._jobs(names)
+        on_cpu = self._last.mesh.devices.flat[0].platform == "cpu"
 
         def compile_one(job: Callable[[], Any]) -> None:
             job()
@@ -237,7 +241,8 @@ class PipelineRunner(commands.Commanded):
 
     def _slots_of(self, shape: StepShape, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(slots of a step's rows; for each row of its bucket the slot if it samples a token, or that of nobody)."""
-        fields, nobody = shape.fields, self._last.nobody
+        fields = shape.fields
+        nobody = self._last.nobody
         slot, num_new = (packed[..., at : at + size].ravel() for at, size in (fields["slot"], fields["num_new"]))
         return slot[slot < nobody], np.where(num_new > 0, slot, nobody)
 

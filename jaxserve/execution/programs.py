@@ -85,8 +85,12 @@ class StepPrograms:
         proposals: int = 0,
         has_head: bool = False,
     ):
-        self.static, self._most, self._costly_filters, self._pools = static, most, costly_filters, pools
-        self.proposals, self._has_head = proposals, has_head
+        self.static = static
+        self._most = most
+        self._costly_filters = costly_filters
+        self._pools = pools
+        self.proposals = proposals
+        self._has_head = has_head
 
     def all(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """All programs that `choose` may return for these buckets. The last bucket must be the largest mixed one."""
@@ -115,7 +119,8 @@ class StepPrograms:
     def telling(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """Programs whose figures tell what the others need at most (`bounds_code`). For decodes and for prompts: first
         the programs of the largest buckets, then smaller ones, which many are smaller than."""
-        largest, smaller = [], []
+        largest = []
+        smaller = []
         programs = self.all(shapes)
         for decodes in (True, False):
             some = sorted((s for s in shapes if s.decode_only is decodes), key=lambda shape: shape.tokens)

@@ -27,8 +27,10 @@ def check_rows(runner: VerifyingRunner, shape: StepShape) -> None:
     must be no requests: the prompts are in pages from 1 on.
 
     Raises ConfigError if a hidden state or the log-probabilities behind the last token are not the same bits."""
-    pages, size = runner.layout.num_pages - 1, runner.layout.page_size
-    groups, slots = runner.layout.groups.num_groups, min(3, runner.num_slots)
+    pages = runner.layout.num_pages - 1
+    size = runner.layout.page_size
+    groups = runner.layout.groups.num_groups
+    slots = min(3, runner.num_slots)
     blocks = min(pages // (groups * slots), -(-shape.tokens // size))
     chunk = chunk_of(runner.layout.groups.windows) or shape.tokens
     count = min(shape.tokens * 5 // 8, blocks * size, runner.max_len - 1, chunk)
@@ -58,15 +60,18 @@ def _run(runner: VerifyingRunner, shape: StepShape, steps: list[list[Part]]) -> 
     params = SamplingParams(temperature=0.0, logprobs=1)
     slots = sorted({slot for parts in steps for slot, *_ in parts})
     runner.set_slots([encode_slot(slot, params, 0, (), 1) for slot in slots])
-    hidden, scores = [], np.empty(0)
+    hidden = []
+    scores = np.empty(0)
     for parts in steps:
         packed = shape.empty(runner.num_slots)
         field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
         counts = [count for *_, count in parts]
         ends = np.cumsum(counts)
-        field["q_start"][1:], field["q_start"][1 : len(parts) + 1] = ends[-1], ends
+        field["q_start"][1:] = ends[-1]
+        field["q_start"][1 : len(parts) + 1] = ends
         field["tokens"][: ends[-1]] = np.concatenate([_tokens(runner, *part) for part in parts])
-        field["slot"][: len(parts)], field["num_new"][: len(parts)] = [slot for slot, *_ in parts], 1
+        field["slot"][: len(parts)] = [slot for slot, *_ in parts]
+        field["num_new"][: len(parts)] = 1
         field["tokens_per_call"][0] = 1
         drawn, states = runner.step(runner.programs.largest(shape), packed)
         assert states is not None

@@ -96,7 +96,10 @@ class ModelRunner(UpkeepCalls):
         drafter: Drafter | None = None,
         adapters: PoolSizes | None = None,
     ):
-        self.model, self.mesh, self.num_slots, self.penalty_rows = model, mesh, num_slots, penalty_rows
+        self.model = model
+        self.mesh = mesh
+        self.num_slots = num_slots
+        self.penalty_rows = penalty_rows
         platform = mesh.devices.flat[0].platform
         self._on_cpu = platform == "cpu"
         self._compiler_options = compiler_options(mesh)
@@ -107,7 +110,9 @@ class ModelRunner(UpkeepCalls):
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
         self.programs = self.programs_kind(static=static, most=max_tokens_per_call, **kinds)
-        self.pooling, self._proposals, self.drafter = pooling, proposals, drafter
+        self.pooling = pooling
+        self._proposals = proposals
+        self.drafter = drafter
         self.forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._arrays, self._unbundle = bundle(params, as_rows=model.ops.fused is not None)
         self._first_stack = len(self._arrays)
@@ -256,7 +261,9 @@ class ModelRunner(UpkeepCalls):
         """Runs one step over int32 [program.shape.words]; see `steps.run_step`."""
         self.tell(commands.Step, program, packed)
         result = self._get(program)(self._arrays, self.cache, self.slots, packed)
-        self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
+        self.cache = result.cache
+        self.slots = result.slots
+        self._hidden = result.hidden
         self._show(result.drawn)
         return result.drawn, result.hidden
 
@@ -264,10 +271,12 @@ class ModelRunner(UpkeepCalls):
         """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
         its results. draws: int32 [n, DEFERRED_WORDS], and masks [n, words], as in `steps.sample_deferred`."""
         self.tell(commands.SampleDeferred, draws, masks)
-        given, drawn = np.concatenate([draws, masks], axis=1), []
+        given = np.concatenate([draws, masks], axis=1)
+        drawn = []
         for at, end, size in deferred_calls(draws, self.deferred_sizes):
             packed = np.zeros((size, given.shape[1]), np.int32)
-            packed[:, 0], packed[: end - at] = self.num_slots, given[at:end]
+            packed[:, 0] = self.num_slots
+            packed[: end - at] = given[at:end]
             one, self.slots = self._get(Upkeep("sample_deferred", size))(self._arrays, self.slots, packed)
             drawn.append((end - at, one))
             self._show(one)
@@ -296,7 +305,8 @@ class ModelRunner(UpkeepCalls):
         `drafting.propose`. Returns int32 [name.passes, name.size]."""
         self.tell(commands.Propose, name, slots, count)
         packed = np.full(2 + name.size, self.num_slots, np.int32)
-        packed[:2], packed[2 : 2 + len(slots)] = (len(slots), count), slots
+        packed[:2] = (len(slots), count)
+        packed[2 : 2 + len(slots)] = slots
         tokens, self.cache[-1] = self._get(name)(self._arrays, self.cache[-1], self.slots, packed)
         return tokens
 

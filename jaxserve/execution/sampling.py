@@ -92,10 +92,8 @@ def sample(
     if sampler is Sampler.ANY and masks is None and kernels.arg_max is not None:
         # On a CPU most rows are greedy. The most likely token takes one pass over the logits.
         params = decode_slots(words)
-        arg_max, plain = (
-            kernels.arg_max,
-            (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position),
-        )
+        arg_max = kernels.arg_max
+        plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
         return lax.cond(
             jnp.all(plain),
             lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
@@ -125,10 +123,13 @@ def _sample(
     ids: jax.Array | None,
     on_cpu: bool,
 ) -> Sampled:
-    raw, params = logits, decode_slots(words)
-    any_, full = sampler is Sampler.ANY, sampler is Sampler.FULL
+    raw = logits
+    params = decode_slots(words)
+    any_ = sampler is Sampler.ANY
+    full = sampler is Sampler.FULL
     if any_ or full:
-        penalized, biased = _is_penalized(params), _is_biased(params, position)
+        penalized = _is_penalized(params)
+        biased = _is_biased(params, position)
         logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen, before)
         logits = _where_any(any_, biased, _add_bias, lambda x, *_: x, logits, words, position)
     if masks is not None:
@@ -170,7 +171,8 @@ def score_tokens(
     count = min(MAX_LOGPROBS, logits.shape[-1])
     top, ids = lax.top_k(logprobs, count) if sorts else most_likely(logprobs, count)
     pad = ((0, 0), (0, MAX_LOGPROBS - count))
-    top, ids = jnp.pad(top, pad, constant_values=-jnp.inf), jnp.pad(ids, pad, constant_values=-1)
+    top = jnp.pad(top, pad, constant_values=-jnp.inf)
+    ids = jnp.pad(ids, pad, constant_values=-1)
 
     if named is not None:
         wants = named[:, :1] >= 0
@@ -190,7 +192,8 @@ def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     largest value in this block.
     """
     blocks = _blocks(x)
-    rows, width = jnp.arange(x.shape[0]), blocks.shape[-1]
+    rows = jnp.arange(x.shape[0])
+    width = blocks.shape[-1]
     places = jnp.arange(width)
 
     def take_one(i: jax.Array, state: tuple) -> tuple:
@@ -203,7 +206,8 @@ def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         found = (block * width + place).astype(jnp.int32)
         return tops.at[rows, block].set(rest), values.at[:, i].set(left[rows, place]), ids.at[:, i].set(found)
 
-    values, ids = jnp.zeros((len(x), count), x.dtype), jnp.full((len(x), count), -1, jnp.int32)
+    values = jnp.zeros((len(x), count), x.dtype)
+    ids = jnp.full((len(x), count), -1, jnp.int32)
     _, values, ids = lax.fori_loop(0, count, take_one, (blocks.max(axis=-1), values, ids))
     return values, ids
 
@@ -225,7 +229,8 @@ def _penalize(logits: jax.Array, words: jax.Array, seen: TokenCounts, before: ja
         )
     repeated = seen.in_prompt[row] | (counts > 0)
     logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    often, present = counts.astype(jnp.float32), (counts > 0).astype(jnp.float32)
+    often = counts.astype(jnp.float32)
+    present = (counts > 0).astype(jnp.float32)
     return logits - params.frequency[:, None] * often - params.presence[:, None] * present
 
 
@@ -306,10 +311,12 @@ def threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> 
     JAX's own implementation takes three times as long to compile, and twice as long to run on CPU.
     """
     keys = key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA)
-    x0, x1 = x0 + key0, x1 + key1
+    x0 = x0 + key0
+    x1 = x1 + key1
     for i in range(5):
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
             x0 = x0 + x1
             x1 = x0 ^ (x1 << turn | x1 >> 32 - turn)
-        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+        x0 = x0 + keys[(i + 1) % 3]
+        x1 = x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
     return x0, x1

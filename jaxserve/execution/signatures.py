@@ -57,7 +57,8 @@ class Upkeep(NamedTuple):
 
 
 ProgramName = StepProgram | Upkeep
-CREATE_SLOTS, CREATE_CACHE = Upkeep("create_slots"), Upkeep("create_cache")
+CREATE_SLOTS = Upkeep("create_slots")
+CREATE_CACHE = Upkeep("create_cache")
 
 
 def draft_programs(shapes: Sequence[StepShape], most: int, static: bool) -> list[Upkeep]:

@@ -95,7 +95,8 @@ def delta_net(
     advance = partial(layer.ops.delta_net, **options, decode_only=decode_only, static=static)
     if not is_split(mesh):
         return advance(heads, state, rows, first)
-    by_head, everywhere = spec(None, "kv_heads"), PartitionSpec()
+    by_head = spec(None, "kv_heads")
+    everywhere = PartitionSpec()
     splits: Any = (by_head, by_head, by_head, spec("kv_heads"))
     return jax.shard_map(
         advance,

@@ -70,7 +70,8 @@ class RowParams(NamedTuple):
 
 def _places() -> tuple[dict[str, slice], int]:
     """(field -> its slice of a slot's words, number of words)."""
-    places, at = {}, 0
+    places = {}
+    at = 0
     for name, field in RowParams._field_defaults.items():
         places[name] = slice(at, at := at + (field.size or 1))
     return places, at
@@ -222,7 +223,8 @@ def decode_slots(rows: jax.Array) -> RowParams:
 def set_slots(state: SlotState, rows: jax.Array) -> SlotState:
     """Writes the slots encoded in `rows`, int32 [n, SLOT_WORDS], and clears their penalty rows."""
     given = decode_slots(rows)
-    slot, row = given.slot, given.penalty_row
+    slot = given.slot
+    row = given.penalty_row
     cleared = jnp.where(row == NO_PENALTY_ROW, state.counts.shape[0], row)  # writes to a row out of range are dropped
     return state._replace(
         progress=state.progress.at[slot].set(jnp.stack((jnp.zeros_like(slot), given.length), axis=1)),

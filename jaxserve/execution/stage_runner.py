@@ -39,7 +39,8 @@ class StageSignatures(Signatures):
         stage = self.model.stage
         assert isinstance(stage, Stage)
         made = super().step(program)
-        size, place = self.model.config.hidden_size, self._everywhere
+        size = self.model.config.hidden_size
+        place = self._everywhere
         x = jax.ShapeDtypeStruct((program.shape.tokens, size), self.model.dtype, sharding=place)
         arguments = made.arguments if stage.is_first else (*made.arguments, x)
         if stage.is_last:
@@ -65,13 +66,16 @@ class StageRunner(ModelRunner):
         """Runs a stage's part of a step, unless it is the last stage. x: from the stage before; None: there is none."""
         given = () if x is None else (x,)
         result = self._get(_part(shape))(self._arrays, self.cache, self.slots, packed, *given)
-        self.cache, self.slots = result.cache, result.slots
+        self.cache = result.cache
+        self.slots = result.slots
         return result.x
 
     def finish(self, program: StepProgram, packed: np.ndarray, x: jax.Array) -> tuple[Sampled, jax.Array | None]:
         """Runs the last stage's part of a step, as `step`."""
         result: steps.StepResult = self._get(program)(self._arrays, self.cache, self.slots, packed, x)
-        self.cache, self.slots, self._hidden = result.cache, result.slots, result.hidden
+        self.cache = result.cache
+        self.slots = result.slots
+        self._hidden = result.hidden
         return result.drawn, result.hidden
 
     def take(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:

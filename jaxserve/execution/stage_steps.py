@@ -56,7 +56,8 @@ def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotSta
     a slot follow each other; -1 is none, and none comes after it. Each adds one to its slot's length. The last one is
     the slot's last token, or -1 if it is a stop token. Entries without a meaning name the slot of nobody."""
     slot, tokens = jnp.repeat(slot, tokens.size // len(slot)), tokens.reshape(-1, len(slot)).T.reshape(-1)
-    kept, nobody = tokens >= 0, slots.progress.shape[0] - 1
+    kept = tokens >= 0
+    nobody = slots.progress.shape[0] - 1
     goes_on = jnp.append(kept[1:] & (slot[1:] == slot[:-1]), False)
     stopped = jnp.any(tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
     progress = slots.progress.at[slot, LENGTH].add((kept & (slot < nobody)).astype(jnp.int32))

@@ -41,7 +41,8 @@ STEP = 4  # a bucket has at most this factor more tokens than the one before, si
 GRAIN = 8  # tokens of a bucket above GRAIN are a multiple of it, as kernels need
 # Each bucket is a program that an accelerator compiles for seconds. With the three others that multiply with the output
 # head, a start compiles at most 16 of them.
-MOST_DECODES, MOST_MIXED = 6, 7
+MOST_DECODES = 6
+MOST_MIXED = 7
 PADDED = 0.03  # a bucket with twice a batch's tokens costs so much more, where the roofline says equally much; assumed
 BATCH_SECONDS = 1e-3  # of a further batch for the same tokens: its dispatch, and cached tokens are read again; assumed
 SAMPLES = 64  # numbers of tokens by which buckets are compared
@@ -174,13 +175,15 @@ def _go_together(
 ) -> bool:
     """Whether decodes and prompts together cost less than apart. Without `cost`: whether one batch for all rows has no
     more tokens, padding included, than two."""
-    tokens, alone = int(rows.count.sum()), int(np.count_nonzero(decodes))
+    tokens = int(rows.count.sum())
+    alone = int(np.count_nonzero(decodes))
     if cost is not None:
         sizes = _tokens(mixed_shapes[-1:] if rows.scores_prompt.any() else mixed_shapes)  # see `_mixed`
         apart = (*_cheapest(alone, _tokens(decode_shapes), None), *_cheapest(tokens - alone, sizes, cost))
         return sum(map(cost, _cheapest(tokens, sizes, cost))) < sum(map(cost, apart))
     one = fitting(mixed_shapes, tokens, len(rows))
-    decode, other = fitting(decode_shapes, alone, alone), fitting(mixed_shapes, tokens - alone, len(rows) - alone)
+    decode = fitting(decode_shapes, alone, alone)
+    other = fitting(mixed_shapes, tokens - alone, len(rows) - alone)
     return bool(one and (not decode or not other or one.tokens <= decode.tokens + other.tokens))
 
 
@@ -227,7 +230,8 @@ class Pieces:
 
     def of(self, rows: Rows) -> Rows:
         """The pieces as rows, with rows of one token first. Only the last piece of a row samples."""
-        count, first = np.asarray(self.count, np.int32), np.asarray(self.first, np.int32)
+        count = np.asarray(self.count, np.int32)
+        first = np.asarray(self.first, np.int32)
         order = np.argsort(count > 1, kind="stable")
         pieces = rows.take(np.asarray(self.row)[order])
         ends = pieces.end
@@ -242,20 +246,26 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
     sizes = iter(_cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
-    pieces, room, whole = Pieces(), next(sizes, most.tokens), rows.checks
+    pieces = Pieces()
+    room = next(sizes, most.tokens)
+    whole = rows.checks
     for i, left in enumerate(rows.count.tolist()):
         at = 0
         if left > room and whole[i]:  # proposals are checked in one pass
             if len(pieces):
                 yield _mixed(pieces.of(rows), shapes)
-            pieces, room = Pieces(), max(next(sizes, most.tokens), left)
+            pieces = Pieces()
+            room = max(next(sizes, most.tokens), left)
         while left:
             count = min(left, room)
             pieces.add(i, at, count)
-            at, left, room = at + count, left - count, room - count
+            at = at + count
+            left = left - count
+            room = room - count
             if room == 0 or len(pieces) == most.rows:
                 yield _mixed(pieces.of(rows), shapes)
-                pieces, room = Pieces(), next(sizes, most.tokens)
+                pieces = Pieces()
+                room = next(sizes, most.tokens)
     if len(pieces):
         yield _mixed(pieces.of(rows), shapes)
 
@@ -289,7 +299,9 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
       update_index     0 0 0 0
       update_page      9 0 0 0
     """
-    shape, rows, n = batch.shape, batch.rows, len(batch.rows)
+    shape = batch.shape
+    rows = batch.rows
+    n = len(batch.rows)
     packed = shape.empty(running.num_slots)
     fields = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
     slot = rows.slot
@@ -310,7 +322,8 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
         fields["q_start"][n + 1 :] = q_end[-1]
         fields["num_decodes"][0] = np.count_nonzero(rows.count == 1)
         row = np.repeat(np.arange(n), rows.count)
-        position, slot = (rows.end - q_end)[row] + np.arange(len(row)), slot[row]
+        position = (rows.end - q_end)[row] + np.arange(len(row))
+        slot = slot[row]
     known = np.flatnonzero(position < running.known[slot] + running.proposed[slot])
     if len(known):
         fields["tokens"][known] = running.tokens[slot[known], position[known]]

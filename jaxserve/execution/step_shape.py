@@ -50,7 +50,8 @@ class StepShape:
             "update_index": self.table_updates,
             "update_page": self.table_updates,
         }
-        fields, offset = {}, 0
+        fields = {}
+        offset = 0
         for name, size in sizes.items():
             fields[name] = (offset, size)
             offset += size

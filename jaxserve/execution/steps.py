@@ -32,7 +32,9 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.scheduling.sampler import Sampler
 
-SCORED_ROWS, CPU_SCORED_ROWS = 128, 32  # rows for which `score_prompt` computes logits at a time
+# rows for which `score_prompt` computes logits at a time
+SCORED_ROWS = 128
+CPU_SCORED_ROWS = 32
 
 
 class StepResult(NamedTuple):
@@ -100,7 +102,8 @@ def read_buffer(
     field = {name: lax.slice(packed, (at,), (at + size,)) for name, (at, size) in shape.fields.items()}
     tables = slots.block_tables.at[field["update_slot"], field["update_index"]].set(field["update_page"])
     slots = slots._replace(block_tables=tables)
-    q_start, slot = field["q_start"], field["slot"]
+    q_start = field["q_start"]
+    slot = field["slot"]
     going = slots.last_token(slot) >= 0  # the step before may have sampled a stop token that the host has not read yet
     num_new = jnp.where(going, field["num_new"], 0)
     writes = (q_start[1:] > q_start[:-1]) & going
@@ -184,7 +187,8 @@ def _advance(
     sampled = _if_any(batch.keeps_token, drawn, sampler)
     sampled = sampled._replace(expert_load=out.expert_load)
     # Rows that keep nothing must not change their slot, so they write to the slot of nobody.
-    slot, nobody = batch.slot, slots.progress.shape[0] - 1
+    slot = batch.slot
+    nobody = slots.progress.shape[0] - 1
     last = jnp.where(batch.keeps_token, _unless_stopped(sampled, slots, slot), slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
     slots = slots._replace(
@@ -210,17 +214,21 @@ def _verify(
     whose `num_new` is negative."""
     options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
     out, cache = forward(params, cache, slots, batch, **options)
-    slot, nobody, num_draws = batch.slot, slots.progress.shape[0] - 1, jnp.abs(num_new)
+    slot = batch.slot
+    nobody = slots.progress.shape[0] - 1
+    num_draws = jnp.abs(num_new)
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
     count = num_draws.sum(dtype=jnp.int32)
-    head, owner = model.counting(count), slot[draws.row]
+    head = model.counting(count)
+    owner = slot[draws.row]
     hidden = out.hidden[draws.token]
     later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, nobody)
     drawn = partial(_sample, head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
     sampled = _if_any((num_new > 0)[draws.row], drawn, sampler)
     ends = _unless_stopped(sampled, slots, owner)
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
-    num_kept, tokens = kept.sum(axis=1), sampled.tokens[draws.places]
+    num_kept = kept.sum(axis=1)
+    tokens = sampled.tokens[draws.places]
     place = jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]  # of its last draw
     last = jnp.where(num_kept > 0, ends[place], slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, nobody)
@@ -261,8 +269,10 @@ def sample_deferred(
     packed: int32 [draws, DEFERRED_WORDS + words], row by row: the fields of `verify.DeferredDraws`, and a bit for each
     allowed token. Returned tokens are -1 where a draw is not kept.
     """
-    draws, masks = DeferredDraws(*packed[:, :DEFERRED_WORDS].T), packed[:, DEFERRED_WORDS:]
-    slot, nobody = draws.slot, slots.progress.shape[0] - 1
+    draws = DeferredDraws(*packed[:, :DEFERRED_WORDS].T)
+    masks = packed[:, DEFERRED_WORDS:]
+    slot = draws.slot
+    nobody = slots.progress.shape[0] - 1
     model = model.counting(jnp.sum(slot < nobody, dtype=jnp.int32))
     before = draws.before(proposals) if proposals else None
     hidden = slots.hidden[slot, draws.number]
@@ -295,7 +305,8 @@ def _sample(
         return sample(logits, *given, sampler=sampler, **options)
 
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    model, seen = model.adapted_by(slots.adapter(slot)), TokenCounts(slots.counts, slots.in_prompt)
+    model = model.adapted_by(slots.adapter(slot))
+    seen = TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 
 

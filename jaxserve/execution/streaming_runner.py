@@ -115,7 +115,8 @@ class StreamingSignatures(Signatures):
         return Signature(run, (2,), arguments, (self._everywhere, self._cache_sharding[place.array]))
 
     def _stream(self, shape: StepShape) -> Stream:
-        place, config = self._everywhere, self.model.config
+        place = self._everywhere
+        config = self.model.config
         load: Any = jax.ShapeDtypeStruct((1, 3), jnp.int32, sharding=place) if config.num_experts else None
         x: Any = jax.ShapeDtypeStruct((shape.tokens, config.hidden_size), self.model.dtype, sharding=place)
         return Stream(x, load)
@@ -144,7 +145,8 @@ class StreamingRunner(ModelRunner):
         self.kinds, self._parts_of = tuple(kinds), [kinds.index(layer.kind) for layer in layers]
 
     def _set_layers(self, layers: list[HostLayer]) -> None:
-        arrays, places = [one.arrays for one in layers], [[form[2] for form in one.kind.forms] for one in layers]
+        arrays = [one.arrays for one in layers]
+        places = [[form[2] for form in one.kind.forms] for one in layers]
         self.layers, self.uploads = layers, LayerUploads(arrays, places)
 
     @property
@@ -179,12 +181,14 @@ class StreamingRunner(ModelRunner):
         begun: Begun = self._get(_part(shape, BEGIN))(self._arrays, self.cache, self.slots, packed)
         stream, inputs, self.cache = begun
         for i, (layer, part) in enumerate(zip(self.layers, self._parts_of, strict=True)):
-            run, place = self._get(_part(shape, part)), self._places[layer.number]
+            run = self._get(_part(shape, part))
+            place = self._places[layer.number]
             given = inputs.at(place), inputs.ropes, inputs.num_tokens
             stream, self.cache[place.array] = run(self.uploads.take(i), stream, self.cache[place.array], *given)
             self.uploads.used(i, stream.x)
         result = self._get(program)(self._arrays, [], self.slots, packed, stream.x)
-        self.slots, self._hidden = result.slots, result.hidden
+        self.slots = result.slots
+        self._hidden = result.hidden
         return result.drawn._replace(expert_load=stream.expert_load), result.hidden
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:

@@ -184,7 +184,9 @@ class UpkeepCalls(commands.Commanded):
 def deferred_calls(draws: np.ndarray, sizes: list[int]) -> Iterator[tuple[int, int, int]]:
     """Cuts the draws of `sample_deferred`, int32 [n, DEFERRED_WORDS], into calls that hold whole rows. Yields where
     each call begins and ends, and the smallest of these ascending sizes that holds it."""
-    at, starts = 0, np.append(np.flatnonzero(draws[:, 1] == 0), len(draws))  # where rows begin
+    # where rows begin
+    at = 0
+    starts = np.append(np.flatnonzero(draws[:, 1] == 0), len(draws))
     while at < len(draws):
         end = int(starts[starts <= at + sizes[-1]][-1])
         yield at, end, next(size for size in sizes if size >= end - at)

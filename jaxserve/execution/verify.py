@@ -38,7 +38,8 @@ class Draws(NamedTuple):
     @classmethod
     def of(cls, tokens: jax.Array, ends: jax.Array, kv_len: jax.Array, num_new: jax.Array, proposals: int) -> Draws:
         """tokens: int32 [tokens]. For each row, [rows]: its end there, how many tokens its last one sees, its draws."""
-        rows, most = len(ends), len(tokens)
+        rows = len(ends)
+        most = len(tokens)
         draws = min(most, rows * (proposals + 1))
         first = jnp.cumsum(num_new) - num_new
         row = jnp.repeat(jnp.arange(rows), num_new, total_repeat_length=draws)

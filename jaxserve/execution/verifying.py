@@ -94,7 +94,8 @@ def with_proposals(packed: jax.Array, slots: SlotState, shape: StepShape) -> jax
     assert slots.ahead is not None
     field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
     row = jnp.minimum(jnp.searchsorted(field["q_start"], jnp.arange(shape.tokens), side="right") - 1, shape.rows - 1)
-    end, count = field["q_start"][row + 1], jnp.abs(field["num_new"][row]) - 1
+    end = field["q_start"][row + 1]
+    count = jnp.abs(field["num_new"][row]) - 1
     number = jnp.arange(shape.tokens) - (end - count)
     ahead = slots.ahead[field["slot"][row], jnp.clip(number, 0, slots.ahead.shape[1] - 1)]
     tokens = jnp.where((number >= 0) & (number < count), ahead, field["tokens"])
@@ -198,11 +199,15 @@ class VerifyingRunner(ModelRunner):
         """Samples up to `count` [n] tokens for each of these slots [n], whose last known tokens are `tokens` [n], with
         one of `draft_programs`. They are proposals of the next step, which finds them in the slots. Returns int32
         [tokens per call, rows], 0 behind the end of a row."""
-        shape, n = ahead_shape(name.size, self.layout), len(slots)
+        shape = ahead_shape(name.size, self.layout)
+        n = len(slots)
         packed = shape.empty(self.num_slots)
         field = {key: packed[at : at + size] for key, (at, size) in shape.fields.items()}
-        field["tokens"][:n], field["slot"][:n], field["num_new"][:n] = tokens, slots, count
+        field["tokens"][:n] = tokens
+        field["slot"][:n] = slots
+        field["num_new"][:n] = count
         field["q_start"][:] = np.minimum(np.arange(name.size + 1), n)
-        field["tokens_per_call"][0], field["num_decodes"][0] = count.max(), n
+        field["tokens_per_call"][0] = count.max()
+        field["num_decodes"][0] = n
         ahead, self.cache, self.slots = self._get(name)(self._arrays, self.cache, self.slots, packed)
         return ahead

@@ -93,7 +93,8 @@ class Compilation:
     """
 
     def __init__(self, pool: ThreadPoolExecutor, vocabulary: Future[LLTokenizer], grammar: Grammar):
-        self._vocabulary, self._grammar = vocabulary, grammar
+        self._vocabulary = vocabulary
+        self._grammar = grammar
         self._started: float | None = None
         self._num_waiting = 0  # requests that wait for this grammar
         self.future: Future[LLMatcher] = submit(pool, self._run)
@@ -133,7 +134,9 @@ class Compiler:
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], *, max_queued: int | None = None):
-        self._folder, self.vocab_size, self._eos_token_ids = folder, vocab_size, eos_token_ids
+        self._folder = folder
+        self.vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._max_queued = max_queued
         self._pool = ThreadPoolExecutor(2, "grammar")
         self._compiled: OrderedDict[Grammar, Compilation] = OrderedDict()
@@ -287,9 +290,11 @@ def _mark_rules(tokens: LLTokenizer, name: str, text: str) -> str:
     quoted = json.dumps(text, ensure_ascii=False)
     pattern = re.sub(r"([!-/:;?@\[-^`{-~])", r"\\\1", text)  # ASCII punctuation but < = > _
     upper = name.upper()
-    mark, until = quoted, f"written_{name}"
+    mark = quoted
+    until = f"written_{name}"
     if (token := _special_token(tokens, text)) is not None:
-        mark, until = f"<[{token}]> | {quoted}", f"written_{name} | NO_{upper}? <[{token}]>"
+        mark = f"<[{token}]> | {quoted}"
+        until = f"written_{name} | NO_{upper}? <[{token}]>"
     return f"""
 {name}: {mark}
 until_{name}: {until}

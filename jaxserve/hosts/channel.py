@@ -20,7 +20,9 @@ import numpy as np
 from jaxserve.hosts.errors import HostError
 
 _MAGIC = b"jaxserve hosts 2"
-_NONCE, _PROOF, _CODE = 32, 32, 16  # bytes
+_NONCE = 32  # bytes
+_PROOF = 32  # bytes
+_CODE = 16  # bytes
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 2**31
 MAX_MESSAGE = 2**20  # of frames that hold no arrays: greetings, answers, pings
@@ -37,7 +39,9 @@ class Channel:
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._keys, self._counts = connection, (send_key, receive_key), [0, 0]
+        self._socket = connection
+        self._keys = (send_key, receive_key)
+        self._counts = [0, 0]
         self._deadline: float | None = None
         self.address = str(connection.getpeername()[0])
 
@@ -99,7 +103,8 @@ class Greeting:
         connection.setblocking(False)
         self.connection = connection
         self._secret = secret
-        self._given, self._nonces = bytearray(), b""
+        self._given = bytearray()
+        self._nonces = b""
 
     def advance(self) -> Channel | None:
         """Takes what has come. Returns the channel once the other end has proven it, None before. Raises
@@ -139,7 +144,8 @@ def connect(connection: socket.socket, secret: bytes, seconds: float) -> Channel
     mine = os.urandom(_NONCE)
     _limit(connection, deadline)
     connection.sendall(_MAGIC + mine)
-    theirs, given = _exactly(connection, _NONCE, deadline), _exactly(connection, _PROOF, deadline)
+    theirs = _exactly(connection, _NONCE, deadline)
+    given = _exactly(connection, _PROOF, deadline)
     if not hmac.compare_digest(given, _proof(secret, b"first", mine + theirs)):
         raise WrongSecretError("it has another secret")
     connection.sendall(_proof(secret, b"other", mine + theirs))

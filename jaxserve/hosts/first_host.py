@@ -48,14 +48,17 @@ class FirstHost:
 
     def __init__(self, config: EngineConfig):
         """Listens; `gather` waits for the others. Raises ConfigError, CheckpointError or HostError."""
-        self._timeout, self._count = config.host_timeout, config.num_hosts
+        self._timeout = config.host_timeout
+        self._count = config.num_hosts
         self._secret, self._identity = read_secret(config), identity_of(config)
         self.on_end: Callable[[str], None] = end_process
         self._peers: dict[int, Peer] = {}
         self._beats: dict[int, messages.Beat] = {}  # the latest of each host
         self._answers: dict[int, messages.Answer] = {}  # the latest of each host
         self._sent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # calls sent so far, at each look
-        self._calls, self._started, self._over = 0, False, False
+        self._calls = 0
+        self._started = False
+        self._over = False
         self._changed = threading.Condition()  # guards all of these
         self._digested: dict[int, int] = {}  # host -> count of its latest digest
         self._digests: dict[int, dict[int, bytes]] = {}  # count -> host -> digest, until all hosts have sent theirs
@@ -137,7 +140,8 @@ class FirstHost:
         log.info("host %d has joined from %s", host, link.address)
         self._beats[host] = messages.Beat()
         self._digested[host] = 0
-        receive, lose = partial(self._take, host), partial(self._lose, host)
+        receive = partial(self._take, host)
+        lose = partial(self._lose, host)
         self._peers[host] = Peer(link, self._timeout, messages.Beat, receive, lose, channel.MAX_MESSAGE)
         self._changed.notify_all()
 

@@ -23,7 +23,9 @@ PACKAGES = (
     "jax", "jaxlib", "jax-triton", "triton", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
     "jax-cuda13-pjrt", "libtpu",
 )  # fmt: skip
-HEAD_BYTES, SAMPLES, SAMPLE_BYTES = 2**20, 16, 2**16
+HEAD_BYTES = 2**20
+SAMPLES = 16
+SAMPLE_BYTES = 2**16
 CONFIGS = ("config.json", "params.json")
 WEIGHTS = (".safetensors", ".gguf")
 # Settings that only the first host uses, or that name places on one host.
@@ -81,7 +83,8 @@ def _name(path: Path) -> str:
 
 
 def _digest(path: Path) -> str:
-    size, digest = path.stat().st_size, hashlib.sha256()
+    size = path.stat().st_size
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(size if path.name in CONFIGS else HEAD_BYTES))
         for number in range(SAMPLES):

@@ -35,11 +35,14 @@ class OtherHost:
 
     def __init__(self, config: EngineConfig):
         """Joins. Raises ConfigError, CheckpointError or HostError, also with the first host's reason to refuse."""
-        self._host_id, self._done, self._over = config.host_id, 0, False
+        self._host_id = config.host_id
+        self._done = 0
+        self._over = False
         self.busy = True
         self.compiles: Callable[[], bool] = lambda: False
         self._first = "{}:{}".format(*command_address(config))
-        secret, identity = read_secret(config), identity_of(config)
+        secret = read_secret(config)
+        identity = identity_of(config)
         link, answer = self._join(command_address(config), secret, messages.Join(config.host_id, identity))
         self._inbox: queue.SimpleQueue[messages.Call | messages.Start | messages.End] = queue.SimpleQueue()
         if isinstance(answer, messages.Refused):
@@ -75,7 +78,8 @@ class OtherHost:
     ) -> tuple[channel.Channel, messages.Message]:
         """The connection to the first host, and its answer. A first host that is not there yet, or has too many
         connections, is tried again."""
-        deadline, tries = time.monotonic() + JOIN_SECONDS, TRIES
+        deadline = time.monotonic() + JOIN_SECONDS
+        tries = TRIES
         while True:
             try:
                 connection = socket.create_connection(address, GREETING_SECONDS)

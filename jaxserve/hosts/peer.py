@@ -39,7 +39,11 @@ class Peer:
         most: int = MAX_FRAME,
     ):
         self.address = channel.address
-        self._channel, self._timeout, self._beat, self._receive, self._lose = channel, timeout, beat, receive, lose
+        self._channel = channel
+        self._timeout = timeout
+        self._beat = beat
+        self._receive = receive
+        self._lose = lose
         self._most = most
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = 0  # bytes; only an estimate, as two threads change it

@@ -21,7 +21,8 @@ class TokenDigests:
     """
 
     def __init__(self, found: Callable[[int, bytes], None], failed: Callable[[str], None]):
-        self._found, self._failed = found, failed
+        self._found = found
+        self._failed = failed
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="digests", daemon=True).start()
 
@@ -30,7 +31,8 @@ class TokenDigests:
         self._queue.put(tokens)
 
     def _run(self) -> None:
-        digest, count = hashlib.blake2b(digest_size=16), 0
+        digest = hashlib.blake2b(digest_size=16)
+        count = 0
         while True:
             try:
                 digest.update(np.asarray(self._queue.get()).tobytes())

@@ -54,7 +54,8 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         made = plain if scheme is None else quantized_abstract(plain, scheme)
         return packing.rounded(made) if packing else made
     source = Checkpoint.open(path, config.quantization, config.ignore_config_keys)
-    pieces, reader = source.pieces(decoder), source.reader
+    pieces = source.pieces(decoder)
+    reader = source.reader
     if packing:
         plain |= packing.stored(plain, pieces, source.tensors)
     if reader is None:
@@ -111,6 +112,7 @@ def _one_of_a_kind(
 def _form(source: Checkpoint, part: str) -> tuple[Any, ...]:
     """How a tensor is stored, which determines its weight's form. The dtype of quantized GGUF tensors is float32, so
     their GGUF type is needed too."""
-    tensor, reader = source.tensors[part], source.reader
+    tensor = source.tensors[part]
+    reader = source.reader
     kind = reader.type_of(part) if isinstance(reader, RowReader) else None
     return kind, tensor.dtype, tensor.shape

@@ -24,7 +24,8 @@ from jaxserve.pallas_kernels.checked_ops import adapters_on_trial
 from jaxserve.pallas_kernels.device_ops import adapters_of
 from jaxserve.pallas_kernels.registry import Device
 
-TABLE, HEAD = "embed/table", "head/kernel"
+TABLE = "embed/table"
+HEAD = "head/kernel"
 MOE_NAMES = ("block_sparse_moe", "mlp")  # Mixtral's experts in checkpoints, and as modules of transformers 5
 
 
@@ -95,7 +96,8 @@ class Target:
         if self.is_table:
             return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec())
         lead, (out, inputs) = (None,) if self.experts is None else spec(None, "expert"), self.axes
-        a, b = PartitionSpec(*lead, None, inputs), PartitionSpec(*lead, None, out)
+        a = PartitionSpec(*lead, None, inputs)
+        b = PartitionSpec(*lead, None, out)
         return NamedSharding(mesh, a), NamedSharding(mesh, b)
 
     def padded(self, a: np.ndarray, b: np.ndarray, sizes: PoolSizes) -> list[np.ndarray]:
@@ -127,13 +129,15 @@ class Target:
 
     def _member(self, pieces: list[Piece], found: Mapping[str, LowRank], rank: int) -> Matrices:
         (out, inputs), names = self.shape, _names(pieces)
-        a, b = np.zeros((len(names), rank, inputs), np.float32), np.zeros((out, rank), np.float32)
+        a = np.zeros((len(names), rank, inputs), np.float32)
+        b = np.zeros((out, rank), np.float32)
         ranks = np.zeros(len(names), np.int32)
         for piece in pieces:
             if piece.name in found:
                 down, up = found[piece.name]
                 part = names.index(piece.name)
-                a[part, : len(down), : down.shape[1]], ranks[part] = down, len(down)
+                a[part, : len(down), : down.shape[1]] = down
+                ranks[part] = len(down)
                 put_piece(b, piece, np.pad(up, ((0, 0), (0, rank - up.shape[1]))))
         return Matrices(a, np.ascontiguousarray(b.T), ranks)
 

@@ -44,8 +44,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
-        spec, dim = self.spec, self.spec.head_dim
-        group, inputs = spec.num_heads // self.kv_heads, self.inputs or self.hidden_size
+        spec = self.spec
+        dim = self.spec.head_dim
+        group = spec.num_heads // self.kv_heads
+        inputs = self.inputs or self.hidden_size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
             return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
@@ -59,7 +61,8 @@ class Attention(nn.Module):
             init = nn.initializers.normal(1.0)
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
             heads = heads._replace(sinks=sinks)
-        out_axes, result = ("embed", "kv_heads", None, None), attend(heads)
+        out_axes = ("embed", "kv_heads", None, None)
+        result = attend(heads)
         if spec.out_gate is not None:
             gate_axes = ("kv_heads", None, None, "embed")
             gate = linear("gate", (inputs,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x)
@@ -69,7 +72,8 @@ class Attention(nn.Module):
     def _heads(self, qkv: Parts, angles: Angles) -> Heads:
         """The argument of `attend`, which rotates queries and keys and computes the norm if it is `fused`. Everything
         else is computed here in plain XLA, which knows how the heads are split over devices."""
-        spec, chosen = self.spec, self.spec.qk_norm
+        spec = self.spec
+        chosen = self.spec.qk_norm
         norms = [] if chosen is None else self._norms(chosen)
         fused = chosen is None or (chosen.fused and angles.query_scale is None)
         if fused and spec.clip is None and angles.query_scale is None:
@@ -77,14 +81,20 @@ class Attention(nn.Module):
         whole = qkv.whole(self.dtype)
         if spec.clip is not None:
             whole = jnp.clip(whole, -spec.clip, spec.clip)
-        q, k, v = whole[:, :, :-2], whole[:, :, -2:-1], whole[:, :, -1:]
-        cos, sin = angles.cos, angles.sin
+        q = whole[:, :, :-2]
+        k = whole[:, :, -2:-1]
+        v = whole[:, :, -1:]
+        cos = angles.cos
+        sin = angles.sin
         if chosen is not None and chosen.after_rope:
-            q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
-            cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)
+            q = self.ops.rope(q, cos, sin)
+            k = self.ops.rope(k, cos, sin)
+            cos = jnp.ones_like(cos)
+            sin = jnp.zeros_like(sin)
         if chosen is not None and not fused:
             axes = (-3, -2, -1) if chosen.over == "width" else -1
-            q, k = norms[0](q, axes), norms[1](k, axes)
+            q = norms[0](q, axes)
+            k = norms[1](k, axes)
         if angles.query_scale is not None:
             q = q * angles.query_scale.astype(q.dtype)[:, None, None, None]
         scales = [norm.scale() for norm in norms] if fused else []
@@ -92,7 +102,8 @@ class Attention(nn.Module):
 
     def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:
         """The norms of queries [tokens, kv_heads, group, head_dim] and of keys [tokens, kv_heads, 1, head_dim]."""
-        spec, dim = self.spec, self.spec.head_dim
+        spec = self.spec
+        dim = self.spec.head_dim
         shapes: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
         if chosen.over != "head":
             group = spec.num_heads // self.kv_heads

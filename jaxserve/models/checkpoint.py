@@ -41,7 +41,9 @@ class Checkpoint:
         reader: QuantReader | None
         names: Mapping[str, str] = {}
         if orbax.is_saved(path):
-            hf, tensors, reader = HFConfig.read(path, ignored), {}, None
+            hf = HFConfig.read(path, ignored)
+            tensors = {}
+            reader = None
         elif path.suffix == ".gguf":
             from jaxserve.checkpoints.gguf_model import open_gguf  # not imported where no file is a GGUF file
 
@@ -49,10 +51,13 @@ class Checkpoint:
             hf = HFConfig(file.config, str(path), ignored)
             names = file.names
             of_gguf = unstacked(file.tensors, names.values() if names else find_family(hf).every_name)
-            tensors, reader = of_gguf, dataclasses.replace(file.reader, tensors=of_gguf)
+            tensors = of_gguf
+            reader = dataclasses.replace(file.reader, tensors=of_gguf)
         elif is_native(path):
             native = open_native(path)
-            hf, tensors, reader = HFConfig(native.config, native.source, ignored), native.tensors, None
+            hf = HFConfig(native.config, native.source, ignored)
+            tensors = native.tensors
+            reader = None
         else:
             hf = HFConfig.read(path, ignored)
             tensors = unstacked(read_folder(path), find_family(hf).every_name)

@@ -16,7 +16,10 @@ def _count(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
 
 
 # Key -> (allowed values in words, predicate), for every key that is read, also inside rope_scaling and rope_parameters.
-_SIZE, _HEADS, _LAYERS, _LENGTH = _count(2**24), _count(2**12), _count(2**12), _count(2**30)
+_SIZE = _count(2**24)
+_HEADS = _count(2**12)
+_LAYERS = _count(2**12)
+_LENGTH = _count(2**30)
 _POSITIVE = "a positive number", lambda value: type(value) in (int, float) and 0 < value < 1e30
 _NUMBER = "a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e30
 _FLAG = "true or false", lambda value: type(value) is bool
@@ -146,7 +149,8 @@ class HFConfig:
                 continue
             if (given := self.values.get(new)) not in (None, value):
                 raise ConfigError(f"{self.source}: {old}={value!r} contradicts {new}={given!r}, which means the same")
-            self.values[new], self._own_names[new] = value, old
+            self.values[new] = value
+            self._own_names[new] = old
 
     _REQUIRED = object()
 

@@ -114,7 +114,8 @@ class DecoderLayer(nn.Module):
         return ""
 
     def _attention(self) -> Attention | LatentAttention | GatedDeltaNet:
-        spec, options = self.spec.attention, {"dtype": self.dtype, "ops": self.ops, "name": "attention"}
+        spec = self.spec.attention
+        options = {"dtype": self.dtype, "ops": self.ops, "name": "attention"}
         if isinstance(spec, GatedDeltaSpec):
             return GatedDeltaNet(spec, self.hidden_size, **options)
         if isinstance(spec, LatentAttentionSpec):
@@ -149,7 +150,9 @@ class Decoder(nn.Module):
     stage: Stage | Part | None = None
 
     def setup(self) -> None:
-        config, hidden, size = self.config, self.config.hidden_size, self.config.embed_size
+        config = self.config
+        hidden = self.config.hidden_size
+        size = self.config.embed_size
         self.embed = Embedding(self.vocab_rows, size or hidden, self.dtype, self.ops)
         if size is not None:
             self.project_in = Linear((size,), (hidden,), ("embed", "embed"), dtype=self.dtype, ops=self.ops)
@@ -160,7 +163,8 @@ class Decoder(nn.Module):
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype, self.ops)
         if not config.tie_embeddings:
-            shape, axes = (self.vocab_rows,), ("vocab", "embed")
+            shape = (self.vocab_rows,)
+            axes = ("vocab", "embed")
             self.head = Linear((size or hidden,), shape, axes, config.head_bias, self.dtype, jnp.float32, self.ops)
 
     def counting(self, tokens: jax.Array) -> Decoder:
@@ -184,7 +188,8 @@ class Decoder(nn.Module):
 
     def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Ropes]:
         """token_ids and positions, int32 [tokens] each -> the first layer's input [tokens, hidden], and the angles."""
-        config, x = self.config, self.embed(token_ids)
+        config = self.config
+        x = self.embed(token_ids)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.embed_size is not None:

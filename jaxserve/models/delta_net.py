@@ -31,7 +31,9 @@ class GatedDeltaNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
-        spec, heads, group = self.spec, self.spec.key_heads, self.spec.group
+        spec = self.spec
+        heads = self.spec.key_heads
+        group = self.spec.group
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
             return Linear(in_shape, out_shape, axes, False, self.dtype, ops=self.ops, in_parts=True, name=name)
@@ -39,12 +41,14 @@ class GatedDeltaNet(nn.Module):
         def per_head(name: str, init: Any) -> jax.Array:
             return weight(self, name, init, ("kv_heads", None), (heads, group), jnp.float32)
 
-        inputs, axes = (self.hidden_size,), ("kv_heads", None, "embed")
+        inputs = (self.hidden_size,)
+        axes = ("kv_heads", None, "embed")
         qkvz = linear("qkvz", inputs, (heads, spec.channels + group * spec.value_dim), axes)(x)
         ba = linear("ba", inputs, (heads, 2 * group), axes)(x)
         qkv, z = jnp.split(qkvz.whole(self.dtype).reshape(-1, heads, qkvz.sums.shape[-1] // heads), [spec.channels], -1)
         rates, steps = jnp.split(ba.whole(self.dtype).astype(jnp.float32).reshape(-1, heads, 2 * group), 2, axis=-1)
-        a_log, bias = per_head("a_log", nn.initializers.zeros), per_head("dt_bias", nn.initializers.ones)
+        a_log = per_head("a_log", nn.initializers.zeros)
+        bias = per_head("dt_bias", nn.initializers.ones)
         decay = -jnp.exp(a_log) * jax.nn.softplus(steps + bias)
         shape = (heads, spec.channels, spec.conv_width)
         conv = weight(self, "conv", nn.initializers.normal(0.5), ("kv_heads", None, None), shape, self.dtype)
@@ -61,7 +65,11 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
     has for each key head its rates and its steps; delta_conv, which has all queries, then all keys, then all values;
     and delta_a_log, delta_dt_bias, delta_norm and delta_out.
     """
-    heads, group, key, value, width = spec.key_heads, spec.group, spec.key_dim, spec.value_dim, spec.conv_width
+    heads = spec.key_heads
+    group = spec.group
+    key = spec.key_dim
+    value = spec.value_dim
+    width = spec.conv_width
     sizes = {0: key, key: key, 2 * key: group * value}  # part of a key head: first channel -> channels
     channels = heads * spec.channels
 

@@ -72,8 +72,11 @@ class DraftFiles(Checkpoint):
 
 def draft_pieces(drafter: Drafter, names: Names, layer: int, has: Callable[[str], bool]) -> dict[str, Pieces]:
     """Path in a head's parameters -> the tensors that make it up. `has` tells whether the files have a named weight."""
-    config, spec = drafter.config, drafter.spec
-    hidden, kind, norm = config.hidden_size, config.layers[0], config.norm
+    config = drafter.config
+    spec = drafter.spec
+    hidden = config.hidden_size
+    kind = config.layers[0]
+    norm = config.norm
     assert norm is not None
     eagle = bool(spec.layers)
     inputs = len(spec.layers) * spec.target_hidden if eagle else 2 * hidden
@@ -81,7 +84,8 @@ def draft_pieces(drafter: Drafter, names: Names, layer: int, has: Callable[[str]
     norms = norm_sources("hidden_norm", kind.norm, hidden) | norm_sources("embed_norm", kind.norm, hidden)
     if eagle:
         del of_layer["attention_norm/scale"]
-        of_layer, norms = of_layer | norms, {}
+        of_layer = of_layer | norms
+        norms = {}
     sources = {"fc/kernel": [Source("fc.weight", (hidden, inputs), whole)]} | norms | norm_sources("norm", norm, hidden)
     sources |= {f"layers_0/{path}": some for path, some in of_layer.items()}
     if spec.own_embed:
@@ -161,7 +165,8 @@ def _layers_read(hf: HFConfig, target: ModelConfig) -> tuple[int, ...]:
     """The layers whose inputs the draft reads. At the top of a config they are such layers; in `eagle_config` they are
     layers whose outputs it reads (SpecForge). By default an early, a middle and a late one."""
     hf.take("norm_before_residual", False)
-    given, nested = hf.take("eagle_aux_hidden_state_layer_ids", None), hf.take("eagle_config", None) or {}
+    given = hf.take("eagle_aux_hidden_state_layer_ids", None)
+    nested = hf.take("eagle_config", None) or {}
     if nested.get("use_aux_hidden_state") is False:
         raise ConfigError(f"{hf.source}: drafts that read only the last hidden state (EAGLE-1) are not supported")
     outputs = nested.get("eagle_aux_hidden_state_layer_ids")

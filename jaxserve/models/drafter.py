@@ -94,7 +94,8 @@ class Drafter(nn.Module):
     ops: Ops = Ops()
 
     def setup(self) -> None:
-        config, hidden = self.config, self.config.hidden_size
+        config = self.config
+        hidden = self.config.hidden_size
         assert config.norm is not None
         norm = partial(Norm, config.norm, hidden, self.dtype, self.ops)
         linear = partial(Linear, axes=("embed", "embed"), dtype=self.dtype, ops=self.ops)
@@ -148,7 +149,9 @@ class Drafter(nn.Module):
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Uses every weight of its own once, so that flax declares all parameters. Only shapes matter."""
-        count, spec, config = len(token_ids), self.spec, self.config
+        count = len(token_ids)
+        spec = self.spec
+        config = self.config
         hidden = jnp.zeros((count, spec.target_hidden), self.dtype)
         features = self.features([hidden] * max(len(spec.layers), 1))
         embedded = self.embed(token_ids) if spec.own_embed else jnp.zeros((count, config.hidden_size), self.dtype)

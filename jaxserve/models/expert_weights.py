@@ -61,7 +61,8 @@ _Made = tuple[Stack, Stack, dict[str, Pieces]]
 
 def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> _Made:
     """For checkpoints in which gate and up are two tensors."""
-    size, numbers = mlp.size, range(experts.count)
+    size = mlp.size
+    numbers = range(experts.count)
     inner = (("expert_gate", 0), ("expert_up", 1))
 
     def of_expert(e: int) -> list[Piece]:
@@ -90,12 +91,14 @@ def _fused(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
     """For checkpoints in which gate and up are one tensor. By the name "expert_gate_up.rows" of the family, the rows of
     gate and up alternate ("in turns"), or all rows of the gate come first. By "expert_gate_up.floats" floats may be
     transposed."""
-    size, numbers = mlp.size, range(experts.count)
+    size = mlp.size
+    numbers = range(experts.count)
     in_turns = names.get("expert_gate_up.rows", "halves") == "in turns"
     transposed = names.get("expert_gate_up.floats") == "transposed"
 
     def of_expert(e: int) -> list[Piece]:
-        name, shape = names["expert_gate_up.weight"].format(i=layer, e=e), (2 * size, hidden)
+        name = names["expert_gate_up.weight"].format(i=layer, e=e)
+        shape = (2 * size, hidden)
         if in_turns:
             return [Piece(name, shape, _whole, transposed=transposed)]
         return [

@@ -28,7 +28,9 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
-        spec, heads, hidden = self.spec, self.spec.num_heads, self.hidden_size
+        spec = self.spec
+        heads = self.spec.num_heads
+        hidden = self.hidden_size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
             return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
@@ -38,7 +40,8 @@ class LatentAttention(nn.Module):
 
         down = linear("down", (hidden,), (spec.down_size,), (None, "embed"), spec.bias)(x).whole(self.dtype)
         of_queries, latent, key = jnp.split(down, [spec.q_rank or 0, spec.down_size - spec.rope_dim], axis=-1)
-        q_shape, q_axes = (heads, spec.nope_dim + spec.rope_dim), ("kv_heads", None)
+        q_shape = (heads, spec.nope_dim + spec.rope_dim)
+        q_axes = ("kv_heads", None)
         if spec.q_rank is None:
             q = linear("q", (hidden,), q_shape, (*q_axes, "embed"), False)(x)
         else:

@@ -16,7 +16,11 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
     The roles are q, or q_a, q_norm and q_b; kv_a, kv_norm and kv_b; and o. `order` is the order of the rotated
     channels, see `rope.head_order`.
     """
-    heads, rank, nope, rope, dim = spec.num_heads, spec.rank, spec.nope_dim, spec.rope_dim, spec.head_dim
+    heads = spec.num_heads
+    rank = spec.rank
+    nope = spec.nope_dim
+    rope = spec.rope_dim
+    dim = spec.head_dim
     of_queries = spec.q_rank or 0
     place = np.arange(rope) if order is None else order
 

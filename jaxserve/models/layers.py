@@ -80,9 +80,11 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Any:
-        n_out, inputs = len(self.out_shape), math.prod(self.in_shape)
+        n_out = len(self.out_shape)
+        inputs = math.prod(self.in_shape)
         # The weight is stored as a matrix. Devices lay out arrays of more axes differently and copy them at each use.
-        axes, shape = (self.axes[0], self.axes[n_out]), (math.prod(self.out_shape), inputs)
+        axes = (self.axes[0], self.axes[n_out])
+        shape = (math.prod(self.out_shape), inputs)
         rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
         kernel = weight(self, "kernel", FAN_IN, axes, shape, self.dtype)
         y = self.ops.adapted(rows, kernel, adapters(self), axes, self.in_parts)
@@ -146,9 +148,13 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Parts:
-        experts, hidden, size = self.spec.experts, self.hidden_size, self.spec.stored_size or self.spec.size
+        experts = self.spec.experts
+        hidden = self.hidden_size
+        size = self.spec.stored_size or self.spec.size
         assert experts is not None
-        count, axes, bias = experts.count, (None, "embed"), experts.router_bias
+        count = experts.count
+        axes = (None, "embed")
+        bias = experts.router_bias
         router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, self.ops, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
@@ -201,7 +207,8 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows) -> Parts:
-        size, activation = self.spec.size, self.spec.activation
+        size = self.spec.size
+        activation = self.spec.activation
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
             return Linear(

@@ -141,7 +141,8 @@ def make_decoder(
     until `trust` is called.
 
     Raises ConfigError for a backend that cannot serve this model on these devices."""
-    shares, dtype = ways(mesh, "cached_tokens"), np.dtype(dtype)
+    shares = ways(mesh, "cached_tokens")
+    dtype = np.dtype(dtype)
     sizes = ways(mesh, "kv_heads"), ways(mesh, "expert"), shares, num_groups(mesh)
     kv_heads = sharded_kv_heads(model, *sizes)
     device = Device.of(mesh.devices.flat[0])
@@ -158,7 +159,8 @@ def make_decoder(
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if is_split(mesh):
-        embed, split_matmul = partial(embed_sharded, mesh, dtype), partial(matmul_sharded, mesh)
+        embed = partial(embed_sharded, mesh, dtype)
+        split_matmul = partial(matmul_sharded, mesh)
         fused = None if ops.fused is None else FusedSharded(mesh, ops.fused)
         ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused)
     ops = _with_products(ops, device, mesh, matmul)
@@ -170,7 +172,8 @@ def attention_problem(
     model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
 ) -> AttentionProblem | LatentProblem:
     """The attention of the model as one device computes it, when `devices` devices share the heads."""
-    spec, scales = model.attentions[0], has_scale(kv_dtype)
+    spec = model.attentions[0]
+    scales = has_scale(kv_dtype)
     if isinstance(spec, LatentAttentionSpec):
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
         heads = spec.num_heads // devices
@@ -186,7 +189,8 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
     op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=is_split(mesh)))
     mixture = mixture_of(device, backend, partitioned=is_split(mesh))
     if is_split(mesh):
-        op, mixture = partial(quant_matmul_sharded, mesh, op), partial(experts_sharded, mesh, mixture)
+        op = partial(quant_matmul_sharded, mesh, op)
+        mixture = partial(experts_sharded, mesh, mixture)
     return dataclasses.replace(ops, quant_matmul=op, mixture=mixture)
 
 
@@ -232,7 +236,8 @@ def with_matmul(decoder: D, mesh: Mesh, backend: str) -> D:
 def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str, *, progress: bool = False) -> str:
     """The backend to use for weights of these forms: `backend`, or another if its kernels are wrong on this machine.
     Raises ConfigError when a backend that was asked for by name cannot multiply one, or does it wrong."""
-    trials, device = decoder.ops.trials or Trials(), Device.of(mesh.devices.flat[0])
+    trials = decoder.ops.trials or Trials()
+    device = Device.of(mesh.devices.flat[0])
     problems, grouped = _products(decoder, flatten_dict(params, sep="/"), mesh, backend)
     try:
         _begin_products(trials, device, problems, grouped, backend)
@@ -282,7 +287,8 @@ def _begin_products(
 def _beginner(decoder: Decoder | Drafter, mesh: Mesh, backend: str) -> Callable[[str, Any], None]:
     """A function that begins the checks of the products with a weight, given its path and form. It does nothing if the
     decoder's kernels are not on trial. Errors are raised by `trust`, which asks again."""
-    trials, device = decoder.ops.trials, Device.of(mesh.devices.flat[0])
+    trials = decoder.ops.trials
+    device = Device.of(mesh.devices.flat[0])
 
     def begin(path: str, w: Any) -> None:
         if trials is not None:
@@ -333,7 +339,8 @@ def load_params(
     if source.reader:
         log.info("quantized weights: %s", source.reader.description)
     scheme = quantization if source.reader is None and quantization in SCHEMES else None
-    pieces, ignored = source.pieces(decoder), source.ignored(decoder)
+    pieces = source.pieces(decoder)
+    ignored = source.ignored(decoder)
     in_files = as_in_files(decoder)
     abstract = packing.stored(targets, pieces, source.tensors) if packing else abstract_params(in_files, mesh)
 
@@ -360,7 +367,8 @@ def load_params(
         return place(name, filled(name, host, targets[name]), sharding)
 
     def put_stack(name: str, members: Iterator[Host], target: jax.ShapeDtypeStruct) -> Any:
-        stack, one = pieces[name], member_of(target)
+        stack = pieces[name]
+        one = member_of(target)
         assert isinstance(stack, Stack)
 
         def form(member: Host, number: int) -> Any:

@@ -93,7 +93,8 @@ class Packing:
 
     def pack(self, host: np.ndarray | QuantArray | StoredRows, mesh: Mesh) -> PanelArray | None:
         """A matrix [out, in] as panels in a JAX array on the CPU; None if no type of panels holds it."""
-        packed, place = self.packed(host), NamedSharding(mesh, PartitionSpec())
+        packed = self.packed(host)
+        place = NamedSharding(mesh, PartitionSpec())
         return None if packed is None else jax.tree.map(lambda x: jax.device_put(x, place), packed)
 
     def pack_stack(self, path: str, members: Iterator[Any], count: int, mesh: Mesh) -> PanelArray:

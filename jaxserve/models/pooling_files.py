@@ -63,7 +63,8 @@ def _embedder(config: EngineConfig, path: Path, hidden_size: int) -> Pooler:
     dense: list[Dense] = []
     modules = _modules(path) if path.is_dir() and (path / MODULES).is_file() else None
     for module in modules or ():
-        kind, folder = str(module.get("type", "")).rpartition(".")[2], path / str(module.get("path", ""))
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        folder = path / str(module.get("path", ""))
         if not folder.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"{path / MODULES}: the module {kind} lies outside of the model's folder")
         if kind == "Pooling":
@@ -108,7 +109,8 @@ def _method(file: Path) -> Method:
 
 
 def _dense(folder: Path) -> Dense:
-    values, tensors = _json(folder / "config.json"), read_folder(folder)
+    values = _json(folder / "config.json")
+    tensors = read_folder(folder)
     activation = str(values.get("activation_function", "Tanh")).rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise ConfigError(f"{folder}: the activation {activation!r} is not supported (only {', '.join(ACTIVATIONS)})")
@@ -133,7 +135,8 @@ def _head(
         if weight.ndim != 2 or weight.shape[1] != model.hidden_size or len(weight) not in (1, 2):
             raise ConfigError(f"{path}: score.weight is {list(weight.shape)}; scores need one label or two")
         if len(weight) == 2:
-            weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
+            weight = weight[1:] - weight[:1]
+            bias = bias[1:] - bias[:1]
         return Dense(weight, bias.astype(np.float32), "Identity")
     if model.logit_softcap is not None or model.embed_size is not None or model.head_bias:
         raise ConfigError(f"{path}: scores by two tokens are not supported for a head with a softcap or a projection")

@@ -65,7 +65,9 @@ class Rounding:
     """
 
     def __init__(self, requested: str, device: Device, dtype: Any):
-        self._requested, self._device, self._dtype = requested, device, dtype
+        self._requested = requested
+        self._device = device
+        self._dtype = dtype
         self._told: set[str] = set()
 
     def __call__(self, path: str, w: Any) -> Any:
@@ -174,7 +176,8 @@ def arranged(params: Any, mesh: Mesh, x_dtype: Any, backend: str) -> Any:
     (`fragments`) in the weights that its kernel multiplies with activations of `x_dtype`, unless others were measured
     to be faster (`ways`); sizes stay the same.
     """
-    device, x = Device.of(mesh.devices.flat[0]), jax.ShapeDtypeStruct((1, 1), x_dtype)
+    device = Device.of(mesh.devices.flat[0])
+    x = jax.ShapeDtypeStruct((1, 1), x_dtype)
 
     def one(w: Any) -> Any:
         if not isinstance(w, QuantArray) or device.platform != "gpu":
@@ -223,7 +226,8 @@ def random_weight(key: jax.Array, like: QuantArray) -> QuantArray:
         codes = jax.random.randint(codes_key, like.shape, -top, top + 1, jnp.int8).astype(like.codes.dtype)
         deviation = top / math.sqrt(3)
     else:
-        codes, deviation = jax.random.normal(codes_key, like.shape).astype(like.codes.dtype), 1.0
+        codes = jax.random.normal(codes_key, like.shape).astype(like.codes.dtype)
+        deviation = 1.0
     unit = 1 / (deviation * math.sqrt(like.shape[-1]))
     scale = jax.random.uniform(scale_key, like.scale.shape, minval=0.5, maxval=1.5)
     if like.gain is None:

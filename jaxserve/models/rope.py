@@ -111,7 +111,8 @@ def read_rope(
 
 def rope_settings(hf: HFConfig) -> dict[str, Any]:
     """The config's object of rotary settings: `rope_scaling`, or without it `rope_parameters`, as in transformers."""
-    old, new = hf.take("rope_scaling", None), hf.take("rope_parameters", None)
+    old = hf.take("rope_scaling", None)
+    new = hf.take("rope_parameters", None)
     return dict(old or new or {})
 
 
@@ -139,7 +140,8 @@ def _read_yarn(hf: HFConfig, scaling: dict[str, Any], factor: float) -> dict[str
         return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
 
     attention = _number(hf, scaling, "attention_factor", None)
-    mscale, mscale_all = _number(hf, scaling, "mscale", None), _number(hf, scaling, "mscale_all_dim", None)
+    mscale = _number(hf, scaling, "mscale", None)
+    mscale_all = _number(hf, scaling, "mscale_all_dim", None)
     if attention is None:
         if mscale and mscale_all:
             attention = magnitude(factor, mscale) / magnitude(factor, mscale_all)
@@ -178,7 +180,8 @@ def head_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
     turned = rotary_dim(rope, head_dim)
     if turned == 0 or (turned == head_dim and not rope.interleaved):
         return None
-    pairs, rest = np.arange(turned), np.arange(turned, head_dim)
+    pairs = np.arange(turned)
+    rest = np.arange(turned, head_dim)
     first, second = (pairs[::2], pairs[1::2]) if rope.interleaved else np.split(pairs, 2)
     return np.concatenate([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]])
 
@@ -203,7 +206,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
     """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones stay, those between are interpolated."""
     wavelength = 2 * np.pi / base
-    low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+    low = rope.original_max_position / rope.low_freq_factor
+    high = rope.original_max_position / rope.high_freq_factor
     if low == high:  # Llama 4 Scout: no wavelength lies between the two limits
         return np.where(wavelength > low, base / rope.factor, base).astype(np.float32)
     smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
@@ -218,10 +222,13 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
         """The index, as a float, of the channel pair that turns `rotations` times over the original context."""
         return head_dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    low = channel(rope.beta_fast)
+    high = channel(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
     return (base / rope.factor * ramp + base * (1 - ramp)).astype(np.float32)
 
@@ -237,10 +244,12 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles
         exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
         frequencies = 1.0 / (rope.theta * growth) ** exponent
     angles = where * frequencies
-    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    cos = jnp.cos(angles) * rope.attention_factor
+    sin = jnp.sin(angles) * rope.attention_factor
     if turned < head_dim:
         still = ((0, 0), (0, (head_dim - turned) // 2))
-        cos, sin = jnp.pad(cos, still, constant_values=1.0), jnp.pad(sin, still)
+        cos = jnp.pad(cos, still, constant_values=1.0)
+        sin = jnp.pad(sin, still)
     return Angles(cos, sin, _query_scale(rope, positions))
 
 

@@ -23,7 +23,8 @@ def sharded_kv_heads(
     Raises ConfigError when heads, experts or the width of an MLP cannot be split evenly, or when not enough devices
     have the same KV head.
     """
-    count, splits = data_parallel_size, expert_parallel_size > 1
+    count = data_parallel_size
+    splits = expert_parallel_size > 1
     if found := list(_problems(config, tensor_parallel_size, expert_parallel_size, tensor_parallel_size * count)):
         sizes = range(1, config.num_heads + 1)
         allowed = [n for n in sizes if not any(_problems(config, n, n * count if splits else 1, n * count))]
@@ -44,7 +45,9 @@ def sharded_kv_heads(
 
 def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> Iterator[str]:
     """What `size` devices cannot share evenly, or `everyone`, in `experts` sets with different experts."""
-    heads, kv_heads, net = config.num_heads, config.num_kv_heads, config.recurrent
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    net = config.recurrent
     if size <= kv_heads:
         if kv_heads % size:
             yield f"{kv_heads} key-value heads"

@@ -83,7 +83,8 @@ T = TypeVar("T")
 
 def of_stage(model: Decoder | Drafter, by_path: dict[str, T]) -> dict[str, T]:
     """Those entries of a dict by path in the parameters that the model's pipeline stage holds; usually all."""
-    stage, tied = getattr(model, "stage", None), getattr(model.config, "tie_embeddings", False)
+    stage = getattr(model, "stage", None)
+    tied = getattr(model.config, "tie_embeddings", False)
     return by_path if stage is None else {path: x for path, x in by_path.items() if stage.holds(path, tied=tied)}
 
 
@@ -128,7 +129,8 @@ def _maker(form: Form, seed: int, kind: str) -> Callable[[np.uint32], Any]:
     """A jitted function of a number that stands for the weight."""
 
     def make(number: jax.Array) -> Any:
-        key, like = jax.random.fold_in(jax.random.key(seed, impl=kind), number), form.abstract
+        key = jax.random.fold_in(jax.random.key(seed, impl=kind), number)
+        like = form.abstract
         return form.init(key, like) if isinstance(like, QuantArray) else form.init(key, like.shape, like.dtype)
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, form.abstract))
@@ -146,7 +148,9 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     def add(sources: dict[str, list[Source]], prefix: str = "", layer: int | None = None) -> None:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
 
-    hidden, vocab, size = config.hidden_size, config.vocab_size, config.embed_size or config.hidden_size
+    hidden = config.hidden_size
+    vocab = config.vocab_size
+    size = config.embed_size or config.hidden_size
     add({"embed/table": [Source("embed.weight", (vocab, size), whole)]})  # rows beyond the vocabulary stay zero
     if config.norm is not None:
         add(norm_sources("norm", config.norm, hidden))
@@ -182,7 +186,8 @@ def layer_sources(
 ) -> dict[str, list[Source]]:
     """Path within a layer without experts, or in the layer beside its experts -> the sources of the weight. `inputs` is
     the size of the attention's input; None: the hidden size."""
-    hidden, attention = model.config.hidden_size, spec.attention
+    hidden = model.config.hidden_size
+    attention = spec.attention
     layer: dict[str, list[Source]] = {}
     for name in _NORMS[spec.residual]:
         layer |= norm_sources(name, spec.norm, hidden)
@@ -220,7 +225,8 @@ def _attention(
 
 def _out_gate(attention: AttentionSpec, kv_heads: int, hidden: int) -> dict[str, list[Source]]:
     """The gates of the heads' results. In the tensor of queries, each head's gate follows its query."""
-    width, dim = attention.num_heads * attention.head_dim, attention.head_dim
+    width = attention.num_heads * attention.head_dim
+    dim = attention.head_dim
     gates = _of_pairs(dim, 1)
     found = {"attention/gate/kernel": [Source("q.weight", (2 * width, hidden), whole, take=gates)]}
     if attention.qkv_bias:
@@ -246,7 +252,8 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
     width = spec.size
     both: dict[str, list[Source]] = {}
     for kind, inputs in (("weight", (hidden,)), ("bias", ())) if spec.bias else (("weight", (hidden,)),):
-        shape, place = (width, *inputs), "kernel" if kind == "weight" else "bias"
+        shape = (width, *inputs)
+        place = "kernel" if kind == "weight" else "bias"
         if not spec.gated:
             both[f"mlp/up/{place}"] = [Source(f"up.{kind}", shape, whole)]
         elif _has(names, f"gate_up.{kind}"):
@@ -277,7 +284,10 @@ def _qkv(
     Each key-value head has its queries, its key and its value. Keys and values are repeated when `kv_heads` exceeds the
     model's own number. The channels of queries and keys are brought into `order`.
     """
-    group, heads, dim, own = spec.num_heads // kv_heads, spec.num_heads, spec.head_dim, spec.num_kv_heads
+    group = spec.num_heads // kv_heads
+    heads = spec.num_heads
+    dim = spec.head_dim
+    own = spec.num_kv_heads
     columns = (-1,) * len(inputs)  # a weight has an axis of inputs, its scales one of groups of inputs
 
     def by_head(target: np.ndarray) -> np.ndarray:
@@ -296,7 +306,8 @@ def _qkv(
     def ordered(rows: np.ndarray) -> np.ndarray:
         return _in_order(rows, order, dim)
 
-    q_split, kv_split = (kv_heads, group, dim, *columns), (own, 1, dim, *columns)
+    q_split = (kv_heads, group, dim, *columns)
+    kv_split = (own, 1, dim, *columns)
     splits = {"q": q_split, "k": kv_split, "v": kv_split}
     views = {"q": query, "k": shared(group), "v": shared(group + 1)}
     sizes = {"q": heads * dim, "k": own * dim, "v": own * dim}
@@ -321,11 +332,13 @@ def _qkv(
             "v": rows(sizes["q"] + sizes["k"], sizes["v"]),
         }
     else:
-        which, each = f"qkv_grouped.{kind}", heads // own
+        which = f"qkv_grouped.{kind}"
+        each = heads // own
         parts = {role: _of_groups(own, each, dim, role) for role in "qkv"}
 
     def chosen(role: str) -> Callable[[np.ndarray], np.ndarray]:
-        part, then = parts[role], takes[role]
+        part = parts[role]
+        then = takes[role]
         return part if then is None else lambda t: then(part(t))
 
     return [Source(which, shape, views[role], splits[role], take=chosen(role)) for role in "qkv"]
@@ -352,7 +365,9 @@ def _qk_norm(
 ) -> dict[str, list[Source]]:
     """The sources of the norms of queries and keys. One scale for all heads is [head_dim]. Otherwise the scale of
     queries is [kv_heads, group, head_dim], and that of keys [kv_heads, 1, head_dim], repeated like the keys."""
-    dim, own, offset = spec.head_dim, spec.num_kv_heads, chosen.norm.offset
+    dim = spec.head_dim
+    own = spec.num_kv_heads
+    offset = chosen.norm.offset
 
     def take(t: np.ndarray) -> np.ndarray:
         if offset:
@@ -360,7 +375,8 @@ def _qk_norm(
         return _in_order(t.reshape(-1), order, dim)
 
     def sources(role: str, kind: str) -> list[Source]:
-        name, count = f"{role}_norm.{kind}", spec.num_heads if role == "q" else own
+        name = f"{role}_norm.{kind}"
+        count = spec.num_heads if role == "q" else own
         if chosen.over == "head":
             return [Source(name, (dim,), whole, take=take if offset or order is not None else None)]
         split = (kv_heads, spec.num_heads // kv_heads, dim) if role == "q" else (own, 1, dim)

@@ -75,7 +75,8 @@ def kind_of(deployment: Deployment) -> str:
 
 def form_of(deployment: Deployment) -> str:
     """The form of weights, and other settings on which rates depend where they are not at their defaults."""
-    config, fields = deployment.config, EngineConfig.__dataclass_fields__
+    config = deployment.config
+    fields = EngineConfig.__dataclass_fields__
     dtype = deployment.plan.model.dtype if config.dtype == "auto" else config.dtype
     others = [
         f"{name}={getattr(config, name)}"

@@ -44,11 +44,16 @@ class DecodeSteps:
     """
 
     def __init__(self, engine: Engine, points: Sequence[Point], clock: Clock):
-        self._runner, self._shapes, self._clock = engine.runner, engine.shapes, clock
-        runner, layout = self._runner, self._runner.layout
+        self._runner = engine.runner
+        self._shapes = engine.shapes
+        self._clock = clock
+        runner = self._runner
+        layout = self._runner.layout
         # Zeros may be memory that nothing has written yet. All of it is then the same few kilobytes in the CPU's cache.
         runner.cache = jax.tree.map(lambda x: jnp.ones_like(x, device=x.sharding), runner.cache)
-        groups, entries, page = layout.groups.num_groups, [], 1
+        groups = layout.groups.num_groups
+        entries = []
+        page = 1
         for slot, longest in enumerate(_longest(points)):
             count = _blocks(longest, layout.page_size) * groups
             entries.append(np.stack([np.full(count, slot), np.arange(count), np.arange(page, page + count)]))
@@ -57,13 +62,19 @@ class DecodeSteps:
 
     def seconds(self, point: Point) -> float:
         """Seconds of a step in which each sequence gains a token, the mean of STEPS."""
-        runner, batch = self._runner, point.batch
+        runner = self._runner
+        batch = point.batch
         shape = next(shape for shape in self._shapes if shape.decode_only and shape.rows >= batch)
-        program, packed = runner.programs.choose(shape, Sampler.GREEDY, 1, False), shape.empty(runner.num_slots)
+        program = runner.programs.choose(shape, Sampler.GREEDY, 1, False)
+        packed = shape.empty(runner.num_slots)
         field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
-        field["slot"][:batch], field["num_new"][:batch], field["tokens"][:batch] = np.arange(batch), 1, 0
-        field["q_start"][: batch + 1], field["q_start"][batch + 1 :] = np.arange(batch + 1), batch
-        field["tokens_per_call"][0], field["num_decodes"][0] = 1, batch
+        field["slot"][:batch] = np.arange(batch)
+        field["num_new"][:batch] = 1
+        field["tokens"][:batch] = 0
+        field["q_start"][: batch + 1] = np.arange(batch + 1)
+        field["q_start"][batch + 1 :] = batch
+        field["tokens_per_call"][0] = 1
+        field["num_decodes"][0] = batch
         params = SamplingParams(temperature=0.0)
         runner.set_slots([encode_slot(slot, params, 0, (), 1, length=point.context) for slot in range(batch)])
         jax.block_until_ready(runner.slots)

@@ -39,7 +39,8 @@ from jaxserve.models.spec import LayerSpec
 FEW = 2  # layers of each kind that are compiled, and then twice as many
 # Bytes of a step's code on TPUs, and of each of its layers; other programs have little. By these all steps of Llama 3.1
 # 8B in bf16 have 3.7 GiB on v5e-8, and those of Gemma 3 27B 6.1 on v6e-8; compiled 3.6 and 8.0 (docs/plan.md).
-TPU_CODE, TPU_LAYER_CODE = 8 << 20, 33 << 18
+TPU_CODE = 8 << 20
+TPU_LAYER_CODE = 33 << 18
 LARGE_GPU = 60e9 * 0.9  # bytes of memory from which `max_batched_tokens` allows 8192 tokens in a step
 
 
@@ -97,7 +98,8 @@ class Deployment:
         each = num_devices(plan.mesh) // num_groups(plan.mesh)
         cost = StepCost.of(unflatten_dict(params, sep="/"), plan.model, devices[0], each, plan.dtype)
         runner = make_runner(config, plan, params)
-        shapes, budget = buckets(config, plan, cost), make_budget(config, plan, runner)
+        shapes = buckets(config, plan, cost)
+        budget = make_budget(config, plan, runner)
         return cls(target, config, plan, params, runner, cost, shapes, budget)
 
     @property
@@ -176,7 +178,8 @@ def plan_devices(target: str) -> list[Any]:
     match = re.fullmatch(r"cpu(?::(\d+))?", target)
     if match is None:
         return target_devices(target.removeprefix("gpu:"))
-    count, devices = int(match[1] or 1), jax.devices("cpu")
+    count = int(match[1] or 1)
+    devices = jax.devices("cpu")
     if not 1 <= count <= len(devices):
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={max(count, 1)}"
         raise ConfigError(f"target {target} needs {count} devices, and this process has {len(devices)}: set {flag}")
@@ -216,7 +219,8 @@ def model_plan(config: EngineConfig, devices: list[Any]) -> tuple[EngineConfig, 
 def make_budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner, stages: int = 1, moving: int = 0) -> Budget:
     """The memory of a device of the target. Nothing is loaded yet, unlike where the engine asks `memory.budget`.
     moving: bytes of what stages send each other; they count as slots."""
-    device, held = plan.mesh.devices.flat[0], (runner.weight_bytes, runner.slot_bytes + moving)
+    device = plan.mesh.devices.flat[0]
+    held = (runner.weight_bytes, runner.slot_bytes + moving)
     states = plan.one_page.state_bytes(plan.mesh)
     if device.platform == "cpu":
         found = memory.budget(config, device, num_devices(plan.mesh) * stages, *held, states)
@@ -229,7 +233,8 @@ def make_budget(config: EngineConfig, plan: ModelPlan, runner: ModelRunner, stag
 
 def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -> ModelRunner:
     """As `loading.load_models` or `LoadedPipeline.load` makes it, with abstract weights."""
-    decoder, tree = plan.decoder, unflatten_dict(params, sep="/")
+    decoder = plan.decoder
+    tree = unflatten_dict(params, sep="/")
     if plan.mesh.devices.flat[0].platform == "cpu":
         decoder, tree = trust(decoder, tree, plan.mesh, config.matmul_backend)
     stage: Any = decoder.stage
@@ -262,7 +267,8 @@ def _of_layers(params: dict[str, Any], layers: list[int]) -> dict[str, Any]:
 
 
 def _figures(name: StepProgram, compiled: Any, on_gpu: bool) -> StepFigures:
-    said, text = compiled.memory_analysis(), compiled.as_text()
+    said = compiled.memory_analysis()
+    text = compiled.as_text()
     results = said.output_size_in_bytes - said.alias_size_in_bytes
     started = len(launches(text)) if on_gpu else 0
     return StepFigures(

@@ -20,7 +20,9 @@ from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.pipeline_roofline import PipelineRoofline
 from jaxserve.plan.roofline import Constants, Roofline
 
-BATCHES, CONTEXTS, ROUNDS = (1, 8, 32), (32, 1024), 7
+BATCHES = (1, 8, 32)
+CONTEXTS = (32, 1024)
+ROUNDS = 7
 MODEL = "model"
 BUSY = 1.5  # a median of this many times the shortest time tells that other programs took the processor
 
@@ -31,7 +33,9 @@ class Measured:
     """What was measured: the constants that the probe told, and the planned model's steps."""
 
     def __init__(self, fitted: Constants, steps: Mapping[Point, Timed], path: Path):
-        self.fitted, self.steps, self.path = fitted, steps, path
+        self.fitted = fitted
+        self.steps = steps
+        self.path = path
 
     def beside(self, roofline: Roofline | PipelineRoofline) -> dict[str, Any]:
         """Measured times beside those of a roofline, as JSON."""
@@ -67,7 +71,8 @@ def measure(config: EngineConfig, target: str, path: Path, clock: Clock = time.p
 
 
 def _refuse(deployment: Deployment) -> None:
-    here, device = jax.devices()[0], deployment.device
+    here = jax.devices()[0]
+    device = deployment.device
     if (here.platform, here.device_kind) != (device.platform, device.device_kind):
         raise ConfigError(
             f"--measure needs the target's devices: {deployment.target} has {device.device_kind}, and here is "
@@ -84,7 +89,8 @@ def _refuse(deployment: Deployment) -> None:
 def _points(deployment: Deployment) -> list[Point]:
     """The steps of the planned model that are timed: those of BATCHES and CONTEXTS whose sequences fit."""
     pages, longest = deployment.pages(deployment.estimated_needs())
-    layout, most = deployment.plan.one_page, deployment.config.max_num_seqs
+    layout = deployment.plan.one_page
+    most = deployment.config.max_num_seqs
     contexts = sorted({min(context, longest - STEPS) for context in CONTEXTS})
     some = [Point(batch, context) for batch in BATCHES for context in contexts if batch <= most and context > 0]
     found = [one for one in some if pages_for([one], layout.page_size, layout.groups.num_groups) <= pages]
@@ -95,7 +101,8 @@ def _points(deployment: Deployment) -> list[Point]:
 
 def _engine_steps(deployment: Deployment, points: list[Point], clock: Clock) -> DecodeSteps:
     """Loads the engine of a deployment with no more cache than these steps need."""
-    layout, config = deployment.plan.one_page, deployment.config
+    layout = deployment.plan.one_page
+    config = deployment.config
     pages = pages_for(points, layout.page_size, layout.groups.num_groups)
     longest = max(point.context for point in points) + STEPS
     sizes: Any = {"kv_pages": pages, "max_model_len": longest, "max_num_seqs": max(point.batch for point in points)}

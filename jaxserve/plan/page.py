@@ -9,8 +9,12 @@ from typing import Any
 from jaxserve.plan.report import PARTS
 from jaxserve.plan.text import table_of, text_of
 
-WIDTH, HEIGHT, LEFT, LEGEND = 800, 22, 210, 120
-MEMORY, CACHE = ("weights", "slots", "states", "temporaries", "results", "code", "reserve"), "KV cache"
+WIDTH = 800
+HEIGHT = 22
+LEFT = 210
+LEGEND = 120
+MEMORY = ("weights", "slots", "states", "temporaries", "results", "code", "reserve")
+CACHE = "KV cache"
 COLORS = ("#1f5fa8", "#4c9f70", "#d98e2b", "#a8443f", "#8a8f98", "#6b5b95", "#5b8f9f", "#c7d3e3")
 STYLE = (
     "body{font:15px system-ui;margin:2em auto;max-width:68em;color:#222}pre{background:#f5f6f8;padding:1em;"
@@ -73,7 +77,8 @@ def _bars(rows: Sequence[tuple[str, Mapping[str, float]]], all_names: Sequence[s
     names = [name for name in all_names if any(row.get(name) for _, row in rows)]
     drawn = []
     for i, (label, row) in enumerate(rows):
-        x, y = float(LEFT), i * (HEIGHT + 6)
+        x = float(LEFT)
+        y = i * (HEIGHT + 6)
         drawn.append(f"<text x='{LEFT - 8}' y='{y + 15}' text-anchor='end'>{escape(label)}</text>")
         for name, value in row.items():
             wide = value / most * (WIDTH - LEFT - 90)

@@ -22,7 +22,9 @@ from jaxserve.plan.roofline import Constants, Roofline
 
 # The wide model's weights exceed a processor's cache in every form. The others have hardly any weights: their steps
 # take what a call costs, and what each layer costs beside its work.
-WIDE, SHALLOW, DEEP = "wide", "shallow", "deep"
+WIDE = "wide"
+SHALLOW = "shallow"
+DEEP = "deep"
 CPU_SHAPES = {
     WIDE: {"hidden": 1024, "layers": 6, "head_dim": 64, "vocabulary": 16384},
     SHALLOW: {"hidden": 64, "layers": 2, "head_dim": 16, "vocabulary": 512},
@@ -33,7 +35,9 @@ LARGE_SHAPES = {  # on accelerators
     SHALLOW: {"hidden": 512, "layers": 2, "head_dim": 128, "vocabulary": 512},
     DEEP: {"hidden": 512, "layers": 12, "head_dim": 128, "vocabulary": 512},
 }
-ROWS, SHORT, LONG = (1, 4, 12, 24), 32, 768
+ROWS = (1, 4, 12, 24)
+SHORT = 32
+LONG = 768
 LIKE = 0.1  # bytes per number of a checkpoint's weights may differ by this share from those of the probe
 NOISE = 1e-3  # a part of a step that seems to take less than this share of it is taken to be as long as that
 
@@ -47,7 +51,8 @@ def points(name: str) -> list[Point]:
 
 def settings(config: EngineConfig, deployment: Deployment, folder: Path) -> dict[str, EngineConfig]:
     """Name -> settings of the probe's engines: those of `config` on which rates depend. Writes their files."""
-    dtype, on_cpu = str(np.dtype(deployment.plan.model.dtype)), deployment.device.platform == "cpu"
+    dtype = str(np.dtype(deployment.plan.model.dtype))
+    on_cpu = deployment.device.platform == "cpu"
     shapes = CPU_SHAPES if on_cpu else LARGE_SHAPES
     kept: Any = {name: getattr(config, name) for name in RATE_SETTINGS}
     made = {}
@@ -72,7 +77,8 @@ def _llama(dtype: str, hidden: int, layers: int, head_dim: int, vocabulary: int)
 
 def check_form(model: Deployment, wide: Deployment) -> None:
     """Raises ConfigError if the weights of the planned model are in no form that the probe's can have."""
-    given, own = _bytes_per_number(model), _bytes_per_number(wide)
+    given = _bytes_per_number(model)
+    own = _bytes_per_number(wide)
     if abs(given / own - 1) > LIKE:
         raise ConfigError(
             f"--measure has no probe for weights like the checkpoint's, of {given:.2f} bytes a number (the probe's "
@@ -100,7 +106,8 @@ def fit(start: Constants, probes: Mapping[str, Roofline], times: Mapping[str, Ma
     wide, (call, layer) = probes[WIDE], _beside(probes, times)
     work = {point: wide.work(point.batch, point.batch, np.full(point.batch, point.context)) for point in points(WIDE)}
     left = {point: max(times[WIDE][point].best - call - layer * wide.layers, 1e-9) for point in work}
-    short, longer = [Point(rows, SHORT) for rows in ROWS], Point(ROWS[-1], LONG)
+    short = [Point(rows, SHORT) for rows in ROWS]
+    longer = Point(ROWS[-1], LONG)
     added = max(left[longer] - left[short[-1]], NOISE * left[longer])
     cache = (work[longer].cached - work[short[-1]].cached) / added
     taken = np.array([left[point] - work[point].cached / cache for point in short]).clip(1e-9)

@@ -17,7 +17,8 @@ from jaxserve.plan.stages import deployments, tightest
 from jaxserve.plan.traffic import Goal, simulate
 
 SCHEMA = 1  # grows when a key changes its meaning or goes
-BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
+BATCHES = (1, 8, 32, 128)
+CONTEXTS = (1024, 8192, 32768)
 PARTS = ("weights", "products", "attention", "communication", "overhead", "waiting")
 
 
@@ -90,11 +91,13 @@ def _rooflines(
 
 
 def _about(stages: list[Deployment], compiled: list[Compiled] | None) -> dict[str, Any]:
-    config, deployment = stages[0].config, stages[0]
+    config = stages[0].config
+    deployment = stages[0]
     layers = [stage.plan.model.num_layers for stage in stages]
     fields = type(config).__dataclass_fields__
     parallel = {name: getattr(config, name) for name in fields if "parallel" in name}
-    how, steps = "estimated", []
+    how = "estimated"
+    steps = []
     if compiled is not None:
         some = compiled[0].layers
         how = "compiled" if some == layers[0] else f"extrapolated from {some} layers and twice these"
@@ -121,7 +124,8 @@ def _of_step(stage: int, step: StepFigures) -> dict[str, Any]:
 
 
 def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
-    budget, params = deployment.budget, deployment.params
+    budget = deployment.budget
+    params = deployment.params
     return {
         "total": budget.total, "utilization": budget.utilization, "weights": budget.weights,
         "weights_by_dtype": memory.bytes_by_dtype(params), "slots": budget.slots, "states": budget.states,
@@ -130,7 +134,9 @@ def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
 
 
 def _capacity(deployment: Deployment, pages: int, longest: int, shape: tuple[int, int]) -> dict[str, Any]:
-    config, layout, groups = deployment.config, deployment.plan.one_page, deployment.groups
+    config = deployment.config
+    layout = deployment.plan.one_page
+    groups = deployment.groups
     each = memory.pages_of_longest(config, min(sum(shape), longest), layout.page_size, layout.groups.windows)
     tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), longest)
     return {

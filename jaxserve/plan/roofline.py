@@ -28,8 +28,12 @@ LINK_SECONDS = 1e-5  # start of a collective; assumed
 LAUNCH_SECONDS = 2.5e-6  # of a kernel on a GPU; assumed
 # Launches of a decode step that is not compiled, on a GPU: of a layer of Llama compiled for one H200 and for eight, of
 # what experts add to a layer of Mixtral, and outside of layers.
-LAYER_LAUNCHES, SHARED_LAYER_LAUNCHES, MIXTURE_LAUNCHES, OTHER_LAUNCHES = 9, 12, 15, 50
-CPU_BANDWIDTH, CPU_MATMUL = 1e10, 5e10  # of an unmeasured CPU
+LAYER_LAUNCHES = 9
+SHARED_LAYER_LAUNCHES = 12
+MIXTURE_LAUNCHES = 15
+OTHER_LAUNCHES = 50
+CPU_BANDWIDTH = 1e10  # of an unmeasured CPU
+CPU_MATMUL = 5e10  # of an unmeasured CPU
 SUMS = 2  # all-reduces of a layer
 
 
@@ -67,7 +71,8 @@ class Constants:
         device = deployment.device
         if device.platform == "cpu":
             return cls(CPU_BANDWIDTH, CPU_MATMUL, overlaps=False, source="assumed")
-        speed, short = rates(device), np.dtype(deployment.plan.dtype).itemsize == 2
+        speed = rates(device)
+        short = np.dtype(deployment.plan.dtype).itemsize == 2
         link = next((value for kind, value in LINKS.items() if kind in device.device_kind), OTHER_LINK)
         rate = speed.matmul * (MATMUL_SHARE if short else FLOAT32_SHARE)
         return cls(speed.bandwidth * BANDWIDTH_SHARE, rate, link=link)
@@ -125,7 +130,8 @@ class Weights(NamedTuple):
         """head: the path of the output head. share: of all experts, that a token chooses."""
         dense = experts = token = last = 0.0
         for path, w in params.items():
-            stored, size = sum(map(device_bytes, jax.tree.leaves(w))), math.prod(w.shape)
+            stored = sum(map(device_bytes, jax.tree.leaves(w)))
+            size = math.prod(w.shape)
             if path.endswith(STACKS):
                 experts += stored
                 token += 2 * size * share
@@ -159,9 +165,13 @@ class Roofline:
     def __init__(self, deployment: Deployment, constants: Constants, launches: int | None = None):
         self.constants = constants
         self._launches = assumed_launches(deployment) if launches is None else launches
-        plan, model, params = deployment.plan, deployment.plan.model, deployment.params
-        self.groups, self._each = deployment.groups, deployment.devices // deployment.groups
-        self._hidden, self.layers = model.hidden_size, model.num_layers
+        plan = deployment.plan
+        model = deployment.plan.model
+        params = deployment.params
+        self.groups = deployment.groups
+        self._each = deployment.devices // deployment.groups
+        self._hidden = model.hidden_size
+        self.layers = model.num_layers
         self._mixtures = sum(layer.mlp.experts is not None for layer in model.layers)
         self._itemsize = np.dtype(plan.dtype).itemsize
         experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
@@ -188,8 +198,10 @@ class Roofline:
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
         """The time of a step of `tokens` tokens, padding included, that samples `rows` tokens. contexts, counts [rows]:
         of each sequence the tokens that its last token sees, and how many of them the step computes."""
-        c, work = self.constants, self.work(tokens, rows, contexts, counts)
-        weights, products = work.weights / c.bandwidth, work.products / c.matmul
+        c = self.constants
+        work = self.work(tokens, rows, contexts, counts)
+        weights = work.weights / c.bandwidth
+        products = work.products / c.matmul
         attention = max(work.cached / (c.cache or c.bandwidth), work.attended / c.matmul)
         sent = self._communication(tokens)
         overhead = c.call + self.layers * c.layer + self._launches * c.launch
@@ -234,7 +246,8 @@ class Roofline:
 def prompt_seconds(roofline: Any, tokens: int, most: int) -> float:
     """Seconds until the first token of a prompt that runs alone, in steps of at most `most` tokens: the TTFT.
     roofline: a `Roofline` or a `PipelineRoofline`."""
-    free, ended = [0.0] * roofline.num_stages, 0.0
+    free = [0.0] * roofline.num_stages
+    ended = 0.0
     for at in range(0, tokens, most):
         count = min(most, tokens - at)
         ended = pass_through(free, 0.0, roofline.stage_seconds(count, 1, [at + count], [count]))

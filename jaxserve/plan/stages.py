@@ -27,7 +27,8 @@ def deployments(config: EngineConfig, target: str) -> list[Deployment]:
     if config.pipeline_parallel_size == 1:
         return [Deployment.of(config, target)]
     check_settings(config)
-    devices, each = plan_devices(target), devices_of_stage(config)
+    devices = plan_devices(target)
+    each = devices_of_stage(config)
     check_devices(config, devices)
     config, whole = model_plan(config, devices)
     check_model(config, whole)

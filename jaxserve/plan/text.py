@@ -37,7 +37,9 @@ def text_of(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
-    held, sources, stages = plan["memory"], plan["sources"], plan["stages"]
+    held = plan["memory"]
+    sources = plan["sources"]
+    stages = plan["stages"]
     if len(stages) > 1:
         layers = ", ".join(str(one["layers"]) for one in stages)
         yield f"{len(stages)} stages of {layers} layers; the memory is that of the stage with the least room"
@@ -108,7 +110,8 @@ def table_of(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if not plan["fits"]:
             yield f"{start} does not fit"
             continue
-        one, room = plan["roofline"]["decode"][0], plan["capacity"]
+        one = plan["roofline"]["decode"][0]
+        room = plan["capacity"]
         row = f"{start} {room['tokens']:11,} {room['requests_of_shape']:8,} {1e3 * one['tpot']:8.2f}"
         if priced:
             row += f" {plan['price']['dollars_per_hour']:9.2f}" if "price" in plan else f" {'':9}"

@@ -21,7 +21,8 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import Rows
 from jaxserve.types import Request, SamplingParams
 
-REQUESTS, SECONDS = 100, 10.0  # a simulation has at least so many requests, and requests of so many seconds
+REQUESTS = 100  # a simulation has at least so many requests
+SECONDS = 10.0  # and requests of so many seconds
 MOST_REQUESTS = 600
 
 
@@ -81,13 +82,18 @@ def simulate(
     if goal.tokens_in + goal.tokens_out > longest:
         raise ConfigError(f"requests of {goal.tokens_in + goal.tokens_out} tokens exceed the longest, {longest}")
     stages = roofline.num_stages
-    scheduler, rng = _scheduler(deployment, pages, longest, stages), np.random.default_rng(seed)
+    scheduler = _scheduler(deployment, pages, longest, stages)
+    rng = np.random.default_rng(seed)
     count = min(max(REQUESTS, int(goal.rps * SECONDS)), MOST_REQUESTS)
     arrivals = np.cumsum(rng.exponential(1 / goal.rps, count))
     first: dict[str, float] = {}
     last: dict[str, float] = {}
-    now, added, steps, most = 0.0, 0, 0, 0
-    devices, flight = Devices(deployment, roofline), deque[tuple[list[StepBatch], float]]()
+    now = 0.0
+    added = 0
+    steps = 0
+    most = 0
+    devices = Devices(deployment, roofline)
+    flight = deque[tuple[list[StepBatch], float]]()
     params = SamplingParams(temperature=0.0, max_tokens=goal.tokens_out, ignore_eos=True)
     while len(last) < count:
         if not scheduler.has_work and not flight:
@@ -100,7 +106,8 @@ def simulate(
         plan = scheduler.schedule()
         if plan is not None:
             flight.append(devices.run(plan.rows, now))
-            steps, most = steps + 1, max(most, len(scheduler.running))
+            steps = steps + 1
+            most = max(most, len(scheduler.running))
         if plan is not None and len(flight) < stages:
             continue
         batches, now = flight.popleft()
@@ -125,13 +132,15 @@ class Devices:
     the tokens that a step reads have left the last one."""
 
     def __init__(self, deployment: Deployment, roofline: Roofline | PipelineRoofline):
-        self._deployment, self._roofline = deployment, roofline
+        self._deployment = deployment
+        self._roofline = roofline
         self._free = [0.0] * roofline.num_stages
         self._sampled = np.zeros(deployment.config.max_num_seqs)  # when the last token of each slot was there
 
     def run(self, rows: Rows, now: float) -> tuple[list[StepBatch], float]:
         """Runs a step that the host sends at a time. Returns its batches, and when their tokens are there."""
-        cost, ended = self._deployment.cost, now
+        cost = self._deployment.cost
+        ended = now
         batches = list(split(rows, self._deployment.shapes, cost))
         for batch in batches:
             some = batch.rows
@@ -144,7 +153,8 @@ class Devices:
 
 def _scheduler(deployment: Deployment, pages: int, longest: int, stages: int) -> Scheduler:
     """As `loading.make_scheduler` makes it for the same settings; prompts have nothing in common."""
-    config, layout = deployment.config, deployment.plan.one_page
+    config = deployment.config
+    layout = deployment.plan.one_page
     return Scheduler(
         BlockManager(pages, layout.page_size, prefix_caching=False, windows=layout.groups.windows),
         max_num_seqs=config.max_num_seqs,

@@ -30,7 +30,8 @@ def prompt_blocks(body: bytes) -> tuple[bytes, ...]:
     if not isinstance(given, dict):
         return ()
     text = b"".join(msgspec.json.encode(given[name]) for name in _FIELDS if given.get(name) is not None)
-    blocks, digest = [], b""
+    blocks = []
+    digest = b""
     for end in range(BLOCK_BYTES, min(len(text), MOST_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
         digest = hashlib.blake2b(digest + text[end - BLOCK_BYTES : end], digest_size=8).digest()
         blocks.append(digest)
@@ -52,7 +53,9 @@ class PrefixTable:
     """
 
     def __init__(self, factor: float = 1.25, slack: int = 8, capacity: int = 2**18):
-        self.factor, self.slack, self.capacity = factor, slack, capacity
+        self.factor = factor
+        self.slack = slack
+        self.capacity = capacity
         self._seen: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
     def choose(self, blocks: Sequence[bytes], loads: Mapping[str, int]) -> str:

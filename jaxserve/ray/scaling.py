@@ -15,7 +15,8 @@ class LoadPolicy:
     """
 
     def __init__(self, target_requests: float, target_kv_usage: float):
-        self._target_requests, self._target_kv_usage = target_requests, target_kv_usage
+        self._target_requests = target_requests
+        self._target_kv_usage = target_kv_usage
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
         """The number of replicas wanted, and no state. `context`: ray.serve.config.AutoscalingContext."""

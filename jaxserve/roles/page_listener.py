@@ -55,7 +55,9 @@ class Export:
 
     def __init__(self, ask: messages.Ask, peer: str):
         self.ask, self.peer, self.queue = ask, peer, queue.SimpleQueue[Contents | messages.Done]()
-        self.unsent, self.cancelled, self.lock = 0, False, threading.Lock()
+        self.unsent = 0
+        self.cancelled = False
+        self.lock = threading.Lock()
 
     def put(self, contents: Contents) -> None:
         with self.lock:
@@ -95,8 +97,11 @@ class PageListener:
         """`begin`: takes a new export, or raises InvalidRequestError. `wake`: called when there is room in an export's
         queue, or it is cancelled. `load`: the requests that the engine has. Other threads call them. `most`: bytes of
         an `Ask` for the longest prompt."""
-        self._identity, self._most = identity, most
-        self._begin, self._wake, self._load = begin, wake, load
+        self._identity = identity
+        self._most = most
+        self._begin = begin
+        self._wake = wake
+        self._load = load
         self._places = threading.Semaphore(MOST_CONNECTIONS)
         Greetings(listener, secret, GREETING_SECONDS, self._serve, "decode servers")
 

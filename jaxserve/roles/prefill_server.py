@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS = 8  # prompts that one decode server has one prefill server compute at a time
 CONNECT_SECONDS = 3.0  # for a connection and its greetings
-PING_SECONDS, SILENT_SECONDS = 0.5, 2.0  # between two questions; without an answer for so long, a server is down
+PING_SECONDS = 0.5  # between two questions
+SILENT_SECONDS = 2.0  # without an answer for so long, a server is down
 RETRY_SECONDS = 1.0, 15.0  # until a server that is down is tried again: at first, and at most
 
 
@@ -47,13 +48,20 @@ class Transfer:
         seconds: float,
     ):
         """`keys` and `places`: of each page of `ask.wanted`. `store`: puts the contents of a page into its place."""
-        self.ask, self.keys, self.places, self.deadline = ask, keys, places, time.monotonic() + seconds
-        self._store, self._page_bytes = store, page_bytes
-        self.began, self.received, self.over = time.monotonic(), 0, False
+        self.ask = ask
+        self.keys = keys
+        self.places = places
+        self.deadline = time.monotonic() + seconds
+        self._store = store
+        self._page_bytes = page_bytes
+        self.began = time.monotonic()
+        self.received = 0
+        self.over = False
         self._left = dict.fromkeys(range(len(places)))  # indices of pages that have not come, ascending
         self.error: str | None = None
         self._arrived: deque[int] = deque()
-        self._cancelled, self._lock = False, threading.Lock()
+        self._cancelled = False
+        self._lock = threading.Lock()
         self._connection: socket.socket | None = None
 
     def take_arrived(self) -> list[int]:
@@ -125,7 +133,9 @@ class PrefillServer:
         """`wake`: called after each change that the engine may wait for."""
         self.address, self._secret, self._hello = address, secret, messages.encode(messages.Hello(identity))
         self._wake, self._jobs = wake, queue.SimpleQueue[Transfer | None]()
-        self.up, self.load, self.num_transfers = False, 0, 0
+        self.up = False
+        self.load = 0
+        self.num_transfers = 0
         self._running: set[Transfer] = set()
         self._closed = threading.Event()
         threads = [self._watch] + [self._work] * CONNECTIONS
@@ -182,11 +192,14 @@ class PrefillServer:
     # Watching
 
     def _watch(self) -> None:
-        wait, said = RETRY_SECONDS[0], ""
+        wait = RETRY_SECONDS[0]
+        said = ""
         while not self._closed.is_set():
             try:
                 link, connection = self._connect()
-                self.up, wait, said = True, RETRY_SECONDS[0], ""
+                self.up = True
+                wait = RETRY_SECONDS[0]
+                said = ""
                 log.info("the prefill server %s is up", self.address)
                 self._wake()
                 try:

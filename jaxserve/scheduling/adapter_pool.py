@@ -148,7 +148,8 @@ class AdapterPool:
                 return None
             out = min(idle, key=lambda place: place.used)
             del self._places[out.adapter.digest]
-            number, self.evictions = out.number, self.evictions + 1
+            number = out.number
+            self.evictions = self.evictions + 1
         place = Place(number, adapter, next(self._clock), next(self._clock))
         self._places[adapter.digest] = place
         self.loads += 1

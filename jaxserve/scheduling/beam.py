@@ -66,7 +66,8 @@ class Beams:
     """The beam searches of one engine."""
 
     def __init__(self, scheduler: Scheduler, eos_token_ids: tuple[int, ...]):
-        self._scheduler, self._eos_token_ids = scheduler, eos_token_ids
+        self._scheduler = scheduler
+        self._eos_token_ids = eos_token_ids
         self._groups: dict[str, Group] = {}
 
     def check(self, request: Request, tokens: int, stops: int) -> None:
@@ -76,7 +77,8 @@ class Beams:
             raise InvalidRequestError(
                 "this model has recurrent layers, which beam search cannot copy", "use_beam_search"
             )
-        blocks, width = self._scheduler.blocks, request.params.n
+        blocks = self._scheduler.blocks
+        width = request.params.n
         if (most := min(MAX_LOGPROBS - stops, self._scheduler.running.num_slots)) < width:
             raise InvalidRequestError(f"with use_beam_search n must be at most {most}, got {width}", "n")
         if (pages := width * (blocks.pages_for(tokens) + blocks.num_groups)) > (room := blocks.capacity * 99 // 100):
@@ -173,13 +175,15 @@ class Beams:
         A parent's first continuation keeps the parent's sequence. The others take the sequences of beams without a
         continuation, and then new ones. Parents change last, because the others copy from them.
         """
-        scheduler, parents = self._scheduler, group.seqs
+        scheduler = self._scheduler
+        parents = group.seqs
         heirs = {place: at for at, (place, _) in reversed(list(enumerate(going)))}  # first continuation of each parent
         spare = [seq for place, seq in enumerate(parents) if place not in heirs]
         index = max(seq.index for seq in parents)
         group.seqs = [parents[place] for place, _ in going]
         for at, (place, hypothesis) in enumerate(going):
-            token, parent = hypothesis.entries[-1].token_id, parents[place]
+            token = hypothesis.entries[-1].token_id
+            parent = parents[place]
             if heirs[place] == at:
                 continue
             if spare:
@@ -192,7 +196,8 @@ class Beams:
             scheduler.reassign(parents[place], parents[place], going[at][1].entries[-1].token_id)
         for seq in spare:
             scheduler.abort(seq.request_id, seq.index)
-        group.beams, group.sampled = [hypothesis for _, hypothesis in going], {}
+        group.beams = [hypothesis for _, hypothesis in going]
+        group.sampled = {}
 
     def _updates(self, group: Group) -> list[SequenceUpdate]:
         """The updates for a search that is over, with the best output first."""

@@ -57,7 +57,9 @@ def page_hash(parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
 
 def hash_pages(tokens: Sequence[int], salt: str | None, page_size: int, adapter: str | None = None) -> bytes:
     """Hashes of all full pages of a prompt, concatenated, HASH_BYTES each."""
-    array, parent, hashes = np.asarray(tokens, np.int32), root_hash(salt, adapter), []
+    array = np.asarray(tokens, np.int32)
+    parent = root_hash(salt, adapter)
+    hashes = []
     for end in range(page_size, len(array) + 1, page_size):
         parent = page_hash(parent, array[end - page_size : end])
         hashes.append(parent)
@@ -95,7 +97,8 @@ class BlockManager:
         tiers: PageTiers | None = None,
         first: int = 0,
     ):
-        self.num_pages, self._own = num_pages, range(first + 1, first + num_pages)
+        self.num_pages = num_pages
+        self._own = range(first + 1, first + num_pages)
         self.page_size = page_size
         self.windows = windows
         self.num_groups = len(windows)
@@ -215,7 +218,10 @@ class BlockManager:
 
     def free(self, pages: Sequence[int]) -> None:
         """Removes one owner of each page. The last pages are evicted first, because prefixes are more often shared."""
-        refs, hash_of, evictable, free = self._refs, self._hash_of, self._evictable, self._free
+        refs = self._refs
+        hash_of = self._hash_of
+        evictable = self._evictable
+        free = self._free
         for page in filter(None, reversed(pages)):  # null pages stand for pages that were given up
             owners = refs[page] = refs[page] - 1
             if owners == 0:
@@ -260,8 +266,11 @@ class BlockManager:
     ) -> tuple[list[bytes], list[int]]:
         """The leading blocks of this chain that are cached in all groups without a window: their hashes and their
         pages. Contents in `tiers` count as cached. A prompt has thousands of blocks, so a block must take little."""
-        missing, pages_of = [NULL_PAGE] * self.num_groups, self._pages_of
-        keys, pages, parent = [], [], root
+        missing = [NULL_PAGE] * self.num_groups
+        pages_of = self._pages_of
+        keys = []
+        pages = []
+        parent = root
         for key in hashes:
             if key not in pages_of and parent in self._tails:
                 self._hash_tails(parent)
@@ -281,7 +290,9 @@ class BlockManager:
         """The pages of the longest run of first blocks that a sequence can start from. It can start if in each group
         all pages within the window are cached, and if recurrent layers have a snapshot. The null page takes the place
         of pages before the window."""
-        count, groups, states = np.arange(1, len(keys) + 1), self.num_groups, self.states
+        count = np.arange(1, len(keys) + 1)
+        groups = self.num_groups
+        states = self.states
         usable = count > 0 if states is None else np.fromiter((key in states for key in keys), bool, len(keys))
         for group, window in enumerate(self.windows):
             if window is not None:
@@ -346,7 +357,8 @@ class BlockManager:
                     del self._evictable[page]
                     self._free.append(page)
             if tail.num_kept:
-                tail.parent, tail.tokens = key, tail.tokens[self.page_size :]
+                tail.parent = key
+                tail.tokens = tail.tokens[self.page_size :]
                 self._tails.setdefault(key, {})[tail] = None
 
     def _remove(self, tail: Tail) -> None:
@@ -379,7 +391,8 @@ class BlockManager:
         """Asserts the invariants; `owners` are the page lists of all sequences."""
         owned = Counter(page for pages in owners for page in pages if page != NULL_PAGE)
         in_use = {page for page, owners in enumerate(self._refs) if owners}
-        free, evictable = set(self._free), set(self._evictable)
+        free = set(self._free)
+        evictable = set(self._evictable)
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & (evictable | in_use)
         assert not evictable & in_use

@@ -10,7 +10,8 @@ from jaxserve.scheduling.step_plan import Rows
 
 def shared_pages(rows: Rows, running: RunningTable, blocks: BlockManager) -> list[tuple[Sequence, int]]:
     """Pages that rows would write to and that have other owners or are cached: (sequence, index in its pages)."""
-    shared, groups = [], blocks.num_groups
+    shared = []
+    groups = blocks.num_groups
     for seq in running.maybe_shared.intersection(rows.seqs):
         block = int(running.computed[seq.slot]) // blocks.page_size
         for index in range(block * groups, min((block + 1) * groups, len(seq.pages))):
@@ -36,7 +37,8 @@ def unshare(
 def common_prefix(one: list[int], other: list[int]) -> int:
     """How many of the first pages of two lists are equal. A binary search over slices takes microseconds for thousands
     of pages."""
-    same, most = 0, min(len(one), len(other))
+    same = 0
+    most = min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2
         if one[same:middle] == other[same:middle]:

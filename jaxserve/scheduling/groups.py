@@ -33,10 +33,13 @@ class GroupBlocks:
 
     def __init__(self, groups: int, num_pages: int, page_size: int, **options: Any):
         self.parts = [BlockManager(num_pages, page_size, first=i * num_pages, **options) for i in range(groups)]
-        self._each, one = num_pages, self.parts[0]
-        self.num_pages, self.page_size = groups * num_pages, page_size
+        self._each = num_pages
+        one = self.parts[0]
+        self.num_pages = groups * num_pages
+        self.page_size = page_size
         self.windows: Windows = one.windows
-        self.num_groups, self.prefix_caching = one.num_groups, one.prefix_caching  # groups of layers
+        self.num_groups = one.num_groups  # groups of layers
+        self.prefix_caching = one.prefix_caching
         self.states = self.tiers = None
 
     def _of(self, pages: Iterable[int]) -> BlockManager:
@@ -107,7 +110,8 @@ class GroupScheduler(Scheduler):
         self, blocks: GroupBlocks, *, max_num_seqs: int, penalty_rows: int, max_model_len: int, **options: Any
     ):
         super().__init__(blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options)  # type: ignore
-        groups, sizes = len(blocks.parts), (blocks.page_size, max_model_len)
+        groups = len(blocks.parts)
+        sizes = (blocks.page_size, max_model_len)
         windows = blocks.windows
         self.running = RunningTable(groups * max_num_seqs, *sizes, groups * penalty_rows, windows, groups)
         self.turns = MicroBatches(self.turns.stages, groups * max_num_seqs, groups)
@@ -119,7 +123,8 @@ class GroupScheduler(Scheduler):
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
         """As in `Scheduler`. A group that lacks pages preempts its own last sequences."""
-        running, parts = self.running, self.blocks.parts
+        running = self.running
+        parts = self.blocks.parts
         while True:
             rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting), self.turns)
             growing, missing = running.growth(rows)
@@ -140,7 +145,8 @@ class GroupScheduler(Scheduler):
         copies = unshare(rows, shared, running, self.blocks)
         for group in np.unique(owner).tolist():
             some = owner == group
-            index, count = growing[some], missing[some]
+            index = growing[some]
+            count = missing[some]
             pages = parts[group].allocate(int(count.sum()))
             running.add_pages([rows.seqs[i] for i in index.tolist()], rows.slot[index], count, pages)
         return rows, copies

@@ -19,7 +19,8 @@ def read_rows(rows: np.ndarray, tokens: list[int], count: int, accepted: int = 0
     rows = rows[: len(tokens)]
     chosen = rows[:, :1].view(np.float32)[:, 0].tolist()
     proposed = [i < accepted for i in range(len(tokens))]
-    ranks, ids = rows[:, 1].tolist(), rows[:, 2 : 2 + count].tolist()
+    ranks = rows[:, 1].tolist()
+    ids = rows[:, 2 : 2 + count].tolist()
     values = rows[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
     return [
         TokenLogprob(token, logprob, rank, [pair for pair in zip(top, logprobs, strict=True) if pair[0] >= 0], kept)

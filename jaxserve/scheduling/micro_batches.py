@@ -25,7 +25,8 @@ class MicroBatches:
     """
 
     def __init__(self, stages: int, num_slots: int, groups: int = 1):
-        self.stages, self.held_back = stages, np.zeros(groups, np.intp)
+        self.stages = stages
+        self.held_back = np.zeros(groups, np.intp)
         self._step = 0
         self._planned = np.full(num_slots, LONG_AGO)  # the last step in which each slot's sequence sampled
 
@@ -38,16 +39,20 @@ class MicroBatches:
         if self.stages == 1:
             return decodes
         slot = running.lineup.slot
-        planned, pending = self._planned[slot], running.total[slot] - running.known[slot]
+        planned = self._planned[slot]
+        pending = running.total[slot] - running.known[slot]
         ready = decodes & ((planned <= self._step - self.stages) | (pending == 0))
         if may_wait and not ready.any():
             waits = decodes & (pending == 1) & ~running.lineup.one_at_a_time
             ready = waits & (planned == planned[waits].min(initial=self._step))
-        chosen, owner = np.zeros_like(decodes), running.group_of(slot)
+        chosen = np.zeros_like(decodes)
+        owner = running.group_of(slot)
         for group in range(len(self.held_back)):
-            some, here = decodes & (owner == group), np.flatnonzero(ready & (owner == group))
+            some = decodes & (owner == group)
+            here = np.flatnonzero(ready & (owner == group))
             under_way = len(np.unique(planned[some & ~ready]))  # turns on their way through the stages
-            count, most = int(np.count_nonzero(some)), max(self.stages - under_way, 1)
+            count = int(np.count_nonzero(some))
+            most = max(self.stages - under_way, 1)
             size = min(-(-count // self.stages), -(-len(here) // most))
             chosen[here[np.argsort(planned[here], kind="stable")[:size]]] = True
             self.held_back[group] = count - size

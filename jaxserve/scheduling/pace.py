@@ -27,7 +27,8 @@ class Pace:
 
     def begin(self) -> None:
         """The host begins a call."""
-        self._began, self._waited = time.perf_counter(), 0.0
+        self._began = time.perf_counter()
+        self._waited = 0.0
 
     def end(self) -> None:
         """The host ends a call."""

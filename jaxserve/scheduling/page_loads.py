@@ -36,13 +36,16 @@ class PageLoads:
     """Begins and ends the loads of one scheduler."""
 
     def __init__(self, blocks: BlockManager):
-        self._blocks, self._tiers = blocks, blocks.tiers
+        self._blocks = blocks
+        self._tiers = blocks.tiers
         self.active: list[Load] = []  # in their order
         self.hits = 0  # tokens that were found in a lower tier
 
     def begin(self, seq: Sequence) -> bool:
         """Begins to load pages of a waiting sequence which fits, if that pays. The caller then sets it aside."""
-        blocks, tiers, size = self._blocks, self._tiers, self._blocks.page_size
+        blocks = self._blocks
+        tiers = self._tiers
+        size = self._blocks.page_size
         if tiers is None or seq.was_set_aside or seq.scores_prompt or not tiers.may_load:
             return False
         full = (len(seq.tokens) - 1) // size

@@ -71,8 +71,10 @@ class PoolSnapshot(msgspec.Struct):
 
 def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats) -> PoolSnapshot:
     """The pool as it stands. Costs a few vector operations over at most MAX_SCANNED pages and MAX_CELLS cells."""
-    running, capacity = scheduler.running, blocks.num_pages - 1
-    seqs, slot = running.lineup.seqs, running.lineup.slot
+    running = scheduler.running
+    capacity = blocks.num_pages - 1
+    seqs = running.lineup.seqs
+    slot = running.lineup.slot
     stride = -(-int(running.num_held[slot].sum()) // MAX_SCANNED) or 1
     held, owner = _held_pages(seqs, stride)
     num_owners = np.bincount(held, minlength=capacity)

@@ -57,7 +57,8 @@ class PageTiers:
     """The places of one engine's host memory. `files` are those of the disk; None: there are none."""
 
     def __init__(self, num_places: int, files: Files | None = None):
-        self.num_places, self.files = num_places, files
+        self.num_places = num_places
+        self.files = files
         self._held: OrderedDict[bytes, int] = OrderedDict()  # key -> place; oldest first
         self._incoming: dict[int, bytes | None] = {}  # place -> key; None: it was forgotten meanwhile
         self._free = list(range(num_places - 1, -1, -1))
@@ -98,7 +99,8 @@ class PageTiers:
     def take_leaving(self, most: int) -> list[tuple[int, bytes, int]]:
         """The pages that were evicted since the last call and that are to be copied now, as (page, key, place). Beyond
         `most` pages the last ones are dropped: they would hold up the devices."""
-        leaving, self._leaving = self._leaving, []
+        leaving = self._leaving
+        self._leaving = []
         taken = []
         for page, key in leaving[: max(most, 0)]:
             if (place := self._reserve(key)) is not None:

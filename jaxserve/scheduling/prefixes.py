@@ -30,7 +30,8 @@ class Prefixes:
         The scheduler asks in every step about a sequence that does not fit. So the sequence is looked up again only
         when it may need fewer pages than before, or when enough pages are available and some were evicted.
         """
-        blocks, last = self._blocks, seq.lookup
+        blocks = self._blocks
+        last = seq.lookup
         gains = blocks.generation, len(seq.tokens)
         is_latest = last is not None and last.gains == gains
         if last and is_latest and last.needed > room:
@@ -50,7 +51,8 @@ class Prefixes:
     def begin_state(self, running: RunningTable, seq: Sequence, computed: int) -> None:
         """Prepares the recurrent state of a newcomer that starts with `computed` cached tokens. The snapshot at the end
         of these tokens is copied to its slot, and its steps will end where a new snapshot is wanted."""
-        states, size = self._blocks.states, self._blocks.page_size
+        states = self._blocks.states
+        size = self._blocks.page_size
         if states is None:
             return
         if computed:
@@ -62,7 +64,8 @@ class Prefixes:
     def _state_stops(self, seq: Sequence, computed: int, least: int) -> list[int]:
         """The numbers of tokens after which a snapshot is wanted, ascending: where the sequence departs from an earlier
         one, and at the end of its last full block. Each saves at least `least` tokens more than the one before."""
-        blocks, size = self._blocks, self._blocks.page_size
+        blocks = self._blocks
+        size = self._blocks.page_size
         full = (len(seq.tokens) - 1) // size
         shared = blocks.num_cached_blocks(seq.root_hash, seq.page_hashes(seq.tokens, full, size))
         stops = [computed]
@@ -74,12 +77,14 @@ class Prefixes:
     def keep_states(self, running: RunningTable, rows: Rows) -> list[tuple[int, int]]:
         """Gives places to new snapshots, for rows of a step that end where one is wanted. Returns the copies to make
         after the step, as (slot, place). Later lookups find these snapshots."""
-        states, size = self._blocks.states, self._blocks.page_size
+        states = self._blocks.states
+        size = self._blocks.page_size
         if states is None:
             return []
         copies = []
         for i in np.flatnonzero(rows.end == running.state_stop[rows.slot]).tolist():
-            seq, slot = rows.seqs[i], int(rows.slot[i])
+            seq = rows.seqs[i]
+            slot = int(rows.slot[i])
             place = states.add(seq.page_hash(running.tokens[slot], int(rows.end[i]) // size - 1, size))
             if place is not None:
                 copies.append((slot, place))
@@ -90,12 +95,15 @@ class Prefixes:
     def register(self, running: RunningTable, seq: Sequence, computed: int, *, lazily: bool = False) -> None:
         """Offers the full pages among the first `computed` tokens of a running sequence to the prefix cache. With
         `lazily`, their hashes are computed when a lookup reaches them."""
-        slot, size = seq.slot, self._blocks.page_size
-        first, full = int(running.num_registered[slot]), computed // size
+        slot = seq.slot
+        size = self._blocks.page_size
+        first = int(running.num_registered[slot])
+        full = computed // size
         if not self._blocks.prefix_caching or full <= first:
             return
         groups = self._blocks.num_groups
-        tokens, pages = running.tokens[slot], seq.pages[first * groups : full * groups]
+        tokens = running.tokens[slot]
+        pages = seq.pages[first * groups : full * groups]
         if lazily:
             before = seq.page_hash(tokens, first - 1, size)
             self._blocks.register_lazily(pages, before, tokens[first * size : full * size].copy())
@@ -117,7 +125,9 @@ class Prefixes:
                 self._release_behind(window, group, running)
 
     def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
-        blocks, lineup, released = self._blocks, running.lineup, running.num_released[:, group]
+        blocks = self._blocks
+        lineup = running.lineup
+        released = running.num_released[:, group]
         computed = running.computed[lineup.slot]
         if running.proposes:  # a step in flight may keep none of the proposals that it checks
             known = running.known[lineup.slot]
@@ -125,7 +135,9 @@ class Prefixes:
             computed = np.where(checked, known - 1, computed)
         first = first_needed(computed, window, blocks.page_size)
         for i in np.flatnonzero(first > released[lineup.slot]).tolist():
-            seq, slot, end = lineup.seqs[i], lineup.seqs[i].slot, int(first[i])
+            seq = lineup.seqs[i]
+            slot = lineup.seqs[i].slot
+            end = int(first[i])
             if seq.unforked:
                 end = min(end, int(first_needed(seq.prompt_len - 1, window, blocks.page_size)))
             if end <= released[slot]:

@@ -40,8 +40,10 @@ def choose_rows(
 ) -> Rows:
     """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens. turns: which of them decode."""
     lineup = running.lineup
-    total, start = running.total[lineup.slot], running.computed[lineup.slot]
-    left, spare = total - start, lineup.limit - total  # tokens to compute; tokens that may still be sampled
+    total = running.total[lineup.slot]
+    start = running.computed[lineup.slot]
+    left = total - start  # tokens to compute
+    spare = lineup.limit - total  # tokens that may still be sampled
     decodes, prompts = _decodes_and_prompts(running, num_waiting, turns)
     num_new = np.minimum(spare, tokens_per_call)
     if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
@@ -57,9 +59,11 @@ def choose_rows(
     elif not prompts.any():
         return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
     most = np.minimum(left, running.ahead(lineup.slot))
-    group, parts = running.group_of(lineup.slot), []
+    group = running.group_of(lineup.slot)
+    parts = []
     for number in range(running.device_groups):
-        here, decoded = group == number, one[group[decoding] == number]
+        here = group == number
+        decoded = one[group[decoding] == number]
         others = (
             np.count_nonzero(here) - len(decoded) - turns.held_back[number] + -(-num_waiting // running.device_groups)
         )
@@ -79,7 +83,8 @@ def next_decodes(running: RunningTable, num_waiting: int, turns: MicroBatches) -
 def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBatches) -> tuple[np.ndarray, np.ndarray]:
     """Which sequences of the lineup decode in the next step, and which have a prompt to compute; bool each."""
     lineup = running.lineup
-    total, known = running.total[lineup.slot], running.known[lineup.slot]
+    total = running.total[lineup.slot]
+    known = running.known[lineup.slot]
     left = total - running.computed[lineup.slot]
     decodes = (left == 1) & (lineup.limit > total)
     if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
@@ -106,8 +111,10 @@ class NewcomersShare:
     """
 
     def __init__(self, running: RunningTable, rows: Rows, budget: TokenBudget, turns: MicroBatches, num_waiting: int):
-        self._rows, groups = rows, running.device_groups
-        group, self._free = running.group_of(rows.slot), []
+        self._rows = rows
+        groups = running.device_groups
+        group = running.group_of(rows.slot)
+        self._free = []
         for number in range(groups):
             count = rows.count[group == number]
             decodes = int(np.count_nonzero(count == 1))
@@ -120,7 +127,8 @@ class NewcomersShare:
 
     def room(self, seq: Sequence, group: int, left: int | None = None) -> int:
         """Most tokens that a group can compute of a newcomer, which has `left` tokens to compute; None: few enough."""
-        free, lendable = self._free[group], sum(chunk.lends for chunk in self._lenders(seq, group))
+        free = self._free[group]
+        lendable = sum(chunk.lends for chunk in self._lenders(seq, group))
         return free + lendable if left is None or left <= free + lendable else free
 
     def take(self, seq: Sequence, left: int, ahead: int) -> int:
@@ -130,7 +138,9 @@ class NewcomersShare:
         self._free[seq.group] -= count - missing
         for chunk in self._lenders(seq, seq.group):
             lent = min(chunk.lends, missing)
-            chunk.count, chunk.lends, missing = chunk.count - lent, chunk.lends - lent, missing - lent
+            chunk.count = chunk.count - lent
+            chunk.lends = chunk.lends - lent
+            missing = missing - lent
         self._newcomers.append(_Chunk(seq, count, count // 2 if count < left else 0))
         return count
 
@@ -141,7 +151,8 @@ class NewcomersShare:
         return np.asarray([chunk.count for chunk in self._newcomers], np.int32)
 
     def _lenders(self, seq: Sequence, group: int) -> list[_Chunk]:
-        chunks, least = (*self._running.values(), *self._newcomers), seq.request.priority
+        chunks = (*self._running.values(), *self._newcomers)
+        least = seq.request.priority
         return [chunk for chunk in chunks if chunk.seq.group == group and chunk.seq.request.priority >= least]
 
 
@@ -155,13 +166,17 @@ def _prompt_chunks(
     Returns the indices of the prompts that get part of the budget, how many tokens each computes, and how many it
     samples: 1 if the chunk ends its prompt, else 0.
     """
-    left, most, spare = left[prompts], most[prompts], spare[prompts]
+    left = left[prompts]
+    most = most[prompts]
+    spare = spare[prompts]
     count = np.clip(budget - (np.cumsum(most, dtype=np.int32) - most), 0, most)
     for place in np.flatnonzero(count < most)[:1].tolist():
-        lends, priority = int(count[place]) // 2, seqs[prompts[place]].request.priority
+        lends = int(count[place]) // 2
+        priority = seqs[prompts[place]].request.priority
         for other in np.flatnonzero((left <= lends) & (most == left)).tolist():
             if other > place and left[other] <= lends and seqs[prompts[other]].request.priority == priority:
-                count[other], lends = left[other], lends - left[other]
+                count[other] = left[other]
+                lends = lends - left[other]
         count[place] -= count[place + 1 :].sum()
     last = ((count == left) & (spare > 0)).astype(np.int32)
     some = count > 0

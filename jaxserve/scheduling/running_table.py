@@ -70,9 +70,12 @@ class RunningTable:
             return np.zeros(max_num_seqs, np.int32)
 
         self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows, device_groups
-        self.device_groups, self._slots_each = device_groups, max_num_seqs // device_groups
-        self.page_size, self.num_groups = page_size, len(windows)  # see `BlockManager`
-        self.chunk, num_groups = chunk_of(windows), len(windows)
+        self.device_groups = device_groups
+        self._slots_each = max_num_seqs // device_groups
+        self.page_size = page_size
+        self.num_groups = len(windows)  # see `BlockManager`
+        self.chunk = chunk_of(windows)
+        num_groups = len(windows)
         self.slot_generation = numbers()  # incremented when a slot is vacated; see `holds`
         self.tokens = np.zeros((max_num_seqs, max_len + MAX_PROPOSALS + 1), np.int32)
         self.computed, self.known, self.total, self.limit = numbers(), numbers(), numbers(), numbers()
@@ -88,7 +91,8 @@ class RunningTable:
         self.beams = np.zeros(max_num_seqs, bool)
         # How many tokens are proposed to follow the known ones; they stand behind these in `tokens`. While a step
         # checks them, `computed` and `total` are upper bounds.
-        self.proposed, self.proposes = numbers(), False  # proposes: whether any are proposed
+        self.proposed = numbers()
+        self.proposes = False  # whether any are proposed
         self.draft_reads = True  # a draft head, if there is one, reads the tokens of the next step
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
@@ -216,7 +220,8 @@ class RunningTable:
         self.newcomers.append(seq)
         if computed % self.page_size:
             self.maybe_shared.add(seq)
-        self.masked[slot], self.beams[slot] = seq.params.has_mask, seq.params.use_beam_search
+        self.masked[slot] = seq.params.has_mask
+        self.beams[slot] = seq.params.use_beam_search
         self.sampler[slot] = Sampler.of(seq.params)
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.needs_detail.add(seq)
@@ -255,7 +260,8 @@ class RunningTable:
 
     def growth(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Indices of rows that need more pages than they have, and how many more each needs."""
-        reach, num_blocks = rows.reach, self.num_blocks[rows.slot]
+        reach = rows.reach
+        num_blocks = self.num_blocks[rows.slot]
         growing = np.flatnonzero(reach > num_blocks * self.page_size)
         return growing, (-(-reach[growing] // self.page_size) - num_blocks[growing]) * self.num_groups
 
@@ -273,8 +279,12 @@ class RunningTable:
         """Takes the changes that the devices do not know yet; the caller sends them. Returns copies of states,
         newcomers, copies of rows of the block table, and entries of it, int32 [3, n] of (slot, index, page), each place
         at most once."""
-        news, entries = (self.restored, self.newcomers, self.table_copies), self.table_entries
-        self.restored, self.newcomers, self.table_copies, self.table_entries = [], [], [], []
+        news = (self.restored, self.newcomers, self.table_copies)
+        entries = self.table_entries
+        self.restored = []
+        self.newcomers = []
+        self.table_copies = []
+        self.table_entries = []
         if len(entries) == 1:  # the usual case
             return *news, entries[0]
         if not entries:
@@ -321,7 +331,8 @@ class RunningTable:
         self.append(rows.slot[index], tokens[index], num_new[index])
         if not rows.only_decodes and (checks := rows.checks).any():  # only the last known token is left to compute
             slot = rows.slot[held & checks]
-            self.total[slot], self.computed[slot] = self.known[slot], self.known[slot] - 1
+            self.total[slot] = self.known[slot]
+            self.computed[slot] = self.known[slot] - 1
             self.drop_proposals(slot)
 
     def say_only_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
@@ -357,7 +368,8 @@ class RunningTable:
 
     def displace(self, seq: Sequence) -> None:
         """Takes the slot away from a sequence. Tokens that steps in flight sample for it become pending."""
-        slot, seq.slot = seq.slot, NO_SLOT
+        slot = seq.slot
+        seq.slot = NO_SLOT
         seq.take_tokens()
         seq.pending_tokens = int(self.total[slot] - self.known[slot])
         del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]

@@ -65,7 +65,8 @@ class Scheduler:
         self.blocks, self.recurrent, self._prefixes, self.loads = blocks, recurrent, Prefixes(blocks), PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
-        self.turns, self._watermark = MicroBatches(stages, max_num_seqs), blocks.capacity // 100
+        self.turns = MicroBatches(stages, max_num_seqs)
+        self._watermark = blocks.capacity // 100
         self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages=stages)
         self._whole_steps = replace(self._budget, chunk=None) if prompts_first else None
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
@@ -111,7 +112,9 @@ class Scheduler:
         self.loads.start_over()
         if self.adapters is not None:
             self.adapters.start_over()
-        self.running, self.waiting, self._by_request = self.running.emptied(), waiting, {}
+        self.running = self.running.emptied()
+        self.waiting = waiting
+        self._by_request = {}
         for seq in seqs:
             self._by_request.setdefault(seq.request_id, []).append(seq)
             self._wait(seq, resumed=seq.num_cached is not None)
@@ -184,7 +187,8 @@ class Scheduler:
     def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. If all rows decode and no newcomer can begin, each
         row may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
-        running, preemptions = self.running, self.num_preemptions
+        running = self.running
+        preemptions = self.num_preemptions
         self._prefixes.release_unseen(running)
         if tokens_per_call > 1 and (self.can_admit() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
@@ -270,11 +274,14 @@ class Scheduler:
         blocks = self._pages_of(seq.group)
         self.waiting.pop()
         left = uncached(seq, blocks)
-        computed, most = len(seq.tokens) - left, min(left, share.room(seq, seq.group, left))
-        seq.pages, seq.lookups = (seq.lookup.pages if seq.lookup else []), {}
+        computed = len(seq.tokens) - left
+        most = min(left, share.room(seq, seq.group, left))
+        seq.pages = seq.lookup.pages if seq.lookup else []
+        seq.lookups = {}
         blocks.share(seq.pages)
         if seq.num_cached is None and seq.index == 0:
-            seq.num_cached, seq.queue_seconds = computed, time.perf_counter() - seq.arrived
+            seq.num_cached = computed
+            seq.queue_seconds = time.perf_counter() - seq.arrived
             self.prefix_queries += seq.prompt_len
             self.prefix_hits += computed
         seq.pages += blocks.allocate(blocks.pages_for(computed + most) - len(seq.pages))
@@ -295,7 +302,8 @@ class Scheduler:
         `rows` are the plan's, in any order and possibly cut into consecutive pieces. tokens: int32 [rows, most new
         tokens], -1 where a row sampled none, because it was not to or had reached its end.
         """
-        running, lineup = self.running, self.running.lineup
+        running = self.running
+        lineup = self.running.lineup
         complete = running.advance_grammars(rows, tokens) if lineup.any_masked else []
         if not complete and running.say_only_tokens(rows, tokens):  # the usual case
             running.append(rows.slot, tokens, tokens.shape[1])
@@ -312,7 +320,8 @@ class Scheduler:
         output = rows.output(np.flatnonzero(~detailed), tokens, num_new)
         details = []
         for i in np.flatnonzero(detailed).tolist():
-            seq, ids = rows.seqs[i], tokens[i, : num_new[i]].tolist()
+            seq = rows.seqs[i]
+            ids = tokens[i, : num_new[i]].tolist()
             if held[i]:
                 ends = bool(ended[i]) and bool(ids or rows.end[i] >= seq.prompt_len)  # without ids: max_tokens is 0
                 detail = self._commit_running(seq, ids, i, ends)
@@ -345,7 +354,8 @@ class Scheduler:
             return None
         seq.append(ids)
         seq.advance(ids)
-        is_first, reason = seq.num_outputs == len(ids), seq.finish_reason
+        is_first = seq.num_outputs == len(ids)
+        reason = seq.finish_reason
         self._fork(seq)
         if reason is not None:
             self._finish(seq)
@@ -389,7 +399,8 @@ class Scheduler:
     def reassign(self, seq: Sequence, parent: Sequence, token: int) -> None:
         """Makes the beam `seq`, idle in its slot, a continuation of `parent`: the parent's tokens, then `token`. Both
         have the same prompt and length. Their pages are shared until one of them writes."""
-        running, blocks = self.running, self.blocks
+        running = self.running
+        blocks = self.blocks
         if seq is not parent:
             kept = common_prefix(seq.pages, parent.pages)  # usually most of the pages
             blocks.share(parent.pages[kept:])
@@ -403,7 +414,8 @@ class Scheduler:
 
     def branch(self, parent: Sequence, index: int, token: int) -> Sequence:
         """Adds a beam that continues `parent`: the parent's tokens, then `token`. It may have to wait for a slot."""
-        computed, pages = len(parent.tokens), parent.pages.copy()
+        computed = len(parent.tokens)
+        pages = parent.pages.copy()
         child = parent.fork(index, 0, self.blocks.page_size)
         child.append([*parent.tokens[parent.prompt_len :].tolist(), token])
         self.blocks.share(pages)

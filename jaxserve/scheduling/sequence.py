@@ -54,7 +54,8 @@ class Sequence:
         prompt: np.ndarray | None = None,  # the request's, if it is in an array already
         adapter: ServedAdapter | None = None,
     ):
-        self.request, self.adapter = request, adapter
+        self.request = request
+        self.adapter = adapter
         self.request_id = request.request_id
         self.index = index  # which of the request's n completions
         self.seed = seed
@@ -104,7 +105,8 @@ class Sequence:
     def store_in(self, row: np.ndarray, known: np.ndarray) -> None:
         """Moves the tokens to a row of the running table. `known`: a view of the table's count of them, int32 [1]."""
         row[: len(self.tokens)] = self.tokens
-        self._stored, self._known = row, known
+        self._stored = row
+        self._known = known
 
     def take_tokens(self, count: int | None = None) -> None:
         """Takes the tokens, or the first `count` of them, back from the running table."""
@@ -115,7 +117,8 @@ class Sequence:
         self._keep(np.append(self.tokens, np.asarray(tokens, np.int32)))
 
     def _keep(self, tokens: np.ndarray) -> None:
-        self._stored, self._known = tokens, np.asarray([len(tokens)])
+        self._stored = tokens
+        self._known = np.asarray([len(tokens)])
 
     def num_released(self, num_groups: int) -> list[int]:
         """For each group of layers, how many of its first pages the sequence has given up."""
@@ -155,7 +158,8 @@ class Sequence:
         """Hash of the page `index`; of -1, the start of the chain."""
         hashes = self._page_hashes
         while len(hashes) <= index:
-            parent, start = hashes[-1] if hashes else self.root_hash, len(hashes) * page_size
+            parent = hashes[-1] if hashes else self.root_hash
+            start = len(hashes) * page_size
             hashes.append(page_hash(parent, tokens[start : start + page_size]))
         return hashes[index] if index >= 0 else self.root_hash
 
@@ -166,7 +170,10 @@ class Sequence:
     def go_back(self, count: int) -> None:
         """Returns to the state after its first `count` tokens; its grammar does too."""
         self.take_tokens(count)
-        self.slot, self.penalty_row, self.pages, self.pending_tokens = NO_SLOT, NO_PENALTY_ROW, [], 0
+        self.slot = NO_SLOT
+        self.penalty_row = NO_PENALTY_ROW
+        self.pages = []
+        self.pending_tokens = 0
         self.num_scored = len(self.prompt_scores) - 1
         self.keep_hashes(0)
         self.lookups = {}
@@ -186,7 +193,8 @@ class Sequence:
         same = self.max_tokens, self.stop_ids, self.order[1], self.prompt, self.adapter
         child = Sequence(self.request, index, seed, *same)
         child.matcher = self.matcher and self.matcher.fork()
-        child.token_mask, child.group = self.token_mask, self.group
+        child.token_mask = self.token_mask
+        child.group = self.group
         child._page_hashes = self._page_hashes[: self.prompt_len // page_size]
         return child
 

@@ -69,7 +69,8 @@ class Rows:
     def output(self, index: np.ndarray, tokens: np.ndarray, num_new: np.ndarray) -> StepOutput:
         """The output for the rows in `index`, which report nothing but tokens: the first `num_new` [rows] of `tokens`
         [rows, any]."""
-        seqs, ids = [self.seqs[i] for i in index.tolist()], tokens[index].tolist()
+        seqs = [self.seqs[i] for i in index.tolist()]
+        ids = tokens[index].tolist()
         if (num_new[index] < tokens.shape[1]).any():
             ids = [some[:count] for some, count in zip(ids, num_new[index].tolist(), strict=True)]
         return StepOutput([seq.request_id for seq in seqs], [seq.index for seq in seqs], ids, [])

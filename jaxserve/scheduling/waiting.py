@@ -46,7 +46,8 @@ class Waiting:
     """The waiting sequences of one scheduler, each with its own `order`."""
 
     def __init__(self, quantum: int = QUANTUM, adapters: AdapterPool | None = None):
-        self._quantum, self.adapters = quantum, adapters
+        self._quantum = quantum
+        self.adapters = adapters
         self._levels: dict[int, _Level] = {}  # priority -> level; no level is empty
         self._priorities: list[int] = []  # the levels' priorities, ascending
         self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
@@ -238,7 +239,8 @@ class _Tenant:
     """One tenant's newcomers, and the tokens that it may still spend in this round (below 0: its debt)."""
 
     def __init__(self, name: str, deficit: int):
-        self.name, self.deficit = name, deficit
+        self.name = name
+        self.deficit = deficit
         self.queue = _Queue()
 
 

@@ -33,7 +33,9 @@ class DraftHead(Method):
     proposes_later = True
 
     def __init__(self, runner: ModelRunner, shapes: List[StepShape], most: int):
-        self._runner, self._shapes, self._most = runner, list(shapes), most
+        self._runner = runner
+        self._shapes = list(shapes)
+        self._most = most
         self._curves: list[Curve] = []  # seconds of a call by rows, for one token each and for `most`
         self._unread: WeakSet[Sequence] = WeakSet()  # sequences of which the head did not read all tokens
 
@@ -61,7 +63,8 @@ class DraftHead(Method):
         if not running.proposes:
             return
         self._runner.update_tables(plan.table_copies, plan.table_updates)
-        plan.table_copies, plan.table_updates = [], plan.table_updates[:, :0]
+        plan.table_copies = []
+        plan.table_updates = plan.table_updates[:, :0]
         rows = plan.rows.take(np.flatnonzero(plan.rows.checks))
         sampler = Sampler(running.sampler[rows.slot].max())
         programs = self._programs(min(sampler, Sampler.FILTERED), int(rows.num_new.max()) - 1)
@@ -84,7 +87,8 @@ class DraftHead(Method):
 
     def _seconds(self, name: Upkeep, count: int) -> float:
         """The least time of a call for sequences of CONTEXT tokens, whose pages are the null page."""
-        slots, best = np.arange(min(name.size, self._runner.num_slots)), np.inf
+        slots = np.arange(min(name.size, self._runner.num_slots))
+        best = np.inf
         length = max(min(CONTEXT, self._runner.max_len - count), 0)
         params = SamplingParams(temperature=0.0)
         self._runner.set_slots([encode_slot(slot, params, 0, (), 1, length=length) for slot in slots.tolist()])

@@ -42,7 +42,9 @@ class DraftModel(Method):
     proposes_later = True
 
     def __init__(self, runner: ModelRunner, shapes: List[StepShape], most: int):
-        self._runner, self._shapes, self._most = runner, list(shapes), most
+        self._runner = runner
+        self._shapes = list(shapes)
+        self._most = most
         self._curve: Curve | None = None
         self._params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
         self._plans: list[StepPlan] = []  # plans whose changes of pages the draft does not know yet
@@ -51,7 +53,8 @@ class DraftModel(Method):
 
     def allocate(self) -> None:
         self._runner.allocate()
-        self._plans, self._generation[:] = [], NO_GENERATION
+        self._plans = []
+        self._generation[:] = NO_GENERATION
 
     @property
     def programs(self) -> list[ProgramName]:
@@ -84,7 +87,9 @@ class DraftModel(Method):
 
     def _fill(self, rows: Rows, running: RunningTable) -> None:
         """Computes the proposals of rows that check some, and writes them behind the known tokens."""
-        slot, known, count = rows.slot, running.known[rows.slot], rows.num_new - 1
+        slot = rows.slot
+        known = running.known[rows.slot]
+        count = rows.num_new - 1
         mine = self._generation[slot] == rows.slot_generation
         start = np.where(mine, np.minimum(self._computed[slot], known - 1), 0)
         self._runner.set_slots(
@@ -93,7 +98,8 @@ class DraftModel(Method):
         while (behind := np.flatnonzero(start < known - 1)).size:
             start[behind] += self._catch_up(rows.take(behind), start[behind], (known - 1 - start)[behind], running)
         self._decode(rows, count, running)
-        self._computed[slot], self._generation[slot] = known + count, rows.slot_generation
+        self._computed[slot] = known + count
+        self._generation[slot] = rows.slot_generation
 
     def _encoded(self, seq: Sequence, slot: int, length: int) -> np.ndarray:
         """The slot of a sequence: its temperature and filters, but neither penalties nor ends."""
@@ -118,13 +124,15 @@ class DraftModel(Method):
     def _decode(self, rows: Rows, count: np.ndarray, running: RunningTable) -> None:
         """Samples `count` tokens behind the known ones of each row. One more pass, whose token is not used, writes the
         keys and values of the last, so that the next round begins with one token, too."""
-        done, known = 0, running.known[rows.slot]
+        done = 0
+        known = running.known[rows.slot]
         while done <= count.max():
             going = np.flatnonzero(done <= count)
             part = rows.take(going)
             length = int(self._runner.programs.lengths(self._shapes, len(going), self._sampler(part))[-1])
             zeros = np.zeros(len(going), np.int32)
-            start, num_new = known[going] - 1 + done, np.minimum(count[going] + 1 - done, length)
+            start = known[going] - 1 + done
+            num_new = np.minimum(count[going] + 1 - done, length)
             columns = part.slot, part.slot_generation, start, zeros + 1, num_new, zeros > 0
             for batch in split(Rows(part.seqs, *columns, only_decodes=True), self._shapes):
                 tokens = np.asarray(self._step(batch, running).tokens)

@@ -22,7 +22,8 @@ CHANCES: tuple[float, ...] = (
     0.9,
     0.95,
 )  # assumed at first, by kind: a long copy goes on more often than a short one
-TENANTS, REMEMBERED = 64, 2**16  # tenants whose outputs are kept, and tokens of each
+TENANTS = 64  # tenants whose outputs are kept
+REMEMBERED = 2**16  # tokens of each
 BORDER = -1  # between the outputs of a tenant
 
 
@@ -32,7 +33,8 @@ def last_place(history: np.ndarray, tokens: np.ndarray, most: int) -> tuple[int,
     ends = np.flatnonzero((history[:-1] == tokens[-1]) & (history[1:] != BORDER))
     place = length = 0
     while len(ends):
-        place, length = int(ends[-1]), length + 1
+        place = int(ends[-1])
+        length = length + 1
         if length == min(most, len(tokens)):
             break
         ends = ends[ends >= length]
@@ -46,7 +48,8 @@ class Ngram(Method):
     chances = CHANCES
 
     def __init__(self, least: int = 2, most: int = 16):
-        self._least, self._most = least, most
+        self._least = least
+        self._most = most
 
     def propose(self, seq: Sequence, tokens: np.ndarray, count: int) -> Proposal | None:
         """`count` tokens that may follow `tokens`. If fewer than that stood behind the place, the text between there
@@ -82,7 +85,8 @@ class Suffix(Ngram):
 
     def finished(self, seq: Sequence) -> None:
         """Remembers a sequence's output, and forgets the oldest tokens and tenants beyond the limits."""
-        key, output = _owner(seq), seq.tokens[seq.prompt_len :]
+        key = _owner(seq)
+        output = seq.tokens[seq.prompt_len :]
         outputs = self._outputs.pop(key, np.empty(0, np.int32))
         self._outputs[key] = np.concatenate([outputs, output, [BORDER]])[-REMEMBERED:].astype(np.int32)
         while len(self._outputs) > TENANTS:

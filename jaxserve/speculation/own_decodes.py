@@ -47,7 +47,9 @@ class OwnDecodes:
     """Takes the place of a `Speculator`. most: tokens that a sequence decodes ahead."""
 
     def __init__(self, runner: VerifyingRunner, shapes: List[StepShape], most: int):
-        self._runner, self._shapes, self._most = runner, shapes, most
+        self._runner = runner
+        self._shapes = shapes
+        self._most = most
         self._times: list[Times] = []  # ascending by rows
 
     def measure(self, _: ModelRunner, shapes: List[StepShape]) -> None:
@@ -67,7 +69,8 @@ class OwnDecodes:
 
     def _ahead_seconds(self, name: Upkeep, rows: int, count: int) -> float:
         """The least time in which rows decode `count` tokens ahead. Their pages are the null page."""
-        slots, best = np.arange(rows), np.inf
+        slots = np.arange(rows)
+        best = np.inf
         length = max(min(CONTEXT, self._runner.max_len - count - 1), 0)
         params = SamplingParams(temperature=0.0)
         self._runner.set_slots([encode_slot(slot, params, 0, (), 1, length=length) for slot in slots.tolist()])
@@ -89,7 +92,8 @@ class OwnDecodes:
         """How many tokens each sequence may decode ahead; 0 if steps decode faster, or prompts are computed or could
         be. host_seconds: between two steps of which the second one checks proposals."""
         running = scheduler.running
-        slot, rows = running.lineup.slot, len(running)
+        slot = running.lineup.slot
+        rows = len(running)
         if not rows or (running.total[slot] - running.computed[slot] > 1).any() or scheduler.can_admit():
             return 0
         times = next((times for times in self._times if times.rows >= rows), None)
@@ -103,12 +107,15 @@ class OwnDecodes:
             return
         running = scheduler.running
         slot = running.lineup.slot
-        known, total, computed = running.known[slot], running.total[slot], running.computed[slot]
+        known = running.known[slot]
+        total = running.total[slot]
+        computed = running.computed[slot]
         room = np.minimum(np.minimum(running.limit[slot] - known, running.ahead(slot)) - 1, count)
         decodes = (known == total) & (total == computed + 1) & ~running.beams[slot]
         answers = np.fromiter((seq.num_outputs > 0 for seq in running.lineup.seqs), bool, len(slot))
         fits = np.flatnonzero((room > 0) & decodes & answers)
-        running.proposed[slot[fits]], running.proposes = room[fits], len(fits) > 0
+        running.proposed[slot[fits]] = room[fits]
+        running.proposes = len(fits) > 0
 
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
         """Decodes ahead for the rows of a plan with proposals. The devices know the tokens; the host waits for them,
@@ -116,10 +123,12 @@ class OwnDecodes:
         if not running.proposes:
             return
         self._runner.update_tables(plan.table_copies, plan.table_updates)
-        plan.table_copies, plan.table_updates = [], plan.table_updates[:, :0]
+        plan.table_copies = []
+        plan.table_updates = plan.table_updates[:, :0]
         rows = plan.rows.take(np.flatnonzero(plan.rows.checks))
         programs = self._programs(rows, running)
-        most, made = programs[-1].size, []
+        most = programs[-1].size
+        made = []
         for at in range(0, len(rows), most):  # all calls are sent before the first one's tokens are read
             some = rows.take(np.arange(at, min(at + most, len(rows))))
             name = next(name for name in programs if name.size >= len(some))

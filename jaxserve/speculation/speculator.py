@@ -33,7 +33,9 @@ LEAST_CHANCE = 0.3  # and least chance of a proposal to be kept
 HOPES = np.linspace(0.05, 1, 20)  # chances for which is known how many sequences may get proposals
 HOPE = 0.05  # by which the next proposals of a draft may be kept more often
 LOOK_AGAIN = 8  # tokens of up to FEW_ROWS rows without a look for proposals after none were found that pay
-REST, LONGEST_REST = 16, 256  # tokens without proposals after two checks that kept none
+# tokens without proposals after two checks that kept none
+REST = 16
+LONGEST_REST = 256
 FORCED_CHANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
 MEMORY = 0.7  # share of what was known about acceptance that stays with each check
 
@@ -42,7 +44,8 @@ class Acceptance:
     """The chance that a proposal is kept if those before it were, from recent checks."""
 
     def __init__(self, chance: float):
-        self._kept, self._checked = 2 * chance, 2.0
+        self._kept = 2 * chance
+        self._checked = 2.0
 
     @property
     def chance(self) -> float:
@@ -62,7 +65,8 @@ class Record:
         self.acceptance = [Acceptance(one.chance) for one in acceptance]
         self.kind = 0  # of the proposal that is being checked
         self.next_look = 0
-        self._rest, self._failures = REST, 0
+        self._rest = REST
+        self._failures = 0
 
     def learn(self, proposed: int, kept: int, known: int) -> None:
         """Takes in a check, with which `known` tokens became known. A sequence whose proposals fail rests, for twice as
@@ -72,7 +76,8 @@ class Record:
         if kept == proposed:
             self._rest = REST
         if self._failures == 2:
-            self.next_look, self._failures = known + self._rest, 0
+            self.next_look = known + self._rest
+            self._failures = 0
             self._rest = min(2 * self._rest, LONGEST_REST)
 
 
@@ -93,7 +98,10 @@ class Speculator:
 
     def __init__(self, method: Method, most: int, budget: int, stages: int = 1):
         """most: proposals of a sequence in a step. budget: tokens of a step."""
-        self._method, self._most, self._budget, self._stages = method, most, budget, stages
+        self._method = method
+        self._most = most
+        self._budget = budget
+        self._stages = stages
         self._records: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
         # Of all sequences; new ones begin with it. The last kind are tokens that a grammar forces.
         self._acceptance = [Acceptance(chance) for chance in (*method.chances, FORCED_CHANCE)]
@@ -111,7 +119,8 @@ class Speculator:
 
     def _rows_that_gain(self, times: StepTimes, chance: float) -> int:
         """The most running sequences for which proposals pay if each is kept with this chance."""
-        gaining, depth = 0, np.arange(1, self._most + 1)
+        gaining = 0
+        depth = np.arange(1, self._most + 1)
         for rows in times.decode.sizes.tolist():
             tokens = rows + np.cumsum(np.repeat(chance**depth, rows))
             seconds = times.check(rows, rows + np.arange(1, self._most * rows + 1))
@@ -161,7 +170,8 @@ class Speculator:
         """Proposals for sequences that may have some, and how many tokens of each pay. If none do, the sequence is left
         alone for some tokens; not if there are few sequences, and nothing to propose was found."""
         running = scheduler.running
-        rows, cost = -(-len(running) // self._stages), host_seconds * min(self._stages, len(running))
+        rows = -(-len(running) // self._stages)
+        cost = host_seconds * min(self._stages, len(running))
         if rows > self._most_rows:
             return
         seqs = next_decodes(running, scheduler.num_waiting, scheduler.turns)
@@ -214,7 +224,8 @@ class Speculator:
         devices wait between two steps without proposals."""
         if not chances:
             return []
-        every, owner = np.concatenate(chances), np.repeat(np.arange(len(chances)), [len(one) for one in chances])
+        every = np.concatenate(chances)
+        owner = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
         depth = np.concatenate([np.arange(1, len(one) + 1) for one in chances])
         order = np.argsort(-every, kind="stable")
         seconds = host_seconds + self._method.seconds(len(chances), np.maximum.accumulate(depth[order]))
@@ -297,5 +308,6 @@ def make_speculator(config: EngineConfig, scheduler: Scheduler, models: Models) 
     given = config.speculative_config
     if given is None:
         return None
-    method, stages = METHODS[given.method](given, models), models.target.num_stages
+    method = METHODS[given.method](given, models)
+    stages = models.target.num_stages
     return Speculator(method, given.num_speculative_tokens, scheduler.budget.most, stages)

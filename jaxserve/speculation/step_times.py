@@ -19,7 +19,9 @@ from jaxserve.types import SamplingParams
 CONTEXT = 512  # tokens before those of a step, which attention reads
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 REPEATS = 5
-CPU_PROMPT, PROMPT = 32, 2048  # tokens of a prompt that is timed
+# tokens of a prompt that is timed
+CPU_PROMPT = 32
+PROMPT = 2048
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def least_seconds(
 ) -> float:
     """The least time of a step whose row i has counts[i] tokens, of which all but one are proposals if it `checks`
     some. Rows of one token sample `num_new`."""
-    shape, rows = program.shape, len(counts)
+    shape = program.shape
+    rows = len(counts)
     counts = sorted(counts)  # rows of one token come first
     packed = shape.empty(runner.num_slots)
     field = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
@@ -121,7 +124,8 @@ def least_seconds(
     field["slot"][:rows] = np.arange(rows)
     field["num_new"][:rows] = [num_new if count == 1 or not checks else count for count in counts]
     field["tokens_per_call"][0], field["num_decodes"][0] = num_new, counts.count(1)
-    params, best = SamplingParams(temperature=0.0), np.inf
+    params = SamplingParams(temperature=0.0)
+    best = np.inf
     length = max(min(CONTEXT, runner.max_len - max(*counts, num_new)), 0)
     for _ in range(1 + REPEATS):
         runner.set_slots([encode_slot(slot, params, 0, (), 1, length=length) for slot in range(rows)])

@@ -45,7 +45,8 @@ class Detokenizer:
         data = self._tokenizer.raw_bytes(token_id)
         if data is not None:
             text = self._release() + self._utf8.decode(data)
-            self._ids, self._read = [token_id], 1
+            self._ids = [token_id]
+            self._read = 1
             return text
         unfinished = self._utf8.decode(b"", final=True)
         self._utf8.reset()
@@ -125,15 +126,20 @@ class StopMatcher:
 
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the sequence."""
-        held, self._held, self._begun = self._held, "", {}
+        held = self._held
+        self._held = ""
+        self._begun = {}
         return held
 
     def _advance(self, char: str) -> str | None:
         """Adds one character; returns the first stop string of the list that it completes."""
-        before, self._begun = self._begun, {}
+        before = self._begun
+        self._begun = {}
         completed = []
         for i in {*before, *self._stops.beginnings.get(char, ())}:
-            stop, failure, state = self._stops.stops[i], self._stops.failures[i], before.get(i, 0)
+            stop = self._stops.stops[i]
+            failure = self._stops.failures[i]
+            state = before.get(i, 0)
             while state and stop[state] != char:
                 state = failure[state - 1]
             if stop[state] == char:
@@ -282,9 +288,12 @@ class _Choice:
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None, abort: bool = False) -> ChoiceDelta:
         delta = self._show()
-        delta.finish_reason, delta.stop_reason, delta.abort = reason, stop_reason, abort
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
+        delta.abort = abort
         return delta
 
     def _show(self) -> ChoiceDelta:
-        delta, self._next = self._next, ChoiceDelta(index=self._index)
+        delta = self._next
+        self._next = ChoiceDelta(index=self._index)
         return delta

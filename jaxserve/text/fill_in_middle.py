@@ -76,7 +76,8 @@ class FillInMiddle:
     def prompt(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
         """The prompt's token ids. `prefix` and `suffix` are the ids of the two texts without special tokens, with
         `lead` before the suffix."""
-        before, after = [self._prefix, *prefix], [self._suffix, *suffix[self._lead :]]
+        before = [self._prefix, *prefix]
+        after = [self._suffix, *suffix[self._lead :]]
         parts = [*before, *after, *self._middle] if self._middle else [*after, *before]
         return [*self._opening, *parts]
 

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # token types
+NORMAL = 1  # token types
+UNKNOWN = 2  # token types
+CONTROL = 3  # token types
+USER_DEFINED = 4  # token types
+UNUSED = 5  # token types
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the file's
 _SPACE = "\u2581"  # sentencepiece's character for a space
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -22,7 +26,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -139,7 +144,8 @@ def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The chat template, or all by name if the file has several."""
     key = "tokenizer.chat_template"
-    default, named = metadata.get(key), {k[len(key) + 1 :]: x for k, x in metadata.items() if k.startswith(key + ".")}
+    default = metadata.get(key)
+    named = {k[len(key) + 1 :]: x for k, x in metadata.items() if k.startswith(key + ".")}
     return {"default": default, **named} if default and named else default
 
 
@@ -147,7 +153,8 @@ class _Vocabulary:
     """tokens and types: by id. ids: token -> id, the lowest if several ids have the same text."""
 
     def __init__(self, metadata: Mapping[str, Any], patterns: tuple[str, ...] | None = None):
-        self.metadata, self.patterns = metadata, patterns
+        self.metadata = metadata
+        self.patterns = patterns
         self.tokens: list[str] = self.take("tokens", [])
         if not self.tokens or not all(isinstance(token, str) for token in self.tokens):
             raise ValueError("there are no tokenizer.ggml.tokens")

@@ -31,7 +31,8 @@ def adds_special_tokens(kind: ScorePrompt) -> bool:
 
 def joined(tokenizer: Tokenizer, kind: ScorePrompt, texts: list[list[int]], most: int | None = None) -> list[int]:
     """The prompt made of these texts' token ids. `most`: the most tokens that it may have; the last text is cut."""
-    before, after = [], []
+    before = []
+    after = []
     if kind == "qwen3":
         before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (_QWEN3_BEFORE, _QWEN3_AFTER))
     *others, last = texts

@@ -70,7 +70,8 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         steps = _decoder_steps(self._backend)
         kinds = [step["type"] for step in steps]
-        self._byte_level, self._byte_fallback = kinds == ["ByteLevel"], "ByteFallback" in kinds
+        self._byte_level = kinds == ["ByteLevel"]
+        self._byte_fallback = "ByteFallback" in kinds
         pieces = self._backend.get_vocab() if self._backend and (self._byte_level or self._byte_fallback) else ()
         self.longest_token: int | None = max(map(len, pieces), default=None)
         self._most_letters = max((len(piece) - len(_LETTERS.sub("", piece)) for piece in pieces), default=None)
@@ -127,7 +128,8 @@ class Tokenizer:
             return self.encode(text, add_special_tokens)
         if self._backend is None:
             raise InvalidRequestError("the prompt holds special tokens, which this tokenizer cannot take as plain text")
-        encoding, places = self._backend.encode(text, add_special_tokens=add_special_tokens), set(separators)
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        places = set(separators)
         ids = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if end - start > 1 and token in self._marker_ids and not places.isdisjoint(range(start, end)):
@@ -149,7 +151,8 @@ class Tokenizer:
     @cached_property
     def _marker_ids(self) -> frozenset[int]:
         """Ids of the markers, without the unknown token."""
-        template, unknown = self.chat_template or "", self._hf.unk_token_id
+        template = self.chat_template or ""
+        unknown = self._hf.unk_token_id
         added = ((i, text) for i, text in self._added.items() if len(text) > 1 and not text.isspace() and i != unknown)
         return frozenset(i for i, text in added if i in self.special_ids or text in template)
 

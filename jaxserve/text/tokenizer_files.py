@@ -89,7 +89,8 @@ class KeptTokenizer:
         self.init_kwargs = {"add_eos_token": values["add_eos_token"]}
         self.backend_tokenizer = Backend.from_str(values["backend"])
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
-        self._size, self._special = values["size"], values["special_tokens_map"]
+        self._size = values["size"]
+        self._special = values["special_tokens_map"]
         self._lock = threading.Lock()
         self._renderer: Any = None
 
@@ -107,7 +108,8 @@ class KeptTokenizer:
         from transformers import PreTrainedTokenizerBase
 
         whole = _read_with_transformers(path)
-        backend, special = getattr(whole, "backend_tokenizer", None), whole.special_tokens_map
+        backend = getattr(whole, "backend_tokenizer", None)
+        special = whole.special_tokens_map
         if backend is None or type(whole).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             return
         try:
@@ -176,7 +178,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]]:
     """Added tokens: id -> (text, whether it is special)."""
-    path, found = folder / "added_tokens.json", {}
+    path = folder / "added_tokens.json"
+    found = {}
     if path.is_file():
         found = {i: (text, True) for text, i in read_json(path).items()}
     for i, token in (settings.get("added_tokens_decoder") or {}).items():
@@ -261,7 +264,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             yield key >> 3, value
         elif kind in (1, 2, 5):
             size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
-            part, at = data[at : at + size], at + size
+            part = data[at : at + size]
+            at = at + size
             if at > len(data):
                 raise ValueError("truncated")
             yield key >> 3, part
@@ -291,7 +295,8 @@ def _from_tekken(path: Path) -> Any:
     try:
         data = json.loads(read_text(path, None))
         config = data["config"]
-        count, size = config["default_num_special_tokens"], config["default_vocab_size"]
+        count = config["default_num_special_tokens"]
+        size = config["default_vocab_size"]
         names = [token["token_str"] for token in data.get("special_tokens") or ()] or _TEKKEN_SPECIAL.split()
         ranked = sorted(data["vocab"], key=lambda token: token["rank"])[: size - count]
         words = [base64.b64decode(token["token_bytes"]) for token in ranked]

@@ -114,7 +114,8 @@ def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: DeltaRows) -> 
 
     Returns the results, as x, and the last inputs at the end of each row, as `before`.
     """
-    kept, width = w.shape[-1] - 1, w.shape[-1]
+    kept = w.shape[-1] - 1
+    width = w.shape[-1]
     shape = before.shape
     before = before.reshape(*shape[:2], kept, -1)
     place = jnp.maximum(jnp.arange(len(x)) - rows.q_start[rows.row], 0)  # a token's index in its row
@@ -124,7 +125,8 @@ def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: DeltaRows) -> 
         older = before[rows.row, :, jnp.clip(kept + place - back, 0, kept - 1)]
         mixed += jnp.where((place >= back)[:, None, None], own, older) * w[..., kept - back]
     count = rows.q_start[1:] - rows.q_start[:-1]
-    each, last = jnp.arange(len(count)), []
+    each = jnp.arange(len(count))
+    last = []
     for i in range(kept):
         from_row = count - kept + i  # index of the row's token; below 0: index of an input before the row
         own = x[jnp.clip(rows.q_start[:-1] + from_row, 0, len(x) - 1)]
@@ -178,7 +180,9 @@ def _terms(chunk: Tokens, valid: jax.Array) -> Terms:
     def heads_first(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0), 0, -2)
 
-    q, k, v = heads_first(chunk.q), heads_first(chunk.k), heads_first(chunk.v)
+    q = heads_first(chunk.q)
+    k = heads_first(chunk.k)
+    v = heads_first(chunk.v)
     decay, rate = (jnp.moveaxis(jnp.where(valid[:, None, None], x, 0.0), 0, -1) for x in (chunk.decay, chunk.rate))
     order = jnp.arange(CHUNK)
     # Each sum from token j + 1 to i is computed by itself: differences of sums from the beginning would lose digits.

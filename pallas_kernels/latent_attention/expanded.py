@@ -60,7 +60,8 @@ def form_operations(
     # The cached tokens that a tile's queries see end with the tile's own last token.
     tiles = [(min(start + tile, tokens) - start, start) for start in range(0, tokens, tile)]
     projections = 2 * tokens * heads * rank * (nope + v_dim)
-    absorbed, expanded = projections, 0
+    absorbed = projections
+    expanded = 0
     for new, start in tiles:
         last = context - tokens + start + new
         mean = last - (new - 1) / 2  # cached tokens that a query of the tile sees, on average
@@ -163,7 +164,8 @@ def attention_of_heads(
     Returns:
       [tokens, heads, v_dim] in the queries' type; rows of padding tokens are unspecified but finite.
     """
-    tokens, rank = len(q), k_up.shape[-1]
+    tokens = len(q)
+    rank = k_up.shape[-1]
     expand = expand and not decode_only
     options: dict[str, Any] = {"scale": scale, "first_page": first_page}
     decodes = min(tokens, len(tables)) if expand else tokens
@@ -214,10 +216,12 @@ def expanded_attention(
     tables = tables + first_page
     (num_tokens, heads, _), (_, nope, rank), v_dim = q.shape, k_up.shape, v_up.shape[1]
     width = rank + q.shape[-1] - nope
-    tile, tokens = min(TILE, num_tokens), block_tokens(pages, tables, block)
+    tile = min(TILE, num_tokens)
+    tokens = block_tokens(pages, tables, block)
     before = tiles_before(q_start, num_decodes, tile)
     padded = jnp.concatenate([q, jnp.zeros((tile, *q.shape[1:]), q.dtype)])
-    k_up, v_up = k_up.astype(compute_dtype), v_up.astype(compute_dtype)
+    k_up = k_up.astype(compute_dtype)
+    v_up = v_up.astype(compute_dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def query_tile(i, out):
@@ -230,7 +234,8 @@ def expanded_attention(
         def kv_block(index, state):
             found, position = gather(pages, rank, width, tables[row], index, block)
             found = jnp.where((position < kv_len[row])[:, None], found, 0.0).astype(compute_dtype)
-            latent, shared = found[:, :rank], found[:, rank:]
+            latent = found[:, :rank]
+            shared = found[:, rank:]
             keys = product("sr,hnr->hsn", latent, k_up).astype(compute_dtype)
             values = product("sr,hvr->hsv", latent, v_up).astype(compute_dtype)
             scores = product("thn,hsn->hts", query[..., :nope], keys)

@@ -108,7 +108,8 @@ def latent_attention(
 
 def _decode(q, pages, tables, kv_len, num_decodes, first_page, common):
     """Results [rows, heads, rank] in the dtype of q. Row r's query is token r. Rows from num_decodes on are zero."""
-    rows, heads = min(len(tables), len(q)), q.shape[1]
+    rows = min(len(tables), len(q))
+    heads = q.shape[1]
     blocks = -(-heads // LANES)
     kept = heads if blocks == 1 else LANES
     tile = LatentTile(kept=kept, out_dtype=jnp.dtype(jnp.float32), **common)

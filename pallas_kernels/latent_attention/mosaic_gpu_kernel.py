@@ -80,7 +80,8 @@ def launch(
       q: [queries, width], all heads of a token, then of the next one; at least LANES of them.
       data: [pages, page_size, width].
     """
-    count, dtype = items.shape[0], jnp.dtype(tile.dtype)
+    count = items.shape[0]
+    dtype = jnp.dtype(tile.dtype)
 
     def array(*shape: int, dtype: Any = dtype) -> Any:
         swizzle = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
@@ -123,7 +124,9 @@ def launch(
 
 def _kernel(tile: LatentTile, items, tables, first_page, q, data, values_out, logs_out, *, kv_smem, **scratch):
     ring, out_smem = kv_smem
-    block, item, group = lax.axis_index("block"), lax.axis_index("item"), lax.axis_index("warpgroup")
+    block = lax.axis_index("block")
+    item = lax.axis_index("item")
+    group = lax.axis_index("warpgroup")
     work = [items[item, column] for column in range(8)]
     first = jnp.minimum(work[TOKEN] + block * LANES, q.shape[0] - LANES)  # at q's end with queries before the tile
 

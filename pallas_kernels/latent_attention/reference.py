@@ -53,7 +53,8 @@ def write_latent(
         that maps its largest number to the largest code.
     """
     slots = jnp.maximum(slots, 0)
-    page, offset = slots // pages.page_size + first_page, slots % pages.page_size
+    page = slots // pages.page_size + first_page
+    offset = slots % pages.page_size
     new, own = as_stored(pages, rows, rank)
     scale = pages.scale
     if scale is not None:
@@ -150,7 +151,8 @@ def gather(
 def _decode_rows(q, pages, tables, kv_len, num_decodes, *, scale, rank, share: Share, finish: Callable):
     """Returns what `finish` makes of a running softmax for each token. Row r's only query is token r. Tokens after the
     last block of decodes: zeros."""
-    rows, width = min(ROWS, tables.shape[0], q.shape[0]), q.shape[-1]
+    rows = min(ROWS, tables.shape[0], q.shape[0])
+    width = q.shape[-1]
     span = block_tokens(pages, tables) * share.count
 
     def row_block(i, out):
@@ -177,7 +179,8 @@ def _decode_rows(q, pages, tables, kv_len, num_decodes, *, scale, rank, share: S
 
 def _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, *, scale, rank, share: Share, finish: Callable):
     num_tokens, _, width = q.shape
-    tile, span = min(TILE, num_tokens), block_tokens(pages, tables) * share.count
+    tile = min(TILE, num_tokens)
+    span = block_tokens(pages, tables) * share.count
     before = tiles_before(q_start, num_decodes, tile)
     padded = jnp.concatenate([q, jnp.zeros((tile, *q.shape[1:]), q.dtype)])
 

@@ -43,7 +43,8 @@ def why_not(device: Device, problem: LatentProblem) -> str | None:
     """Why this device cannot run `latent_attention` and `write_latent` on the problem, or None."""
     if device.platform != "tpu":
         return f"Mosaic TPU kernels need a TPU, not platform {device.platform!r}"
-    q_dtype, kv_dtype = str(jnp.dtype(problem.q_dtype)), str(jnp.dtype(problem.kv_dtype))
+    q_dtype = str(jnp.dtype(problem.q_dtype))
+    kv_dtype = str(jnp.dtype(problem.kv_dtype))
     if q_dtype not in ("bfloat16", "float32"):
         return f"queries must be bfloat16 or float32, not {q_dtype}"
     if kv_dtype not in (("int8", "float8_e4m3fn") if problem.has_scale else ("bfloat16", "float32")):
@@ -78,7 +79,8 @@ def write_latent(
     scale = pages.scale
     if scale is not None and own is not None:
         lanes = kv_write_tpu.Plan(size, size, 0, 0)
-        target, new_scale = scale.reshape(count, 1, 2, size), own[:, None, :, None]
+        target = scale.reshape(count, 1, 2, size)
+        new_scale = own[:, None, :, None]
         scale = kv_write_tpu._write(target, new_scale, slots, first_page, lanes).reshape(scale.shape)
     return LatentPages(data.reshape(pages.data.shape), scale)
 
@@ -132,9 +134,11 @@ def _attend(plan: LatentPlan, q: jax.Array, pages: LatentPages, tables: jax.Arra
         return tile[item], 0, 0
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs, specs = [q, tables, pages.data], [pl.BlockSpec((None, plan.queries, plan.head_dim), tile_block), hbm, hbm]
+    inputs = [q, tables, pages.data]
+    specs = [pl.BlockSpec((None, plan.queries, plan.head_dim), tile_block), hbm, hbm]
     if pages.scale is not None:
-        inputs, specs = [*inputs, pages.scale], [*specs, hbm]
+        inputs = [*inputs, pages.scale]
+        specs = [*specs, hbm]
     count = jnp.asarray(scalars.count, jnp.int32)
     in_smem = [x for x in scalars._replace(count=count[None], first_page=scalars.first_page[None]) if x is not None]
     out = pl.pallas_call(

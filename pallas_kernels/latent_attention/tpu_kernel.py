@@ -28,13 +28,18 @@ from jaxserve.pallas_kernels.tpu_dma import aligned, copy
 def kernel(plan: LatentPlan, *refs: Any) -> None:
     """Computes one item. It has at least one block, whose copy the item before has started."""
     count = len(Scalars._fields) - 1  # without slots, because nothing is written
-    scalars, others = Scalars(*refs[:count]), iter(refs[count:])
-    q, tables, data = next(others), next(others), next(others)
+    scalars = Scalars(*refs[:count])
+    others = iter(refs[count:])
+    q = next(others)
+    tables = next(others)
+    data = next(others)
     inputs = LatentRefs(q, tables, data, next(others) if plan.has_scale else None, next(others))
     scratch = LatentScratch(*(next(others) if part is not None else None for part in LatentScratch.shapes(plan)))
 
-    item, items = pl.program_id(0), scalars.count[0]
-    span, tile = Span.of(plan, scalars, item), scalars.tile[item]
+    item = pl.program_id(0)
+    items = scalars.count[0]
+    span = Span.of(plan, scalars, item)
+    tile = scalars.tile[item]
     first, last = span.units(plan.block_tokens)
     pages = partial(_start_pages, plan, scalars, inputs, scratch)
     table: Any = partial(_each_table_chunk, plan, inputs, scratch)  # type: ignore[arg-type]  # of the same names
@@ -97,11 +102,14 @@ def _start_pages(
     plan: LatentPlan, scalars: Scalars, inputs: LatentRefs, scratch: LatentScratch, span: Span, block: Any, slot: Any
 ) -> None:
     """Starts the copies of a block's pages. The part of the table with their numbers has arrived."""
-    table, size = span.item % TABLES * plan.table_entries, plan.page_size
-    first_page, shift = block * plan.block_pages, scalars.first_page[0]
+    table = span.item % TABLES * plan.table_entries
+    size = plan.page_size
+    first_page = block * plan.block_pages
+    shift = scalars.first_page[0]
 
     def one(page, _):
-        index, at = shift + scratch.table[table + page], page - first_page
+        index = shift + scratch.table[table + page]
+        at = page - first_page
         where = pl.ds(aligned(at * size, size), size)
         copy(inputs.data.at[index], scratch.kv.at[slot, where], scratch.arrived.at[slot]).start()
         if plan.has_scale:
@@ -113,7 +121,8 @@ def _start_pages(
 def _await_pages(plan: LatentPlan, scratch: LatentScratch, span: Span, block: Any, slot: Any) -> None:
     """Waits for a block's pages: once for a full block, otherwise once for each power of two in their number."""
     begin, end = _pages_of(plan, span, block)
-    count, arrived = end - begin, scratch.arrived.at[slot]
+    count = end - begin
+    arrived = scratch.arrived.at[slot]
 
     def await_some(pages: int) -> None:
         where = scratch.kv.at[slot, pl.ds(0, pages * plan.page_size)]
@@ -155,7 +164,8 @@ def _add_block(
 ) -> None:  # fmt: skip
     """Adds a block of cached tokens to the running softmax of all queries, one unit after the other. A unit is all
     queries of some tokens. `masked`: some queries must not see all tokens of the block."""
-    tokens, rank = plan.block_tokens, plan.rank
+    tokens = plan.block_tokens
+    rank = plan.rank
     block = _block_of(plan, scratch, span, first_position, slot, masked)
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
@@ -188,7 +198,8 @@ def _add_block(
             scores = jnp.where(seen(unit)[:, None], parts, MASKED).reshape(scores.shape)
         before = scratch.peak[rows]
         peak = jnp.maximum(before, scores.max(1, keepdims=True))
-        keep, p = jnp.exp(before - peak), jnp.exp(scores - _across(peak, tokens))
+        keep = jnp.exp(before - peak)
+        p = jnp.exp(scores - _across(peak, tokens))
         scratch.peak[rows] = peak
         scratch.total[rows] = keep * scratch.total[rows] + p.sum(1, keepdims=True)
         if plan.has_scale:

@@ -42,7 +42,8 @@ from jaxserve.pallas_kernels.types import LatentPages
 
 def why_not(device: Device, problem: LatentProblem) -> str | None:
     """Why these kernels cannot run the problem on the device; None: they can."""
-    q, kv = problem.q_dtype.name, problem.kv_dtype.name
+    q = problem.q_dtype.name
+    kv = problem.kv_dtype.name
     if device.platform != "gpu":
         return f"it is for NVIDIA GPUs, not {device.platform}"
     capability = device.capability or (0, 0)
@@ -74,7 +75,8 @@ def _update(
     and seen. Peaks are in units of log 2.
     """
     position = start + tl.arange(0, BLOCK)
-    at, key_at = tl.arange(0, latent_q.shape[1]), tl.arange(0, key_q.shape[1])
+    at = tl.arange(0, latent_q.shape[1])
+    key_at = tl.arange(0, key_q.shape[1])
     owned = position < end
     if PAGE % BLOCK == 0:
         page = tl.load(table + start // PAGE).to(tl.int64)
@@ -120,7 +122,8 @@ def _update(
 @triton.jit
 def _queries(q, query, live, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr):
     """The two parts of queries [M], which are numbered by token and head. Queries that are not live are zero."""
-    at, key_at = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
+    at = tl.arange(0, RANK_PAD)
+    key_at = tl.arange(0, ROPE_PAD)
     begin = q + query.to(tl.int64)[:, None] * (RANK + ROPE)
     latent_q = tl.load(begin + at[None, :], mask=live[:, None] & (at < RANK)[None, :], other=0.0)
     key_q = tl.load(begin + RANK + key_at[None, :], mask=live[:, None] & (key_at < ROPE)[None, :], other=0.0)
@@ -146,8 +149,10 @@ def _decode(
 
     `before` is not read; it may share its memory with `out`.
     """
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    head, at = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, RANK_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = tl.arange(0, RANK_PAD)
     live = head < HEADS
     to = (row * SPLITS + split) * HEADS + head
     real = live[:, None] & (at < RANK)[None, :]
@@ -188,8 +193,10 @@ def _combine(
     HEADS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, RANK_PAD: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one head. `parts`, `peaks` and `totals` are results of `_decode`."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, at = tl.arange(0, SPLITS_PAD), tl.arange(0, RANK_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, SPLITS_PAD)
+    at = tl.arange(0, RANK_PAD)
     to = out + (row * HEADS + head) * RANK + at
     if row >= tl.load(num_decodes):
         tl.store(to, tl.zeros([RANK_PAD], out.dtype.element_ty), mask=at < RANK)
@@ -218,8 +225,11 @@ def _prompt(
     if row < 0:
         return
     data, scales = _of_layer(data, scales, first_page, PAGE, ROW)
-    first, stop, length = tl.load(tile_first + tile), tl.load(q_start + row + 1), tl.load(kv_len + row)
-    query, at = first + tl.arange(0, TILE), tl.arange(0, RANK_PAD)
+    first = tl.load(tile_first + tile)
+    stop = tl.load(q_start + row + 1)
+    length = tl.load(kv_len + row)
+    query = first + tl.arange(0, TILE)
+    at = tl.arange(0, RANK_PAD)
     token = query // HEADS
     live = token < stop
     newest = length - stop + token
@@ -362,7 +372,8 @@ def _write(
     if slot < 0:
         return
     page = slot // PAGE + tl.load(first_page)
-    to, own = data + (page * PAGE + slot % PAGE) * ROW, scales + page * (2 * PAGE) + slot % PAGE
+    to = data + (page * PAGE + slot % PAGE) * ROW
+    own = scales + page * (2 * PAGE) + slot % PAGE
     new = rows + token * (RANK + ROPE)
     at = tl.arange(0, RANK_PAD)
     _write_part(tl.load(new + at, mask=at < RANK, other=0.0).to(tl.float32), at, to, own, at < RANK, TOP, HAS_SCALES)
@@ -377,7 +388,8 @@ def write_latent(
 ) -> LatentPages:
     """As `reference.write_latent`, in place; padding is not written."""
     tokens, dim = rows.shape
-    scales, first_page = pages.scale, jnp.asarray(first_page, jnp.int32).reshape(1)
+    scales = pages.scale
+    first_page = jnp.asarray(first_page, jnp.int32).reshape(1)
     arrays = [pages.data] if scales is None else [pages.data, scales]
     # Without scales, the slots take their place as an argument, and an unused output takes their place as a result.
     extra = jax.ShapeDtypeStruct((1,) if scales is None else scales.shape, jnp.float32)

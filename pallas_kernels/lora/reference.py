@@ -28,7 +28,9 @@ def add_adapters(
     that matter; the result is unspecified for others. `axes` names the weight's axes, for an implementation that splits
     it over devices.
     """
-    places, tokens, out = len(stack.a), len(x), y.shape[1]
+    places = len(stack.a)
+    tokens = len(x)
+    out = y.shape[1]
     mine = place[:, None] == jnp.arange(places)
     low = _dot(x, stack.a.reshape(-1, stack.a.shape[-1]).astype(x.dtype), 1)
     used = jnp.arange(stack.rank) < stack.ranks[:, : stack.parts, None]
@@ -46,7 +48,8 @@ def add_adapters(
 def add_to_embeddings(x: jax.Array, ids: jax.Array, stack: AdapterStack, place: jax.Array) -> jax.Array:
     """Embeddings x [tokens, hidden] of the tokens ids, int32 [tokens], plus what adapters add. The stack's a is
     [places, vocab, rank], of which a token's row is looked up."""
-    places, rank = len(stack.a), stack.rank
+    places = len(stack.a)
+    rank = stack.rank
     low = stack.a[jnp.maximum(place, 0), ids].astype(x.dtype)
     mine = (place[:, None] == jnp.arange(places))[:, :, None] & (jnp.arange(rank) < stack.ranks[:, :1])
     low = jnp.where(mine, low[:, None], 0).reshape(len(ids), -1)
@@ -62,7 +65,8 @@ def add_expert_adapters(
     rows of each expert; rows beyond their sum stay as they are.
     """
     parts, rank, (rows, out) = stack.parts, stack.rank, y.shape
-    owner, delta = part_of_outputs(stack.widths, out), jnp.zeros((rows, out), jnp.float32)
+    owner = part_of_outputs(stack.widths, out)
+    delta = jnp.zeros((rows, out), jnp.float32)
     for number in range(len(stack.a)):
         mine = (place == number)[:, None]
         low = grouped_product(jnp.where(mine, x, 0), stack.a[number].astype(x.dtype), sizes, 2)

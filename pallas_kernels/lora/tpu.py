@@ -112,7 +112,8 @@ def _shrink(
 
 
 def _shrink_kernel(adapters, number, place, x, a, low):
-    i, u = pl.program_id(0), pl.program_id(1)
+    i = pl.program_id(0)
+    u = pl.program_id(1)
 
     @pl.when(u == 0)
     def _():
@@ -169,7 +170,8 @@ def _expand_kernel(widths: tuple[int, ...], size: int, dtype, adapters, number, 
     @pl.when(u < number[i])
     def _():
         # The rows of b, once for each part, with zeros for the outputs of others: one product serves all parts.
-        mine, right = place[...] == adapters[i, u], b[...].astype(jnp.float32)
+        mine = place[...] == adapters[i, u]
+        right = b[...].astype(jnp.float32)
         turn = (j * size + lax.broadcasted_iota(jnp.int32, right.shape, 1)) % sum(widths)
         ends = [sum(widths[: part + 1]) for part in range(len(widths))]
         owned = [(turn >= end - width) & (turn < end) for end, width in zip(ends, widths, strict=True)]

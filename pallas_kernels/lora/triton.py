@@ -32,8 +32,11 @@ from jaxserve.pallas_kernels.triton_compat import pad
 
 MOST_PARTS = 3
 TILES = (16, 32, 64)  # tokens of a tile
-STEP, BLOCK = 128, 128  # inputs of a step, outputs of a program
-PIECE, MOST_PIECES = 1024, 8  # least inputs of a piece, and most pieces, for one tile of tokens
+STEP = 128  # inputs of a step
+BLOCK = 128  # outputs of a program
+# least inputs of a piece, and most pieces, for one tile of tokens
+PIECE = 1024
+MOST_PIECES = 8
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -59,7 +62,8 @@ def _shrink(
 ):  # fmt: skip
     """low: float32 [pieces, TOKENS, PARTS, WIDTH], of which only the rows with an adapter are written."""
     at = tl.program_id(1).to(tl.int64)
-    part, piece = tl.program_id(2) % PARTS, tl.program_id(2) // PARTS
+    part = tl.program_id(2) % PARTS
+    piece = tl.program_id(2) // PARTS
     rows, mine = _tokens(place, count, at, ROWS)
     if tl.max(mine.to(tl.int32), 0) > 0:
         column = tl.arange(0, WIDTH)
@@ -85,7 +89,8 @@ def _expand(
     at = tl.program_id(1).to(tl.int64)
     rows, mine = _tokens(place, count, at, ROWS)
     if tl.max(mine.to(tl.int32), 0) > 0:
-        n, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+        n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        column = tl.arange(0, WIDTH)
         turn = n % PERIOD
         owner = (turn >= FIRST).to(tl.int32) + (turn >= FIRST + SECOND).to(tl.int32)
         real = mine[:, None] & (n < OUTPUTS)[None, :]
@@ -117,7 +122,8 @@ def add_adapters(
         return reference.add_adapters(y, x, stack, place, count, axes)
     (tokens, inputs), outputs, (places, rank, _), parts = x.shape, y.shape[1], stack.b.shape, stack.parts
     rows = next((rows for rows in TILES if tokens <= rows), TILES[-1])
-    tiles, width = triton.cdiv(tokens, rows), pad(rank, 16)
+    tiles = triton.cdiv(tokens, rows)
+    width = pad(rank, 16)
     pieces = 1 if tiles > 1 else min(triton.cdiv(inputs, PIECE), MOST_PIECES)
     piece = triton.cdiv(triton.cdiv(inputs, pieces), STEP) * STEP
     counted = jnp.reshape(jnp.int32(tokens) if count is None else count, 1)

@@ -64,7 +64,8 @@ def items_of(tile: DecodeTile, arrays: Arrays, program: Any) -> Items:
 def following(tile: DecodeTile, arrays: Arrays, work: Work) -> Work:
     """The item after `work`. After the list's last item this is any item."""
     last_head = work.head + 1 == tile.kv_heads
-    head, part = jnp.where(last_head, 0, work.head + 1), jnp.where(last_head, work.part + 1, work.part)
+    head = jnp.where(last_head, 0, work.head + 1)
+    part = jnp.where(last_head, work.part + 1, work.part)
     ended = part == work.parts
     row = jnp.where(ended, jnp.minimum(work.row + 1, arrays.length.shape[0] - 1), work.row)
     return _work(tile, row, jnp.where(ended, 0, part), head, arrays.length[row])
@@ -92,7 +93,8 @@ def fetch(tile, arrays, items, *, q_smem, q_full, q_free, kv_smem, full, free, s
 
     def fetch_item(item, carry):
         done, *columns = carry
-        work, turn = Work(*columns), lax.rem(item - start, jnp.int32(2))
+        work = Work(*columns)
+        turn = lax.rem(item - start, jnp.int32(2))
 
         @pl.when(item - start >= 2)
         def await_place():

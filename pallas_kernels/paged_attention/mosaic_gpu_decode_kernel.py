@@ -36,7 +36,8 @@ WGMMA = plgpu.Layout.WGMMA
 def kernel(tile: DecodeTile, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
     """names: the fields of Arrays that the refs are, in order."""
     arrays = Arrays(**dict.fromkeys(Arrays._fields) | dict(zip(names, refs, strict=True)))
-    program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
+    program = lax.axis_index("program")
+    group = lax.axis_index("warpgroup")
     items = items_of(tile, arrays, program)
 
     @pl.when(items.end > items.start)
@@ -103,7 +104,8 @@ def _compute(tile, arrays, items, *, q_smem, q_full, q_free, **scratch):
 
     def compute_item(item, carry):
         done, *columns = carry
-        work, turn = Work(*columns), lax.rem(item - start, jnp.int32(2))
+        work = Work(*columns)
+        turn = lax.rem(item - start, jnp.int32(2))
         next_work = following(tile, arrays, work)  # read long before it is needed
         plgpu.barrier_wait(q_full.at[turn])
         step = partial(_step, tile, work, done - work.first, q_smem.at[turn], **scratch)
@@ -175,7 +177,8 @@ def _step(tile, work, offset, q, block, state, *, kv_smem, p_smem, full, free, s
     plgpu.commit_smem()
     if tile.codes:
         plgpu.barrier_arrive(free.at[2 * slot + 1])
-    values, v = values * _across(keep, tile.head_dim), plgpu.transpose_ref(v, (1, 0))
+    values = values * _across(keep, tile.head_dim)
+    v = plgpu.transpose_ref(v, (1, 0))
     if tile.interpret:  # the interpreter knows no accumulator with an initial value
         values = values + _multiply(v, p_mine)
     else:
@@ -290,7 +293,8 @@ def _merge(tile, arrays, work, first) -> State:
         for other in peaks:  # places beyond the last part repeat the last part
             higher = jnp.maximum(higher, other)
         keep = jnp.exp2(peak - higher)
-        values, total = values * _across(keep, tile.head_dim), total * keep
+        values = values * _across(keep, tile.head_dim)
+        total = total * keep
         for i, part, one, its_total in zip(which, parts, peaks, totals, strict=True):
             weight = jnp.exp2(one - higher) * jnp.where(i < work.parts, 1.0, 0.0)
             values = values + part * _across(weight, tile.head_dim)
@@ -309,7 +313,8 @@ def _finish(tile, arrays, work, state, *, out_smem, **_):
         sink = plgpu.load(arrays.sinks.at[pl.ds(start, tile.columns)], (), layout=COLUMN, optimized=False)
         higher = jnp.maximum(peak, sink)
         keep = jnp.exp2(peak - higher)
-        total, values = total * keep + jnp.exp2(sink - higher), values * _across(keep, tile.head_dim)
+        total = total * keep + jnp.exp2(sink - higher)
+        values = values * _across(keep, tile.head_dim)
     result = values * _across(1.0 / jnp.maximum(total, 1e-30), tile.head_dim)  # zeros for a row without tokens
     result = plgpu.layout_cast(result.astype(tile.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the previous results have left

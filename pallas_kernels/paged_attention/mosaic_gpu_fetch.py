@@ -113,7 +113,8 @@ def fetch_codes(
                 scale_smem[stage, half, pl.ds(place.start, place.size)] = values
 
     def convert(step, _):
-        stage, slot = lax.rem(step, jnp.int32(tile.stages)), lax.rem(step, jnp.int32(tile.slots))
+        stage = lax.rem(step, jnp.int32(tile.stages))
+        slot = lax.rem(step, jnp.int32(tile.slots))
         plgpu.barrier_wait(arrived.at[stage])
         for half in range(2):
 

@@ -118,7 +118,8 @@ def _of_tokens(
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(q_start, token, side="right", method="compare_all").astype(jnp.int32) - 1
     item, slot, parts = tiles.of_tokens(tile.tokens, jnp.clip(row, 0, len(tiles.parts) - 1), token)
-    count, used = len(items), tile.heads * tile.tokens
+    count = len(items)
+    used = tile.heads * tile.tokens
 
     def places(which: jax.Array, of: jax.Array) -> jax.Array:
         """Gathers the tokens' places in items `which` [tokens, …], as [tokens, …, kv_heads, shares, heads, …]."""
@@ -127,7 +128,8 @@ def _of_tokens(
 
     item = jnp.clip(item, 0, count - 1)
     lane = jnp.clip(token - items[item, TOKEN], 0, tile.tokens - 1)
-    values, logs = places(item, results[0]), places(item, results[1])
+    values = places(item, results[0])
+    logs = places(item, results[1])
     of_head = None if sinks is None else (sinks * LOG2E).reshape(1, -1, tile.shares, tile.heads)
     if of_head is not None:
         values = values.astype(jnp.float32) * jax.nn.sigmoid((logs - of_head) / LOG2E)[..., None]

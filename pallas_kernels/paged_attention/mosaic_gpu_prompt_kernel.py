@@ -47,7 +47,8 @@ def launch(
       shares, lanes]; values float32 [slots, kv_heads * shares, lanes, head_dim]. Parts that no item fills are
       undefined.
     """
-    count, programs = items.shape[0], pages.kv_heads * tile.shares
+    count = items.shape[0]
+    programs = pages.kv_heads * tile.shares
     out_type = [
         jax.ShapeDtypeStruct((count, programs, tile.lanes, tile.head_dim), tile.dtype),
         jax.ShapeDtypeStruct((count, programs, tile.lanes), jnp.float32),
@@ -113,10 +114,13 @@ def _swizzled(minor: int, dtype: Any, widest: int) -> tuple[plgpu.TilingTransfor
 
 def _kernel(tile: PromptTile, has_slots: bool, items, table, first_page, q, data, *refs, **scratch):
     scale, outs = (refs[:1], refs[1:]) if tile.codes else ((), refs)
-    program, item, group = lax.axis_index("head"), lax.axis_index("item"), lax.axis_index("warpgroup")
+    program = lax.axis_index("head")
+    item = lax.axis_index("item")
+    group = lax.axis_index("warpgroup")
     work = [items[item, column] for column in range(SLOT)]
     shares = jnp.int32(tile.shares)
-    head, share = lax.div(program, shares), lax.rem(program, shares)
+    head = lax.div(program, shares)
+    share = lax.rem(program, shares)
 
     @pl.when(work[LAST] > work[FIRST])
     def _():

@@ -178,7 +178,8 @@ def _gather(
     pages: KVPages, head_dim: int, table: jax.Array, block: jax.Array, share: Share = WHOLE
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One block of each table row: keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], and positions."""
-    page_size, width = pages.page_size, table.shape[-1]
+    page_size = pages.page_size
+    width = table.shape[-1]
     count = min(max(KV_BLOCK // page_size, 1), width)
     # dynamic_slice clamps at the end of the table. The positions follow the clamped start, and the caller masks keys
     # that an earlier block has seen, through `first`.
@@ -199,8 +200,11 @@ def _gather(
 
 def _decode_rows(q, keys: _Keys, kv_len, num_decodes, sinks, masking: _Masking, finish: Callable):
     """Attention of the decode rows. Row r's only query is token r. `finish` makes the result of a running softmax."""
-    most, head_dim, window = min(keys.tables.shape[0], q.shape[0]), q.shape[-1], masking.window
-    rows, span = min(ROWS, most), keys.span
+    most = min(keys.tables.shape[0], q.shape[0])
+    head_dim = q.shape[-1]
+    window = masking.window
+    rows = min(ROWS, most)
+    span = keys.span
 
     def row_block(i, out):
         # The last block may overlap the one before it. It then computes those rows again, with equal results.
@@ -230,7 +234,9 @@ def _decode_rows(q, keys: _Keys, kv_len, num_decodes, sinks, masking: _Masking, 
 
 def _prompt_rows(out, q, keys: _Keys, q_start, kv_len, num_decodes, sinks, masking: _Masking, finish: Callable):
     num_tokens, _, _, head_dim = q.shape
-    tile, window, span = min(TILE, num_tokens), masking.window, keys.span
+    tile = min(TILE, num_tokens)
+    window = masking.window
+    span = keys.span
     num_rows = keys.tables.shape[0]
     q_len = q_start[1:] - q_start[:-1]
     tiles = jnp.where(jnp.arange(num_rows) >= num_decodes, (q_len + tile - 1) // tile, 0)

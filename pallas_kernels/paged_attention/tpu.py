@@ -55,7 +55,8 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
     """Returns why this device cannot run `paged_attention` and `write_kv` on the problem, or None."""
     if device.platform != "tpu":
         return f"Mosaic TPU kernels need a TPU, not platform {device.platform!r}"
-    q_dtype, kv_dtype = str(jnp.dtype(problem.q_dtype)), str(jnp.dtype(problem.kv_dtype))
+    q_dtype = str(jnp.dtype(problem.q_dtype))
+    kv_dtype = str(jnp.dtype(problem.kv_dtype))
     if q_dtype not in ("bfloat16", "float32"):
         return f"queries must be bfloat16 or float32, not {q_dtype}"
     if kv_dtype not in ("bfloat16", "float32", "int8", "float8_e4m3fn"):
@@ -172,7 +173,8 @@ def _decode(batch: _Batch, pages: KVPages, write: tuple[jax.Array, ...] | None =
     new: list[jax.Array] = []
     if write is not None:
         k, v, slots = (x[:decodes] for x in write)
-        scalars, new = scalars._replace(slots=slots), new_tokens(pages, k, v)
+        scalars = scalars._replace(slots=slots)
+        new = new_tokens(pages, k, v)
     return _attend(plan, batch.padded_q(pages, decodes), pages, batch.block_tables, batch.sinks, scalars, new)
 
 
@@ -187,7 +189,8 @@ def _prompts(batch: _Batch, pages: KVPages) -> jax.Array:
 
 def _whole(batch: _Batch, decodes: jax.Array, prompts: jax.Array | None) -> jax.Array:
     """Selects each token's result: decode, prompt, or 0 for padding. As wide as q."""
-    tokens, head_dim = len(batch.q), batch.q.shape[-1]
+    tokens = len(batch.q)
+    head_dim = batch.q.shape[-1]
     token = jnp.arange(tokens)[:, None, None, None]
     rest = jnp.zeros((tokens - len(decodes), *decodes.shape[1:]), decodes.dtype)
     others = 0 if prompts is None else jnp.where(token < batch.q_start[-1], prompts, 0)
@@ -196,7 +199,8 @@ def _whole(batch: _Batch, decodes: jax.Array, prompts: jax.Array | None) -> jax.
 
 def _prompt_items(tile: int, tokens: int, q_start: jax.Array, num_decodes: jax.Array):
     """Lists the pairs of a tile and a prompt row with tokens in it. Returns tiles, rows, and the number of pairs."""
-    start, end = q_start[:-1], q_start[1:]
+    start = q_start[:-1]
+    end = q_start[1:]
     rows = start.shape[0]
     prompt = (jnp.arange(rows) >= num_decodes) & (end > start)
     first = start // tile
@@ -237,9 +241,11 @@ def _attend(
 
     block = pl.BlockSpec((None, kv_heads, plan.queries, head_dim), tile_block)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs, specs = [to_tiles(q), tables, pages.data], [block, hbm, hbm]
+    inputs = [to_tiles(q), tables, pages.data]
+    specs = [block, hbm, hbm]
     if plan.has_scale:
-        inputs, specs = [*inputs, pages.scale], [*specs, hbm]
+        inputs = [*inputs, pages.scale]
+        specs = [*specs, hbm]
     if sinks is not None:
         spread = jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None, None], (kv_heads, group, plan.tile, LANES))
         spread = spread.reshape(kv_heads, group * plan.tile, LANES)
@@ -253,7 +259,9 @@ def _attend(
     count = jnp.asarray(scalars.count, jnp.int32)
     scalars = scalars._replace(count=count[None], first_page=scalars.first_page[None])
     in_smem = [x for x in scalars if x is not None]
-    shapes, out_specs, aliases = [jax.ShapeDtypeStruct((tiles, kv_heads, plan.queries, head_dim), q.dtype)], [block], {}
+    shapes = [jax.ShapeDtypeStruct((tiles, kv_heads, plan.queries, head_dim), q.dtype)]
+    out_specs = [block]
+    aliases = {}
     if plan.writes:
         for i, x in enumerate(jax.tree.leaves(pages)):
             shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))

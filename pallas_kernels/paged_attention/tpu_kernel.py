@@ -53,12 +53,15 @@ class Span(NamedTuple):
 def kernel(plan: Plan, has_sinks: bool, *refs: Any) -> None:
     """Computes one item. An item has at least one block; the item before it has started the first block's copies."""
     count = len(Scalars._fields) - (not plan.writes)
-    scalars, others = Scalars(*refs[:count]), iter(refs[count:])
+    scalars = Scalars(*refs[:count])
+    others = iter(refs[count:])
     inputs = Refs.of(plan, has_sinks, others)
     scratch = Scratch(*(next(others) if part is not None else None for part in Scratch.shapes(plan)))
 
-    item, items = pl.program_id(0), scalars.count[0]
-    span, tile = Span.of(plan, scalars, item), scalars.tile[item]
+    item = pl.program_id(0)
+    items = scalars.count[0]
+    span = Span.of(plan, scalars, item)
+    tile = scalars.tile[item]
     first, last = span.units(plan.block_tokens)
     pages = partial(_start_pages, plan, scalars, inputs, scratch)
     table = partial(_each_table_chunk, plan, inputs, scratch)
@@ -163,11 +166,14 @@ def _pages_of(plan: Plan, span: Span, block: Any) -> tuple[Any, Any]:
 
 def _start_pages(plan: Plan, scalars: Scalars, inputs: Refs, scratch: Scratch, span: Span, block, slot) -> None:
     """Starts the copies of a block's pages. The row's table must have arrived."""
-    table, size = span.item % TABLES * plan.table_entries, plan.page_size
-    first_page, shift = block * plan.block_pages, scalars.first_page[0]
+    table = span.item % TABLES * plan.table_entries
+    size = plan.page_size
+    first_page = block * plan.block_pages
+    shift = scalars.first_page[0]
 
     def one(page, _):
-        index, at = shift + scratch.table[table + page], page - first_page
+        index = shift + scratch.table[table + page]
+        at = page - first_page
         where = pl.ds(aligned(at * size, size), size)
         copy(inputs.data.at[index], scratch.kv.at[slot, :, :, where], scratch.arrived.at[slot]).start()
         if plan.has_scale:
@@ -179,7 +185,8 @@ def _start_pages(plan: Plan, scalars: Scalars, inputs: Refs, scratch: Scratch, s
 def _await_pages(plan: Plan, scratch: Scratch, span: Span, block, slot) -> None:
     """Waits for a block's pages: once for a full block, otherwise once for each power of two in their number."""
     begin, end = _pages_of(plan, span, block)
-    count, arrived = end - begin, scratch.arrived.at[slot]
+    count = end - begin
+    arrived = scratch.arrived.at[slot]
 
     def await_some(pages: int) -> None:
         where = scratch.kv.at[slot, :, :, pl.ds(0, pages * plan.page_size)]
@@ -245,7 +252,8 @@ def _add_block(
             scores = _mask(plan, scores, seen)
         before = scratch.peak[head, rows]
         peak = jnp.maximum(before, scores.max(1, keepdims=True))
-        keep, p = jnp.exp(before - peak), jnp.exp(scores - _across(peak, tokens))
+        keep = jnp.exp(before - peak)
+        p = jnp.exp(scores - _across(peak, tokens))
         scratch.peak[head, rows] = peak
         scratch.total[head, rows] = keep * scratch.total[head, rows] + p.sum(1, keepdims=True)
         v = scratch.kv[slot, 1, head].astype(plan.compute_dtype)

@@ -75,7 +75,8 @@ class Plan:
 
     def check_smem(self, items: int, rows: int) -> None:
         """Raises ValueError where `smem_bytes` exceeds the SMEM of the chip."""
-        need, limit = self.smem_bytes(items, rows), SMEM_BYTES - SMEM_RESERVED
+        need = self.smem_bytes(items, rows)
+        limit = SMEM_BYTES - SMEM_RESERVED
         if need > limit:
             raise ValueError(
                 f"{items} items of {rows} rows with tables of {self.table_width} pages need {need} bytes of SMEM, "
@@ -166,14 +167,17 @@ class Refs(NamedTuple):
     def of(cls, plan: Plan, has_sinks: bool, refs: Iterator[Any]) -> Refs:
         """Takes the call's operands, then its results, in order. Pages that are written come twice, as an operand and
         as a result. These are one array, of which the result is used."""
-        q, tables, data = next(refs), next(refs), next(refs)
+        q = next(refs)
+        tables = next(refs)
+        data = next(refs)
         data_scale = next(refs) if plan.has_scale else None
         sinks = next(refs) if has_sinks else None
         new = next(refs) if plan.writes else None
         new_scale = next(refs) if plan.writes and plan.has_scale else None
         out = next(refs)
         if plan.writes:
-            data, data_scale = next(refs), next(refs) if plan.has_scale else None
+            data = next(refs)
+            data_scale = next(refs) if plan.has_scale else None
         return cls(q, tables, data, data_scale, sinks, new, new_scale, out)
 
 

@@ -41,7 +41,8 @@ def start(
     plan: Plan, refs: Refs, scratch: Scratch, scalars: Scalars, position: Any, block: Any, slot: Any, item: Any
 ) -> None:
     """Starts the copies of the parts that `put` changed to the token's page."""
-    at, entry = position - block * plan.block_tokens, position // plan.page_size
+    at = position - block * plan.block_tokens
+    entry = position // plan.page_size
     page = scalars.first_page[0] + scratch.table[item % TABLES * plan.table_entries + entry]
     word = word_rows(plan.kv_dtype)
     source = scratch.kv.at[slot, :, :, pl.ds(aligned(at // word * word, word), word)]

@@ -39,7 +39,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 def why_not(device: Device, problem: AttentionProblem) -> str | None:
     """Returns why these kernels cannot run the problem on the device, or None where they can."""
-    q, kv = problem.q_dtype.name, problem.kv_dtype.name
+    q = problem.q_dtype.name
+    kv = problem.kv_dtype.name
     if device.platform != "gpu":
         return f"it is for NVIDIA GPUs, not {device.platform}"
     capability = device.capability or (0, 0)
@@ -146,8 +147,11 @@ def _decode(
 
     `before` is not read: it may be aliased to `out`.
     """
-    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    member, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
     real = (member < GROUP)[:, None] & (dim < DIM)[None, :]
     offset = member[:, None] * DIM + dim[None, :]
     part = (row * HEADS + head) * SPLITS + split
@@ -192,8 +196,10 @@ def _combine(
     SPLITS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one query head. `parts`, `peaks` and `totals` are results of `_decode`."""
-    row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, dim = tl.arange(0, SPLITS_PAD), tl.arange(0, DIM_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(1)
+    split = tl.arange(0, SPLITS_PAD)
+    dim = tl.arange(0, DIM_PAD)
     to = out + (row * HEADS * GROUP + query) * DIM + dim
     if row >= tl.load(num_decodes):
         tl.store(to, tl.zeros([DIM_PAD], out.dtype.element_ty), mask=dim < DIM)
@@ -223,13 +229,17 @@ def _prompt(
     TOKENS: tl.constexpr, PAIRS: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile. Its TOKENS query tokens x GROUP heads are padded to PAIRS rows of the products."""
-    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
     row = tl.load(tile_row + tile).to(tl.int64)
     if row < 0:
         return
     data, scales = _of_layer(data, scales, first_page, HEADS, PAGE, DIM)
-    first, stop, length = tl.load(tile_first + tile), tl.load(q_start + row + 1), tl.load(kv_len + row)
-    pair, dim = tl.arange(0, PAIRS), tl.arange(0, DIM_PAD)
+    first = tl.load(tile_first + tile)
+    stop = tl.load(q_start + row + 1)
+    length = tl.load(kv_len + row)
+    pair = tl.arange(0, PAIRS)
+    dim = tl.arange(0, DIM_PAD)
     token = first + pair // GROUP
     live = (pair < TOKENS * GROUP) & (token < stop)
     newest = length - stop + token

@@ -33,7 +33,9 @@ class Group(NamedTuple):
 def _group(kind: str, g: int) -> Group:
     if kind in ("Q4_K", "Q5_K"):  # 32 bytes hold two groups of 32 inputs; each group has one high bit
         return Group(g // 2 * 32, g % 2 * 4, 0, g)
-    half, part, end = g // 8, g // 2 % 4, g % 2 * 16  # indices of 128 inputs, of 32, of 16
+    half = g // 8  # indices of 128 inputs
+    part = g // 2 % 4  # of 32
+    end = g % 2 * 16  # of 16
     if kind == "Q6_K":
         return Group(half * 64 + part % 2 * 32 + end, part // 2 * 4, half * 32 + end, part * 2)
     if kind in ("Q2_K", "Q3_K"):
@@ -47,12 +49,14 @@ HIGH_UP = {name: 2 if name == "Q3_K" else 4 for name in BLOCK_KINDS}  # position
 
 def dequantize(w: BlockArray) -> jax.Array:
     """Returns the weight [..., out, in] in float32: an array of NumPy if the fields are."""
-    kind, lead = BLOCK_KINDS[w.kind], w.low.shape[:-1]
+    kind = BLOCK_KINDS[w.kind]
+    lead = w.low.shape[:-1]
 
     def by_block(values: jax.Array, count: int) -> jax.Array:
         return values.reshape(*lead, -1, count)
 
-    low, factors = by_block(w.low, kind.low), by_block(w.factors, kind.factors).astype(jnp.float32)
+    low = by_block(w.low, kind.low)
+    factors = by_block(w.factors, kind.factors).astype(jnp.float32)
     scales = by_block(w.scales, kind.words) if kind.words else None
     groups = []
     for g in range(kind.block // kind.group):
@@ -91,7 +95,8 @@ def _scales(kind: str, words: jax.Array | None, g: int) -> tuple[jax.Array | Non
     if kind == "Q2_K":
         return bits(g // 4, at, 15), bits(g // 4, at + 4, 15)
     if kind == "Q3_K":
-        low, high = bits(g % 8 // 4, at + g // 8 * 4, 15), bits(2, at + g // 4 * 2, 3)
+        low = bits(g % 8 // 4, at + g // 8 * 4, 15)
+        high = bits(2, at + g // 4 * 2, 3)
         return (low | high << 4) - 32, None
     if kind == "Q6_K":
         return words[..., g // 4 : g // 4 + 1] << (24 - at) >> 24, None

@@ -30,7 +30,10 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 FP8_SHIFT = 256.0  # undoes the factor of `fp8_bits`
 MOST_BYTES = 1 << 30  # bytes; upper limit of the buffer
-ROWS, COLUMNS, WARPS = 32, 256, 4  # a program's tile of the weight, and its warps
+# a program's tile of the weight, and its warps
+ROWS = 32
+COLUMNS = 256
+WARPS = 4
 SHUFFLED_ROWS = 64  # rows of a program's tile of shuffled codes, which is one chunk wide
 LEAST_PIECE = 16  # minimum of inputs that a program converts at a time
 TWO_BYTES = (jnp.bfloat16, jnp.float16)
@@ -39,7 +42,9 @@ TWO_BYTES = (jnp.bfloat16, jnp.float16)
 # of plain products, and of kernels that convert in registers. These kernels' tiles of 128 outputs and 128 tokens need
 # 48 bytes a cycle of a multiprocessor's share of the L2 cache, which is about 26, and converting takes as many cycles
 # as multiplying.
-BANDWIDTH, MATMUL_RATE, KERNEL_RATE = 4.3e12, 0.9 * 790e12, 0.6 * 790e12
+BANDWIDTH = 4.3e12
+MATMUL_RATE = 0.9 * 790e12
+KERNEL_RATE = 0.6 * 790e12
 
 
 def pays(tokens: int, x_dtype: jnp.dtype, w: QuantArray, choice: int | None = None) -> bool:
@@ -168,7 +173,10 @@ def _dequantize_shuffled(
 def dequantize(w: QuantArray, after: jax.Array) -> jax.Array:
     """Returns the weight [out, in] in the dtype of `after`. XLA runs this after it has computed `after`."""
     outputs, inputs = w.shape
-    codes, factor, per, bits = w.codes, 1.0, 1, False
+    codes = w.codes
+    factor = 1.0
+    per = 1
+    bits = False
     group = min(w.block[1], inputs)
     constants: dict[str, Any] = {
         "OUTPUTS": outputs, "INPUTS": inputs, "BLOCK_OUT": w.block[0], "GROUP": group, "num_warps": WARPS,
@@ -177,7 +185,8 @@ def dequantize(w: QuantArray, after: jax.Array) -> jax.Array:
     given = w.scale, w.scale if w.zero is None else w.zero, w.scale if w.bias is None else w.bias, after
     made = [jax.ShapeDtypeStruct((outputs, inputs), after.dtype)]
     if w.shuffled:
-        size, width = fragments.chunk(codes.dtype), jax.dtypes.itemsize_bits(codes.dtype)
+        size = fragments.chunk(codes.dtype)
+        width = jax.dtypes.itemsize_bits(codes.dtype)
         return triton_compat.call(
             _dequantize_shuffled, fragments.words(codes), *given, out=made,
             grid=(-(-outputs // SHUFFLED_ROWS), inputs // size), BITS=width, ROWS=SHUFFLED_ROWS,
@@ -187,7 +196,9 @@ def dequantize(w: QuantArray, after: jax.Array) -> jax.Array:
         per = 2
         codes = lax.bitcast_convert_type(codes.reshape(outputs, inputs // 2, 2), jnp.int8)
     elif codes.dtype == jnp.float8_e4m3fn and triton_compat.target().capability < 89:
-        codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
+        codes = lax.bitcast_convert_type(codes, jnp.int8)
+        bits = True
+        factor = FP8_SHIFT
     return triton_compat.call(
         _dequantize, codes, *given, out=made, grid=(-(-outputs // ROWS), -(-inputs // COLUMNS)),
         PER=per, BITS=bits, FACTOR=factor, ROWS=ROWS, COLUMNS=COLUMNS,

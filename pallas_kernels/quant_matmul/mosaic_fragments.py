@@ -21,7 +21,9 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxserve.pallas_kernels.quant_matmul.fragments import WORDS, parts
 
-AND_XOR, AND_OR = "0x6A", "0xEA"  # truth tables of lop3: (a & b) ^ c, (a & b) | c
+# truth tables of lop3: (a & b) ^ c, (a & b) | c
+AND_XOR = "0x6A"
+AND_OR = "0xEA"
 
 
 def pair_ptx(codes: str, part: int, dtype: str) -> str:
@@ -71,7 +73,8 @@ def load_operand(words: Any, rows: int, piece: int, pieces: int, codes: jnp.dtyp
     words: int32 [rows, WORDS] in shared memory, in the order of global memory. The chunk's inputs are cut into 1, 2 or
     4 pieces, of which one is loaded.
     """
-    bits, size = jax.dtypes.itemsize_bits(codes), 4 // pieces  # words of a thread
+    bits = jax.dtypes.itemsize_bits(codes)
+    size = 4 // pieces  # words of a thread
     inputs = 32 // bits * WORDS // pieces
     names = jnp.dtype(codes).name, jnp.dtype(dtype).name
 
@@ -80,7 +83,8 @@ def load_operand(words: Any, rows: int, piece: int, pieces: int, codes: jnp.dtyp
         return_type=plgpu.ShapeDtypeStruct((rows, inputs), dtype, layout=plgpu.Layout.WGMMA),
     )
     def convert(_: Any, source: Any) -> mgpu.FragmentedArray:
-        i32, layout = ir.IntegerType.get_signless(32), mgpu.WGMMA_LAYOUT
+        i32 = ir.IntegerType.get_signless(32)
+        layout = mgpu.WGMMA_LAYOUT
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
         several = ir.VectorType.get((size,), i32)
         registers = np.empty(layout.registers_shape((rows, inputs)), dtype=object)

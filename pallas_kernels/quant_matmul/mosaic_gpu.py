@@ -181,8 +181,10 @@ def _call(
     out = w.shape[1]
     if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.outputs):
         w = per_row(w)
-    tiles, several = -(-out // sizes.outputs), sizes.warpgroups > 1
-    codes_bits, bits = jax.dtypes.itemsize_bits(w.codes.dtype), jax.dtypes.itemsize_bits(x.dtype)
+    tiles = -(-out // sizes.outputs)
+    several = sizes.warpgroups > 1
+    codes_bits = jax.dtypes.itemsize_bits(w.codes.dtype)
+    bits = jax.dtypes.itemsize_bits(x.dtype)
     slots = sizes.stages, sizes.warpgroups, sizes.m
     codes_smem = _tiles((*slots, sizes.k), w.codes.dtype, max(sizes.group * codes_bits, SWIZZLE_BITS))
     if w.shuffled:
@@ -308,7 +310,8 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
              interpret):  # fmt: skip
     """Writes the sums of m outputs from `first` to global memory. place: expert, first, first step, steps."""
     (expert, first, start, steps), block, total_inputs = place, w.block, w.shape[2]
-    rows, pieces = pl.ds(first, sizes.m), range(sizes.k // sizes.group)
+    rows = pl.ds(first, sizes.m)
+    pieces = range(sizes.k // sizes.group)
 
     def shuffled_operand(slot, piece):
         """The codes of a piece, stored in fragments' order, in the dtype of x."""

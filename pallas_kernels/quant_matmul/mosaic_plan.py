@@ -81,7 +81,9 @@ class Plan(NamedTuple):
 def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False) -> Plan:
     """The sizes for x [tokens, in] and a weight of `shape` [out, in] with codes of `bits` bits."""
     out, inputs = shape
-    grouped, few, tuned = block[1] < inputs, tokens <= FEW, measured(tokens, shape, block, bits)
+    grouped = block[1] < inputs
+    few = tokens <= FEW
+    tuned = measured(tokens, shape, block, bits)
     m = tuned.get("m") or (128 if out >= 128 else 64)
     n = tuned.get("n") or _even_tile(tokens, FEW if grouped else 2 * FEW)
     k: int | None = fragments.CHUNK_BITS // bits
@@ -103,7 +105,9 @@ def divided(
 ) -> Plan:
     """Completes the sizes: at most `most` warpgroups, and splits, such that `columns` tiles of tokens take the fewest
     cycles; and as many stages as shared memory has room for."""
-    every, steps, most = [], shape[1] // sizes.k, _most_warpgroups(sizes, shape[0], few, most)
+    every = []
+    steps = shape[1] // sizes.k
+    most = _most_warpgroups(sizes, shape[0], few, most)
     for warpgroups in _range(tuned.get("warpgroups"), most, most):
         one = sizes._replace(warpgroups=warpgroups)
         for splits in _range(tuned.get("splits"), _most_splits(one, shape, columns), steps):
@@ -150,7 +154,8 @@ def cycles(sizes: Plan, shape: tuple[int, int], columns: int, bits: int) -> floa
     together = min(-(-programs // PROCESSORS), 2) if sizes.warpgroups == 1 else sizes.warpgroups
     waves = -(-programs * sizes.warpgroups // (PROCESSORS * together))
     computing = waves * sizes.steps * max(together * max(conversion, products), LONELY * conversion + products)
-    codes, x = out * inputs * bits / 8, 2 * sizes.n * inputs / sizes.cluster
+    codes = out * inputs * bits / 8
+    x = 2 * sizes.n * inputs / sizes.cluster
     cache = columns * (codes + tiles * x) / CACHE_RATE
     parts = 2 * 4 * sizes.splits * columns * sizes.n * out / CACHE_RATE if sizes.splits > 1 else 0
     return max(computing, codes / MEMORY_RATE, cache) + parts
@@ -165,7 +170,8 @@ def _even_tile(tokens: int, most: int) -> int:
 def step_size(inputs: int, group: int, bits: int, most: int) -> int | None:
     """Inputs per step of the pipeline: whole groups, or a part of a group that is a multiple of wgmma's own size."""
     for k in (128, 64, 32):
-        one_scale, whole_groups = group >= inputs or group % k == 0, k % group == 0 and group % 32 == 0
+        one_scale = group >= inputs or group % k == 0
+        whole_groups = k % group == 0 and group % 32 == 0
         if k <= most and inputs % k == 0 and k * bits >= SWIZZLE_BITS and (one_scale or whole_groups):
             return k
     return None

@@ -104,7 +104,8 @@ def _rows(w: QuantArray | BlockArray, start: jax.Array | int, size: int) -> Quan
     """Returns rows [start, start + size). `start` must be the first row of a block."""
     if isinstance(w, BlockArray):
         return jax.tree.map(lambda field: lax.dynamic_slice_in_dim(field, start, size), w)
-    first, blocks = start // w.block[0], -(-size // w.block[0])
+    first = start // w.block[0]
+    blocks = -(-size // w.block[0])
 
     def cut(values):
         return None if values is None else lax.dynamic_slice_in_dim(values, first, blocks)

@@ -49,7 +49,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return f"Mosaic TPU kernels run on TPUs, this is a {device.platform} device"
     if any(old in device.kind for old in ("v2", "v3", "v4")):
         return f"its tiles need more than the 16 MiB of VMEM of a {device.kind}; v5e, v5p and v6e are supported"
-    codes, x = jnp.dtype(problem.codes_dtype).name, jnp.dtype(problem.x_dtype).name
+    codes = jnp.dtype(problem.codes_dtype).name
+    x = jnp.dtype(problem.x_dtype).name
     if codes not in CODES:
         return f"codes must be one of {', '.join(CODES)}, these are {codes}"
     if x not in ("bfloat16", "float16", "float32"):
@@ -70,9 +71,11 @@ def quant_matmul(x: jax.Array, w: QuantArray, *, count: jax.Array | None = None)
 
 @partial(jax.jit, static_argnames="plan")
 def dense_call(x: jax.Array, w: QuantArray, plan: Plan) -> jax.Array:
-    tokens, out = x.shape[0], w.shape[0]
+    tokens = x.shape[0]
+    out = w.shape[0]
     x = _kernel_input(x)
-    side, sums = _side_inputs(w, plan), _group_sums(x, plan)
+    side = _side_inputs(w, plan)
+    sums = _group_sums(x, plan)
     grid = (pl.cdiv(x.shape[0], plan.tokens), pl.cdiv(out, plan.outs), plan.in_tiles)
     result = jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32)
     return pl.pallas_call(
@@ -122,9 +125,11 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array) ->
 
 @partial(jax.jit, static_argnames="plan")
 def grouped_call(x: jax.Array, w: QuantArray, group_sizes: jax.Array, plan: Plan) -> jax.Array:
-    tokens, out = x.shape[0], w.shape[1]
+    tokens = x.shape[0]
+    out = w.shape[1]
     x = _kernel_input(x)
-    side, sums = _side_inputs(w, plan), _group_sums(x, plan)
+    side = _side_inputs(w, plan)
+    sums = _group_sums(x, plan)
     items = _work_items(group_sizes, x.shape[0], plan.tokens)
 
     def step(item, k, start, stop):
@@ -166,7 +171,8 @@ def grouped_call(x: jax.Array, w: QuantArray, group_sizes: jax.Array, plan: Plan
 
 def _grouped_kernel(plan: Plan, expert, tile, start, stop, x, codes, *refs):
     *side, out, total, scales = refs
-    item, k = pl.program_id(1), pl.program_id(2)
+    item = pl.program_id(1)
+    k = pl.program_id(2)
 
     @pl.when(start[item] < stop[item])
     def _():
@@ -291,7 +297,8 @@ def _begin(plan: Plan, side, scales, total) -> None:
         total[...] = jnp.dot(sums, offset, precision=lax.Precision.HIGHEST)
     else:
         (sums, low_sums), (offset, low_offset) = _split(sums), _split(offset)
-        left, right = jnp.concatenate([sums, low_sums, sums], 1), jnp.concatenate([offset, offset, low_offset])
+        left = jnp.concatenate([sums, low_sums, sums], 1)
+        right = jnp.concatenate([offset, offset, low_offset])
         total[...] = jnp.dot(left, right, preferred_element_type=jnp.float32, precision=lax.Precision.DEFAULT)
 
 
@@ -378,7 +385,8 @@ def _parts(plan: Plan, left, x, codes, scales) -> jax.Array:
         piece = _inside(plan, left - start, x[:, start:stop])
         weights = numbers(codes[:, start:stop], x.dtype)
         weights = _inside(plan, left - start, weights, only=codes.dtype.name not in FINITE)
-        first, end = start // plan.group, -(-stop // plan.group)
+        first = start // plan.group
+        end = -(-stop // plan.group)
         if end - first > 1:
             group = lax.broadcasted_iota(jnp.int32, piece.shape, 1) // plan.group
             piece = jnp.concatenate([jnp.where(group == n, piece, jnp.zeros_like(piece)) for n in range(end - first)])

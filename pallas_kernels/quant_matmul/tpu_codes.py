@@ -42,7 +42,8 @@ def numbers(codes: jax.Array, dtype: Any) -> jax.Array:
         return codes.astype(dtype)
     if codes.shape[0] % WORDS:  # not whole tiles, which cannot be viewed as words
         return (codes.astype(jnp.float32) / E4M3_FACTOR).astype(dtype)
-    words, magnitude = pltpu.bitcast(codes, jnp.int32), jnp.int32(0x7F7F7F7F)
+    words = pltpu.bitcast(codes, jnp.int32)
+    magnitude = jnp.int32(0x7F7F7F7F)
     # The highest bit of each byte of the sum says that the magnitude is not 0. Only there is the sign kept.
     words &= ((words & magnitude) + magnitude) | magnitude
     return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz).astype(jnp.float32).astype(dtype)

@@ -17,7 +17,10 @@ LANES = 128
 FEW_TOKENS = 64  # up to here the traffic of the weights is the limit
 FEW_CODES = 1 << 20  # bytes of codes in a tile, with at most FEW_TOKENS
 FEW_INPUTS = 8192  # maximum of inputs in a tile, with at most FEW_TOKENS
-TOKENS, OUTS, INPUTS = 512, 1024, 1024  # maximum sizes of a tile with more tokens
+# maximum sizes of a tile with more tokens
+TOKENS = 512
+OUTS = 1024
+INPUTS = 1024
 
 
 @dataclass(frozen=True)

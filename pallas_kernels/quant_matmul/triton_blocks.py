@@ -57,18 +57,24 @@ def of(field: str, kind: int, g: int = 0) -> int:
 def block_ptx(kind: int, g: int, dtype: tl.dtype) -> str:
     """PTX that converts four codes to numbers $0 and $1. $2 has their low bits in bytes, $3 the high ones."""
     name = NAMES[kind]
-    group, mask = GROUPS[name][g], LOW_MASK[name] * 0x01010101
+    group = GROUPS[name][g]
+    mask = LOW_MASK[name] * 0x01010101
     body = f"shr.u32 t, $2, {group.low_shift}; and.b32 t, t, {mask:#010x};"
     if BLOCK_KINDS[name].high:
-        bits, up = HIGH_MASK[name], HIGH_UP[name]
+        bits = HIGH_MASK[name]
+        up = HIGH_UP[name]
         shift = up - (group.high_shift if BLOCK_KINDS[name].block > 32 else 0)
         body += f"shl.b32 u, $3, {shift};" if shift >= 0 else f"shr.u32 u, $3, {-shift};"
         body += f"lop3.b32 t, u, {(bits << up) * 0x01010101:#010x}, t, 0xEA;"
     offset = BLOCK_KINDS[name].offset
     if dtype == tl.bfloat16:  # put into the low bits of 128 (bfloat16) or 1024 (float16), a code is added to it
-        high, less, subtract = 0x43, 0xC300 + offset, "fma.rn.bf16x2 {to}, u, one, less;"
+        high = 0x43
+        less = 0xC300 + offset
+        subtract = "fma.rn.bf16x2 {to}, u, one, less;"
     else:
-        high, less, subtract = 0x64, 0x6400 + offset, "sub.f16x2 {to}, u, less;"
+        high = 0x64
+        less = 0x6400 + offset
+        subtract = "sub.f16x2 {to}, u, less;"
     for i, bytes_ in enumerate(("0x4140", "0x4342")):
         body += f"prmt.b32 u, t, {high * 0x01010101:#010x}, {bytes_};" + subtract.format(to=f"${i}")
     return f"{{ .reg .b32 t, u, one, less; mov.b32 one, 0x3F803F80; mov.b32 less, {less * 0x10001:#010x}; {body} }}"
@@ -183,7 +189,9 @@ def tiles(x_dtype: jnp.dtype, tokens: int, outputs: int, inputs: int) -> Tiles:
     few = tokens <= 64
     bm, bn, warps = (pad(tokens, 16), 64, 4) if few else (64, 128, 8)
     if x_dtype == jnp.float32:
-        bm, bn, warps = pad(min(tokens, 32), 16), 32, 4
+        bm = pad(min(tokens, 32), 16)
+        bn = 32
+        warps = 4
     programs = -(-tokens // bm) * -(-outputs // bn)
     wanted = min(3 * triton_compat.target().cores // programs, inputs // 1024)
     return Tiles(bm, bn, 1 << (max(1, min(wanted, 16)).bit_length() - 1), warps, 3 if few else 2)

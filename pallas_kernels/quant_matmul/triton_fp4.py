@@ -18,7 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-E8M0, E4M3 = 1, 2  # types of scales; 0: codes are not 4-bit floats
+# types of scales; 0: codes are not 4-bit floats
+E8M0 = 1
+E4M3 = 2
 SCALES = {"float8_e8m0fnu": E8M0, "float8_e4m3fn": E4M3}
 
 

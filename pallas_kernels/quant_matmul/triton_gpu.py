@@ -60,7 +60,8 @@ class Tiles(NamedTuple):
 
 def why_not(device: Device, problem: MatmulProblem) -> str | None:
     """Returns why this kernel cannot run the problem on the device, or None where it can."""
-    x, codes = problem.x_dtype.name, problem.codes_dtype.name
+    x = problem.x_dtype.name
+    codes = problem.codes_dtype.name
     if device.platform != "gpu":
         return f"it is for NVIDIA GPUs, not {device.platform}"
     if (device.capability or (0, 0)) < (8, 0):
@@ -144,11 +145,16 @@ def nibble_ptx(nibble: int, per: int, dtype: tl.dtype) -> str:
     15. Put into the low bits of the float 128 (bfloat16) or 1024 (float16) it is added to it; 8 more is subtracted.
     """
     if dtype == tl.bfloat16:  # 128 + 8; by a product with one, as sub.bf16x2 needs sm_90
-        high, less, subtract = 0x43, "0xC308C308", "fma.rn.bf16x2 {to}, {of}, one, less;"
+        high = 0x43
+        less = "0xC308C308"
+        subtract = "fma.rn.bf16x2 {to}, {of}, one, less;"
     else:  # 1024 + 8
-        high, less, subtract = 0x64, "0x64086408", "sub.f16x2 {to}, {of}, less;"
+        high = 0x64
+        less = "0x64086408"
+        subtract = "sub.f16x2 {to}, {of}, less;"
     if per == 4:
-        mask, offset = 0x000F000F, high << 24 | 0x080000 | high << 8 | 0x08
+        mask = 0x000F000F
+        offset = high << 24 | 0x080000 | high << 8 | 0x08
         body = f"shr.u32 t, $1, {4 * nibble}; lop3.b32 t, t, {mask:#010x}, {offset:#010x}, 0x6A;"
         body += subtract.format(to="$0", of="t")
     else:
@@ -249,7 +255,10 @@ def _matmul(
     if GROUPED:
         codes += expert * OUTPUTS * COLUMNS
         blocks = expert * ((OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT * GROUPS)
-        scale, zero, bias, gain = scale + blocks, zero + blocks, bias + blocks, gain + expert * OUTPUTS
+        scale = scale + blocks
+        zero = zero + blocks
+        bias = bias + blocks
+        gain = gain + expert * OUTPUTS
     token = start + tl.arange(0, BM)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.arange(0, BK // PER)
@@ -325,7 +334,8 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray | BlockArray, group_sizes: 
     A tile has tokens of one expert, and room for the average number of tokens of an expert.
     """
     (tokens, inputs), (experts, outputs, _) = x.shape, w.shape
-    share, target = -(-tokens // experts), triton_compat.target()
+    share = -(-tokens // experts)
+    target = triton_compat.target()
     if isinstance(w, BlockArray):
         y = _sum(triton_blocks.grouped_product(x, w, group_sizes))
     else:
@@ -346,11 +356,18 @@ def _call(
     """Parts [splits, tokens, out]: float32, or `dtype` for a single part. Without `items` there is one weight, and
     tiles of tokens follow each other up to `count`."""
     (tokens, inputs), outputs = x.shape, w.shape[-2]
-    kind, group = w.codes.dtype.name, w.block[1]
-    codes, scale, factor, per, bits, fp4 = w.codes, w.scale, 1.0, 1, False, 0
+    kind = w.codes.dtype.name
+    group = w.block[1]
+    codes = w.codes
+    scale = w.scale
+    factor = 1.0
+    per = 1
+    bits = False
+    fp4 = 0
     group = group if kind == FLOAT4 or group < inputs else 0
     if kind == FLOAT4:
-        fp4, scale = SCALES[scale.dtype.name], lax.bitcast_convert_type(scale, jnp.int8)
+        fp4 = SCALES[scale.dtype.name]
+        scale = lax.bitcast_convert_type(scale, jnp.int8)
     if kind in ("int4", FLOAT4):
         # No copy: XLA packs int4 arrays, low half first. The producer of x reorders it, or a small copy does.
         per = 4 if fp4 or (tile.inputs >= 64 and inputs % 4 == 0) else 2
@@ -358,7 +375,9 @@ def _call(
         codes = lax.bitcast_convert_type(codes, jnp.int16 if per == 4 else jnp.int8)
         x = x.reshape(tokens, inputs // per, per).transpose(2, 0, 1)
     elif kind == "float8_e4m3fn" and triton_compat.target().capability < 89:
-        codes, bits, factor = lax.bitcast_convert_type(codes, jnp.int8), True, FP8_SHIFT
+        codes = lax.bitcast_convert_type(codes, jnp.int8)
+        bits = True
+        factor = FP8_SHIFT
     return triton_compat.call(
         _matmul, x, codes, scale, *(scale if part is None else part for part in (w.zero, w.bias, w.gain)), count,
         count if items is None else items,

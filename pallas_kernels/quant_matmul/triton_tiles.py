@@ -28,11 +28,13 @@ def own_tile(items, count, TOKENS: tl.constexpr, BM: tl.constexpr, GROUPED: tl.c
     if GROUPED:
         item = items + tl.program_id(0) * 3
         expert = tl.load(item).to(tl.int64)
-        start, stop = tl.load(item + 1), tl.load(item + 2)
+        start = tl.load(item + 1)
+        stop = tl.load(item + 2)
         live = start < stop
     else:
         expert = tl.full([], 0, tl.int64)
-        start, stop = tl.program_id(0) * BM, TOKENS
+        start = tl.program_id(0) * BM
+        stop = TOKENS
         live = start < tl.load(count)
     return expert, start, stop, live
 
@@ -40,7 +42,8 @@ def own_tile(items, count, TOKENS: tl.constexpr, BM: tl.constexpr, GROUPED: tl.c
 def expert_items(group_sizes: jax.Array, tokens: int, size: int) -> jax.Array:
     """Expert, first token and end of each tile of `size` tokens, int32 [items, 3]. Tiles beyond the last are empty."""
     group_sizes = group_sizes.astype(jnp.int32)
-    experts, ends = len(group_sizes), jnp.cumsum(group_sizes)
+    experts = len(group_sizes)
+    ends = jnp.cumsum(group_sizes)
     count = (group_sizes + size - 1) // size
     after = jnp.cumsum(count)
     item = jnp.arange(min(tokens, tokens // size + experts), dtype=jnp.int32)

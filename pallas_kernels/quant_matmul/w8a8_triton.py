@@ -65,7 +65,8 @@ def _matmul(
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.arange(0, STEP)
     # Beyond the edges the last row is repeated. Results there are not stored.
-    real_token, real_output = tl.minimum(token, TOKENS - 1), tl.minimum(output, OUTPUTS - 1)
+    real_token = tl.minimum(token, TOKENS - 1)
+    real_output = tl.minimum(output, OUTPUTS - 1)
     x_row = x + real_token.to(tl.int64)[:, None] * INPUTS + column[None, :]
     codes_row = codes + real_output.to(tl.int64)[:, None] * INPUTS + column[None, :]
     x_scales = x_scale + (tl.zeros_like(real_token) if GIVEN else real_token * GROUPS)
@@ -75,14 +76,17 @@ def _matmul(
     for step in range(first, tl.minimum(first + SHARE, STEPS)):
         at = step * STEP
         if WHOLE:
-            left, right = tl.load(codes_row + at), tl.load(x_row + at)
+            left = tl.load(codes_row + at)
+            right = tl.load(x_row + at)
         else:
             inside = (at + column < INPUTS)[None, :]
-            left, right = tl.load(codes_row + at, mask=inside, other=0.0), tl.load(x_row + at, mask=inside, other=0.0)
+            left = tl.load(codes_row + at, mask=inside, other=0.0)
+            right = tl.load(x_row + at, mask=inside, other=0.0)
         part = tl.dot(left, tl.trans(right), out_dtype=sums, max_num_imprecise_acc=LONGEST)
         if BLOCK_IN:
             group = at // BLOCK_IN
-            of_codes, of_x = tl.load(scales + group).to(tl.float32), tl.load(x_scales + group)
+            of_codes = tl.load(scales + group).to(tl.float32)
+            of_x = tl.load(x_scales + group)
             acc += part.to(tl.float32) * of_codes[:, None] * of_x[None, :]
         else:
             acc += part

@@ -95,7 +95,8 @@ def fastest(device: Device, problem: MatmulProblem, rows: int) -> str | None:
     found = _measured(device, problem)
     if found is None or found.shuffled != problem.shuffled:
         return None
-    most, way = found.ways[-1][0], found.way(rows)
+    most = found.ways[-1][0]
+    way = found.way(rows)
     if most < FEW_MEASURED and rows > 2 * most and why_not("dequantize", device, problem) is None:
         way = "dequantize" if _dequantized().pays(rows, problem.x_dtype, form(problem)) else way
     return way if why_not(way, device, problem) is None else None

@@ -167,7 +167,8 @@ def product(kind: str, key: str) -> Product | None:
 
 def everything(kind: str) -> Table:
     """What the tables have, and what is in `use`."""
-    found, more = tables(kind), _in_use.get(kind)
+    found = tables(kind)
+    more = _in_use.get(kind)
     if more is None:
         return found
     return Table(found.sizes, {**found.products, **more.products}, {**found.decode, **more.decode})
@@ -242,7 +243,8 @@ def _without_times(value: Any) -> Any:
 def of_attention(q: jax.Array, data: jax.Array, block_tables: jax.Array) -> dict[str, Any]:
     """The problem, except the number of rows or tokens. data: `KVPages.data`; the rest as in paged_attention."""
     sizes = dict(zip(("heads", "group", "head_dim"), q.shape[1:], strict=True))
-    page_size, context = data.shape[3], block_tables.shape[1] * data.shape[3]
+    page_size = data.shape[3]
+    context = block_tables.shape[1] * data.shape[3]
     return {"q": q.dtype.name, "kv": data.dtype.name, "page_size": page_size, "context": context, **sizes}
 
 

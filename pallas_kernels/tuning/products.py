@@ -211,7 +211,8 @@ class _Heat:
     def _take(self, race: Race, rows: int, entry: Entry, compiled: Future) -> None:
         """Times a way that has been compiled."""
         try:
-            work, arrays = compiled.result(), self.making[race.problem].result()
+            work = compiled.result()
+            arrays = self.making[race.problem].result()
             work.use(arrays.sets(rows, entry))
             if self.checks and entry != PLAIN:
                 _check(race.problem, work, *arrays.sets(rows, IN_ORDER)[0])
@@ -240,7 +241,8 @@ class Arrays(NamedTuple):
 def make_arrays(problem: MatmulProblem, rows: Sequence[int], plain: bool, shuffled: bool) -> Arrays:
     """Random arrays. One program makes all of them, as each program takes time to compile."""
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), 6))
-    w, width = ways.form(problem), jax.dtypes.itemsize_bits(problem.codes_dtype)
+    w = ways.form(problem)
+    width = jax.dtypes.itemsize_bits(problem.codes_dtype)
     count = sets_needed(problem.rows * problem.inputs * width // 8, jax.default_backend())
 
     def numbers(shape: tuple[int, ...]) -> jax.Array:

@@ -21,9 +21,11 @@ from jaxserve.pallas_kernels.alone import alone
 SPREAD = {"gpu": 256 << 20, "tpu": 256 << 20, "cpu": 16 << 20}  # bytes of arguments that exceed any cache
 MOST_SETS = 32  # most sets of arguments
 CHAIN = 16  # most calls in one program
-SAMPLES, LEAST_SAMPLES = 11, 3
+SAMPLES = 11
+LEAST_SAMPLES = 3
 QUEUED = 16  # rounds that are queued before the runtime waits for earlier ones
-SAMPLE_SECONDS, ALL_SECONDS = 0.02, 1.0  # least time of a sample; approximate time of all samples
+SAMPLE_SECONDS = 0.02  # least time of a sample
+ALL_SECONDS = 1.0  # approximate time of all samples
 
 
 class Work(Protocol):
@@ -106,7 +108,8 @@ class Chain:
         self.most = most
         self.use(sets)
         self.calls = len(self.groups[0])
-        self.state, self.turn = state, 0
+        self.state = state
+        self.turn = 0
         self.outputs: Any = None
 
         inner = jax.jit(call)  # lowered only once

@@ -131,7 +131,8 @@ def encode_chat(
     try:
         text = _render(tokenizer, messages, options)
     except InvalidRequestError as refusal:
-        turns, whole = in_turns(messages), complete(tools)
+        turns = in_turns(messages)
+        whole = complete(tools)
         if turns == messages and whole == tools:
             raise
         try:
@@ -173,7 +174,8 @@ class ChatRun:
     def __init__(
         self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int], params: SamplingParams
     ):
-        self.tokenizer, self.body = tokenizer, body
+        self.tokenizer = tokenizer
+        self.body = body
         tools, self._mode = body.choose()
         self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
         self._tool_format = state.tool_format if self._mode == "auto" else None
@@ -238,7 +240,8 @@ class ChatRun:
         splitter = self.splitter()
         if splitter is None or hasattr(self._reasoning, "tool_format"):
             return None
-        opening, closing = splitter.openings[0], splitter.closings[0]
+        opening = splitter.openings[0]
+        closing = splitter.closings[0]
         if ends_inside(self._prompt_end, opening, closing) is False:
             return None
         return Thoughts(opening, closing, splitter.begins_inside)
@@ -256,7 +259,8 @@ class ChatRun:
 
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:
-            tools, one_call = self._tool_parser(), not self.body.is_parallel
+            tools = self._tool_parser()
+            one_call = not self.body.is_parallel
             parser = OutputParser(self.splitter(), tools, self.body.include_reasoning, one_call=one_call)
             self._parsers[index] = parser
         return parser

@@ -93,7 +93,8 @@ class Generation:
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
         params = params if state.recorder is None else state.recorder.seeded(params)
-        priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
+        priority = state.priority(http, body.priority)
+        cache_salt = state.cache_salt(http, body.cache_salt)
         self.requests = [
             Request(
                 request_id=uuid.uuid4().hex,  # not the client's id, which may not be unique
@@ -136,7 +137,8 @@ class Generation:
 
         def work() -> None:
             for request in long:
-                prompt, adapter = request.prompt_token_ids, request.adapter_digest or None
+                prompt = request.prompt_token_ids
+                adapter = request.adapter_digest or None
                 request.page_hashes = hash_pages(prompt, request.cache_salt, page_size, adapter)
 
         await self._state.off_loop(work)
@@ -148,7 +150,8 @@ class Generation:
         aborts what still runs, so callers that leave early must close it (`contextlib.aclosing`). Raises what
         `EngineClient.generate` raises, and APIError (500) if the engine gives up on a completion.
         """
-        client, timeout = self._state.client, self._state.settings.request_timeout
+        client = self._state.client
+        timeout = self._state.settings.request_timeout
         n = self.requests[0].params.n
         accepted = False
         await self._hash_long_prompts()
@@ -158,7 +161,8 @@ class Generation:
                     async for updates in batches:
                         if self._body is not None:
                             self._body.release()  # the engine has the request, so the body's memory is free
-                        deltas, turn = [], Turn()
+                        deltas = []
+                        turn = Turn()
                         for update in updates:
                             if (delta := self._process(update)) is not None:
                                 deltas.append(delta)
@@ -178,12 +182,15 @@ class Generation:
 
     def _process(self, update: SequenceUpdate) -> ChoiceDelta | None:
         """What an update adds to its choice; None if that is nothing yet."""
-        position, now = self._positions[update.request_id], time.monotonic()
+        position = self._positions[update.request_id]
+        now = time.monotonic()
         if self._recorded is not None:
             self._recorded.take(update)
-        processor, times = self.processors[position], self._times[position]
+        processor = self.processors[position]
+        times = self._times[position]
         self._count_logprobs(update, processor.request)
-        before, cached = processor.num_output_tokens, processor.num_cached_tokens
+        before = processor.num_output_tokens
+        cached = processor.num_cached_tokens
         delta = processor.process(update)
         more = processor.num_output_tokens - before
         self._output_tokens += more
@@ -225,7 +232,8 @@ class Generation:
         return await whole_choices(self.deltas())
 
     def usage(self) -> Usage:
-        prompt, output = self._prompt_tokens, self._output_tokens
+        prompt = self._prompt_tokens
+        output = self._output_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(self._cached_tokens))
 
 

@@ -30,7 +30,8 @@ class Piece(Parsed, kw_only=True):
             self.add(part)
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
 
     @property
     def is_empty(self) -> bool:
@@ -52,7 +53,9 @@ class OutputParser:
         *,
         one_call: bool = False,
     ):
-        self._splitter, self._tools, self._shows_reasoning = splitter, tools, shows_reasoning
+        self._splitter = splitter
+        self._tools = tools
+        self._shows_reasoning = shows_reasoning
         self._one_call = one_call
         if splitter is not None and tools is not None:
             splitter.passes_messages = tools.reads_messages
@@ -61,10 +64,12 @@ class OutputParser:
 
     def push(self, delta: ChoiceDelta) -> Piece | None:
         """The piece that a delta completes; None while there is nothing to show."""
-        piece, self._held = self._held or Piece(index=delta.index), None
+        piece = self._held or Piece(index=delta.index)
+        self._held = None
         piece.token_ids += delta.token_ids
         piece.logprobs += delta.logprobs
-        piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
+        piece.finish_reason = delta.finish_reason
+        piece.stop_reason = delta.stop_reason
         self._read(delta, piece)
         if piece.is_empty:
             self._held = piece
@@ -82,7 +87,8 @@ class OutputParser:
             reasoning, text = splitter.push(text)
             if ended:
                 more, rest = splitter.finish(is_cut)
-                reasoning, text = reasoning + more, text + rest
+                reasoning = reasoning + more
+                text = text + rest
             piece.reasoning = reasoning if self._shows_reasoning else ""
         if (tools := self._tools) is None:
             piece.add(text)

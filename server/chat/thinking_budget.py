@@ -37,8 +37,12 @@ class BudgetedGeneration:
         tokenizer: Tokenizer,
         max_model_len: int,
     ):
-        self.requests, self.processors = first.requests, first.processors
-        self._first, self._generate, self._budget, self._splitter = first, generate, budget, splitter
+        self.requests = first.requests
+        self.processors = first.processors
+        self._first = first
+        self._generate = generate
+        self._budget = budget
+        self._splitter = splitter
         self._grammar = grammar
         self._closing = splitter.forced_closing
         self._closing_ids = tokenizer.encode(self._closing, add_special_tokens=False)
@@ -87,7 +91,8 @@ class BudgetedGeneration:
 
     def _continued(self) -> Generation | None:
         """The second generation; None if no token is left for it."""
-        params, spent = self.requests[0].params, len(self._kept)
+        params = self.requests[0].params
+        spent = len(self._kept)
         prompt = self.requests[0].prompt_token_ids + self._kept + self._closing_ids
         room = min((params.max_tokens or self._max_model_len) - spent, self._max_model_len - len(prompt))
         if room < 1:

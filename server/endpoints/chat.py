@@ -39,7 +39,9 @@ class _Answer:
     """Writes one request's response, whole or in chunks."""
 
     def __init__(self, state: ServerState, http: HTTPRequest, run: ChatRun):
-        self._state, self._http, self._run = state, http, run
+        self._state = state
+        self._http = http
+        self._run = run
         self._body = body = run.body
         self._reasoning_field = state.settings.reasoning_field
         self._top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
@@ -119,12 +121,14 @@ class _Answer:
         async with contextlib.aclosing(self._run.pieces()) as batches:
             async for pieces in batches:
                 writer = writer or ChunkWriter(self._facts, mode)
-                chunks, turn = [], Turn()
+                chunks = []
+                turn = Turn()
                 for piece in pieces:
                     usage = self._run.usage() if mode == "always" else None
                     if piece.index not in started:
                         started.add(piece.index)
-                        opening, nothing = self._opening(piece.index), usage and usage.before_output()
+                        opening = self._opening(piece.index)
+                        nothing = usage and usage.before_output()
                         chunks += [writer.choice(choice, nothing, prompt_ids) for choice in opening]
                         prompt_ids = b""
                     chunks.append(writer.choice(self._choice(piece), usage))
@@ -169,7 +173,8 @@ class _Answer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        as_ids, top = self._body.return_tokens_as_token_ids, self._top
+        as_ids = self._body.return_tokens_as_token_ids
+        top = self._top
         content = logprobs_json(self._run.tokenizer, piece.logprobs, top, as_ids)
         if self._body.return_accepted_proposals:
             for entry, score in zip(content, piece.logprobs, strict=True):
@@ -190,7 +195,8 @@ def logprobs_json(
     """Each token's log-probability with `top` alternatives, in OpenAI's shape for chats (`as_ids`: see name_tokens)."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text, data = name_tokens(tokenizer, [token], as_ids)[0], list(tokenizer.token_bytes(token))
+        text = name_tokens(tokenizer, [token], as_ids)[0]
+        data = list(tokenizer.token_bytes(token))
         return {"token": text, "logprob": json_logprob(logprob), "bytes": data}
 
     return [

@@ -103,7 +103,8 @@ def _offsets(tokenizer: Tokenizer, ids: list[int], text: str) -> list[int]:
     hidden = 0
     if ids[0] == tokenizer.bos_token_id and not text.startswith(tokenizer.decode(ids[:1], skip_special_tokens=False)):
         hidden = 1
-    offsets, length = [0] * hidden, 0
+    offsets = [0] * hidden
+    length = 0
     for token in ids[hidden:]:
         offsets.append(min(length, len(text)))
         length += len(detokenizer.push(token))
@@ -122,7 +123,8 @@ class _Answer:
         generation: Generation,
         echoes: list[_Echo | None],
     ):
-        self._state, self._http = state, http
+        self._state = state
+        self._http = http
         self._tokenizer = tokenizer
         self._body = body
         self._generation = generation
@@ -165,7 +167,8 @@ class _Answer:
         async with contextlib.aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
                 writer = writer or ChunkWriter(self._facts, mode)
-                chunks, turn = [], Turn()
+                chunks = []
+                turn = Turn()
                 for delta in deltas:
                     choice = self._choice(delta, first=delta.index not in started)
                     started.add(delta.index)

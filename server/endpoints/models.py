@@ -49,7 +49,8 @@ async def get_model(http: Request) -> Response:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    info, adapter = state.client.info, state.check_model(name)
+    info = state.client.info
+    adapter = state.check_model(name)
     parent = None if adapter is None else adapter.parent or state.settings.model_name
     return {
         "id": name,
@@ -240,7 +241,9 @@ def require_admin(http: Request, *, may_be_empty: bool = False) -> None:
 
 def _not_too_often(http: Request) -> None:
     """Raises APIError (429) if the endpoint was called within the last second."""
-    counts, path, now = state_of(http).counts, own_path(http.scope), time.monotonic_ns()
+    counts = state_of(http).counts
+    path = own_path(http.scope)
+    now = time.monotonic_ns()
     with counts.lock():
         if now - (latest := counts.total(path)) < 10**9:
             raise APIError(429, f"{path} may be called once a second", headers={"Retry-After": "1"})

@@ -30,7 +30,8 @@ _HEADERS = {
 async def _file(http: Request) -> Response:
     name, kind = _FILES[own_path(http.scope)]
     data = (_FOLDER / name).read_bytes()
-    headers, policy = dict(_HEADERS), _HEADERS["Content-Security-Policy"]
+    headers = dict(_HEADERS)
+    policy = _HEADERS["Content-Security-Policy"]
     if name == "index.html" and (root := state_of(http).settings.root_path):  # the page's links are relative to it
         data = data.replace(b"<head>", f'<head>\n  <base href="{root}/">'.encode(), 1)
         headers["Content-Security-Policy"] = policy.replace("base-uri 'none'", "base-uri 'self'")

@@ -211,7 +211,8 @@ async def pool(
     Raises what `EngineClient.generate` raises, and APIError (500) if the engine gives up on a prompt.
     """
     params = SamplingParams(max_tokens=0, ignore_eos=True)
-    priority, cache_salt = state.priority(http, body.priority), state.cache_salt(http, body.cache_salt)
+    priority = state.priority(http, body.priority)
+    cache_salt = state.cache_salt(http, body.cache_salt)
     shared: dict[str, Any] = {"params": params, "priority": priority, "cache_salt": cache_salt, "pools": True}
     requests = [
         Request(request_id=uuid.uuid4().hex, prompt_token_ids=ids, tenant=tenant_of(http), **shared) for ids in prompts
@@ -220,10 +221,12 @@ async def pool(
         request.request_id: RequestTimes(state.metrics, params, len(request.prompt_token_ids)) for request in requests
     }
     results: dict[str, np.ndarray] = {}
-    cached, http_body = 0, body_of(http)
+    cached = 0
+    http_body = body_of(http)
     try:
         with state.accounts.hold(key_of(http), len(requests), 1):
-            timeout, noted = state.settings.request_timeout, partial(note_weights, http)
+            timeout = state.settings.request_timeout
+            noted = partial(note_weights, http)
             updates = state.client.generate(requests, timeout, noted)
             async with contextlib.aclosing(updates) as batches:
                 async for batch in batches:

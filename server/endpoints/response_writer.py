@@ -40,7 +40,8 @@ class ResponseWriter:
     """
 
     def __init__(self, body: ResponsesRequest, model: str, tokenizer: Tokenizer, tools: ToolMap):
-        self._tokenizer, self._tools = tokenizer, tools
+        self._tokenizer = tokenizer
+        self._tools = tools
         self._seals = body.wants_sealed_reasoning
         self._logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         self._events = 0
@@ -142,11 +143,13 @@ class ResponseWriter:
         for item in self._output:
             if item["type"] in texts:
                 texts[item["type"]] += item["content"][0]["text"]
-        reasoning, calls = texts["reasoning"] or None, self._calls or None
+        reasoning = texts["reasoning"] or None
+        calls = self._calls or None
         return Message("assistant", texts["message"], reasoning=reasoning, tool_calls=calls)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        name, number = f"response.{kind}", self._events
+        name = f"response.{kind}"
+        number = self._events
         self._events += 1
         return event(name, {"type": name, "sequence_number": number, **fields})
 
@@ -219,7 +222,8 @@ class ResponseWriter:
             yield self._event("custom_tool_call_input.delta", **self._place, delta=more)
 
     def _end_item(self, status: str) -> Iterator[bytes]:
-        item, self._open = self._open, None
+        item = self._open
+        self._open = None
         if item is None:
             return
         item["status"] = "completed" if self._is_whole_call(item) else status

@@ -40,7 +40,8 @@ async def create_response(http: HTTPRequest) -> Response:
     owner = key_of(http)
     if body.background and owner is not None and owner.max_concurrency is not None:
         raise APIError(400, "background is not available under a key with a limited concurrency", param="background")
-    reader, tools = _conversation(state, body, owner), body.tool_map()
+    reader = _conversation(state, body, owner)
+    tools = body.tool_map()
     chat = body.to_chat(reader.messages, tools)
     run = await run_until_disconnect(http.receive, prepare(state, http, chat, form_field="text"))
     writer = ResponseWriter(body, body.model or state.settings.model_name, run.tokenizer, tools)
@@ -62,7 +63,8 @@ async def count_input_tokens(http: HTTPRequest) -> Response:
     body = await read_body(http, _count_decoder)
     state.check_model(body.model)
     tokenizer, info = state.require_ready()
-    reader, tools = _conversation(state, body, key_of(http)), body.tool_map()
+    reader = _conversation(state, body, key_of(http))
+    tools = body.tool_map()
     chat = body.to_chat(reader.messages, tools)
     chat.check()
     prompt = chat.conversation()
@@ -120,7 +122,8 @@ async def list_input_items(http: HTTPRequest) -> Response:
     """GET /v1/responses/{id}/input_items: the items of the input, the last one first unless `order` is "asc"."""
     items = msgspec.json.decode(state_of(http).responses.get(http.path_params["id"], key_of(http)).items)
     limit = _query_int(http, "limit", 20, 1, _MAX_LISTED)
-    order, after = http.query_params.get("order", "desc"), http.query_params.get("after")
+    order = http.query_params.get("order", "desc")
+    after = http.query_params.get("after")
     if order not in ("asc", "desc"):
         raise APIError(400, f"order must be 'asc' or 'desc', got {order[:64]!r}", param="order")
     if order == "desc":
@@ -146,7 +149,8 @@ def _query_int(http: HTTPRequest, name: str, default: int, low: int, high: int) 
 
 async def cancel_response(http: HTTPRequest) -> Response:
     """POST /v1/responses/{id}/cancel: stops a response made in the background. A complete one stays as it is."""
-    store, name = state_of(http).responses, http.path_params["id"]
+    store = state_of(http).responses
+    name = http.path_params["id"]
     if not store.get(name, key_of(http)).background:
         raise APIError(400, "only a response that is made in the background can be cancelled")
     await store.stop(name)
@@ -155,7 +159,8 @@ async def cancel_response(http: HTTPRequest) -> Response:
 
 async def delete_response(http: HTTPRequest) -> Response:
     """DELETE /v1/responses/{id}."""
-    store, name = state_of(http).responses, http.path_params["id"]
+    store = state_of(http).responses
+    name = http.path_params["id"]
     if store.get(name, key_of(http)).background:
         await store.stop(name)
     store.remove(name)
@@ -178,8 +183,12 @@ class _Work:
         items: bytes,
         owner: ApiKey | None,
     ):
-        self._state, self._run, self.writer, self._messages = state, run, writer, messages
-        self._items, self._owner = items, owner
+        self._state = state
+        self._run = run
+        self.writer = writer
+        self._messages = messages
+        self._items = items
+        self._owner = owner
         self._task: asyncio.Task[None] | None = None
         self._log: EventLog | None = None
 
@@ -190,7 +199,8 @@ class _Work:
                     self._take(piece)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        writer, begun = self.writer, False
+        writer = self.writer
+        begun = False
         try:
             async with contextlib.aclosing(self._run.pieces()) as batches:
                 async for pieces in batches:
@@ -214,7 +224,8 @@ class _Work:
 
     def start(self, has_log: bool) -> EventLog | None:
         """Makes the response in the background and stores it at once, incomplete. Returns its log if `has_log`."""
-        store, name = self._state.responses, self.writer.response["id"]
+        store = self._state.responses
+        name = self.writer.response["id"]
         self._log = store.log_for(name) if has_log else None
         self._task = asyncio.create_task(self._in_background())
         self._store([])

@@ -29,7 +29,8 @@ _decoder = msgspec.json.Decoder(UpdateWeightsRequest)
 
 async def sleep(http: Request) -> Response:
     """POST /sleep?level=1&mode=wait&timeout=300. Answers when the devices' memory is free."""
-    state, query = _state(http), http.query_params
+    state = _state(http)
+    query = http.query_params
     level = {"1": 1, "2": 2}.get(query.get("level", "1"))
     if level is None:
         raise APIError(400, f"level must be 1 or 2, got {query['level'][:64]!r}", param="level")
@@ -56,7 +57,8 @@ async def is_sleeping(http: Request) -> Response:
 
 async def update_weights(http: Request) -> Response:
     """POST /update_weights. Answers when the new weights are served, with their version."""
-    state, began = _state(http), time.monotonic()
+    state = _state(http)
+    began = time.monotonic()
     if state.settings.weights_root is None:
         raise APIError(404, "weights cannot be replaced here; start the server with --weights-root DIR")
     root = Path(state.settings.weights_root)

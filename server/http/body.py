@@ -23,7 +23,10 @@ _LISTS = ("tools", "functions")
 _PIECE = 2**18  # bytes that are examined before other tasks run
 _READ = "body_read"  # key in a request's state of a body that was put back
 _FEW = MAX_NESTING  # so few opening brackets cannot be nested too deeply
-_VALUE_BYTES, _STRING_BYTES, _CONTAINER_BYTES = 40, 60, 100  # approximate memory of each as a Python object
+# approximate memory of each as a Python object
+_VALUE_BYTES = 40
+_STRING_BYTES = 60
+_CONTAINER_BYTES = 100
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -48,13 +51,15 @@ async def read_bytes(request: Request) -> bytes:
     parts = [part async for part in request.stream()]
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     del parts
-    brackets, strings = data.count(b"{") + data.count(b"["), data.count(b'"') // 2
+    brackets = data.count(b"{") + data.count(b"[")
+    strings = data.count(b'"') // 2
     if brackets > _FEW or strings > MAX_STRINGS:  # count exactly, without brackets and quotes inside strings
         shape = _Shape()
         for piece in _pieces(data):
             shape.add(piece)
             await asyncio.sleep(0)
-        brackets, strings = shape.containers, shape.quotes // 2
+        brackets = shape.containers
+        strings = shape.quotes // 2
     if len(data) > MAX_SCHEMA:
         _check_forms(data)
     if (body := body_of(request)) is not None:
@@ -91,7 +96,8 @@ class _Shape:
             outside = ~outside
         self.quotes += int(np.count_nonzero(quote))
         folded = data | 0x20  # [ and { become {, ] and } become }
-        is_open, is_close = (folded == ord("{")) & outside, (folded == ord("}")) & outside
+        is_open = (folded == ord("{")) & outside
+        is_close = (folded == ord("}")) & outside
         where = np.flatnonzero(is_open | is_close)
         depth = self._depth + np.cumsum(np.where(is_open[where], 1, -1))
         self.containers += int(np.count_nonzero(is_open))

@@ -25,7 +25,8 @@ def explain(error: msgspec.ValidationError, body: str) -> APIError:
         text = str(error)
         missing = re.search("missing required field `(.*)`", text)
         return APIError(400, _in_words(text), param=missing[1] if missing else None)
-    is_key, path = where.startswith("`key`"), where.rpartition("`$")[2].rstrip("`").lstrip(".")
+    is_key = where.startswith("`key`")
+    path = where.rpartition("`$")[2].rstrip("`").lstrip(".")
     param = re.split(r"[.\[]", path)[0] or None
     text = _in_words(text)
     if text.startswith("Expected "):

@@ -14,7 +14,9 @@ from jaxserve.server.http.keys import ApiKey
 
 _HASHED = 2**16  # cells of a front for names that are not known beforehand; see SharedCounts
 _BYTES = 8  # of a cell, a signed number
-CONNECTIONS, BODY_BYTES, STREAMS = "connections", "body_bytes", "streams"
+CONNECTIONS = "connections"
+BODY_BYTES = "body_bytes"
+STREAMS = "streams"
 BEATS = "beats"  # grows while a front's event loop turns
 LIMITED_PATHS = "/profile", "/reset_prefix_cache"  # their "counts" add up to the time of the latest call
 KNOWN = "known"  # what a front knows of the engine; see `ServerState.all_fronts_know`
@@ -70,7 +72,9 @@ class SharedCounts(Counts):
 
     def __init__(self, path: str, names: Sequence[str], row: int, rows: int):
         self._cells = {name: number for number, name in enumerate(names)}
-        self._row, self._rows, self._width = row, rows, len(names) + _HASHED
+        self._row = row
+        self._rows = rows
+        self._width = len(names) + _HASHED
         self._secret = hashlib.sha256(path.encode()).digest()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = rows * self._width * _BYTES

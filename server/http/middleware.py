@@ -161,7 +161,8 @@ class ApiKeys:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self.app(scope, receive, send)
             return
-        headers, monitors = Headers(scope=scope), scope["path"] in MONITOR_PATHS
+        headers = Headers(scope=scope)
+        monitors = scope["path"] in MONITOR_PATHS
         if monitors and find_key(self._monitor_keys, headers) is not None:
             await self.app(scope, receive, send)
             return

@@ -158,7 +158,10 @@ class Handshake(asyncio.Protocol):
     """A connection during its TLS handshake; `connection` takes over after it."""
 
     def __init__(self, connection: Connection, connections: Connections, tls: ssl.SSLContext, seconds: float):
-        self._connection, self._connections, self._tls, self._seconds = connection, connections, tls, seconds
+        self._connection = connection
+        self._connections = connections
+        self._tls = tls
+        self._seconds = seconds
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         ticket = self._connections.enter(transport)

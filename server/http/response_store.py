@@ -47,7 +47,8 @@ class EventLog:
         while True:
             changed = self._changed
             if place < len(self._events):
-                events, place = self._events[place:], len(self._events)
+                events = self._events[place:]
+                place = len(self._events)
                 yield b"".join(events)
             elif self._is_closed:
                 return
@@ -87,7 +88,8 @@ class ResponseStore:
     """The latest responses, bounded in number and in bytes. Only the key that made a response can get it."""
 
     def __init__(self, limit: int, max_bytes: int = MAX_STORED_BYTES):
-        self._limit, self._max_bytes = limit, max_bytes
+        self._limit = limit
+        self._max_bytes = max_bytes
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._by_item: dict[str, str] = {}  # id of an output item -> id of its response
         self._bytes = 0

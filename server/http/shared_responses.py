@@ -79,7 +79,8 @@ class SharedResponseStore(ResponseStore):
             while count > self._limit or total > self._max_bytes:
                 ((oldest, size),) = self.run("SELECT name, size FROM responses ORDER BY rowid LIMIT 1")
                 self._delete(oldest)
-                count, total = count - 1, total - size
+                count = count - 1
+                total = total - size
 
     def get(self, name: str, owner: ApiKey | None, param: str | None = None) -> StoredResponse:
         rows = self.run(
@@ -155,7 +156,8 @@ class SharedEventLog(EventLog):
 
     def __init__(self, store: SharedResponseStore, name: str):
         super().__init__()
-        self._store, self._name = store, name
+        self._store = store
+        self._name = name
         self._count = 0
 
     @property

@@ -77,7 +77,9 @@ class EventStream(Response):
         keep_alive: float = KEEP_ALIVE_SECONDS,
     ):
         self.events = events
-        self._closing, self._on_error, self._keep_alive = closing, on_error, keep_alive
+        self._closing = closing
+        self._on_error = on_error
+        self._keep_alive = keep_alive
         self._sent = False  # whether an event was sent in the current keep-alive interval
         self.background = None
 

@@ -76,7 +76,8 @@ class ServerState:
     connections: Connections = field(init=False)
 
     def __post_init__(self) -> None:
-        settings, counts = self.settings, self.counts
+        settings = self.settings
+        counts = self.counts
         self.responses = ResponseStore(settings.max_stored_responses)
         self.connections = Connections(settings.max_connections, settings.max_connections_per_address, counts)
         self.connections.refused = self.metrics.rejections.inc
@@ -119,7 +120,8 @@ class ServerState:
 
     def check_model(self, name: str | None) -> ServedAdapter | None:
         """The LoRA adapter of this name; None for the model itself. Raises APIError (404) for other names."""
-        names, adapters = self.settings.model_names, self.client.adapters
+        names = self.settings.model_names
+        adapters = self.client.adapters
         if name is None or name in names:
             return None
         if name in adapters:
@@ -241,7 +243,8 @@ def _in_turns(texts: list[str]) -> Iterator[list[str]]:
     for text in texts:
         if some and size + len(text) > _TURN:
             yield some
-            some, size = [], 0
+            some = []
+            size = 0
         some.append(text)
         size += len(text)
     if some:

@@ -253,7 +253,8 @@ class EngineClient:
         if self.error is not None:
             raise self._dead()
         if self._pool is None or (self._pool.done() and now - self._pool_asked >= POOL_SECONDS):
-            self._pool, self._pool_asked = asyncio.get_running_loop().create_future(), now
+            self._pool = asyncio.get_running_loop().create_future()
+            self._pool_asked = now
             self._send(messages.AskPool())
         return await asyncio.shield(self._pool)
 
@@ -304,7 +305,8 @@ class EngineClient:
                 if (done := self._tickets.get(ticket)) is not None and not done.done():
                     done.set_result(message)
             case messages.Ready():
-                self.info, self.error = message, None
+                self.info = message
+                self.error = None
                 self.adapters = {adapter.name: adapter for adapter in message.adapters}
                 self.on_ready(message)
                 self._ready.set()

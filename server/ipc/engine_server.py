@@ -285,7 +285,8 @@ class EngineServer:
 
     def _add(self, engine: EngineLike, front: ConnectedFront, submit: messages.Submit) -> None:
         """Adds all requests of a message to the engine, or none. The front's number makes their ids unique."""
-        name, prefix = submit.first.request_id, f"{front.number}/"
+        name = submit.first.request_id
+        prefix = f"{front.number}/"
         try:
             if self._draining:
                 raise QueueFullError("the engine is shutting down")

@@ -72,7 +72,8 @@ class UpdateStream:
             await self._change()
         if self._error is not None:
             raise self._error
-        updates, self._updates = self._updates, []
+        updates = self._updates
+        self._updates = []
         return updates
 
     async def take(self) -> list[SequenceUpdate]:
@@ -81,7 +82,8 @@ class UpdateStream:
             await self._change()
         if not self._updates and self._error is not None:
             raise self._error
-        updates, self._updates = self._updates, []
+        updates = self._updates
+        self._updates = []
         return updates
 
     async def _change(self) -> None:

@@ -56,7 +56,8 @@ class WeightChanges:
     """
 
     def __init__(self, engine: Any, served: messages.ServedWeights):
-        self.running, self.served = False, served
+        self.running = False
+        self.served = served
         self._engine, self._weights = engine, getattr(engine, "weights", None)
         self._most = getattr(getattr(engine, "config", None), "max_waiting", None) or MAX_HELD
         self._asked: _Asked | None = None
@@ -105,7 +106,8 @@ class WeightChanges:
 
     def _check(self, asked: messages.UpdateWeights, then: Callable[[UpdateChecked], object]) -> None:
         assert self._weights is not None
-        path, found = Path(asked.path), None
+        path = Path(asked.path)
+        found = None
         try:
             self._reader.check_headers(path)
             with contents_of(path):
@@ -148,7 +150,8 @@ class WeightChanges:
             answer = _failure(asked.message, QueueFullError("requests were still running when the time was over"))
         self._asked = None
         asked.front.send(answer)
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         return held
 
     def _make(self, message: WeightChange) -> messages.ChangeDone:
@@ -161,7 +164,8 @@ class WeightChanges:
                 case messages.WakeUp():
                     self._weights.wake_up()
                 case messages.UpdateWeights():
-                    digest, updates = self._weights.update(Path(message.path)), self.served.updates + 1
+                    digest = self._weights.update(Path(message.path))
+                    updates = self.served.updates + 1
                     self.served = messages.ServedWeights(message.version or str(updates), updates, message.path, digest)
         except Exception as error:
             return _failure(message, error)

@@ -25,7 +25,9 @@ class Access:
     def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None, front: int | None = None):
         """`front`: the number of this front if the server has several; None: lines do not name it."""
         self.app = app
-        self._model, self._log_lines, self._tracer = model, log_lines, tracer
+        self._model = model
+        self._log_lines = log_lines
+        self._tracer = tracer
         self._more = {} if front is None else {"front": front}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,5 +63,6 @@ class Access:
 
 def log_to_stdout() -> None:
     """Sends the access log to standard output, one JSON object a line. Lines are dropped if nobody reads them."""
-    log.handlers, log.propagate = [OutputHandler(Output(1), "%(message)s")], False
+    log.handlers = [OutputHandler(Output(1), "%(message)s")]
+    log.propagate = False
     log.setLevel(logging.INFO)

@@ -221,7 +221,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics that come from the engine's statistics. prometheus_client calls this method."""
-        stats, totals = self.totals.stats, self.totals
+        stats = self.totals.stats
+        totals = self.totals
         for name, kind, text, field in _FROM_STATS:
             yield self._family(kind, name, text, getattr(stats, field))
         yield self._family(
@@ -327,8 +328,10 @@ class RequestTimes:
     """
 
     def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int, adapter: str = ""):
-        self._metrics, self.adapter = metrics, adapter
-        self.params, self.num_prompt_tokens = params, num_prompt_tokens
+        self._metrics = metrics
+        self.adapter = adapter
+        self.params = params
+        self.num_prompt_tokens = num_prompt_tokens
         self.arrival = self.latest = time.monotonic()
         self.queued = 0.0
         self.first: float | None = None
@@ -351,7 +354,8 @@ class RequestTimes:
         if count == 0:
             return
         if self.first is None:
-            self.first, self.queued = now, queued
+            self.first = now
+            self.queued = queued
             self._metrics.ttft.observe(now - self.arrival)
         if (last := self._last.get(index)) is not None:
             self._metrics.itl.observe((now - last) / count)

@@ -32,7 +32,8 @@ class Recorder:
         self._settings, self._processor = records.settings_of(config), records.processor_name()
         self._draws_seeds = not config.deterministic
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._max_bytes, self._full = max_bytes, False
+        self._max_bytes = max_bytes
+        self._full = False
         self._lines = Lines(self._file)
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
@@ -69,7 +70,8 @@ class RecordedRequests:
     """What has been generated so far for the prompts of one HTTP request."""
 
     def __init__(self, recorder: Recorder, requests: Sequence[Request]):
-        self._recorder, self._requests = recorder, {request.request_id: request for request in requests}
+        self._recorder = recorder
+        self._requests = {request.request_id: request for request in requests}
         self._outputs: dict[str, dict[int, Output]] = {request.request_id: {} for request in requests}
         self._logprobs: dict[tuple[str, int], list[TokenLogprob | None]] = {}
         self._prompts: dict[str, str] = {}

@@ -161,7 +161,8 @@ def _first(error: Exception) -> Exception:
 
 
 async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path, file: FileIO, left: set[str]) -> None:
-    client, output = EngineClient(), BatchOutput(file)
+    client = EngineClient()
+    output = BatchOutput(file)
     dummy = config.load_format == "dummy"
     settings = ServerSettings(model_names=(config.model,))
     state = ServerState(settings, client, Metrics(settings.model_name))
@@ -252,7 +253,8 @@ async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
         "client": ("batch", 0),
     }
     incoming = iter([{"type": "http.request", "body": payload, "more_body": False}])
-    status, parts = 500, []
+    status = 500
+    parts = []
 
     async def receive() -> dict[str, Any]:
         for message in incoming:

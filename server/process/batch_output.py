@@ -25,7 +25,8 @@ class BatchOutput:
         self._lines.append(line)
         async with self._turn:
             if self._lines and self._error is None:  # otherwise the write before this one has included the line
-                lines, self._lines = self._lines, []
+                lines = self._lines
+                self._lines = []
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"".join(lines))
                 except OSError as error:

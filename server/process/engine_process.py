@@ -50,7 +50,9 @@ class EngineProcess:
     `early`: a process that `jaxserve.start` has started, which waits to be told what to load."""
 
     def __init__(self, config: EngineConfig, engine_class: str, early: subprocess.Popen[bytes] | None = None):
-        self._config, self._engine_class, self._early = config, engine_class, early
+        self._config = config
+        self._engine_class = engine_class
+        self._early = early
         self._folder, self._weights = SocketFolder(), ServedWeights()
         self.start()
 
@@ -67,7 +69,8 @@ class EngineProcess:
         """Starts the process; an earlier one must have ended. Linux ends it when the calling thread ends."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.socket_path)
-        early, self._early = self._early, None
+        early = self._early
+        self._early = None
         self._process = early or subprocess.Popen(
             entry.command(ENGINE), stdin=subprocess.PIPE, env=entry.child_environment()
         )

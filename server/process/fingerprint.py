@@ -18,7 +18,9 @@ from jaxserve.server.ipc.messages import Ready
 # Settings that say where something is. Adapters have names of their own, and `max_waiting` is the server's.
 _PLACES = {"tokenizer", "revision", "bundle_key_file", "kv_offload_dir", "lora_modules", "max_waiting"}
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
-_SAMPLES, _SAMPLE_BYTES = 16, 2**16  # samples per file: they tell weights apart, far faster than reading whole files
+# samples per file: they tell weights apart, far faster than reading whole files
+_SAMPLES = 16
+_SAMPLE_BYTES = 2**16
 
 
 def fingerprint(

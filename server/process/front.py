@@ -76,7 +76,9 @@ class HttpOptions:
             config.load()
         except OSError as error:
             raise ValueError(f"cannot use the certificate {self.ssl_certfile}: {error}") from error
-        tls, config.ssl = config.ssl, None  # `accept` does the handshakes, so that it can count them
+        # `accept` does the handshakes, so that it can count them
+        tls = config.ssl
+        config.ssl = None
         config.http_protocol_class = functools.partial(  # type: ignore[assignment]
             accept, connections=state.connections, client_timeout=self.client_timeout, tls=tls
         )

@@ -39,7 +39,8 @@ CANNOT_GO_ON = 3  # exit code after an error that other fronts would meet, too
 BEAT_SECONDS = 1.0  # between two beats of the event loop
 _AGAIN_SECONDS = 0.1  # before another attempt to reach an engine
 _PATIENCE = 10.0  # seconds that a front which replaces another one leaves to the others before it listens
-_COUNTS, _RESPONSES = "counts", "responses.sqlite"
+_COUNTS = "counts"
+_RESPONSES = "responses.sqlite"
 
 
 class FrontLaunch(msgspec.Struct, kw_only=True):

@@ -50,7 +50,8 @@ def serve_fronts(launch: FrontLaunch, process: EngineProcess) -> str | None:
 
 class _Fronts:
     def __init__(self, launch: FrontLaunch, engine: EngineProcess):
-        self._launch, self._engine = launch, engine
+        self._launch = launch
+        self._engine = engine
         self._settings = launch.server_settings()
         self._counts, self._responses = launch.counts(), launch.responses()
         self._totals = EngineTotals(front_restarts=0)
@@ -102,8 +103,10 @@ class _Fronts:
 
     async def _keep_engine(self) -> None:
         """Waits for the engine to load, then supervises it."""
-        client, settings = self._client, self._settings
-        client.on_stats, client.watches = self._on_stats, True
+        client = self._client
+        settings = self._settings
+        client.on_stats = self._on_stats
+        client.watches = True
         await client.connect(self._engine.socket_path, self._engine.runs)
         await client.wait_ready()
         supervisor = Supervisor(
@@ -131,7 +134,8 @@ class _Fronts:
 
     async def _keep(self, number: int) -> None:
         """Starts a front, and another one whenever it has ended, until the server ends."""
-        attempts, again = 0, False
+        attempts = 0
+        again = False
         while not self._ended.is_set():
             process = self._processes[number] = await self._start(number, again)
             if self._ended.is_set():
@@ -165,12 +169,14 @@ class _Fronts:
     async def _watch(self, number: int, process: asyncio.subprocess.Process) -> int:
         """Waits for a front to end, and returns its exit code. Kills it if its event loop stands still for too long,
         counted in turns of this one's, so that a machine that sleeps is not mistaken for it."""
-        beats, still = 0, 0
+        beats = 0
+        still = 0
         while True:
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(process.wait(), _LOOK_SECONDS)
             now = self._counts.each(BEATS)[number]
-            still, beats = still + 1 if now == beats else 0, now
+            still = still + 1 if now == beats else 0
+            beats = now
             if beats and 0 < self._settings.watchdog_seconds < still * _LOOK_SECONDS:
                 log.error("front %d has stood still for %d s", number, still)
                 process.kill()

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "jaxserve-"
-_LOCK, _SOCKET, _SHARED = "lock", "engine.sock", "shared"
+_LOCK = "lock"
+_SOCKET = "engine.sock"
+_SHARED = "shared"
 _LONGEST = 100  # bytes of a socket's path; operating systems allow 104 to 108
 
 

@@ -33,8 +33,11 @@ class Supervisor:
         watchdog: float,
         on_restart: Callable[[], None] = lambda: None,
     ):
-        self._client, self._process, self._on_restart = client, process, on_restart
-        self._restarts, self._watchdog = restarts, watchdog
+        self._client = client
+        self._process = process
+        self._on_restart = on_restart
+        self._restarts = restarts
+        self._watchdog = watchdog
         self._deaths: deque[float] = deque()  # seconds of the event loop's clock
 
     async def run(self) -> None:
@@ -53,7 +56,8 @@ class Supervisor:
 
     async def _start_again(self) -> None:
         """Ends the engine's process and starts another. If that one dies too, the next call handles it."""
-        client, now = self._client, asyncio.get_running_loop().time()
+        client = self._client
+        now = asyncio.get_running_loop().time()
         while self._deaths and now - self._deaths[0] > RESTART_WINDOW:
             self._deaths.popleft()
         self._deaths.append(now)

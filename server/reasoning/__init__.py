@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from jaxserve.text.detokenizer import StopStrings
 
-OPENING, CLOSING = "<think>", "</think>"
+OPENING = "<think>"
+CLOSING = "</think>"
 
 
 class Splitter:
@@ -78,13 +79,15 @@ class Splitter:
             self._state = "after" if self._buffer else "closing"
         if self._state != "after":
             return reasoning, ""
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         return reasoning, rest
 
     def finish(self, is_cut: bool = False) -> tuple[str, str]:
         """Ends the text; returns (reasoning, rest) that was held back. If the limit of tokens cut the text (`is_cut`),
         half a mark is neither."""
-        held, self._buffer = _without_mark(self._buffer, is_cut), ""
+        held = _without_mark(self._buffer, is_cut)
+        self._buffer = ""
         if self.reasons:
             return held.rstrip() if self._begun else held.strip(), ""
         return "", self._unwrapper.push(held) + self._unwrapper.finish(is_cut) if self._unwrapper else held
@@ -133,17 +136,21 @@ class Unwrapper:
         if self._state == "begin":
             self._begin()
         if self._state == "opened" and (rest := self._buffer.lstrip()):
-            self._state, self._buffer = "inside", rest
+            self._state = "inside"
+            self._buffer = rest
         shown = self._inside() if self._state == "inside" else ""
         if self._state == "closed" and (rest := self._buffer.lstrip()):
-            self._state, self._buffer = "plain", rest
+            self._state = "plain"
+            self._buffer = rest
         if self._state == "plain":
-            shown, self._buffer = shown + self._buffer, ""
+            shown = shown + self._buffer
+            self._buffer = ""
         return shown
 
     def finish(self, is_cut: bool = False) -> str:
         """Ends the text; returns what was held back; see Splitter.finish."""
-        held, self._buffer = _without_mark(self._buffer, is_cut), ""
+        held = _without_mark(self._buffer, is_cut)
+        self._buffer = ""
         return held if self._state in ("begin", "inside") else ""
 
     def _begin(self) -> None:
@@ -160,7 +167,8 @@ class Unwrapper:
         assert self._closing is not None
         before, found, after = self._buffer.partition(self._closing)
         if found:
-            self._state, self._buffer = "closed", after
+            self._state = "closed"
+            self._buffer = after
             return before.rstrip()
         held = max((n for n in range(1, len(self._closing)) if before.endswith(self._closing[:n])), default=0)
         shown = before[: len(before) - held].rstrip()

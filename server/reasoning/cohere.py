@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from jaxserve.server.reasoning import Splitter, ends_inside
 
-OPENING, CLOSING = "<|START_THINKING|>", "<|END_THINKING|>"
+OPENING = "<|START_THINKING|>"
+CLOSING = "<|END_THINKING|>"
 
 
 class CohereSplitter(Splitter):
-    openings, closings = (OPENING,), (CLOSING,)
+    openings = (OPENING,)
+    closings = (CLOSING,)
     followers = ("<|START_ACTION|>", "<|START_RESPONSE|>", "<|START_TEXT|>")
     wrappings = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
 

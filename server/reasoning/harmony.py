@@ -37,7 +37,8 @@ class HarmonySplitter(Splitter):
 
     def __init__(self, inside: Message | None):
         super().__init__(inside=inside is not None and inside.is_reasoning)
-        self._inside, self.is_framed = inside, inside is None
+        self._inside = inside
+        self.is_framed = inside is None
         self._reader = MessageReader(inside)
         self._reasoning, self._content = Joined(), Joined()
 

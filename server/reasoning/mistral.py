@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from jaxserve.server.reasoning import Splitter, ends_inside
 
-OPENING, CLOSING = "[THINK]", "[/THINK]"
+OPENING = "[THINK]"
+CLOSING = "[/THINK]"
 
 
 class MistralSplitter(Splitter):
-    openings, closings = (OPENING,), (CLOSING,)
+    openings = (OPENING,)
+    closings = (CLOSING,)
 
 
 def matches(template: str) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from jaxserve.server.reasoning import Splitter, ends_inside
 
-OPENING, CLOSING = "<seed:think>", "</seed:think>"
+OPENING = "<seed:think>"
+CLOSING = "</seed:think>"
 REMARK = "<seed:cot_budget_reflect>"
 
 
 class SeedSplitter(Splitter):
-    openings, closings = (OPENING,), (CLOSING,)
+    openings = (OPENING,)
+    closings = (CLOSING,)
 
 
 def matches(template: str) -> bool:

@@ -88,7 +88,9 @@ class CountTokensRequest(EngineFields, kw_only=True):
         for position, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{position}]")
         tools, _ = functions_of(self.tools or ())
-        choice, thinking, output = self.tool_choice, self.thinking or Thinking(""), self.output_config or OutputConfig()
+        choice = self.tool_choice
+        thinking = self.thinking or Thinking("")
+        output = self.output_config or OutputConfig()
         last = messages[-1] if messages else None
         return ChatRequest(
             model=self.model,
@@ -141,7 +143,9 @@ def _messages(message: ClaudeMessage, where: str) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
-    texts, thoughts, calls = [], [], []
+    texts = []
+    thoughts = []
+    calls = []
     for block in message.content:
         if block.type == "tool_result" and message.role == "user":
             text = "" if block.content is None else _text(block.content, where)

@@ -53,7 +53,8 @@ def functions_of(tools: Sequence[ClaudeTool]) -> tuple[list[Tool], list[str]]:
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")
-    functions, notices = [], []
+    functions = []
+    notices = []
     for tool in tools:
         dated = _DATED.fullmatch(tool.type or "")
         defined = _DEFINED.get(dated[1]) if dated else None

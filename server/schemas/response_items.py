@@ -164,7 +164,8 @@ class Reader:
         self.messages.append(Message("assistant", reasoning=self._take_reasoning()))
 
     def _take_reasoning(self) -> str | None:
-        reasoning, self._reasoning = self._reasoning or None, ""
+        reasoning = self._reasoning or None
+        self._reasoning = ""
         return reasoning
 
 

@@ -206,7 +206,8 @@ def shell_action(arguments: str) -> dict[str, Any]:
         "command": [str(part) for part in command] if isinstance(command, list) else [],
         "env": {},
     }
-    directory, timeout = given.get("working_directory"), given.get("timeout_ms")
+    directory = given.get("working_directory")
+    timeout = given.get("timeout_ms")
     action["working_directory"] = directory if isinstance(directory, str) else None
     action["timeout_ms"] = timeout if isinstance(timeout, int) else None
     return action

@@ -86,7 +86,8 @@ class ToolParser:
         self.buffer += text
         while self.buffer and self.state():
             pass
-        out, self._out = self._out, Parsed()
+        out = self._out
+        self._out = Parsed()
         return out
 
     def finish(self, is_cut: bool = False) -> Parsed:
@@ -101,7 +102,8 @@ class ToolParser:
             self.at_end()
         if self._gap is None or not self.num_calls:
             self._out.add(self._space + (self._gap or ""))
-        out, self._out = self._out, Parsed()
+        out = self._out
+        self._out = Parsed()
         return out
 
     def outside(self) -> bool:
@@ -160,10 +162,12 @@ class ToolParser:
         found = [(place, mark) for mark in marks if (place := self.buffer.find(mark)) >= 0]
         if found:
             place, mark = min(found)
-            before, self.buffer = self.buffer[:place], self.buffer[place + len(mark) :]
+            before = self.buffer[:place]
+            self.buffer = self.buffer[place + len(mark) :]
             return before, mark
         place = len(self.buffer) - begun_mark(self.buffer, marks)
-        before, self.buffer = self.buffer[:place], self.buffer[place:]
+        before = self.buffer[:place]
+        self.buffer = self.buffer[place:]
         return before, None
 
     def content_until(self, *marks: str) -> str | None:
@@ -176,7 +180,10 @@ class ToolParser:
 
     def begin_json(self, raw: str = "") -> None:
         """Makes `json_call` the next state. `raw`: the marks before the call, which become content if none follows."""
-        self._scanner, self._raw, self._sent, self.state = CallScanner(), raw, None, self.json_call
+        self._scanner = CallScanner()
+        self._raw = raw
+        self._sent = None
+        self.state = self.json_call
 
     def accepts(self, name: str) -> bool:
         """Whether an object with this name is taken for a call."""
@@ -208,7 +215,8 @@ class ToolParser:
         if scanner.bad or (scanner.name is not None and not accepted):
             if self._sent is None:
                 self.content(self._raw)
-            self._scanner, self.state = None, self.outside
+            self._scanner = None
+            self.state = self.outside
             return True
         if scanner.done:
             self._scanner = None
@@ -218,7 +226,8 @@ class ToolParser:
     def begin_named(self, name: str) -> None:
         """Begins a call and makes `json_value` the next state, which takes its arguments, a JSON object."""
         self.begin_call(name)
-        self._value, self.state = ValueScanner(), self.json_value
+        self._value = ValueScanner()
+        self.state = self.json_value
 
     def json_value(self) -> bool:
         """State: inside the arguments of a call whose name is known."""

@@ -95,7 +95,8 @@ class StringReader:
         place = 0
         while (found := _CHARACTER.match(self._unread, place)) is not None:
             place = found.end()
-        shown, self._unread = self._unread[:place], self._unread[place:]
+        shown = self._unread[:place]
+        self._unread = self._unread[place:]
         return json.loads(f'"{shown}"', strict=False)
 
     def finish(self) -> str:

@@ -35,27 +35,32 @@ class JSONListParser(ToolParser):
     def outside(self) -> bool:
         mark = self.content_until(*self.openings, *self.closings)
         if mark in self.openings:
-            self._before, self.state = mark, self.items
+            self._before = mark
+            self.state = self.items
         return mark is not None
 
     def items(self) -> bool:
         """State: after the opening, or between the objects of a list."""
         place = len(self.buffer) - len(self.buffer.lstrip(" \t\r\n,["))
-        self._before, self.buffer = self._before + self.buffer[:place], self.buffer[place:]
+        self._before = self._before + self.buffer[:place]
+        self.buffer = self.buffer[place:]
         if self.buffer.startswith("{"):
             self.begin_json(raw=self._before)
         elif self.buffer.startswith("]"):
-            self.buffer, self.state = self.buffer[1:], self.outside
+            self.buffer = self.buffer[1:]
+            self.state = self.outside
         elif self.buffer:
             self._give_up()
         return bool(self.buffer)
 
     def after_json(self) -> None:
-        self._before, self.state = "", self.items
+        self._before = ""
+        self.state = self.items
 
     def _give_up(self) -> None:
         self.content(self._before)
-        self._before, self.state = "", self.outside
+        self._before = ""
+        self.state = self.outside
 
     def at_end(self) -> None:
         if self.state == self.items and self._before.strip(" \t\r\n,["):

@@ -83,7 +83,8 @@ class CallScanner:
 
         Stops at the end of the name, so that what the caller does with the name cannot depend on how the text is cut.
         """
-        position, unnamed = 0, self.name is None
+        position = 0
+        unnamed = self.name is None
         while position < len(text) and not self.done and not self.bad and (self.name is None) is unnamed:
             if self._state in ("key", "value"):
                 position += self._read(text[position:])
@@ -94,7 +95,9 @@ class CallScanner:
 
     def close(self) -> None:
         """Accepts an unclosed object as complete."""
-        self.done, self.bad, self.unclosed = True, False, False
+        self.done = True
+        self.bad = False
+        self.unclosed = False
         self.arguments = self.arguments or "{}"
 
     def _between(self, char: str) -> None:
@@ -110,7 +113,8 @@ class CallScanner:
             case "after", ",":
                 self._state = "next key"
             case "after" | "first key", "}":
-                self.done, self.bad = self.name is not None, self.name is None
+                self.done = self.name is not None
+                self.bad = self.name is None
                 self.arguments = self.arguments or "{}"
             case _:
                 self.bad = True

@@ -43,7 +43,9 @@ class KeyedParser(ToolParser):
 
     def begin_arguments(self, name: str) -> None:
         """Begins a call of the function `name` and makes `between` the next state."""
-        self._name, self._count, self.state = name, 0, self.between
+        self._name = name
+        self._count = 0
+        self.state = self.between
         self.begin_call(name)
         self.arguments("{")
 
@@ -71,7 +73,8 @@ class KeyedParser(ToolParser):
         self.state = self.value_begins if self.line_breaks else self.value
 
     def value_begins(self) -> bool:
-        self.buffer, self.state = self.buffer.removeprefix("\n"), self.value
+        self.buffer = self.buffer.removeprefix("\n")
+        self.state = self.value
         return True
 
     def value(self) -> bool:
@@ -80,7 +83,8 @@ class KeyedParser(ToolParser):
             return False
         text, _ = self.take_until(self.value_end)
         if self.line_breaks and not ended and text.endswith("\n"):
-            text, self.buffer = text[:-1], "\n" + self.buffer
+            text = text[:-1]
+            self.buffer = "\n" + self.buffer
         if ended:
             text = text.removesuffix("\n") if self.line_breaks else text
             self.state = self.between
@@ -124,7 +128,8 @@ def arguments_syntax(
     """
     if not function.is_strict or function.is_open:
         return free
-    end, expressions = quoted(value_end), []
+    end = quoted(value_end)
+    expressions = []
     for key, schema in function.properties.items():
         schema = schema if isinstance(schema, dict) else {}
         if schema.get("type") == "string" and isinstance(schema.get("enum"), list):

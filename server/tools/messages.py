@@ -16,8 +16,13 @@ import msgspec
 
 from jaxserve.text.detokenizer import StopMatcher, StopStrings
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+CONSTRAIN = "<|constrain|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
 FUNCTIONS = "functions."
 FRAME = (  # the marks that grammars use, by name
     ("begin", START), ("channel", CHANNEL), ("message", MESSAGE), ("constrain", CONSTRAIN), ("end", END),
@@ -110,21 +115,26 @@ class MessageReader:
         is_text = "<|" not in self._buffer and self._buffer.strip() and not self._is_named
         if self.message is None and is_text and not is_cut:
             self._begin(Message())
-        held, self._buffer = self._buffer, ""
+        held = self._buffer
+        self._buffer = ""
         if self.message is None:
             return []
         return [Part(self.message, "" if is_cut else held, self._take_before(), self._is_new, ends=not is_cut)]
 
     def rest(self) -> str:
         """Ends the text; returns all that no part has had."""
-        held, self._buffer = self._buffer, ""
+        held = self._buffer
+        self._buffer = ""
         return self._take_before() + held
 
     def _begin(self, message: Message) -> None:
-        self.message, self._is_new, self._is_named = message, True, False
+        self.message = message
+        self._is_new = True
+        self._is_named = False
 
     def _take_before(self) -> str:
-        before, self._before = self._before, ""
+        before = self._before
+        self._before = ""
         return before
 
     def _header(self) -> bool:
@@ -142,7 +152,8 @@ class MessageReader:
             return True
         if not mark:
             return False
-        header, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
+        header = self._buffer[:place]
+        self._buffer = self._buffer[place + len(mark) :]
         self._before += header + mark
         if mark == MESSAGE:
             self._begin(Message.read(header))
@@ -157,13 +168,15 @@ class MessageReader:
         if not mark:
             held = (n for end in _ENDS for n in range(1, len(end)) if self._buffer.endswith(end[:n]))
             place = len(self._buffer) - max(held, default=0)
-        text, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
+        text = self._buffer[:place]
+        self._buffer = self._buffer[place + len(mark) :]
         if text or mark or self._is_new:
             parts.append(Part(self.message, text, self._take_before(), self._is_new, ends=bool(mark)))
             self._is_new = False
         if mark:
             self._before = mark
-            self.message, self._is_named = None, mark == START
+            self.message = None
+            self._is_named = mark == START
         return bool(mark)
 
 
@@ -173,7 +186,8 @@ class Joined:
     separator: ClassVar[str] = "\n\n"
 
     def __init__(self) -> None:
-        self._is_empty, self._is_due = True, False
+        self._is_empty = True
+        self._is_due = False
 
     def add(self, part: Part) -> str:
         """The text that the part adds."""

@@ -16,7 +16,8 @@ from jaxserve.scheduling.sampler import Sampler
 
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 
-ROWS, RANK = 32, 16
+ROWS = 32
+RANK = 16
 PRODUCTS = 4  # queries, keys and values; attention's output; gate and up; down
 
 
@@ -36,7 +37,9 @@ def compiled(folder, layers: int, places: int, target: tuple[str, str, int] = ("
 
 @pytest.mark.parametrize("places", [32, pytest.param(8, marks=pytest.mark.slow)])
 def test_launches_and_bytes(places, tmp_path):
-    texts, temporaries, pools = [], [], []
+    texts = []
+    temporaries = []
+    pools = []
     for layers in (2, 4):
         runner, program = compiled(tmp_path, layers, places)
         texts.append(program.as_text())
@@ -63,7 +66,8 @@ def test_the_host_waits_nowhere_in_a_mixed_step(tmp_path):
 @pytest.mark.slow
 def test_on_a_tpu(tmp_path):
     """Two kernels for each product, and no copy of the pool."""
-    programs, pools = [], []
+    programs = []
+    pools = []
     for layers in (1, 2):
         runner, program = compiled(tmp_path, layers, 32, ("v6e-1", "mosaic_tpu", 128))
         programs.append(program)

@@ -61,6 +61,7 @@ def test_launches_of_a_layer(name, target, most, tmp_path):
 @pytest.mark.parametrize("name", ["gemma3", "neox", "phi3"])
 def test_compiles_for_tpus(name, tmp_path):
     """A TPU's one program of a bucket can also filter and draw, which takes up to four arrays of a device's logits."""
-    devices, width = 4, 4  # bytes of a float32
+    devices = 4
+    width = 4  # bytes of a float32
     logits = SHAPES["decode"].rows * MODELS[name]["vocab_size"] * width // devices
     assert compiled(tmp_path, name, f"v6e-{devices}", 2).memory_analysis().temp_size_in_bytes < SMALLEST + 4 * logits

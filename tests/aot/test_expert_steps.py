@@ -77,7 +77,8 @@ def test_experts(target, backend, page_size, scheme, model, decode, tmp_path):
     tokens, rows = (16, 16) if decode else (512, 32)
     shape = StepShape.of(tokens, rows, page_size, decode_only=decode)
     compiled = runner.lower(shape).compile()
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
     stacks = {path: w for path, w in params.items() if "experts_" in path and len(w.shape) == 3}
     quantized = {path: w for path, w in stacks.items() if isinstance(w, QuantArray | BlockArray)}
     assert len(quantized) == (0 if scheme == "bf16" else len(stacks))

@@ -22,7 +22,8 @@ from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
-ROWS, VOCAB = 64, 128256
+ROWS = 64
+VOCAB = 128256
 KINDS = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
@@ -109,7 +110,8 @@ def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):
 )
 def test_many_slots_and_long_contexts(tokens, decode, tmp_path):
     """2,048 slots with contexts of 131,072 tokens, whose block tables have 16.8 million entries."""
-    context, slots = 131072, 2048
+    context = 131072
+    slots = 2048
     runner, _ = make_runner(
         tmp_path,
         "h200x1",
@@ -124,7 +126,9 @@ def test_many_slots_and_long_contexts(tokens, decode, tmp_path):
     shape = StepShape.of(tokens, slots, 16, decode_only=decode)
     program = runner.programs.choose(shape, Sampler.FILTERED, 1, scores=False)
     compiled = runner.lower(program).compile()
-    text, memory, cache = compiled.as_text(), compiled.memory_analysis(), PAGES * runner.layout.page_bytes
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    cache = PAGES * runner.layout.page_bytes
     assert host_waits(text) == []
     assert memory.alias_size_in_bytes >= cache
     assert cache_copies(text, cache // 4) == []

@@ -35,7 +35,10 @@ QWEN3_NEXT = {
     "rope_theta": 10000000.0,
     "vocab_size": 151936,
 }
-SLOTS, ROWS, STATE = 67, 32, 32 * 128 * 128 * 4  # bytes of a sequence's matrices in a layer
+# bytes of a sequence's matrices in a layer
+SLOTS = 67
+ROWS = 32
+STATE = 32 * 128 * 128 * 4
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,9 @@ def test_states_stay_in_place(decode, target, page_size, tmp_path):
     )
     shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), page_size, decode_only=decode)
     compiled = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
-    text, memory, mesh = compiled.as_text(), compiled.memory_analysis(), runner.mesh
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    mesh = runner.mesh
     assert target.startswith("v") or host_waits(text) == []
     states = 3 * (SLOTS + 1)
     copies = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{states},.*\bcopy(-start)?\(", line)]

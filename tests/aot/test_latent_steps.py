@@ -55,7 +55,8 @@ def test_latents(target, backend, page_size, scheme, row, decode, tmp_path):
     assert layout.ways(runner.mesh) == 1
     shape = StepShape.of(*((64, 64) if decode else (512, 64)), page_size, decode_only=decode)
     compiled = runner.lower(shape).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
     cache = PAGES * layout.page_bytes
     assert memory.alias_size_in_bytes >= cache
     assert cache_copies(text, cache // LAYERS // 2) == []

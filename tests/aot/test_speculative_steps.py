@@ -24,7 +24,9 @@ from jaxserve.models.load import make_decoder
 from jaxserve.models.weights import abstract_params
 from jaxserve.scheduling.sampler import Sampler
 
-ROWS, PROPOSALS, TOKENS = 64, 4, 384
+ROWS = 64
+PROPOSALS = 4
+TOKENS = 384
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,9 @@ DRAFT_VOCAB = 32000
 
 def with_head(runner, params, backend, page_size):
     """The same runner with an EAGLE-3 draft of the published shape for Llama-3.1-8B."""
-    mesh, target, layout = runner.mesh, runner.model, runner.layout
+    mesh = runner.mesh
+    target = runner.model
+    layout = runner.layout
     shape = read_model_config(HFConfig(LLAMA_8B | {"num_hidden_layers": 1, "vocab_size": DRAFT_VOCAB}))
     like = make_decoder(shape, mesh, jnp.bfloat16, page_size=page_size, kv_dtype=jnp.bfloat16, attention=backend)
     sizes = like.kv_heads, like.vocab_rows, VOCAB, target.vocab_rows

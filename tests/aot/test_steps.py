@@ -47,7 +47,9 @@ LLAMA_8B = {
 }
 LLAMA_70B = {"hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672}
 PASSIVE = ("parameter", "bitcast", "get-tuple-element")
-PAGES, PROMPT_TOKENS = 1031, 1152  # PAGES is prime; numbers that no dimension of a weight has, on any number of devices
+# PAGES is prime; numbers that no dimension of a weight has, on any number of devices
+PAGES = 1031
+PROMPT_TOKENS = 1152
 TARGETS = [
     ("h200x1", "mosaic_gpu", 16),
     ("h200x8", "mosaic_gpu", 16),
@@ -152,7 +154,8 @@ def copied_parameters(text: str, least: int = 1 << 20) -> list[str]:
     """Copies and transposes in a compiled step of weights that have at least so many bytes on a device. TPUs fetch
     weights ahead into their own memory, S(1), which is no copy in the device's."""
     entry = text[text.index("\nENTRY ") :]
-    weights, found = set(), []
+    weights = set()
+    found = []
     line_of = r"%(\S+) = \(?([a-z]+)(\d*)\w*\[([\d,]*)\](\S*) .*?([\w-]+)\(%([\w.-]+)"
     for line in entry.splitlines():
         if match := re.search(r'%(\S+) = .* parameter\(.*op_name="arrays\[', line):
@@ -201,7 +204,9 @@ def _is_widened(w: QuantArray) -> bool:
 
 def check(runner: ModelRunner, shape: StepShape, layers: int, params: dict) -> None:
     compiled = runner.lower(shape).compile()
-    memory, text, devices = compiled.memory_analysis(), compiled.as_text(), runner.mesh.size
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    devices = runner.mesh.size
     cache = runner.layout.num_pages * runner.layout.page_bytes // devices
     assert memory.alias_size_in_bytes >= cache
     assert cache_copies(text, cache // layers // 2) == []

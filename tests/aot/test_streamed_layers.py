@@ -83,9 +83,11 @@ def test_what_a_tpu_cannot_copy_from_the_host_is_refused(target, dtype):
 )
 def test_programs(target, scheme, step, tmp_path):
     """A layer's program takes the weights of one layer, and updates its cache in place; the others take none of it."""
-    runner, shape = streaming_runner(tmp_path, target, scheme), SHAPES[step]
+    runner = streaming_runner(tmp_path, target, scheme)
+    shape = SHAPES[step]
     assert len(runner.kinds) == 1
-    layer, layout = runner.layers[0].device_bytes, runner.layout
+    layer = runner.layers[0].device_bytes
+    layout = runner.layout
     array = layout.abstract(runner.mesh)[0].data  # has the pages of all layers
     pages, cache = (x // layout.ways(runner.mesh) for x in (stored_bytes(array), array.size))
     of_layer = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=0)).compile()

@@ -25,7 +25,8 @@ def no_compilation_cache():
 def shared(monkeypatch) -> list[int]:
     """Bytes of shared memory of each Triton kernel that is compiled."""
     library = pytest.importorskip("jax_triton.triton_lib", reason="jax-triton is not installed")
-    result, found = library.CompilationResult, []
+    result = library.CompilationResult
+    found = []
 
     def record(*args, **options):
         made = result(*args, **options)

@@ -13,7 +13,10 @@ from test_steps import cache_copies, make_runner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
-LAYERS, CONTEXT, SLOTS, PAGE = 2, 131_072, 2048, 128
+LAYERS = 2
+CONTEXT = 131_072
+SLOTS = 2048
+PAGE = 128
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,8 @@ def body_of(text: str, name: str) -> str:
 def check(runner, compiled, *, kernels: int, loops: int) -> None:
     """Bounded temporaries, the cache in place, so many kernels in each layer, and around them so many loops, which
     conditionals with the sampler's costlier parts may add to."""
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
     cache = runner.layout.num_pages * runner.layout.page_bytes // runner.mesh.size
     assert memory.alias_size_in_bytes >= cache
     assert cache_copies(text, cache // LAYERS // 2) == []

@@ -247,7 +247,8 @@ class Size:
 
     def pages(self, needs: Needs, slots: int) -> int:
         """That fit beside these needs, as the engine reckons."""
-        total, layout = target_memory(self.devices[0]), self.layout
+        total = target_memory(self.devices[0])
+        layout = self.layout
         budget = Budget(total, self.settings.memory_utilization, self.weights, slots, memory.RESERVE_BYTES, None, True)
         page = layout.page_size, layout.page_bytes // layout.ways(self.plan.mesh)
         return memory.plan_pages(self.settings, self.plan.longest, *page, budget, needs, layout.groups.windows)[0]
@@ -282,7 +283,8 @@ def in_scheme(plain: dict[str, Any], scheme: str, plan: ModelPlan) -> dict[str, 
 
 def in_blocks_of_fp8(plain: jax.ShapeDtypeStruct) -> QuantArray:
     """DeepSeek-V3's form, after fused matrices were given blocks in common: a scale for 128 inputs of an output."""
-    spec, mesh = plain.sharding.spec, plain.sharding.mesh
+    spec = plain.sharding.spec
+    mesh = plain.sharding.mesh
     *lead, out, inputs = plain.shape
 
     def form(block: int) -> QuantArray:
@@ -311,7 +313,9 @@ def exchanged(text: str) -> dict[str, tuple[int, int]]:
 
 def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: StepShape) -> None:
     """No copy of the cache, no weight dequantized whole, no expert copied or gathered, nothing waits for the host."""
-    text, layers, devices = compiled.as_text(), runner.model.config.num_layers, runner.mesh.size
+    text = compiled.as_text()
+    layers = runner.model.config.num_layers
+    devices = runner.mesh.size
     layout = runner.layout
     cache = layout.num_pages * layout.page_bytes // layout.ways(runner.mesh)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache
@@ -328,7 +332,8 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
     assert copied_parameters(text) == []
     if devices > 1:
         whole = {tuple(sorted(shape)) for w in params.values() for shape in (w.shape, w.shape[-2:]) if len(shape) > 1}
-        groups, hidden = num_groups(runner.mesh), runner.model.config.hidden_size
+        groups = num_groups(runner.mesh)
+        hidden = runner.model.config.hidden_size
         if groups > 1:  # the tokens of all groups may be as many as a weight has rows
             whole -= {tuple(sorted((groups * shape.tokens, hidden)))}
         gathered = re.findall(r"= (?:\()?\w+\[([\d,]+)\]\S* all-gather", text)

@@ -50,10 +50,14 @@ LLAMA_405B = {
     },
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-LAYERS, HIDDEN, VOCAB = 126, 16384, 128256
-STAGES, DEVICES = 2, 8  # devices of a stage
+LAYERS = 126
+HIDDEN = 16384
+VOCAB = 128256
+STAGES = 2
+DEVICES = 8  # devices of a stage
 SCHEME = "fp8-dynamic"  # a scale for each output; products round their inputs with one scale for each token
-LONGEST, PAGES = 32768, 20011
+LONGEST = 32768
+PAGES = 20011
 BF16 = 2
 
 
@@ -88,7 +92,8 @@ class Pipeline:
         self.made = [self._make(i, stage, pages) for i, stage in enumerate(stages)]
 
     def _make(self, number: int, stage: Stage, pages: int) -> Made:
-        plan, settings = self.plan, self.settings
+        plan = self.plan
+        settings = self.settings
         mesh = make_mesh(DEVICES, self.devices[number * DEVICES : (number + 1) * DEVICES])
         facts = settings, plan.model, mesh, plan.dtype, plan.longest, plan.one_page.page_size
         decoder = decoder_and_page(*facts)[0].clone(stage=stage)
@@ -111,9 +116,11 @@ class Pipeline:
 
     def pages(self, made: Made, needs: Needs, shapes: list[StepShape]) -> int:
         """That fit a stage, as the engine reckons: beside all else, arrays are on their way from the stage before."""
-        one_page, total = made.runner.layout, target_memory(self.devices[0])
+        one_page = made.runner.layout
+        total = target_memory(self.devices[0])
         moving = (STAGES + 1) * max(shape.tokens for shape in shapes) * HIDDEN * BF16
-        weights, slots = sum(memory.bytes_by_dtype(made.params).values()), made.runner.slot_bytes + moving
+        weights = sum(memory.bytes_by_dtype(made.params).values())
+        slots = made.runner.slot_bytes + moving
         budget = Budget(total, self.settings.memory_utilization, weights, slots, memory.RESERVE_BYTES, None, True)
         page = one_page.page_size, one_page.device_page_bytes(made.runner.mesh)
         return memory.plan_pages(self.settings, self.plan.longest, *page, budget, needs, one_page.groups.windows)[0]
@@ -150,7 +157,8 @@ def compile_largest(made: Made, shapes: list[StepShape]) -> dict[Any, Any]:
 def check_exchanges(stage: Stage, shape: StepShape, text: str) -> None:
     """Each layer takes two sums of [tokens, hidden], and the embedding one. Sampling takes rows of logits, and little
     beside them. One array of [tokens, hidden] comes from the stage before, or goes to the next one."""
-    found, moved = exchanges(text), shape.tokens * HIDDEN * BF16
+    found = exchanges(text)
+    moved = shape.tokens * HIDDEN * BF16
     print(f"layers {stage.begin} to {stage.end - 1}, {shape}: {dict(found)}", flush=True)
     assert found.pop(("all-reduce", moved)) == 2 * len(stage.layers) + stage.is_first
     arguments, results = in_entry(text, f"bf16[{shape.tokens},{HIDDEN}]")
@@ -197,15 +205,18 @@ def test_what_a_layer_adds(tmp_path):
 
 def test_all_layers_fit(tmp_path):
     """The layers are halved. Beside 24 GiB of weights, each device has room for the cache of three million tokens."""
-    few, whole = Pipeline(tmp_path, 4, PAGES), Pipeline(tmp_path, LAYERS, PAGES)
-    shapes, pages = few.shapes, []
+    few = Pipeline(tmp_path, 4, PAGES)
+    whole = Pipeline(tmp_path, LAYERS, PAGES)
+    shapes = few.shapes
+    pages = []
     plain = abstract_params(whole.plan.decoder, whole.plan.mesh)
     assert sum(math.prod(w.shape) for w in plain.values()) / 1e9 == pytest.approx(405.9, rel=0.001)
     assert [list(made.stage.layers) for made in whole.made] == [list(range(63)), list(range(63, LAYERS))]
     for made, compiled in zip(whole.made, (compile_largest(one, shapes) for one in few.made), strict=True):
         figures = {name: one.memory_analysis() for name, one in compiled.items()}
         needs = needs_of(made.runner.names(shapes), figures)
-        weights, layout = sum(memory.bytes_by_dtype(made.params).values()), made.runner.layout
+        weights = sum(memory.bytes_by_dtype(made.params).values())
+        layout = made.runner.layout
         token = layout.device_page_bytes(made.runner.mesh) // layout.page_size
         pages.append(whole.pages(made, needs, shapes))
         print(

@@ -18,7 +18,9 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verifying import VerifyingRunner
 from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_prompt
 
-SEQS, PROPOSALS, HIDDEN = 64, 15, 4096
+SEQS = 64
+PROPOSALS = 15
+HIDDEN = 4096
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,9 @@ def no_compilation_cache():
 def verifying(folder, target: str, backend: str, page_size: int) -> tuple[VerifyingRunner, list[StepShape]]:
     """A runner that verifies, and its buckets, as of a model of 32 layers."""
     usual, params = make_runner(folder, target, backend, page_size, 2, slots=SEQS)
-    mesh, layout, tree = usual.mesh, usual.layout, unflatten_dict(params, sep="/")
+    mesh = usual.mesh
+    layout = usual.layout
+    tree = unflatten_dict(params, sep="/")
     cost = StepCost(weights=16 * 0.23e-3, token=16 * 1.1e-6)  # of 32 layers on an H200
     shapes = buckets(EngineConfig(model="x", max_num_seqs=SEQS), layout, cost)
     options: Any = {"penalty_rows": 64, "proposals": PROPOSALS, "tokens": shapes[-1].tokens}
@@ -54,7 +58,8 @@ def test_one_step_counts(target, backend, page_size, tmp_path, monkeypatch):
     host, no cache is copied, and no long row is divided. More than two devices add their parts in their own order:
     only the embeddings, of which all parts but one are zero, are left to an all-reduce."""
     runner, shapes = verifying(tmp_path, target, backend, page_size)
-    divided, launch = [], mosaic_gpu_prompt.launch
+    divided = []
+    launch = mosaic_gpu_prompt.launch
 
     def noted(tile, slots, *rest):
         divided.append(slots)
@@ -62,7 +67,8 @@ def test_one_step_counts(target, backend, page_size, tmp_path, monkeypatch):
 
     monkeypatch.setattr(mosaic_gpu_prompt, "launch", noted)
     (step,) = [name for name in runner.names(shapes) if isinstance(name, StepProgram)]
-    tokens, devices = step.shape.tokens, runner.mesh.size
+    tokens = step.shape.tokens
+    devices = runner.mesh.size
     assert tokens == 256
     greedy = [name for name in runner.draft_programs(shapes) if name.sampler == 0 and name.size == SEQS]
     cache = runner.layout.num_pages * runner.layout.page_bytes // devices

@@ -73,7 +73,8 @@ def test_compressed_tensors_with_act_order(file):
     arrays["m.weight_g_idx"] = group.astype(np.int32)
     values = dequantize(read(file, config, arrays, (out, inputs)))
     for j in range(inputs):
-        codes, g = plain.codes[:, j].astype(np.float32), group[j]
+        codes = plain.codes[:, j].astype(np.float32)
+        g = group[j]
         np.testing.assert_array_equal(
             values[:, j], (codes - plain.zero[:, g].astype(np.float32)) * plain.scale[:, g].astype(np.float32)
         )
@@ -83,7 +84,8 @@ def test_compressed_tensors_with_act_order(file):
 
 def test_fp8_blocks_need_not_divide_the_weight(file):
     rng = np.random.default_rng(0)
-    weight, scale = rng.normal(size=(20, 50)).astype(FP8), rng.random((3, 2), np.float32)
+    weight = rng.normal(size=(20, 50)).astype(FP8)
+    scale = rng.random((3, 2), np.float32)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 32]}}
     values = dequantize(read(file, config, {WEIGHT: weight, f"{WEIGHT}_scale_inv": scale}, (20, 50)))
     for i in range(20):
@@ -93,7 +95,8 @@ def test_fp8_blocks_need_not_divide_the_weight(file):
 
 def test_scales_as_powers_of_two(file):
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}}
-    weight, exponent = np.ones((2, 64), FP8), np.array([[127, 130], [0, 254]], np.uint8)
+    weight = np.ones((2, 64), FP8)
+    exponent = np.array([[127, 130], [0, 254]], np.uint8)
     for stored in (exponent, exponent.view(ml_dtypes.float8_e8m0fnu)):
         w = read(file, config, {WEIGHT: weight, f"{WEIGHT}_scale_inv": stored}, (2, 64))
         assert dequantize(w)[:, ::32].tolist() == [[1, 8], [2.0**-127, 2.0**127]]

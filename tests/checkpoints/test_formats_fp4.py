@@ -16,7 +16,8 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 VALUES = np.concatenate([E2M1, -E2M1])  # OCP Microscaling Formats 1.0, table 4
-E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
@@ -54,11 +55,13 @@ def nvfp4(layout, out=6, inputs=48):
     if layout == "modelopt":
         tensors = {WEIGHT: packed, f"{WEIGHT}_scale": scale, f"{WEIGHT}_scale_2": np.array(whole)}
         tensors |= {"m.input_scale": np.array(whole)}
-        factor, config = scale.astype(np.float32) * whole, MODELOPT
+        factor = scale.astype(np.float32) * whole
+        config = MODELOPT
     else:
         tensors = {f"{WEIGHT}_packed": packed, f"{WEIGHT}_scale": scale, f"{WEIGHT}_global_scale": np.array([whole])}
         tensors |= {"m.input_global_scale": np.array([whole])}
-        factor, config = scale.astype(np.float32) / whole, COMPRESSED
+        factor = scale.astype(np.float32) / whole
+        config = COMPRESSED
     return {"quantization_config": config}, tensors, codes * np.repeat(factor, 16, 1)
 
 
@@ -113,7 +116,8 @@ def test_parts_are_joined_as_they_are(tmp_path):
 
 def test_codes_travel_in_half_bytes():
     """To four devices, along either axis; 2,880 inputs over 8 devices leave groups of 8."""
-    mesh, w = make_mesh(4), random_mxfp4()
+    mesh = make_mesh(4)
+    w = random_mxfp4()
     assert isinstance(w.codes, PackedInt4)
     for spec in (PartitionSpec("tensor"), PartitionSpec(None, "tensor")):
         codes = put(w.codes, NamedSharding(mesh, spec))

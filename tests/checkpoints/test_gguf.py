@@ -88,7 +88,8 @@ def test_floats(file, name):
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "Q4_1", "Q4_K", "F16"])
 def test_rows_in_pairs_come_back_in_halves(file, name):
-    head_dim, data = 8, gguf_files.random_blocks(Kind[name], 32, 256)
+    head_dim = 8
+    data = gguf_files.random_blocks(Kind[name], 32, 256)
     tensor = stored(file, w=(Kind[name], data))["w"]
     tensor = GGUFTensor(**vars(tensor) | {"head_dim": head_dim})
     want = gguf_files.from_pairs(gguf.quants.dequantize(data, Kind[name]), 32 // head_dim)

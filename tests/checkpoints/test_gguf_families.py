@@ -135,12 +135,14 @@ def weights_of(path, config):
 def test_the_same_model(case, expressible, tmp_path):
     folder = expressible(case)
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
-    ours, theirs = dict(leaves(config_of(path))), dict(leaves(config_of(folder)))
+    ours = dict(leaves(config_of(path)))
+    theirs = dict(leaves(config_of(folder)))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
     config = config_of(folder)
-    read, wanted = weights_of(path, config), weights_of(folder, config)
+    read = weights_of(path, config)
+    wanted = weights_of(folder, config)
     assert read.keys() == wanted.keys()
     for name, weight in wanted.items():  # norms are stored with 1 added, which rounds
         np.testing.assert_allclose(read[name], weight, rtol=0, atol=2e-7, err_msg=name)
@@ -159,7 +161,8 @@ def test_quantized_files_load(case, expressible, tmp_path):
     folder = expressible(case)
     plain = gguf_families.FamilyFile(folder, tmp_path / "plain.gguf").write()
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf", gguf_families.Kind.Q8_0).write()
-    read, wanted = Checkpoint.open(path), Checkpoint.open(plain).tensors
+    read = Checkpoint.open(path)
+    wanted = Checkpoint.open(plain).tensors
     assert read.tensors.keys() == wanted.keys()
     assert any(read.reader.parts(name) for name in read.tensors)
     for name, tensor in wanted.items():

@@ -40,7 +40,8 @@ def test_the_same_model(case, model_folders, tmp_path):
     folder = model_folders(case)
     model = open_gguf(gguf_files.write_gguf(folder, tmp_path / "model.gguf"))
     hf = HFConfig(model.config, "model.gguf")
-    ours, theirs = read_model_config(hf), read_model_config(HFConfig.read(folder))
+    ours = read_model_config(hf)
+    theirs = read_model_config(HFConfig.read(folder))
     assert ours.eos_token_ids[0] == IM_END  # the tokenizer's
     same = {"eos_token_ids": (), "dtype": "", "family": theirs.family if theirs.family != "mistral" else "llama"}
     if ours.has_windows:
@@ -65,7 +66,8 @@ def test_quantized_weights(case, model_folders, tmp_path):
     model = open_gguf(gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind))
     config = CASES[case].config
     for name, tensor in read_folder(folder).items():
-        values, stored = tensor.read(), kind(name)
+        values = tensor.read()
+        stored = kind(name)
         if values.ndim < 2 or stored in (Kind.F32, Kind.F16):
             assert model.reader.parts(name) == ()
             assert isinstance(model.reader.read(name, tensor.shape), np.ndarray)

@@ -31,12 +31,15 @@ def load(folder, devices=1, dtype="float32"):
 
 def expected(case, devices):
     """The same parameters, by plain indexing of the checkpoint's tensors."""
-    config, file = tiny_models.CASES[case].config, dict(tiny_models.tensors(case))
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    config = tiny_models.CASES[case].config
+    file = dict(tiny_models.tensors(case))
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     own = config.get("num_key_value_heads", heads)
     dim = config.get("head_dim") or hidden // heads
     copies = max(own, devices) // own  # of each key-value head
-    kv_heads, group = own * copies, heads // (own * copies)
+    kv_heads = own * copies
+    group = heads // (own * copies)
     pad = -config["vocab_size"] % devices
 
     def vocab_rows(name):
@@ -44,7 +47,9 @@ def expected(case, devices):
 
     def qkv(prefix, kind):
         q, k, v = (file[f"{prefix}.{x}_proj.{kind}"] for x in "qkv")
-        q, k, v = q.reshape(heads, dim, -1), k.reshape(own, dim, -1), v.reshape(own, dim, -1)
+        q = q.reshape(heads, dim, -1)
+        k = k.reshape(own, dim, -1)
+        v = v.reshape(own, dim, -1)
         made = [
             [q[head * group + i] for i in range(group)] + [k[head // copies], v[head // copies]]
             for head in range(kv_heads)
@@ -56,9 +61,12 @@ def expected(case, devices):
     if not config["tie_word_embeddings"]:
         params["head/kernel"] = vocab_rows("lm_head.weight")
     for i in range(config["num_hidden_layers"]):
-        there, here = f"model.layers.{i}", f"layers_{i}"
-        attention, mlp = f"{there}.self_attn", f"{there}.mlp"
-        gate, up = file[f"{mlp}.gate_proj.weight"], file[f"{mlp}.up_proj.weight"]
+        there = f"model.layers.{i}"
+        here = f"layers_{i}"
+        attention = f"{there}.self_attn"
+        mlp = f"{there}.mlp"
+        gate = file[f"{mlp}.gate_proj.weight"]
+        up = file[f"{mlp}.up_proj.weight"]
         params |= {
             f"{here}/attention_norm/scale": file[f"{there}.input_layernorm.weight"],
             f"{here}/mlp_norm/scale": file[f"{there}.post_attention_layernorm.weight"],
@@ -72,7 +80,8 @@ def expected(case, devices):
         if f"{attention}.o_proj.bias" in file:
             params[f"{here}/attention/out/bias"] = file[f"{attention}.o_proj.bias"]
         if f"{mlp}.down_proj.bias" in file:
-            gate, up = file[f"{mlp}.gate_proj.bias"], file[f"{mlp}.up_proj.bias"]
+            gate = file[f"{mlp}.gate_proj.bias"]
+            up = file[f"{mlp}.up_proj.bias"]
             params |= {
                 f"{here}/mlp/gate_up/bias": np.stack([gate, up], axis=1),
                 f"{here}/mlp/down/bias": file[f"{mlp}.down_proj.bias"],

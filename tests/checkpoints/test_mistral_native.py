@@ -87,11 +87,13 @@ def params(folder):
 def test_the_same_model(case, files, model_folders, tmp_path):
     folder = native(case, tmp_path, files)
     assert is_native(folder)
-    ours, theirs = params(folder), params(model_folders(case))
+    ours = params(folder)
+    theirs = params(model_folders(case))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
-    here, there = read_model(folder), read_model(model_folders(case))
+    here = read_model(folder)
+    there = read_model(model_folders(case))
     assert (here.layers, here.ropes, here.max_position) == (there.layers, there.ropes, there.max_position)
 
 

@@ -59,7 +59,8 @@ def test_rows_in_turn(case):
 
 def test_rows_that_repeat():
     """Keys that two devices share are there twice."""
-    keys, values = integers(4, 4), integers(4, 8)
+    keys = integers(4, 4)
+    values = integers(4, 8)
     source = heads(2, 2, 2)[[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]]
     w = mixed_array([keys, values], source)
     np.testing.assert_array_equal(whole(w), np.concatenate([dequantize(keys), dequantize(values)])[source])
@@ -87,8 +88,10 @@ def test_rows_of_a_file():
 
 def test_what_is_joined_instead():
     """Forms of one width, and a zero point for all where some have one, cost nothing; 4 bits beside 8 do."""
-    codes, ones = np.zeros((8, INPUTS), np.int8), np.ones((8, 1), np.float32)
-    zeros, plain = QuantArray(codes, ones, ones.astype(np.int8), block=(1, 64)), QuantArray(codes, ones, block=(1, 64))
+    codes = np.zeros((8, INPUTS), np.int8)
+    ones = np.ones((8, 1), np.float32)
+    zeros = QuantArray(codes, ones, ones.astype(np.int8), block=(1, 64))
+    plain = QuantArray(codes, ones, block=(1, 64))
     blocks = QuantArray(np.zeros((8, INPUTS), ml_dtypes.float8_e4m3fn), np.ones((1, 1), np.float32), block=(128, 128))
     for pair, wider in (([zeros, plain], False), ([blocks, blocks], False), ([integers(8, 4), integers(8, 8)], True)):
         form = common_form(pair)

@@ -81,10 +81,12 @@ def words(codes):
     ("group", "inputs", "width"), [(128, 1280, 2), (128, 256, 1), (64, 256, 2), (32, 1280, 8), (-1, 256, 1)]
 )
 def test_awq_gemv(group, inputs, width, tmp_path):
-    rng, out = np.random.default_rng(inputs), 16
+    rng = np.random.default_rng(inputs)
+    out = 16
     size = inputs if group == -1 else group
     count = inputs // size
-    codes, zeros = rng.integers(0, 16, (out, inputs)), rng.integers(0, 16, (out, count))
+    codes = rng.integers(0, 16, (out, inputs))
+    zeros = rng.integers(0, 16, (out, count))
     scale = rng.uniform(0.001, 0.01, (out, count)).astype(np.float16)
     padded = np.zeros((out, 8 * width), np.float16)
     padded[:, :count] = scale
@@ -112,12 +114,14 @@ def modelopt(folder, settings, by_file, per_channel=False, cache=()):
     tiny_models.build("tp_gqa", folder)
     for old in folder.glob("*.safetensors*"):
         old.unlink()
-    tensors, values = {}, {}
+    tensors = {}
+    values = {}
     for name, tensor in tiny_models.tensors("tp_gqa"):
         if not name.endswith("_proj.weight"):
             tensors[name] = values[name] = tensor
             continue
-        stem, weight = name.removesuffix(".weight"), np.asarray(tensor, np.float32)
+        stem = name.removesuffix(".weight")
+        weight = np.asarray(tensor, np.float32)
         largest = np.abs(weight).max(1) if per_channel else np.abs(weight).max()
         scale = np.asarray(largest / 448, np.float32)
         codes = (weight / (scale[:, None] if per_channel else scale)).astype(FP8)

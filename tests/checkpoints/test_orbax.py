@@ -116,7 +116,9 @@ def test_what_does_not_fit(tmp_path):
 )
 def test_there_and_back(case, devices, model_folders, tmp_path):
     """The same tensors under the same names, with heads that were repeated and rows that were added on the way."""
-    folder, there, back = str(model_folders(case)), tmp_path / "there", tmp_path / "back"
+    folder = str(model_folders(case))
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     flags = ["--tensor-parallel-size", str(devices)]
     assert main(["convert", folder, str(there), "--format", "orbax", *flags]) == 0
     assert not list(there.glob("*.safetensors*"))
@@ -133,7 +135,8 @@ def test_there_and_back(case, devices, model_folders, tmp_path):
 
 def test_latents_are_read_back(model_folders, tmp_path):
     """Layers with latent attention have no fused queries, keys and values whose rows would tell the heads."""
-    folder, there = model_folders("deepseek_v2_lite"), tmp_path / "there"
+    folder = model_folders("deepseek_v2_lite")
+    there = tmp_path / "there"
     assert main(["convert", str(folder), str(there), "--format", "orbax"]) == 0
     decoder, params = _read(there, 1)
     expected_decoder, expected = _read(folder, 1)
@@ -145,7 +148,8 @@ def test_latents_are_read_back(model_folders, tmp_path):
 
 def test_the_engines_parameters(model_folders, tmp_path):
     """What was saved on one device is what eight would have loaded from the model itself."""
-    folder, mesh = model_folders("tp_mha"), make_mesh(8)
+    folder = model_folders("tp_mha")
+    mesh = make_mesh(8)
     assert main(["convert", str(folder), str(tmp_path / "out"), "--format", "orbax"]) == 0
     decoder = make_decoder(read_model(folder), mesh, jnp.float32)
     got = orbax.restore(tmp_path / "out", abstract_params(decoder, mesh), {"embed/table", "head/kernel"})
@@ -159,7 +163,9 @@ def test_the_engines_parameters(model_folders, tmp_path):
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_quantized_parameters_become_quantized_tensors(kind, model_folders, tmp_path):
     """Queries, keys and values are cut out of their one matrix, with the repeated heads of eight devices."""
-    folder, there, back = model_folders("tp_gqa"), tmp_path / "there", tmp_path / "back"
+    folder = model_folders("tp_gqa")
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     assert main(["convert", str(folder), str(tmp_path / "plain"), "--format", "orbax", "-tp", "8"]) == 0
     stored = orbax.describe(tmp_path / "plain")
     place = NamedSharding(make_mesh(), PartitionSpec())

@@ -100,7 +100,8 @@ def test_a_bar_on_a_terminal(lines, monkeypatch):
 
 
 def test_errors_count_as_done(lines):
-    done, failed = Future(), Future()
+    done = Future()
+    failed = Future()
     done.set_result(None)
     failed.set_exception(ValueError())
     show_done("checking kernels", [done, failed], shown=True)

@@ -113,7 +113,8 @@ def test_gptq_follows_the_paper(layer, symmetric):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name)
 def test_methods_beat_rounding_on_correlated_inputs(layer, scheme):
     weight, x = layer
-    hessian, magnitude = x.T @ x, np.abs(x).sum(0)
+    hessian = x.T @ x
+    magnitude = np.abs(x).sum(0)
     plain = output_error(x, weight, rtn(weight, scheme))
     assert output_error(x, weight, gptq(weight, hessian, scheme, act_order=False)) < 0.85 * plain
     assert output_error(x, weight, gptq(weight, hessian, scheme)) < 0.6 * plain
@@ -153,7 +154,8 @@ def test_impossible_schemes(layer):
 @pytest.mark.parametrize("case", cases())
 def test_files_are_what_compressed_tensors_reads(case):
     """The package rounds what it reads to the scales' bfloat16."""
-    weight, golden = cases()[case], np.load(GOLDENS)[case]
+    weight = cases()[case]
+    golden = np.load(GOLDENS)[case]
     np.testing.assert_array_equal(dequantize(weight).astype(ml_dtypes.bfloat16).astype(np.float32), golden)
     np.testing.assert_array_equal(unpack(compress("m", weight), "m"), dequantize(weight))
 

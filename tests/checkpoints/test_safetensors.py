@@ -268,7 +268,8 @@ def write_sharded(folder, weight_map=None, **files):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-ONE, TWO = {"a": TINY["a"]}, {"b": TINY["b"]}
+ONE = {"a": TINY["a"]}
+TWO = {"b": TINY["b"]}
 
 
 def test_shards_by_their_index(tmp_path):

@@ -38,7 +38,8 @@ class PageRunner:
     mesh = None
 
     def __init__(self, device: Device):
-        self.layout, self._device = Layout(device.blocks.page_size), device
+        self.layout = Layout(device.blocks.page_size)
+        self._device = device
 
     def read_pages(self, pages: list[int]) -> list[tuple[int, list[Contents]]]:
         calls = [pages[at : at + 3] for at in range(0, len(pages), 3)]
@@ -84,7 +85,8 @@ class UnreliableFiles:
     bytes = evictions = damaged = 0
 
     def __init__(self, random: Random):
-        self._random, self._pages = random, {}
+        self._random = random
+        self._pages = {}
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._pages

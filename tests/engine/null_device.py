@@ -99,7 +99,9 @@ class Device:
     ):
         """`recurrent`: the model is, and has so many places for snapshots."""
         self.cost = cost
-        self.blocks, self.num_slots, self._check_read = blocks, max_num_seqs, check_read
+        self.blocks = blocks
+        self.num_slots = max_num_seqs
+        self._check_read = check_read
         half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
         self.widest = max(range(blocks.num_groups), key=lambda group: blocks.windows[group] or 2**30)
         decodes = [StepShape(rows, rows, rows, decode_only=True) for rows in (1, half)]
@@ -140,7 +142,8 @@ class Device:
         self.events["table entries"] += plan.table_updates.shape[1]
         batches = list(split(plan.rows, self.shapes, self.cost))
         self.events["cut plans"] += len(batches) > 1
-        updates, results = plan.table_updates, []
+        updates = plan.table_updates
+        results = []
         assert len(set(map(tuple, updates[:2].T.tolist()))) == updates.shape[1], "a place is written twice at once"
         for batch in batches:
             room = batch.shape.table_updates
@@ -160,7 +163,8 @@ class Device:
         """Draws for the rows that left it for later; all steps before have been taken in."""
         rows = ran.rows
         for i, state in ran.deferred.items():
-            seq, slot = rows.seqs[i], int(rows.slot[i])
+            seq = rows.seqs[i]
+            slot = int(rows.slot[i])
             if running.slot_generation[slot] != rows.slot_generation[i]:
                 continue
             output = running.tokens[slot, seq.prompt_len : rows.end[i]].tolist()
@@ -208,7 +212,8 @@ class Device:
                 self._write_row(fields, i, written, step)
             self.scribble()
             for i in advancing:
-                seq, slot = rows[i].seq, slots[i]
+                seq = rows[i].seq
+                slot = slots[i]
                 if rows[i].checks:
                     first = fields["q_start"][i + 1] - rows[i].num_new + 1
                     self._check_proposals(rows[i], slot, fields["tokens"][first:], ran.tokens[i])
@@ -242,7 +247,8 @@ class Device:
         for i in range(row.num_new):
             token = next_token(self._read_row(slot, row.seq), self.slot_params[slot][1])
             stops = token in self.slot_params[slot][2]
-            drawn[i], self.last_token[slot] = token, -1 if stops else token
+            drawn[i] = token
+            self.last_token[slot] = -1 if stops else token
             if stops or i == row.num_new - 1 or token != proposed[i]:
                 self.events["kept proposals"] += i
                 self.events["lost proposals"] += row.num_new - 1 - i
@@ -265,7 +271,8 @@ class Device:
 
     def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
         (first, last), slot = batch["q_start"][i : i + 2], batch["slot"][i]
-        start, end = self.length[slot], self.length[slot] + last - first - 1
+        start = self.length[slot]
+        end = self.length[slot] + last - first - 1
         chunks = [window for window in self.blocks.windows if isinstance(window, Chunk)]
         assert all(start // chunk == end // chunk for chunk in chunks), "a row's tokens lie in several chunks"
         self.events["ends of chunks"] += any((end + 1) % chunk == 0 for chunk in chunks)

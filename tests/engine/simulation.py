@@ -68,8 +68,11 @@ class Job:
     def trace(self, index: int) -> tuple[list[int], list[int]]:
         """Tokens of a completion, prompt included, as if nothing stopped it, and the state after each."""
         if index not in self._known:
-            seed, tokens, states = child_seed(self.seed, index), list(self.request.prompt_token_ids), []
-            prompt_len, masked = len(tokens), self.request.params.has_mask
+            seed = child_seed(self.seed, index)
+            tokens = list(self.request.prompt_token_ids)
+            states = []
+            prompt_len = len(tokens)
+            masked = self.request.params.has_mask
             state = root_state(self.request.cache_salt, self.adapter)
             for position in range(prompt_len + self.request.params.max_tokens):
                 if position == len(tokens):
@@ -82,7 +85,8 @@ class Job:
 
     def answer(self, index: int) -> tuple[list[int], str]:
         """Output tokens and finish reason."""
-        output, grammar = self.trace(index)[0][len(self.request.prompt_token_ids) :], Grammar()
+        output = self.trace(index)[0][len(self.request.prompt_token_ids) :]
+        grammar = Grammar()
         for i, token in enumerate(output):
             grammar.tokens.append(token)
             if token in self.stop_ids or (self.request.params.has_mask and grammar.ended):
@@ -139,7 +143,8 @@ class Simulation:
         self.blocks = CountingBlocks(
             num_pages, page_size, prefix_caching=caches, windows=windows, states=states, tiers=below
         )
-        self.budget, self.max_num_seqs = max(budget, max_num_seqs), max_num_seqs
+        self.budget = max(budget, max_num_seqs)
+        self.max_num_seqs = max_num_seqs
         pool = None if places is None else AdapterPool(places)
         self.scheduler = Scheduler(
             self.blocks,
@@ -157,7 +162,8 @@ class Simulation:
         self.disk = Disk()
         self.adapters: Adapters | None = None
         if pool is not None:
-            self.adapters, self.device.place_of = Adapters(self.disk, pool, self.device), pool.place_of
+            self.adapters = Adapters(self.disk, pool, self.device)
+            self.device.place_of = pool.place_of
         self.threads = [LateThread(random) for _ in range(3)]
         self.copies: PageCopies | None = None
         if below is not None:
@@ -195,7 +201,8 @@ class Simulation:
         assert len(prompt) + max_tokens <= self.longest, "the engine would not have accepted this"
         options = {"use_beam_search": True} if beams else {"prompt_logprobs": 0 if scored else None}
         params = SamplingParams(n=n, max_tokens=max_tokens, allowed_token_ids=(0,) if masked else (), **options)
-        name, stops = f"r{arrival}", frozenset(stop_ids)
+        name = f"r{arrival}"
+        stops = frozenset(stop_ids)
         request = Request(
             request_id=name, prompt_token_ids=list(prompt), params=params, priority=priority, cache_salt=salt
         )
@@ -379,7 +386,8 @@ class Simulation:
 
     def left(self, seq: Sequence) -> int:
         """Tokens that a running sequence has to compute; 0 where that has to wait for a step in flight."""
-        running, slot = self.scheduler.running, seq.slot
+        running = self.scheduler.running
+        slot = seq.slot
         in_flight = running.total[slot] > running.known[slot]
         if in_flight and (running.beams[slot] or running.total[slot] == running.limit[slot]):
             return 0
@@ -389,7 +397,8 @@ class Simulation:
         """`seen`: what the sequence's last token sees, from the position `first` on."""
         end = first + len(seen)
         if seq.params.use_beam_search:  # the host knows all of its tokens
-            states, state = [], root_state(seq.request.cache_salt, seq.adapter)
+            states = []
+            state = root_state(seq.request.cache_salt, seq.adapter)
             for token in self.scheduler.running.tokens[seq.slot, :end].tolist():
                 state = fingerprint(state, token)
                 states.append(state)
@@ -399,7 +408,8 @@ class Simulation:
 
     def _note_scored(self, plan: StepPlan) -> None:
         for row in each(plan.rows):
-            first, end = max(row.start, row.seq.num_scored), min(row.end, row.seq.prompt_len - 1)
+            first = max(row.start, row.seq.num_scored)
+            end = min(row.end, row.seq.prompt_len - 1)
             if row.seq.scores_prompt and first < end:
                 assert row.scores_prompt, "a row that is wanted for its hidden states does not say so"
             if row.scores_prompt and first < end:
@@ -481,7 +491,8 @@ class Simulation:
 
 def search_alone(job: Job) -> dict[int, list[int]]:
     """What a search finds when nothing else runs, with room for everything; output by index."""
-    params, prompt = job.request.params, job.request.prompt_token_ids
+    params = job.request.params
+    prompt = job.request.prompt_token_ids
     places = None if job.adapter is None else 1
     alone = Simulation(num_pages=400, max_num_seqs=params.n, budget=64, prefix_caching=False, places=places)
     adapter = None if job.adapter is None else job.adapter.name

@@ -70,7 +70,8 @@ def test_gguf(targets, tmp_path):
 
 def test_digest_is_of_the_content(targets, tmp_path):
     """The name does not matter, the scaling does."""
-    found, folder = targets("llama3_gqa"), GOLDENS / "llama_q_proj"
+    found = targets("llama3_gqa")
+    folder = GOLDENS / "llama_q_proj"
     other = shutil.copytree(folder, tmp_path / "other")
     assert load_adapter(folder, "a", found, RANK).digest == load_adapter(other, "b", found, RANK).digest
     change(other, lora_alpha=9)
@@ -143,7 +144,8 @@ def test_tensors_that_are_refused(targets, tmp_path, replace, says):
 def test_numbers_that_are_infinite_on_the_devices(targets, tmp_path, side, value, refused):
     """Also in GGUF files. 70,000 is infinite in float16."""
     found = targets("llama3_gqa")
-    folder, path = shutil.copytree(GOLDENS / "llama_all", tmp_path / "a"), tmp_path / "a.gguf"
+    folder = shutil.copytree(GOLDENS / "llama_all", tmp_path / "a")
+    path = tmp_path / "a.gguf"
     key = KEY.replace("lora_A", side)
     change(folder, lora_alpha=RANK, alpha_pattern={})  # a scaling of 1
     rewrite(folder, lambda t: t | {key: np.full_like(t[key], value)})
@@ -184,7 +186,8 @@ def test_the_process_that_reads(targets, tmp_path):
     found = targets("llama3_gqa").changeable(RANK)
     reader = FileReader(found)
     for folder in (GOLDENS / "llama_all", GOLDENS / "llama_q_proj"):
-        mine, its = read_matrices(folder, found), reader.read_adapter(folder, found)
+        mine = read_matrices(folder, found)
+        its = reader.read_adapter(folder, found)
         assert mine.keys() == its.keys()
         for name in mine:
             for one, other in zip(mine[name], its[name], strict=True):

@@ -31,7 +31,8 @@ def test_64_adapters_in_8_places(overlapped, speculates):
         simulation = Simulation(num_pages=22, page_size=4, max_num_seqs=12, budget=24, places=8)
         kinds = ["beams", "masked", "scored", *["plain"] * 5]
         for _ in range(150):
-            kind, adapter = str(rng.choice(kinds)), rng.choice(NAMES) if rng.random() < 0.9 else None
+            kind = str(rng.choice(kinds))
+            adapter = rng.choice(NAMES) if rng.random() < 0.9 else None
             prompt = [0] * int(rng.integers(0, 12)) + rng.integers(0, VOCAB, rng.integers(1, 4)).tolist()
             options = {} if kind == "plain" else {kind: True}
             name = simulation.add(
@@ -125,7 +126,8 @@ def test_siblings_join_the_first_one_in_a_closed_place():
 def test_requests_end_when_their_adapter_is_lost():
     simulation = Simulation(places=1)
     simulation.disk.lost.add("digest of b")
-    kept, lost = simulation.add([1, 2], adapter="a"), simulation.add([1, 2], n=2, adapter="b")
+    kept = simulation.add([1, 2], adapter="a")
+    lost = simulation.add([1, 2], n=2, adapter="b")
     simulation.drain()
     assert (kept, 0) in simulation.reasons
     assert {(lost, 0), (lost, 1)} <= simulation.aborted
@@ -133,7 +135,8 @@ def test_requests_end_when_their_adapter_is_lost():
 
 def test_prefixes_are_found_by_content():
     simulation = Simulation(places=2, num_pages=100)
-    prompt, hits = [1, 2, 3, 4] * 5, []
+    prompt = [1, 2, 3, 4] * 5
+    hits = []
     for adapter in ("a", "b", None, "a", "b", None):
         before = simulation.scheduler.prefix_hits
         simulation.add(prompt, adapter=adapter)

@@ -93,7 +93,8 @@ def test_merged_weights(model, model_folders, monkeypatch):
 def test_many_adapters_without_compiling(model_folders, monkeypatch):
     """32 adapters in one batch, one of which takes the place of another between steps. Each row has the tokens that it
     has with its adapter alone. Nothing is compiled after the start."""
-    rows, prompt = 32, [7, 8, 9]
+    rows = 32
+    prompt = [7, 8, 9]
     engine = adapted_engine(model_folders("llama3_gqa"), monkeypatch, rows, rows=rows, forbid_compile=True)
     engine.compile()
     before = engine.runner.num_executables
@@ -152,13 +153,16 @@ def test_split_over_devices(name, model_folders, monkeypatch):
 def test_quantized_bases(form):
     """What an adapter adds to a product with a quantized weight is exactly what it adds to one of floats: it reads the
     inputs before any rounding, and its result is added after the product."""
-    rng, places = np.random.default_rng(8), np.array([1, -1, 0, 1, 1], np.int32)
-    w, x = rng.normal(size=(96, 128)).astype(np.float32), rng.normal(size=(5, 128)).astype(np.float32)
+    rng = np.random.default_rng(8)
+    places = np.array([1, -1, 0, 1, 1], np.int32)
+    w = rng.normal(size=(96, 128)).astype(np.float32)
+    x = rng.normal(size=(5, 128)).astype(np.float32)
     kernel: Any = rounded("layers_0/mlp/down/kernel", w, "int8" if form == "panels" else form)
     if form == "panels":
         kernel = Packing().packed(kernel)
         assert kernel is not None
-    a, b = rng.normal(size=(2, RANK, 128)).astype(np.float32), rng.normal(size=(2, RANK, 96)).astype(np.float32)
+    a = rng.normal(size=(2, RANK, 128)).astype(np.float32)
+    b = rng.normal(size=(2, RANK, 96)).astype(np.float32)
     stack = AdapterStack(*map(jnp.asarray, (a, b, np.full((2, 3), RANK, np.int32))), (96,))
     ops = replace(Ops(), add_adapters=add_adapters)
     layer = Linear((128,), (96,), ("embed", "mlp"), ops=ops)

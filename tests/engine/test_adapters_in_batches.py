@@ -16,7 +16,8 @@ from jaxserve.types import Grammar, InvalidRequestError, Request
 
 pytestmark = [pytest.mark.compiles, pytest.mark.slow]
 
-CASE, RNG = "llama3_gqa", np.random.default_rng(8)
+CASE = "llama3_gqa"
+RNG = np.random.default_rng(8)
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.2}
 KINDS = [
     {},
@@ -110,7 +111,8 @@ def test_company_changes_nothing(engine, crowd, alone):
 
 def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     """Also where the devices lose the adapters."""
-    original, restore = dispatching.encode_slot, engine.runner.restore
+    original = dispatching.encode_slot
+    restore = engine.runner.restore
 
     def poisoned(slot, params, *rest):
         if params.top_k == 13:

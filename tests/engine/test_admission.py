@@ -27,7 +27,8 @@ def scheduler() -> Scheduler:
 
 def admission(scheduler, vocab_size=1000, **config) -> Admission:
     model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(0,))
-    constraints, beams = Constraints(SimpleNamespace(vocab_size=vocab_size)), Beams(scheduler, (0,))
+    constraints = Constraints(SimpleNamespace(vocab_size=vocab_size))
+    beams = Beams(scheduler, (0,))
     return Admission(EngineConfig(model="m", **config), model, 100, scheduler, constraints, beams)
 
 

@@ -21,7 +21,8 @@ def searches(case):
     """Requests, and what they should find."""
     content = RECORDED[case]
     assert content["fingerprint"] == fingerprint(case), "the weights differ from the recorded ones"
-    requests, outputs = [], []
+    requests = []
+    outputs = []
     for i, one in enumerate(content["searches"]):
         params = {
             "use_beam_search": True,

@@ -24,7 +24,8 @@ SALTS = st.sampled_from([None, "a", "b"])
 
 def hashes_of(salt: str | None, tokens: list[int]) -> list[bytes]:
     """Hashes of the full pages of `tokens`."""
-    keys, parent = [], root_hash(salt)
+    keys = []
+    parent = root_hash(salt)
     for start in range(0, len(tokens) - PAGE + 1, PAGE):
         parent = page_hash(parent, tokens[start : start + PAGE])
         keys.append(parent)
@@ -229,7 +230,8 @@ def test_the_null_page_is_never_handed_out():
 
 def test_the_least_recently_used_goes_first_and_its_tail_before_its_head():
     blocks = BlockManager(7, PAGE)
-    old, new = cached_owner(blocks, [0, 0, 0, 0, 0, 0]), cached_owner(blocks, [1, 1, 1, 1, 1, 1])
+    old = cached_owner(blocks, [0, 0, 0, 0, 0, 0])
+    new = cached_owner(blocks, [1, 1, 1, 1, 1, 1])
     blocks.free(old)
     blocks.free(new)
     assert blocks.allocate(6) == [*reversed(old), *reversed(new)]
@@ -237,7 +239,8 @@ def test_the_least_recently_used_goes_first_and_its_tail_before_its_head():
 
 def test_use_makes_young_again():
     blocks = BlockManager(5, PAGE)
-    one, two = cached_owner(blocks, [0, 0, 0, 0]), cached_owner(blocks, [1, 1, 1, 1])
+    one = cached_owner(blocks, [0, 0, 0, 0])
+    two = cached_owner(blocks, [1, 1, 1, 1])
     blocks.free(one)
     blocks.free(two)
     hit = found(blocks, None, [0, 0, 0, 0])
@@ -249,7 +252,8 @@ def test_use_makes_young_again():
 
 def test_blank_pages_go_before_cached_ones():
     blocks = BlockManager(5, PAGE)
-    cached, blank = cached_owner(blocks, [0, 0, 0, 0]), blocks.allocate(2)
+    cached = cached_owner(blocks, [0, 0, 0, 0])
+    blank = blocks.allocate(2)
     blocks.free(cached)
     blocks.free(blank)
     assert set(blocks.allocate(2)) == set(blank)
@@ -268,7 +272,8 @@ def test_what_lost_its_head_is_not_found():
 
 def test_the_first_page_with_a_content_stays_the_one_that_is_found():
     blocks = BlockManager(5, PAGE)
-    first, second = cached_owner(blocks, [0, 0]), cached_owner(blocks, [0, 0])
+    first = cached_owner(blocks, [0, 0])
+    second = cached_owner(blocks, [0, 0])
     assert found(blocks, None, [0, 0]) == first
     blocks.free(second)
     assert found(blocks, None, [0, 0]) == first
@@ -290,7 +295,8 @@ def tail_owner(blocks: BlockManager, head: list[int], tail: list[int]) -> list[i
 @pytest.mark.parametrize("head", [[], [0, 0, 0, 1]])
 def test_a_tail_is_found_page_by_page(head):
     blocks = BlockManager(20, PAGE)
-    one, other = tail_owner(blocks, head, [0, 0, 0, 0, 1, 1]), tail_owner(blocks, head, [0, 0, 1, 1])
+    one = tail_owner(blocks, head, [0, 0, 0, 0, 1, 1])
+    other = tail_owner(blocks, head, [0, 0, 1, 1])
     blocks.free(one)
     blocks.check_integrity([other])
     blocks.free(other)
@@ -404,14 +410,16 @@ def has_no_window(windows):
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_match_is_the_longest_usable_run(windows, recurrent):
     """Blocks of which some pages were never registered, in all kinds of windows."""
-    random, found_some = Random(len(windows)), Counter()
+    random = Random(len(windows))
+    found_some = Counter()
     for _ in range(200):
         states = StateSnapshots(1, 50, least=PAGE) if recurrent else None
         blocks = BlockManager(60, PAGE, windows=windows, states=states)
         length = random.randrange(13)
         keys = hashes_of(None, [random.randrange(2) for _ in range(PAGE * length)])
         missing = random.choice([0.0, 0.1, 0.5])
-        by_block, has_state = [], []
+        by_block = []
+        has_state = []
         for key in keys:
             block = [0 if random.random() < missing else page for page in blocks.allocate(len(windows))]
             blocks.register(block, key)
@@ -497,7 +505,8 @@ def test_fields_of_a_root_are_framed_by_their_lengths():
 
 def test_a_page_hash_stands_for_the_whole_prefix():
     root = root_hash(None)
-    one, other = page_hash(root, [1, 2]), page_hash(root, [2, 1])
+    one = page_hash(root, [1, 2])
+    other = page_hash(root, [2, 1])
     chains = [one, other, page_hash(one, [1, 2]), page_hash(other, [1, 2]), page_hash(root, [1, 2, 1, 2])]
     assert len(set(chains)) == len(chains)
     assert page_hash(root, (1, 2)) == one
@@ -514,7 +523,9 @@ def test_another_salt_finds_nothing():
 
 # Groups of layers: a block has a page in each
 
-FULL, NARROW = 0, 1  # groups whose layers see all, and 3 tokens
+# groups whose layers see all, and 3 tokens
+FULL = 0
+NARROW = 1
 
 
 def grouped_owner(blocks: BlockManager, tokens: list[int]) -> list[int]:
@@ -552,7 +563,8 @@ def test_a_prefix_ends_where_a_group_without_a_window_has_no_page():
 def test_a_group_s_page_may_come_back_to_a_block_that_is_cached():
     """Another owner computed the block anew, and its page takes the place of the one that was evicted."""
     blocks = BlockManager(9, PAGE, windows=(None, 3))
-    one, other = grouped_owner(blocks, [0, 0]), blocks.allocate(6)
+    one = grouped_owner(blocks, [0, 0])
+    other = blocks.allocate(6)
     blocks.free(other)
     blocks.free([one[NARROW]])
     taken = blocks.allocate(7)

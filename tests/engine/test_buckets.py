@@ -99,7 +99,8 @@ def test_the_roofline_of_an_8b_model_on_an_h200():
 def test_the_cost_of_a_model_that_is_loaded(model_folders, case, quantization):
     """Every weight is read but an embedding table that is no head; every matrix of a layer multiplies each token."""
     engine = make_engine(model_folders(case), quantization=quantization)
-    model, params = engine.model, engine.runner.params
+    model = engine.model
+    params = engine.runner.params
     cost = StepCost.of(params, model, H200, 1, jnp.bfloat16)
     unread = 0 if model.tie_embeddings else sum(x.nbytes for x in jax.tree.leaves(params["embed"]["table"]))
     assert cost.weights * 0.9 * 4.8e12 == pytest.approx(engine.runner.weight_bytes - unread)
@@ -185,7 +186,8 @@ def test_a_plan_is_never_dearer_than_in_one_batch():
     for cost in (cost_of(), cost_of("int4"), StepCost(1e-5, 1e-5)):
         shapes = step_shapes(256, 2048, 16, cost=cost)
         for _ in range(200):
-            decodes, prompts = int(random.integers(0, 100)), random.integers(2, 400, random.integers(1, 5)).tolist()
+            decodes = int(random.integers(0, 100))
+            prompts = random.integers(2, 400, random.integers(1, 5)).tolist()
             batches = list(split(rows(decodes, *prompts), shapes, cost))
             total = decodes + sum(prompts)
             found = sum(map(cost, tokens_of(batches)))
@@ -258,7 +260,8 @@ def test_offline_prompts_take_whole_steps():
     """Beside decodes, too, unless a client reads the tokens as they come."""
 
     def steps_with_prompts(**options) -> list[int]:
-        scheduler, seen = host_of(256, prompt=1024, output=129, **options), []
+        scheduler = host_of(256, prompt=1024, output=129, **options)
+        seen = []
         while not (rows := advance(scheduler)).only_decodes:
             seen.append(rows.num_tokens)
         return seen
@@ -280,7 +283,8 @@ def test_who_gives_prompts_whole_steps(monkeypatch, tmp_path):
 
     monkeypatch.setattr("jaxserve.llm.load_engine", take)
     monkeypatch.setattr("jaxserve.server.process.batch_files.EngineProcess", take)
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    target = tmp_path / "out.jsonl"
     line = {"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "x"}}
     source.write_text(json.dumps(line))
     for start in (
@@ -297,19 +301,22 @@ def test_who_gives_prompts_whole_steps(monkeypatch, tmp_path):
 def slow_device(monkeypatch, slowness: float, *, steps: int = 40, decodes: int = 16, reads: float = 0.0):
     """The chunk after some steps of prompts beside decodes, on a device that takes `slowness` times what the data sheet
     says, and `reads` seconds more for the cache."""
-    cost, clock = cost_of(), SimpleNamespace(now=0.0)
+    cost = cost_of()
+    clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     config = EngineConfig(model="x")
     shapes = step_shapes(256, 8192, 16, cost=cost, chunk=prefill_chunk(config, cost))
     chunk = MeasuredChunk.of(config, cost, sizes(shapes, decode_only=False))
-    scheduler, measured = host_of(decodes, prompt=16, output=1000, streams=True), pace.Pace(0.010)
+    scheduler = host_of(decodes, prompt=16, output=1000, streams=True)
+    measured = pace.Pace(0.010)
     advance(scheduler)
     for i in range(steps):
         long = request(f"long {i}", [i] * 1000, max_tokens=1)
         scheduler.add(Sequence(long, 0, i, 1, frozenset(), 1000 + i))
         rows = advance(scheduler)
         used = [batch.shape.tokens for batch in split(rows, shapes, cost)]
-        estimated, sent = chunk.estimate(used, rows.count), clock.now
+        estimated = chunk.estimate(used, rows.count)
+        sent = clock.now
         clock.now += slowness * estimated + reads
         chunk.took(measured.arrived(sent, sent, 1), estimated)
         assert measured.is_exact
@@ -340,7 +347,8 @@ def test_a_measured_chunk_starves_no_prompt(monkeypatch):
 
 
 def test_where_the_chunk_stays_as_estimated():
-    cost, sizes = cost_of(), [64, 256, 512]
+    cost = cost_of()
+    sizes = [64, 256, 512]
     assert MeasuredChunk.of(EngineConfig(model="x"), cost, sizes) is not None
     verify = {"deterministic": True, "deterministic_mode": "verify"}
     for settings in ({"prefill_chunk": 512}, verify, {"pipeline_parallel_size": 2}):

@@ -210,7 +210,8 @@ def test_checks_that_were_passed_travel(copy, made, caplog, monkeypatch):
 
 def test_wrong_kernels_of_a_bundle(made):
     """Its programs are not used, and its weights only if they are stored as without these kernels."""
-    prepared, ops = Prepared.of(replace(made[0], model=str(made[1]))), Ops(draw=len, fused=len)
+    prepared = Prepared.of(replace(made[0], model=str(made[1])))
+    ops = Ops(draw=len, fused=len)
     prepared.check_kernels(replace(ops, trials=Trials()), ops)
     assert prepared.reasons == []
     prepared.check_kernels(ops, replace(ops, draw=None))
@@ -226,7 +227,8 @@ def test_another_form_of_weights_is_refused(made):
 
 
 def test_a_signature_needs_the_right_key(made, copy, tmp_path):
-    key, other = tmp_path / "key", tmp_path / "other"
+    key = tmp_path / "key"
+    other = tmp_path / "other"
     key.write_bytes(b"k" * 32)
     other.write_bytes(b"o" * 32)
     digest = seal(copy, Bundle.open(copy).manifest, read_key(key))

@@ -33,7 +33,8 @@ def served(engine):
 def test_a_log_gives_the_same_tokens_elsewhere(devices, model_folders):
     settings = {"rows": 4, "tokens": 48, "kv_pages": 60, "page_size": 8, "tensor_parallel_size": devices}
     first, second = (make_engine(model_folders(CASE), **settings) for _ in range(2))
-    log, drawn = [], []
+    log = []
+    drawn = []
     first.runner.listener = lambda command: log.append(commands.encode(command))
     step = first.runner.step
 

@@ -106,7 +106,8 @@ def test_a_cache_with_scales_is_updated_in_place(make, bucket):
 def test_a_copy_would_be_found():
     """The same write into an array that is not donated has to copy it, and the search above sees that."""
     pages = KVPages(jnp.zeros((PAGES, 2, 2, 16, 16)))
-    new, slots = jnp.zeros((3, 2, 16)), jnp.arange(3)
+    new = jnp.zeros((3, 2, 16))
+    slots = jnp.arange(3)
     for donated in (True, False):
         jitted = jax.jit(write_kv, donate_argnums=(0,) if donated else ())
         compiled = jitted.lower(pages, new, new, slots).compile()

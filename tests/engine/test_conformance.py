@@ -22,7 +22,9 @@ def test_logits_and_greedy_tokens(case, model_folders):
     engine = make_engine(model_folders(case), tokens=320, decode_steps=False, **CASES[case].options)
     prompts = [golden[f"prompt_{i}"] for i in range(4)]
 
-    hidden, step, dispatch = [], engine.runner.step, engine.dispatch
+    hidden = []
+    step = engine.runner.step
+    dispatch = engine.dispatch
     of_prompt = [np.zeros((0, engine.model.hidden_size), np.float32)] * 4
 
     def keep_hidden(shape, packed):
@@ -39,7 +41,8 @@ def test_logits_and_greedy_tokens(case, model_folders):
         hidden.clear()
         return sent
 
-    engine.runner.step, engine.dispatch = keep_hidden, note_rows
+    engine.runner.step = keep_hidden
+    engine.dispatch = note_rows
     results = generate(engine, *(request(str(i), p, max_tokens=64, logprobs=0) for i, p in enumerate(prompts)))
 
     variables = {"params": engine.runner.params}

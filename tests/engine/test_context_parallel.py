@@ -48,7 +48,8 @@ def tokens_of(folder, **options):
     ],
 )
 def test_the_same_tokens(case, devices, shares, model_folders):
-    folder, options = model_folders(case), {"page_size": 16, "max_model_len": 128}
+    folder = model_folders(case)
+    options = {"page_size": 16, "max_model_len": 128}
     alone, cached, _ = tokens_of(folder, **options)
     made, also_cached, engine = tokens_of(folder, **options, **split(devices, shares))
     assert made == alone
@@ -89,7 +90,8 @@ def test_codes(case, dtype, model_folders):
     ids=["preempted chunks and speculation", "whole experts", "whole experts preempted", "static"],
 )
 def test_with_other_features(case, options, model_folders):
-    folder, length = model_folders(case), {"max_model_len": 96}
+    folder = model_folders(case)
+    length = {"max_model_len": 96}
     made, _, engine = tokens_of(folder, **length, **options, **split(4, 2))
     assert made == tokens_of(folder, **length)[0]
     assert engine.scheduler.num_preemptions > 0 or "kv_pages" not in options
@@ -98,7 +100,8 @@ def test_with_other_features(case, options, model_folders):
 def test_merged_parts():
     """As one softmax over all scores, with sinks; parts without scores count for nothing."""
     rng = np.random.default_rng(3)
-    scores, values = rng.normal(size=(3, 2, 7)) * 5, rng.normal(size=(3, 7, 4))
+    scores = rng.normal(size=(3, 2, 7)) * 5
+    values = rng.normal(size=(3, 7, 4))
     sinks = rng.normal(size=2)
     parts = np.full((4, 2, 5), MASKED, np.float32)
     parts[3, :, :4] = 0

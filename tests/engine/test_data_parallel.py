@@ -15,7 +15,9 @@ from jaxserve.types import Grammar, InvalidRequestError
 
 pytestmark = pytest.mark.compiles
 
-EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "llama3_gqa"
+EXPERTS = "qwen3_moe_plain"
+LATENT = "deepseek_v3_groups"
+DENSE = "llama3_gqa"
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]
 slow = pytest.mark.slow
 
@@ -106,7 +108,8 @@ FEW_PAGES = {"kv_pages": 14, "page_size": 8, "max_model_len": 104, "prefill_chun
 )
 def test_the_same_tokens(case, options, model_folders):
     engine = assert_same(model_folders(case), options)
-    stats, groups = engine.stats(), options["data_parallel_size"]
+    stats = engine.stats()
+    groups = options["data_parallel_size"]
     assert stats.pages_total == groups * (engine.runner.layout.num_pages - 1)
     if groups < 8:  # requests of the same prefix, which come at the same time, meet in a group
         assert bool(stats.prefix_hits) == options.get("prefix_caching", True)
@@ -119,7 +122,8 @@ def test_the_same_tokens(case, options, model_folders):
 
 def check_exchanges(engine):
     """Nothing goes from group to group but around experts: three arrays to all groups, and one back."""
-    each, mixtures = engine.config.tensor_parallel_size, sum(layer.mlp.experts is not None for layer in layers(engine))
+    each = engine.config.tensor_parallel_size
+    mixtures = sum(layer.mlp.experts is not None for layer in layers(engine))
     for name, compiled in engine.runner.executables.items():
         crossing = [line for line in compiled.as_text().splitlines() if any(crosses(line, each))]
         is_step = isinstance(name, StepProgram)

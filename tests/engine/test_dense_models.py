@@ -79,7 +79,9 @@ def test_on_eight_devices(case, model_folders):
 def test_in_bfloat16(case, model_folders):
     """On several devices, where activations and weights are as narrow as this: no type is mixed up."""
     with np.load(GOLDENS / f"{case}.npz") as golden:
-        prompt, tokens, expected = golden["prompt_3"], golden["tokens_3"], golden["logprobs_3"]
+        prompt = golden["prompt_3"]
+        tokens = golden["tokens_3"]
+        expected = golden["logprobs_3"]
     options = {"tensor_parallel_size": 2, "dtype": "bfloat16"} | CASES[case].options
     engine = make_engine(model_folders(case), tokens=320, **options)
     asked = request("0", [*prompt.tolist(), *tokens.tolist()], max_tokens=1, prompt_logprobs=0)
@@ -204,7 +206,8 @@ def test_minicpm_is_granite_by_other_names(model_folders, tmp_path):
 @pytest.mark.slow
 def test_gpt2_as_it_was_first_published(model_folders, tmp_path):
     """Without the beginning of the names, and with the mask that was saved."""
-    config, mask = DENSE_CASES["gpt2_inner"].config, {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}
+    config = DENSE_CASES["gpt2_inner"].config
+    mask = {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}
     source = model_folders("gpt2_inner")
     folder = rewritten(source, tmp_path / "model", config, lambda name: name.removeprefix("transformer."), mask)
     answers(make_engine(folder, tokens=320), "gpt2_inner")
@@ -256,7 +259,8 @@ def test_longrope_needs_an_original_length():
 def quantized(source, target, config):
     """Copies of a model's folder: with the layers' matrices in 8 bits in groups of 8 with zero points, and with the
     floats that these stand for."""
-    weights, plain = {}, {}
+    weights = {}
+    plain = {}
     for name, x in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if x.ndim == 2 and any(part.isdigit() for part in name.split(".")) and "norm" not in name:

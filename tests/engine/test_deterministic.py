@@ -126,11 +126,9 @@ def test_where_the_usual_mode_differs(model_folders, monkeypatch):
 
 def test_equal_requests_without_a_seed_get_equal_answers(model_folders):
     engine = make_engine(model_folders("tp_gqa"), rows=4, tokens=64, deterministic=True)
-    one, two, n = (
-        request("one", PROMPTS[1], max_tokens=12, temperature=1.0),
-        request("two", PROMPTS[1], max_tokens=12, temperature=1.0),
-        request("n", PROMPTS[1], max_tokens=12, temperature=1.0, n=2),
-    )
+    one = request("one", PROMPTS[1], max_tokens=12, temperature=1.0)
+    two = request("two", PROMPTS[1], max_tokens=12, temperature=1.0)
+    n = request("n", PROMPTS[1], max_tokens=12, temperature=1.0, n=2)
     engine.add_request(n)
     first, second = generate(engine, two, one)
     assert first.token_ids == second.token_ids

@@ -62,7 +62,8 @@ def with_head(case, model_folders, tmp_path, count=4, **options):
 
 def proposals(engine, monkeypatch):
     """What the engine proposes, by the number of known tokens."""
-    found, prepare = {}, engine.speculator._method.prepare
+    found = {}
+    prepare = engine.speculator._method.prepare
 
     def listening(plan, running):
         prepare(plan, running)
@@ -83,7 +84,8 @@ def test_proposals_are_those_of_transformers(case, tokens, model_folders, tmp_pa
     golden = GOLDENS[case]
     options = {"tokens": tokens, "page_size": 16, "decode_steps": False, "async_scheduling": False}
     engine = with_head(case, model_folders, tmp_path, **options)
-    prompt, answer = golden["tokens"][:19], golden["tokens"][19:]
+    prompt = golden["tokens"][:19]
+    answer = golden["tokens"][19:]
     for i in range(2):
         found = proposals(engine, monkeypatch)
         (one,) = run_all(engine, request(f"r{i}", prompt, max_tokens=len(answer))).values()
@@ -125,7 +127,8 @@ def test_the_same_tokens(case, options, model_folders, tmp_path, eager):
 def test_proposals_end_where_block_tables_do(model_folders, tmp_path, monkeypatch, eager):
     """A sequence with room for fewer proposals than others in the call does not attend beyond its table, of which
     kernels would read no pages."""
-    seen, attend = [], KeysAndValues.attend
+    seen = []
+    attend = KeysAndValues.attend
 
     def noting(kind, layer, heads, pages, where, *rest):
         jax.debug.callback(lambda most: seen.append(int(most)), where[3].max() - where[1].shape[1] * pages.page_size)
@@ -280,7 +283,8 @@ MODELS = json.loads((Path(__file__).parents[1] / "published_configs.json").read_
 def write_empty(folder, shapes, dtypes):
     """A file of tensors that are zero, which takes no space on the disk, beside tensors that are given."""
     folder.mkdir(exist_ok=True)
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, shape in shapes.items():
         kind, size = dtypes(name)
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at := at + math.prod(shape) * size]}
@@ -295,7 +299,8 @@ def write_empty(folder, shapes, dtypes):
 def test_published_layouts(name, speculators, tmp_path):
     """Each parameter of the draft has its tensor, of its shape, and none is left over. The layer that loads them is
     tested with small sizes above."""
-    config, target = dict(PUBLISHED[name]), read_model_config(HFConfig(dict(MODELS[name]), name))
+    config = dict(PUBLISHED[name])
+    target = read_model_config(HFConfig(dict(MODELS[name]), name))
     shapes = draft_heads.eagle_shapes(config, target_hidden=config["hidden_size"], own_embed=speculators)
     shapes |= {"d2t": (config["draft_vocab_size"],), "t2d": (config["vocab_size"],)}
     if speculators:
@@ -307,7 +312,8 @@ def test_published_layouts(name, speculators, tmp_path):
     assert (spec.layers, spec.own_embed) == (READ[name], speculators)
     assert files.ids.tolist() == list(range(32000))
     drafter = Drafter(spec, shape, shape.num_kv_heads, shape.vocab_size, target.vocab_size, target.vocab_size)
-    abstract, pieces = abstract_params(drafter, make_mesh(1)), files.pieces(drafter)
+    abstract = abstract_params(drafter, make_mesh(1))
+    pieces = files.pieces(drafter)
     assert abstract.keys() == pieces.keys()
     check(files.tensors, pieces, files.ignored(drafter))
     used = {piece.name for some in pieces.values() for piece in some}

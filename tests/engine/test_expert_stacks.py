@@ -28,7 +28,9 @@ from jaxserve.pallas_kernels.types import QuantArray
 
 pytestmark = pytest.mark.compiles
 
-EXPERTS, OUT, INPUTS = 8, 16, 64
+EXPERTS = 8
+OUT = 16
+INPUTS = 64
 rng = np.random.default_rng(8)
 
 
@@ -88,7 +90,9 @@ def test_some_have_zero_points(monkeypatch):
 @pytest.mark.slow
 def test_host_memory(tmp_path, monkeypatch):
     """A stack of 96 MiB in one tensor of a file takes a small part of that on the host while it is loaded."""
-    experts, out, inputs = 48, 512, 1024
+    experts = 48
+    out = 512
+    inputs = 1024
     values = rng.integers(-9, 9, (experts, out, inputs)).astype(np.float32)
     save_file({"layers.0.experts.up": values}, tmp_path / "model.safetensors")
     tensors = unstacked(read_header(tmp_path / "model.safetensors"), ["layers.{i}.experts.{e}.up"])
@@ -115,7 +119,9 @@ def test_host_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("adapted", [False, True])
 def test_experts_over_devices(mesh, quantized, adapted):
     """Experts and their width split over devices make the same of each token, padding and adapters included."""
-    size, tokens, mesh = 64, 11, mesh_of(*mesh)
+    size = 64
+    tokens = 11
+    mesh = mesh_of(*mesh)
     x = jnp.asarray(rng.standard_normal((tokens, INPUTS)).astype(np.float32))
     chosen = jnp.asarray(np.stack([rng.permutation(EXPERTS)[:3] for _ in range(tokens)]).astype(np.int32))
     shares = jnp.asarray(rng.uniform(0.1, 1, (tokens, 3)).astype(np.float32))
@@ -130,11 +136,13 @@ def test_experts_over_devices(mesh, quantized, adapted):
     w = ExpertWeights(made(2 * size, INPUTS), made(INPUTS, size), jnp.asarray(rng.standard_normal((EXPERTS, 2 * size))))
     options = {"gate": Ops().gate_of("silu", 2.0), "count": jnp.int32(9)}
     if adapted:
-        places, rank = 2, 3
+        places = 2
+        rank = 3
         ranks = jnp.full((places, 2), rank, jnp.int32)
 
         def stack(inputs, out, widths):
-            a, b = (places, EXPERTS, len(widths) * rank, inputs), (places, EXPERTS, rank, out)
+            a = (places, EXPERTS, len(widths) * rank, inputs)
+            b = (places, EXPERTS, rank, out)
             matrices = (jnp.asarray(rng.standard_normal(shape).astype(np.float32) / 8) for shape in (a, b))
             return AdapterStack(*matrices, ranks, widths)
 

@@ -119,7 +119,8 @@ def test_rounded_inputs(scheme, model_folders, tmp_path, kernels, monkeypatch):
     """They are codes between the kernel that rounds them and the product, with scales of each device's part."""
     quantize_model(str(model_folders("tp_gqa")), tmp_path / scheme, QuantizeConfig(scheme=scheme), progress=False)
     options = {"activation_quantization": "checkpoint"}
-    multiplied, multiply = [], w8a8.emulated
+    multiplied = []
+    multiply = w8a8.emulated
 
     def spied(rows: QuantRows, *rest) -> jax.Array:
         multiplied.append((rows.codes.dtype, rows.shape[1], rows.scale.shape[1]))

@@ -258,7 +258,8 @@ def test_compiling_has_a_time_limit_and_holds_nobody_up(engine, monkeypatch):
     monkeypatch.setattr("jaxserve.grammars.grammar._build", lambda vocabulary, grammar: time.sleep(1.5))
     engine.add_request(bound("slow", Grammar("regex", "slow")))
     engine.add_request(request("other", [5], max_tokens=4))
-    start, ended = time.monotonic(), {}
+    start = time.monotonic()
+    ended = {}
     while engine.has_work:
         for update in engine.step():
             if update.finish_reason is not None:
@@ -272,7 +273,8 @@ def test_compiling_has_a_time_limit_and_holds_nobody_up(engine, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "another kind"])
 def test_the_vocabulary_has_the_bytes_of_the_tokenizer(model_folders, tmp_path, monkeypatch, kind):
-    folder, tokenizer = model_folders(CASE), load_tokenizer(model_folders(CASE))
+    folder = model_folders(CASE)
+    tokenizer = load_tokenizer(model_folders(CASE))
     if kind == "another kind":
         monkeypatch.setattr("jaxserve.grammars.grammar.load_tokenizer", lambda *_, **__: tokenizer)
         folder = tmp_path

@@ -26,7 +26,8 @@ class GroupDevices(Device):
 
     def run(self, plan, running) -> list[Ran]:
         for seq in plan.placed:
-            self.slot_place[seq.slot], self.last_token[seq.slot] = None, 0
+            self.slot_place[seq.slot] = None
+            self.last_token[seq.slot] = 0
             self.length[seq.slot] = int(running.start[seq.slot])
             self.slot_params[seq.slot] = self.params_of(seq)
         assert all(a // self.pages_each == b // self.pages_each for a, b in plan.copies), "a copy leaves its group"
@@ -35,7 +36,9 @@ class GroupDevices(Device):
             assert running.group_of(source) == running.group_of(target)
             self.tables[target] = self.tables[source].copy()
         self.events["copied tables"] += len(plan.table_copies)
-        updates, results, ran = plan.table_updates, [], []
+        updates = plan.table_updates
+        results = []
+        ran = []
         owners = running.group_of(updates[0]), updates[2] // self.pages_each
         assert (owners[0] == owners[1])[updates[2] > 0].all(), "a block table names a page of another group"
         batches = list(split_groups(plan.rows, running, self.shapes, self.cost))
@@ -77,7 +80,8 @@ class GroupSimulation(Simulation):
         self, groups: int, *, num_pages=60, page_size=4, max_num_seqs=4, budget=16, windows=(None,), cost=None
     ):
         super().__init__(num_pages=num_pages, page_size=page_size, max_num_seqs=max_num_seqs, budget=budget)
-        self.groups, self.cost = groups, cost
+        self.groups = groups
+        self.cost = cost
         self.blocks = GroupBlocks(groups, num_pages, page_size, windows=windows)
         self.most = self._longest(self.blocks.parts[0])
         self.scheduler = GroupScheduler(
@@ -91,7 +95,8 @@ class GroupSimulation(Simulation):
         self.device = GroupDevices(self.blocks, groups * max_num_seqs, self._check_read, cost, self.most)
         self.device.pages_each = num_pages
         self.device.shapes = Device(self.blocks.parts[0], max_num_seqs, self._check_read, cost, self.most).shapes
-        self.events, self.blocks.evictions = self.device.events, 0
+        self.events = self.device.events
+        self.blocks.evictions = 0
 
     def _longest(self, part) -> int:
         self.blocks, whole = part, self.blocks
@@ -106,7 +111,8 @@ class GroupSimulation(Simulation):
 
     def _check_schedule(self, plan, waiting, admissible, preemptions, before, placing) -> None:
         rows = each(plan.rows) if plan else []
-        tokens, count = Counter(), Counter()
+        tokens = Counter()
+        count = Counter()
         for row in rows:
             tokens[row.seq.group] += row.count
             count[row.seq.group] += 1
@@ -140,7 +146,8 @@ def test_under_pressure(overlapped, windows):
             budget=int(rng.integers(5, 20)), windows=windows, cost=cost,
         )  # fmt: skip
         for _ in range(40):
-            shared, tail = FAMILIES[rng.integers(3)][: rng.integers(20)], rng.integers(0, VOCAB, rng.integers(1, 4))
+            shared = FAMILIES[rng.integers(3)][: rng.integers(20)]
+            tail = rng.integers(0, VOCAB, rng.integers(1, 4))
             kind = str(rng.choice(["scored", "masked", *["ordinary"] * 6]))
             with contextlib.suppress(InvalidRequestError):
                 simulation.add(
@@ -228,7 +235,8 @@ def test_a_blocked_request_is_looked_up_once_in_each_group(monkeypatch):
     blocked = simulation.add([2] * 36, max_tokens=2)
     for _ in range(3):
         simulation.step()
-    lookups, match = [], BlockManager.match
+    lookups = []
+    match = BlockManager.match
     monkeypatch.setattr(BlockManager, "match", lambda *arguments: lookups.append(1) or match(*arguments))
     for _ in range(8):
         simulation.step()

@@ -11,7 +11,10 @@ from jaxserve.types import Grammar
 
 pytestmark = pytest.mark.compiles
 
-DENSE, ONE_HEAD, EXPERTS, LATENT = "llama3_gqa", "llama_mqa", "qwen3_moe_plain", "deepseek_v3_groups"
+DENSE = "llama3_gqa"
+ONE_HEAD = "llama_mqa"
+EXPERTS = "qwen3_moe_plain"
+LATENT = "deepseek_v3_groups"
 SLOW = pytest.mark.slow
 TIGHT = {"kv_pages": 12, "page_size": 16, "max_model_len": 96, "prefill_chunk": 16}
 FEW = TIGHT | {"kv_pages": 7}  # of each group

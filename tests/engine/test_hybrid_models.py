@@ -54,7 +54,8 @@ def test_chunked_in_used_slots(case, model_folders):
 @pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_tokens_a_call(static, model_folders):
     engine = make_engine(model_folders(SPLIT), rows=8, tokens=128, static_steps=static, latency_goal_ms=60_000.0)
-    most, step = [], engine.runner.step
+    most = []
+    step = engine.runner.step
 
     def watch(program, packed):
         at, _ = program.shape.fields["tokens_per_call"]
@@ -170,9 +171,11 @@ def test_nothing_compiles_late(model_folders):
 def test_states_are_counted(devices, model_folders):
     """A slot has a matrix of 16 x 24 numbers for each of 6 heads, and 3 inputs of 2 x 16 + 3 x 24 numbers for each of 2
     key heads, in each of 6 layers."""
-    slot, rows = 4 * 6 * (6 * 16 * 24 + 3 * 2 * (2 * 16 + 3 * 24)), 8
+    slot = 4 * 6 * (6 * 16 * 24 + 3 * 2 * (2 * 16 + 3 * 24))
+    rows = 8
     engine = make_engine(model_folders(SPLIT), rows=rows, tensor_parallel_size=devices)
-    layout, mesh = engine.runner.layout, engine.runner.mesh
+    layout = engine.runner.layout
+    mesh = engine.runner.mesh
     assert layout.states.slot_bytes == slot
     assert layout.states.snapshots == 8
     assert layout.state_bytes(mesh) == (rows + 1 + 8) * slot // devices

@@ -46,7 +46,8 @@ def test_pages_that_were_never_used_take_no_memory():
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pages_are_copied_in_every_layer(dtype):
-    layers, pages = 22, 6  # two layers an array
+    layers = 22
+    pages = 6  # two layers an array
     layout = CacheLayout(LayerGroups.of([None] * layers, 80), pages, 4, KeysAndValues(1, 8, jnp.dtype(dtype)))
     random = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(random.integers(-9, 9, x.shape), x.dtype), layout.create(make_mesh(1)))

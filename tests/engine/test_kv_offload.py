@@ -132,7 +132,8 @@ def test_others_decode_while_pages_are_loaded(model_folders):
     while engine.copies._saves:  # pages can be loaded when they have arrived
         time.sleep(0.001)
         engine.copies._take_saves()
-    collect, ready = engine.copies._collect, threading.Event()
+    collect = engine.copies._collect
+    ready = threading.Event()
     engine.copies._collect = lambda read: ready.wait(20) and collect(read)
     engine.add_request(request("again", first, max_tokens=4))
     decoded = 0
@@ -286,7 +287,8 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.03, 0.2])
 def test_an_engine_that_is_killed_while_it_writes(seconds, model_folders, tmp_path):
-    folder, kv = model_folders("tp_gqa"), tmp_path / "kv"
+    folder = model_folders("tp_gqa")
+    kv = tmp_path / "kv"
     paths = [str(Path(__file__).parent), *sys.path]
     script = KILLED.format(paths=paths, folder=str(folder), kv=str(kv))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)

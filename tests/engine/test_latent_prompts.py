@@ -51,7 +51,8 @@ def test_with_latents_as_codes(dtype, model_folders):
     """Both forms give the same log-probabilities up to a token whose latent is rounded to another code: they add in
     different orders, so that a latent of a later layer may lie on the other side of a code's border. The tokens after
     it differ by about the step of a code."""
-    case, found = DEEPSEEK[0], []
+    case = DEEPSEEK[0]
+    found = []
     prompt = np.random.default_rng(2).integers(3, 200, 150).tolist()
     for build in (plain_engine, lambda folder, case, **options: make_engine(folder, **options)):
         engine = build(model_folders(case), case, tokens=48, rows=2, kv_cache_dtype=dtype)

@@ -20,9 +20,14 @@ PROMPTS = [np.random.default_rng(5).integers(3, 300, n).tolist() for n in (3, 90
 
 def tensors():
     """Random weights under the hub's names; blocks of 128 x 128 end within heads of kv_b and within matrices."""
-    rng, c = np.random.default_rng(17), SIZES
-    hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    rng = np.random.default_rng(17)
+    c = SIZES
+    hidden = c["hidden_size"]
+    heads = c["num_attention_heads"]
+    rank = c["kv_lora_rank"]
+    nope = c["qk_nope_head_dim"]
+    rope = c["qk_rope_head_dim"]
+    value = c["v_head_dim"]
 
     def matrix(*shape):
         return (rng.standard_normal(shape) * 1.4 / shape[-1] ** 0.5).astype(np.float32)

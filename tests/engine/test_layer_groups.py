@@ -41,7 +41,9 @@ def test_groups(windows, longest, of_groups, depth):
 def test_gemma_3_27b_at_its_longest():
     """62 layers of 16 heads of 128 numbers, of which 52 see 1,024 tokens: at 131,072 tokens in bfloat16 they need less
     than a fifth of what they would without windows, and no more than 1.03 times what arithmetic allows."""
-    longest, step, page_size = 131_072, 2048, 16
+    longest = 131_072
+    step = 2048
+    page_size = 16
     layer_token = 2 * 16 * 128 * 2  # bytes
     groups = LayerGroups.of(alternating(5, 1024, 62), longest)
     layout = CacheLayout(groups, 1, page_size, KeysAndValues(16, 128, jnp.dtype("bfloat16")))

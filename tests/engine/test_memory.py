@@ -42,7 +42,8 @@ class Program:
     """A compiled program with figures of its own."""
 
     def __init__(self, compiled, said):
-        self._compiled, self._said = compiled, said
+        self._compiled = compiled
+        self._said = said
 
     def __call__(self, *arguments):
         return self._compiled(*arguments)
@@ -92,7 +93,8 @@ def start(monkeypatch, model_folders):
 
 def used(engine: Engine, gpu: Gpu) -> float:
     """The share of the memory that may be used which is used, by the figures of all programs."""
-    budget, needs = engine._sizing.budget, engine.runner.needs(engine.shapes)
+    budget = engine._sizing.budget
+    needs = engine.runner.needs(engine.shapes)
     used = budget.weights + budget.slots + budget.reserve + needs.total + engine.runner.cache_bytes
     assert budget.holds(needs, engine.runner.cache_bytes) == (used <= int(gpu.total * 0.9))
     return used / (gpu.total * 0.9)
@@ -138,7 +140,8 @@ def test_pages_are_what_all_programs_leave(start, code, temporaries):
 @pytest.mark.slow
 def test_the_cache_leaves_its_memory_to_the_compiler(start, monkeypatch):
     """XLA:GPU tries products while it compiles them, with operands as large as the output head."""
-    engine, seen = start(Gpu()), []
+    engine = start(Gpu())
+    seen = []
     compile_one = runner.ModelRunner._compile
 
     def compile_and_look(self, name, lowered):
@@ -159,7 +162,8 @@ def test_an_engine_starts_with_an_accelerator_s_buckets(start, monkeypatch):
     monkeypatch.setattr(StepCost, "of", lambda *_, **__: StepCost(weights=0.003, token=2e-4))
     gpu = Gpu(total=150 * MIB, code=3 * MIB)
     engine = start(gpu, max_num_seqs=200, max_num_batched_tokens=101)
-    pages, early = engine.runner.layout.num_pages, len(set(gpu.compiled))
+    pages = engine.runner.layout.num_pages
+    early = len(set(gpu.compiled))
     engine.compile()
     assert len(set(gpu.compiled)) == engine.runner.num_executables > 2 * early
     assert engine.runner.layout.num_pages == pages

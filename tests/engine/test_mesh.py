@@ -10,7 +10,10 @@ from jaxserve.devices.sharded_ops import embed_sharded, matmul_sharded, quant_ma
 from jaxserve.pallas_kernels.ops import embed, matmul, quant_matmul
 from jaxserve.pallas_kernels.types import QuantArray
 
-DEVICES, TOKENS, OUT, INPUTS = 8, 5, 24, 256
+DEVICES = 8
+TOKENS = 5
+OUT = 24
+INPUTS = 256
 RNG = np.random.default_rng(3)
 
 
@@ -32,7 +35,8 @@ def dense(w: jax.Array | QuantArray) -> np.ndarray:
 def test_parts_of_a_product_are_added_in_the_dtype_of_the_activation(kind, dtype):
     """Each device's part is exact to float32 before it is rounded; then they are added up in the order of a reduction
     that is not ours to choose."""
-    mesh, w = make_mesh(DEVICES), weight(kind)
+    mesh = make_mesh(DEVICES)
+    w = weight(kind)
     x = jnp.asarray(RNG.normal(size=(TOKENS, INPUTS)), dtype)
     axes = ("embed", "mlp")
     function = (
@@ -52,7 +56,9 @@ def test_parts_of_a_product_are_added_in_the_dtype_of_the_activation(kind, dtype
 
 
 def test_outputs_that_are_split_stay_float32():
-    mesh, w, x = make_mesh(DEVICES), weight("plain"), jnp.asarray(RNG.normal(size=(TOKENS, INPUTS)), jnp.bfloat16)
+    mesh = make_mesh(DEVICES)
+    w = weight("plain")
+    x = jnp.asarray(RNG.normal(size=(TOKENS, INPUTS)), jnp.bfloat16)
     w = jax.device_put(w, sharding(mesh, "vocab", "embed"))
     found = jax.jit(lambda x, w: matmul_sharded(mesh, x, w, ("vocab", "embed")))(x, w)
     assert found.dtype == jnp.float32
@@ -62,7 +68,8 @@ def test_outputs_that_are_split_stay_float32():
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 def test_embeddings_are_the_rows_of_one_device(kind):
     """Whatever the dtype in which they are added, since all but one are 0."""
-    mesh, table = make_mesh(DEVICES), weight(kind)
+    mesh = make_mesh(DEVICES)
+    table = weight(kind)
     ids = jnp.asarray([0, OUT - 1, 7, 7, 3])
     found = jax.jit(lambda table, ids: embed_sharded(mesh, jnp.bfloat16, table, ids))(table, ids)
     assert found.dtype == jnp.bfloat16

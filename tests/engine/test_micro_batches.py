@@ -17,7 +17,9 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import Rows
 
-WEIGHTS, TOKEN, HOST = 1.0, 0.002, 0.05  # time of a stage for a step: reading weights, and each token; the host's own
+WEIGHTS = 1.0  # time of a stage for a step: reading weights
+TOKEN = 0.002  # each token
+HOST = 0.05  # the host's own
 
 
 @dataclass
@@ -50,7 +52,10 @@ def simulate(stages: int, sequences: int, prompt: int = 40, output: int = 150, *
     options = {"max_model_len": prompt + output + 1, "prefill_chunk": 256, "prefill_bursts": False}
     budget = max(1024, sequences)
     scheduler = Scheduler(blocks, max_num_seqs=sequences, max_num_batched_tokens=budget, stages=stages, **options)
-    devices, now, flight, left = Stages(stages), 0.0, deque(), list(range(sequences))
+    devices = Stages(stages)
+    now = 0.0
+    flight = deque()
+    left = list(range(sequences))
 
     def commit() -> None:
         nonlocal now

@@ -325,7 +325,8 @@ def test_both_styles_of_rotary_settings_are_the_same():
     """transformers 5 writes one object, 4 wrote a key beside another object, and called its kind "type" once."""
     old = read()
     values = json.loads(LLAMA_31_8B_INSTRUCT)
-    scaling, theta = values.pop("rope_scaling"), values.pop("rope_theta")
+    scaling = values.pop("rope_scaling")
+    theta = values.pop("rope_theta")
     new = read_model_config(HFConfig(values | {"rope_parameters": scaling | {"rope_theta": theta}}))
     assert new == old
     scaling["type"] = scaling.pop("rope_type")

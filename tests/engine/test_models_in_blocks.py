@@ -126,7 +126,8 @@ def test_the_plan_tells_what_loading_makes(kind, tmp_path, monkeypatch):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind)
     for module in ("jaxserve.models.abstract_weights", "jaxserve.models.load"):
         monkeypatch.setattr(f"{module}.keeps_blocks", lambda mesh: True)
-    mesh, config = make_mesh(2), EngineConfig(model=str(path), tensor_parallel_size=2)
+    mesh = make_mesh(2)
+    config = EngineConfig(model=str(path), tensor_parallel_size=2)
     decoder: Decoder = make_decoder(read_model(path), mesh, "float32")
     planned = abstract_weights(decoder, path, mesh, config)
     loaded = flatten_dict(load.load_params(decoder, path, mesh, progress=False, blocks=True, apart=True), sep="/")
@@ -141,7 +142,8 @@ def test_the_plan_tells_what_loading_makes(kind, tmp_path, monkeypatch):
 
 def test_rows_in_turn_need_no_other_device():
     """Parts whose rows are split over devices give a product that is split likewise, without anything sent."""
-    mesh, rng = make_mesh(4), np.random.default_rng(0)
+    mesh = make_mesh(4)
+    rng = np.random.default_rng(0)
     values = [rng.standard_normal((8 * width, 32)).astype(np.float32) for width in (3, 1)]
     split = jax.sharding.NamedSharding(mesh, PartitionSpec("tensor"))
     w = MixedArray(tuple(jax.device_put(v, split) for v in values), (3, 1))
@@ -159,7 +161,8 @@ def test_blocks_that_devices_would_cut():
     from jaxserve.checkpoints.quantized import StoredRows
 
     data = gguf_files.random_blocks(Kind.Q6_K, 4, 512)
-    rows, mesh = StoredRows([("Q6_K", data)], np.arange(4), 512), make_mesh(4)
+    rows = StoredRows([("Q6_K", data)], np.arange(4), 512)
+    mesh = make_mesh(4)
     for inputs, kept in (("tensor", False), (None, True)):
         place = jax.sharding.NamedSharding(mesh, PartitionSpec(None, inputs))
         assert (quantized.as_blocks(rows, place) is not None) == kept

@@ -185,12 +185,16 @@ def test_dummy_weights(scheme, devices, model_folders):
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq(act_order, tmp_path, model_folders):
     """Experts in GPTQ's tensors, each expert its own; with act-order each has its own order of inputs."""
-    quantized, plain, order, rng = {}, {}, {}, np.random.default_rng(4)
+    quantized = {}
+    plain = {}
+    order = {}
+    rng = np.random.default_rng(4)
     for name, tensor in tiny_models.tensors(CASE):
         if ".experts." not in name:
             quantized[name] = plain[name] = tensor
             continue
-        stem, inputs = name.removesuffix(".weight"), tensor.shape[1]
+        stem = name.removesuffix(".weight")
+        inputs = tensor.shape[1]
         groups = np.arange(inputs, dtype=np.int32) // 32
         key = stem.rsplit(".", 1)[0] if stem.endswith(("w1", "w3")) else stem
         of_input = order.setdefault(key, rng.permutation(groups) if act_order else groups)
@@ -219,7 +223,8 @@ def mxfp4_folders(case, folder, out):
     floats; and one with the same values in floats. `folder` has the case's config."""
     rng = np.random.default_rng(6)
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-    quantized, plain = {}, {}
+    quantized = {}
+    plain = {}
     for name, tensor in tiny_models.tensors(case):
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             quantized[name] = plain[name] = tensor

@@ -18,7 +18,8 @@ def test_a_token_takes_what_a_pass_of_the_model_takes(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     pace = Pace(goal=0.1)
     for _ in range(60):
-        asked, now = now, now + 0.04
+        asked = now
+        now = now + 0.04
         pace.arrived(asked, asked, 4)
     assert pace.step_seconds == pytest.approx(0.01, rel=1e-3)
     assert (
@@ -43,7 +44,8 @@ def test_a_loop_ends_with_its_last_row(model_folders):
     [greedy] = generate(engine, request("whole", PROMPT, max_tokens=12))
     stop = greedy.token_ids[3]
     engine.pace.tokens_per_call = lambda lengths, **_: lengths[-1]
-    heard, arrived = [], engine.pace.arrived
+    heard = []
+    arrived = engine.pace.arrived
     engine.pace.arrived = lambda asked, dispatched, passes: heard.append(passes) or arrived(asked, dispatched, passes)
     [ended] = generate(engine, request("ends", PROMPT, max_tokens=12, stop_token_ids=(stop,)))
     length = greedy.token_ids.index(stop) + 1

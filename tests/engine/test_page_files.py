@@ -53,7 +53,8 @@ def test_what_was_written_is_read_also_by_the_next_engine(tmp_path):
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "longer", "empty", "renamed"])
 def test_no_damaged_file_is_used(damage, tmp_path):
-    one, rng = files(tmp_path / "kv"), np.random.default_rng(1)
+    one = files(tmp_path / "kv")
+    rng = np.random.default_rng(1)
     for number in range(80):
         one.write(key(number), page(number))
     for number in range(0, 80, 2):
@@ -90,7 +91,8 @@ def test_the_least_recently_used_files_are_deleted(tmp_path):
 
 
 def test_forgetting(tmp_path):
-    one, other = files(tmp_path / "kv"), files(tmp_path / "kv", "other")
+    one = files(tmp_path / "kv")
+    other = files(tmp_path / "kv", "other")
     one.write(key(1), page(1))
     other.write(key(2), page(2))
     one.clear()

@@ -47,7 +47,8 @@ def tally(scheduler: Scheduler) -> list[set[int]]:
 def test_every_cell_and_every_owner():
     scheduler = scheduler_of(40, [[1] * 9, list(range(20, 30)), [1] * 8 + [5] * 3], n=2)
     scheduler.abort("0/request-1")  # its full pages stay in the cache
-    picture, owners = look(scheduler), tally(scheduler)
+    picture = look(scheduler)
+    owners = tally(scheduler)
     expected = [
         SHARED if len(own) > 1 else LISTED + min(own) if own else CACHED if scheduler.blocks.is_cached(page) else FREE
         for page, own in enumerate(owners, start=1)
@@ -68,7 +69,8 @@ def test_every_cell_and_every_owner():
 
 def test_large_pools_are_drawn_in_few_cells():
     scheduler = scheduler_of(page_snapshot.MAX_CELLS * 3 + 1, [[i] * 9 for i in range(page_snapshot.MAX_LISTED + 2)])
-    picture, owners = look(scheduler), tally(scheduler)
+    picture = look(scheduler)
+    owners = tally(scheduler)
     assert (picture.pages_per_cell, len(picture.cells)) == (4, -(-(page_snapshot.MAX_CELLS * 3 + 1) // 4))
     for cell in range(len(picture.cells)):
         own = owners[cell * 4 : cell * 4 + 4]

@@ -28,7 +28,8 @@ def play(seed: int, windows=(None,), *, overlapped=False, tiers=60, files=False)
     options = {"windows": windows, "tiers": tiers, "files": files}
     simulation = Simulation(num_pages=pages, page_size=4, max_num_seqs=5, budget=int(rng.integers(5, 20)), **options)
     for i in range(50):
-        family, tail = FAMILIES[rng.integers(6)], rng.integers(0, VOCAB, rng.integers(1, 4)).tolist()
+        family = FAMILIES[rng.integers(6)]
+        tail = rng.integers(0, VOCAB, rng.integers(1, 4)).tolist()
         with contextlib.suppress(InvalidRequestError):  # beams that have no room
             simulation.add(
                 family[: rng.integers(24)] + tail,
@@ -66,7 +67,8 @@ def test_under_pressure(overlapped, windows):
 
 def late(patch):
     """Evicted pages are copied one step later, when others may have written to them."""
-    take, last = PageTiers.take_leaving, []
+    take = PageTiers.take_leaving
+    last = []
 
     def take_last(self, most):
         last.append(take(self, most))

@@ -68,7 +68,8 @@ def wide(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_16_bits_stay_and_give_the_bits_of_float32(wide):
-    short, long = load(DEMO), load(wide)
+    short = load(DEMO)
+    long = load(wide)
     assert all(types_of(w) == {PanelType.BF16} for w in matrices(short).values())
     assert all(types_of(w) == {PanelType.F32} for w in matrices(long).values())
     assert short.runner.weight_bytes < 0.52 * long.runner.weight_bytes
@@ -104,7 +105,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_gguf_file_gives_the_bits_of_its_values(kind, tmp_path):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", kind)
-    exact, floats = load(path, matmul_backend="cpu"), load(path, dequantize=True)
+    exact = load(path, matmul_backend="cpu")
+    floats = load(path, dequantize=True)
     np.testing.assert_array_equal(likelihoods(exact), likelihoods(floats))
     found = [part for w in matrices(exact).values() for part in (w.parts if isinstance(w, MixedArray) else [w])]
     assert all(isinstance(w, PanelArray) for w in found)
@@ -164,5 +166,6 @@ def test_4_bit_floats_take_4_bits(scheme):
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
 def test_integers_by_default_come_close(kind, tmp_path):
     path = gguf_files.write_gguf(DEMO, tmp_path / "model.gguf", KINDS.get(kind, lambda name: Kind.Q8_0))
-    found, exact = likelihoods(load(path)), likelihoods(load(path, matmul_backend="cpu"))
+    found = likelihoods(load(path))
+    exact = likelihoods(load(path, matmul_backend="cpu"))
     assert 0 < np.abs(found - exact)[:GIVEN].max() < 0.1

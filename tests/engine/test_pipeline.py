@@ -116,7 +116,8 @@ def test_steps_in_flight(deep_folders):
     engine = make_engine(deep_folders(PLAIN, 2), **PP2)
     for i in range(4):
         engine.add_request(request(str(i), PROMPTS[i][:8], max_tokens=20))
-    groups, depths = [], []
+    groups = []
+    depths = []
     while engine.has_work:
         engine.step()
         depths.append(len(engine.in_flight))

@@ -46,7 +46,8 @@ def pool(engine, prompts, prefix="r"):
     for i, prompt in enumerate(prompts):
         ids = [int(token) for token in prompt]
         engine.add_request(Request(request_id=f"{prefix}{i}", prompt_token_ids=ids, params=NOTHING, pools=True))
-    results, cached = {}, {}
+    results = {}
+    cached = {}
     while engine.has_work:
         for update in engine.step():
             assert update.finish_reason == "length"
@@ -91,7 +92,8 @@ def test_preempted_prompts_are_pooled_anew(name, folders):
     """Prompts lose their pages while steps of theirs are in flight, and begin again."""
     engine = make(folders(name))
     prompts = pooling_models.prompts_of(name)
-    schedule, calls = engine.scheduler.schedule, 0
+    schedule = engine.scheduler.schedule
+    calls = 0
 
     def preempting(tokens_per_call):
         nonlocal calls

@@ -19,7 +19,8 @@ class Watched:
     """An array on the devices that notes what is done with it."""
 
     def __init__(self, array, notes: list[str]):
-        self.array, self.notes = array, notes
+        self.array = array
+        self.notes = notes
 
     def copy_to_host_async(self):
         self.notes.append("copy")
@@ -38,7 +39,8 @@ def scored(engine, *names):
 
 def test_all_prompts_of_a_step_are_scored_in_one_call(engine, monkeypatch):
     alone = {name: scored(engine, name)[name] for name in PROMPTS}
-    calls, score = [], engine.runner.score_prompt
+    calls = []
+    score = engine.runner.score_prompt
 
     def count(rows, targets, adapters):
         calls.append(len(rows))
@@ -79,7 +81,8 @@ def test_scores_are_not_waited_for_when_a_step_is_dispatched(engine, monkeypatch
 @pytest.mark.parametrize("wanted", [True, False])
 def test_scores_of_outputs_are_sent_with_the_tokens_and_read_once(engine, monkeypatch, wanted):
     """Each row read them for itself: nothing had asked for them before, and groups of devices joined theirs anew."""
-    notes, run = [], engine.runner.step
+    notes = []
+    run = engine.runner.step
 
     def watched(*call):
         drawn, hidden = run(*call)

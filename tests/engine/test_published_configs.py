@@ -56,7 +56,8 @@ def read(name, **changes):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_is_read(name):
-    config, given = read(name), CONFIGS[name]
+    config = read(name)
+    given = CONFIGS[name]
     assert config.num_layers == given["num_hidden_layers"]
     assert config.head_dim == given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
     assert config.tie_embeddings == given.get("tie_word_embeddings", False)

@@ -50,7 +50,8 @@ def tokens_of(engine) -> list[list[int]]:
 def in_floats(engine) -> None:
     """Puts the values of the quantized weights in their place, sharded as plain ones are."""
     runner = engine.runner
-    params, plain = flatten_dict(runner.params, sep="/"), {}
+    params = flatten_dict(runner.params, sep="/")
+    plain = {}
     for path, like in abstract_params(runner.model, runner.mesh).items():
         plain[path] = jax.device_put(floats_of(params[path]), like.sharding)
     runner._arrays, runner._unbundle = bundle(unflatten_dict(plain, sep="/"))
@@ -63,7 +64,8 @@ def in_floats(engine) -> None:
 def test_same_tokens_as_in_floats(model_folders, scheme, devices):
     if devices == 8 and scheme != "int4":
         pytest.skip("one scheme is enough there")
-    folder, options = model_folders(CASE), {"load_format": "dummy", "rows": 4, "matmul_backend": EXACT[devices > 1]}
+    folder = model_folders(CASE)
+    options = {"load_format": "dummy", "rows": 4, "matmul_backend": EXACT[devices > 1]}
     engine = make_engine(folder, quantization=scheme, tensor_parallel_size=devices, **options)
     kernels = [w for w in flatten_dict(engine.runner.params).values() if is_quantized(w)]
     assert len(kernels) == 4 * engine.model.num_layers
@@ -101,7 +103,8 @@ def test_integer_products_by_default(model_folders, scheme):
         asked = request("0", PROMPTS[1], max_tokens=1, prompt_logprobs=0)
         return np.array([entry.logprob for entry in generate(engine, asked)[0].prompt_logprobs[1:]])
 
-    found, exact = likelihoods(), likelihoods(matmul_backend="cpu")
+    found = likelihoods()
+    exact = likelihoods(matmul_backend="cpu")
     assert 0 < np.abs(found - exact).max() < 0.1
 
 

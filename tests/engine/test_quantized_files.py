@@ -15,7 +15,8 @@ from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
 pytestmark = pytest.mark.compiles
 
-CASE, GROUP = "tp_gqa", 32
+CASE = "tp_gqa"
+GROUP = 32
 RNG = np.random.default_rng(21)
 PROMPTS = [RNG.integers(5, 500, n).tolist() for n in (2, 37)]
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
@@ -33,9 +34,12 @@ def folders(request, tmp_path_factory, model_folders):
         folder = tmp_path_factory.mktemp(name)
         tiny_models.build(CASE, folder)
         made.append(folder)
-    quantized, plain, orders = {}, {}, {}
+    quantized = {}
+    plain = {}
+    orders = {}
     for name, tensor in tiny_models.tensors(CASE):
-        stem, module = name.removesuffix(".weight"), name.split(".")[-2]
+        stem = name.removesuffix(".weight")
+        module = name.split(".")[-2]
         if not module.endswith("_proj") or tensor.ndim == 1:
             quantized[name] = plain[name] = tensor
             continue

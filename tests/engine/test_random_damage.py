@@ -40,7 +40,8 @@ from jaxserve.models.adapter_targets import AdapterTargets
 from jaxserve.models.changeable import Changeable
 from jaxserve.models.load import make_decoder, read_model
 
-SECONDS, MEMORY = 2.0, 2**28
+SECONDS = 2.0
+MEMORY = 2**28
 TOKENS = [
     b"null", b"[]", b"{}", b"true", b"-1", b"0", b"1e999", b"NaN", b'""', b'"x"', b"9" * 400, b"18446744073709551616",
     b"1152921504606846976", b"0.5", b'"\\ud800"', b"[[[[1]]]]", b'{"a":{"b":[]}}', b'"(.+)+!"',
@@ -82,7 +83,8 @@ class Case:
     """A good file, and how it is read. `files`: those that are damaged, with the length of their headers."""
 
     def __init__(self, folder: Path, changeable: Changeable):
-        self.folder, self.changeable = folder, changeable
+        self.folder = folder
+        self.changeable = changeable
 
     def read(self) -> None:
         raise NotImplementedError
@@ -151,7 +153,8 @@ class OfBundle(Case):
         manifest = self.folder / "bundle.json"
         if path != manifest:
             value = json.loads(manifest.read_bytes())
-            size, digest = _file(path).bytes, _file(path).sha256
+            size = _file(path).bytes
+            digest = _file(path).sha256
             value["files"][str(path.relative_to(self.folder))] = {"bytes": size, "sha256": digest}
             manifest.write_text(json.dumps(value))
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -204,7 +207,8 @@ def test_damage_is_read_or_refused(kind, count, changeable, tmp_path):
     others = {path: path.read_bytes() for path in case.folder.iterdir() if path.is_file()}
     case.read()
     read = 0
-    longest, largest = 0.0, 0
+    longest = 0.0
+    largest = 0
     signal.signal(signal.SIGPROF, _too_long)
     tracemalloc.start()
     try:
@@ -213,7 +217,8 @@ def test_damage_is_read_or_refused(kind, count, changeable, tmp_path):
             path.write_bytes(damaged(rng, *good[path]))
             case.mend(path)
             tracemalloc.reset_peak()
-            before, began = tracemalloc.get_traced_memory()[0], time.process_time()
+            before = tracemalloc.get_traced_memory()[0]
+            began = time.process_time()
             signal.setitimer(signal.ITIMER_PROF, 2 * SECONDS)
             says = ""
             try:

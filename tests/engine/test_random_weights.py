@@ -24,7 +24,8 @@ def deep(folder, layers, mesh):
 
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_as_many_programs_for_many_layers_as_for_two(model_folders, scheme):
-    mesh, programs = make_mesh(2), {}
+    mesh = make_mesh(2)
+    programs = {}
     for layers in (2, 32):
         decoder = deep(model_folders("llama3_gqa"), layers, mesh)
         counter = CompileCounter()
@@ -70,7 +71,8 @@ def test_checks_of_products_begin_while_weights_load(model_folders, case, option
             begun.append((problem, grouped))
             return []
 
-    mesh, folder = make_mesh(2), model_folders(case)
+    mesh = make_mesh(2)
+    folder = model_folders(case)
     decoder = make_decoder(read_model(folder), mesh, jnp.float32)
     decoder = decoder.clone(ops=replace(decoder.ops, trials=Recorded()))
     config = EngineConfig(model=str(folder), tensor_parallel_size=2, **options)

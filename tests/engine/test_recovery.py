@@ -239,7 +239,8 @@ def test_who_leaves_and_who_comes_meanwhile(engine, undisturbed, monkeypatch):
 @pytest.mark.parametrize("lost", [True, False], ids=["cache lost", "cache kept"])
 def test_a_step_that_fails_once(engine, undisturbed, monkeypatch, lost):
     """Nobody is to blame; also where the donated arrays are gone."""
-    step, calls = engine.runner.step, 0
+    step = engine.runner.step
+    calls = 0
 
     def failing(shape, packed):
         nonlocal calls

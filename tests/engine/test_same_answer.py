@@ -89,7 +89,8 @@ def test_with_few_penalty_rows(pages, model_folders, alone):
     """Sequences with penalties wait for a row of token counts, and take over rows that others have used."""
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, kv_pages=pages, max_model_len=200, max_penalty_seqs=2)
     assert engine.runner.slots.counts.shape[0] == 2 + 1
-    most, schedule = [], engine.scheduler.schedule
+    most = []
+    schedule = engine.scheduler.schedule
 
     def watch(steps):
         plan = schedule(steps)
@@ -184,7 +185,8 @@ def test_several_tokens_per_call_change_nothing(pages, asynchronous, model_folde
         async_scheduling=asynchronous,
         latency_goal_ms=60_000.0,
     )
-    drawn, dispatch = [], engine.dispatch
+    drawn = []
+    dispatch = engine.dispatch
     engine.dispatch = lambda plan: drawn.append(int(plan.rows.num_new.max())) or dispatch(plan)
     assert tokens(generate(engine, *requests())) == alone
     assert max(drawn) == 16
@@ -227,7 +229,8 @@ def test_paused_and_gone_on(model_folders, alone, config):
     everyone = requests()
     for one in everyone:
         engine.add_request(one)
-    names, gained = [one.request_id for one in everyone], {}
+    names = [one.request_id for one in everyone]
+    gained = {}
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -292,7 +295,8 @@ def test_rows_that_wait_for_the_host_draw_beside_the_loop_of_the_others(model_fo
     ]
     search = request("search", PROMPTS[1], use_beam_search=True, n=2, max_tokens=12)
     expected = tokens(generate(engine, *masked)), generate(engine, search)[0].token_ids
-    calls, schedule = [], engine.scheduler.schedule
+    calls = []
+    schedule = engine.scheduler.schedule
 
     def looped(_steps):
         plan = schedule(16)

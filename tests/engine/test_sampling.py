@@ -52,7 +52,8 @@ def penalty_row(slot: int, params: SamplingParams) -> int:
 def slots_of(params: list[SamplingParams], vocab: int = VOCAB, *, seeds=None, stop_ids=None, prompt_lens=None):
     """Slots 0, 1, … with these parameters, written the way the engine writes them."""
     seeds = seeds or [p.seed or 0 for p in params]
-    stop_ids, prompt_lens = stop_ids or [()] * len(params), prompt_lens or [0] * len(params)
+    stop_ids = stop_ids or [()] * len(params)
+    prompt_lens = prompt_lens or [0] * len(params)
     slots = create_slots(len(params), 1, vocab, penalty_rows=len(params))
     penalty_rows = [penalty_row(i, each) for i, each in enumerate(params)]
     rows = zip(params, seeds, stop_ids, prompt_lens, penalty_rows, strict=True)
@@ -224,8 +225,10 @@ def test_penalties_and_bias(params, seed):
     seen = TokenCounts(slots.counts, slots.in_prompt)
     tokens = np.asarray(jit_sample(jnp.asarray(logits), slots.params[order], seen, jnp.zeros(ROWS, jnp.int32)).tokens)
     for row, slot in enumerate(order):
-        prompt, output = sequences[slot][: prompt_lens[slot]], sequences[slot][prompt_lens[slot] :]
-        counts, in_prompt = np.bincount(output, minlength=VOCAB), np.isin(np.arange(VOCAB), prompt)
+        prompt = sequences[slot][: prompt_lens[slot]]
+        output = sequences[slot][prompt_lens[slot] :]
+        counts = np.bincount(output, minlength=VOCAB)
+        in_prompt = np.isin(np.arange(VOCAB), prompt)
         expected = modified(logits[row], params[slot], counts, in_prompt)
         assert expected[tokens[row]] >= expected.max() - 1e-4
 
@@ -246,7 +249,9 @@ def test_bias_of_a_whole_request_counts():
 
 def test_no_stop_token_before_min_tokens():
     """Position p is output number p - prompt_len."""
-    prompt_len, least, stops = 10, 3, tuple(range(MAX_STOP_TOKENS))
+    prompt_len = 10
+    least = 3
+    stops = tuple(range(MAX_STOP_TOKENS))
     positions = np.arange(10, 16)
     logits = np.zeros((6, VOCAB))
     logits[:, :MAX_STOP_TOKENS] = 50 + np.arange(MAX_STOP_TOKENS)
@@ -398,7 +403,8 @@ def test_noise():
     limits = np.linspace(-2, 8, 41)
     chances = np.diff(np.exp(-np.exp(-limits)), prepend=0.0, append=1.0)
     assert chi_square_is_plausible(np.digitize(found.reshape(-1), limits), chances)
-    rows, columns = np.corrcoef(found), np.corrcoef(found.T[:64])
+    rows = np.corrcoef(found)
+    columns = np.corrcoef(found.T[:64])
     for correlations, count in ((rows, 4096), (columns, 64)):
         assert np.abs(correlations - np.eye(64)).max() < 5.5 / np.sqrt(count)
     ends = np.asarray(gumbel(jnp.array([0, 2**32 - 1], jnp.uint32)))
@@ -523,7 +529,8 @@ def test_counting_tokens():
     slots = jit_count_tokens(slots, count_buffer(2, [1, 1, 2, 3, 3, 3, 0], 3))
     slots = jit_count_tokens(slots, count_buffer(2, [3, 4], 0))
     slots = jit_count_tokens(slots, count_buffer(1, [7] * COUNTED_PER_CALL, COUNTED_PER_CALL))
-    counts, in_prompt = np.asarray(slots.counts), np.asarray(slots.in_prompt)
+    counts = np.asarray(slots.counts)
+    in_prompt = np.asarray(slots.in_prompt)
     assert {t: n for t, n in enumerate(counts[2].tolist()) if n} == {0: 1, 3: 4, 4: 1}
     assert np.flatnonzero(in_prompt[2]).tolist() == [1, 2]
     assert not counts[:2].any()

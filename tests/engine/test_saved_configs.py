@@ -188,7 +188,8 @@ def test_settings_without_a_reader_may_have_any_value():
 
 
 def read_by(config_class):
-    names, aliases = reads(source_of(config_class)), config_class.attribute_map
+    names = reads(source_of(config_class))
+    aliases = config_class.attribute_map
     return names | {aliases[name] for name in names if name in aliases}
 
 

@@ -148,7 +148,8 @@ def test_under_pressure(overlapped, windows, snapshots):
     events: Counter[str] = Counter()
     without = None if snapshots is None else "beams"
     for seed in range(12):
-        rng, choices = np.random.default_rng(seed), np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
+        choices = np.random.default_rng(seed)
         simulation = Simulation(
             num_pages={(None,): 13, (6,): 11}.get(windows, 32),
             page_size=4,
@@ -158,7 +159,8 @@ def test_under_pressure(overlapped, windows, snapshots):
             snapshots=snapshots,
         )
         for _ in range(40):
-            shared, tail = FAMILIES[rng.integers(3)][: rng.integers(20)], rng.integers(0, VOCAB, rng.integers(1, 4))
+            shared = FAMILIES[rng.integers(3)][: rng.integers(20)]
+            tail = rng.integers(0, VOCAB, rng.integers(1, 4))
             with contextlib.suppress(InvalidRequestError):  # beams that have no room
                 simulation.add(
                     shared + tail.tolist(),
@@ -226,7 +228,8 @@ def test_arrival_decides_among_equals_and_priority_before_it():
 def test_short_requests_pass_one_that_waits_for_pages():
     simulation = Simulation(num_pages=9, page_size=4, budget=64)
     first = simulation.add([0] * 17, max_tokens=3)
-    large, small = simulation.add([1] * 16, max_tokens=2), simulation.add([2], max_tokens=2)
+    large = simulation.add([1] * 16, max_tokens=2)
+    small = simulation.add([2], max_tokens=2)
     simulation.step()
     assert running(simulation) == [first, small]
     simulation.drain()
@@ -298,7 +301,8 @@ def test_short_prompts_do_not_wait_for_a_long_one():
     """A prompt that goes on lends half of its chunk to those that end thereby. No token of the budget is lost, and of
     two long prompts the first ends first."""
     simulation = Simulation(max_num_seqs=6, budget=8)
-    long, other = simulation.add([1] * 40, max_tokens=1), simulation.add([2] * 40, max_tokens=1)
+    long = simulation.add([1] * 40, max_tokens=1)
+    other = simulation.add([2] * 40, max_tokens=1)
     assert planned(simulation.step()) == {long: 8}
     assert planned(simulation.step()) == {long: 8}
     simulation.drain()
@@ -321,7 +325,8 @@ def test_short_prompts_do_not_wait_for_a_long_one():
 def test_short_prompts_that_run_do_not_wait_for_a_long_one():
     """Half of the chunk goes to a prompt whose first tokens found room beside the end of an earlier one."""
     simulation = Simulation(max_num_seqs=6, budget=8)
-    first, long = simulation.add([1] * 6, max_tokens=1), simulation.add([2] * 40, max_tokens=1)
+    first = simulation.add([1] * 6, max_tokens=1)
+    long = simulation.add([2] * 40, max_tokens=1)
     assert planned(simulation.step()) == {first: 6, long: 2}
     short = simulation.add([3] * 4, max_tokens=1)
     assert planned(simulation.step()) == {long: 4, short: 4}
@@ -341,15 +346,18 @@ def test_tokens_for_prompts_beside_decodes(decodes, prompts, on_cpu, elsewhere):
 @pytest.mark.slow
 def test_steps_with_prompts_take_no_longer_than_the_goal_beside_decodes():
     """By an accelerator's costs, also where many prompts wait beside few that decode; without these, steps are full."""
-    cost, goal = StepCost(weights=3.5e-3, token=1.8e-5, attention=1e-6), 0.010
+    cost = StepCost(weights=3.5e-3, token=1.8e-5, attention=1e-6)
+    goal = 0.010
     chunk = cost.chunk(goal)
     simulation = Simulation(num_pages=3000, page_size=16, max_num_seqs=64, budget=8192, cost=cost, chunk=chunk)
     simulation.device.shapes = step_shapes(64, 8192, 16, cost=cost, chunk=chunk)
-    seconds, alone = [], []
+    seconds = []
+    alone = []
 
     def step():
         plan = simulation.step()
-        count, batches = plan.rows.count, list(split(plan.rows, simulation.device.shapes, cost))
+        count = plan.rows.count
+        batches = list(split(plan.rows, simulation.device.shapes, cost))
         took = sum(cost(batch.shape.tokens) for batch in batches)
         if (count > 1).any() and (count == 1).any():
             assert int(count.sum()) <= chunk
@@ -601,7 +609,8 @@ def test_aborted_requests_behind_a_blocked_one_leave_nothing_behind():
     simulation.add([1] * 12, max_tokens=20)
     simulation.step()
     blocked = simulation.add([2] * 28, max_tokens=4)
-    scheduler, request = simulation.scheduler, simulation.jobs[blocked].request
+    scheduler = simulation.scheduler
+    request = simulation.jobs[blocked].request
     for i in range(10_000):
         other = msgspec.structs.replace(request, request_id=f"other-{i}")
         scheduler.add(Sequence(other, 0, 0, 4, frozenset(), 100 + i))
@@ -644,7 +653,8 @@ def test_a_request_that_finds_no_room_does_not_stop_the_loop():
 
 def count_calls(monkeypatch, module, name) -> list:
     """Grows by one with every call of a module's function."""
-    calls, function = [], getattr(module, name)
+    calls = []
+    function = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *arguments: calls.append(0) or function(*arguments))
     return calls
 
@@ -674,7 +684,8 @@ def test_pages_behind_a_window_are_given_up_one_after_the_other(monkeypatch):
     """Each time, all pages from the beginning of the text were looked at."""
     simulation = Simulation(num_pages=100, page_size=4, max_num_seqs=1, budget=64, windows=(None, 6))
     simulation.add([1] * 5, max_tokens=70)
-    freed, free = [], simulation.blocks.free
+    freed = []
+    free = simulation.blocks.free
     monkeypatch.setattr(simulation.blocks, "free", lambda pages: freed.append(len(pages)) or free(pages))
     while simulation.scheduler.has_work:
         simulation.step(1)
@@ -698,7 +709,8 @@ def test_a_newcomer_is_looked_up_once():
 def test_a_newcomer_finds_no_page_that_was_evicted_since_it_was_looked_up():
     """The rows of running sequences get their pages between the first lookup and the newcomer's turn."""
     simulation = Simulation(num_pages=12, page_size=4, max_num_seqs=2, budget=256)
-    shared, newcomers = [1, 2, 3, 4] * 4, 0
+    shared = [1, 2, 3, 4] * 4
+    newcomers = 0
     simulation.add(shared, max_tokens=1)
     simulation.drain()
     simulation.add([5] * 5, max_tokens=34)
@@ -724,7 +736,8 @@ def test_a_prompt_s_pages_are_hashed_as_they_are_looked_up_or_computed(monkeypat
 
 
 def test_hashes_that_came_with_a_prompt_are_used(monkeypatch):
-    prompt, stops = list(range(70)), frozenset()
+    prompt = list(range(70))
+    stops = frozenset()
     plain = Request(request_id="plain", prompt_token_ids=prompt, params=SamplingParams(), cache_salt="s")
     brought = msgspec.structs.replace(plain, page_hashes=block_manager.hash_pages(prompt, "s", 4))
     first, second = (Sequence(request, 0, 0, 5, stops, 0) for request in (plain, brought))
@@ -766,7 +779,8 @@ def test_beams_send_what_changed_of_their_block_tables():
     simulation = Simulation(num_pages=500, page_size=4, max_num_seqs=4, budget=1000)
     name = simulation.add([1, 2, 3, 4, 5] * 80, n=4, max_tokens=40, beams=True)
     simulation.step()
-    entries, steps = simulation.events["table entries"], 0
+    entries = simulation.events["table entries"]
+    steps = 0
     while name in simulation.beams:
         simulation.step()
         steps += 1

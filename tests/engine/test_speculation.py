@@ -60,7 +60,9 @@ class Oracle(Method):
     chances = (0.9,)
 
     def __init__(self, answers, errors):
-        self._answers, self._errors, self._rng = answers, errors, np.random.default_rng(3)
+        self._answers = answers
+        self._errors = errors
+        self._rng = np.random.default_rng(3)
 
     def propose(self, seq, tokens, count):
         known = tokens.tolist()
@@ -236,7 +238,8 @@ def sequence(tenant, salt, *outputs):
 
 
 def test_recent_outputs_of_the_same_tenant():
-    suffix, tokens = Suffix(2, 16), np.array([90, 5, 6, 7], np.int32)
+    suffix = Suffix(2, 16)
+    tokens = np.array([90, 5, 6, 7], np.int32)
     suffix.finished(sequence("a", None, 5, 6, 7, 8, 9))
     suffix.finished(sequence("a", None, 1, 5, 6, 7))
     assert suffix.propose(sequence("b", None), tokens, 4) is None
@@ -309,7 +312,8 @@ def test_both_caches_leave_their_memory_to_the_compiler(model_folders, monkeypat
     folder = model_folders("llama3_gqa")
     speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
     engine = make_engine(folder, rows=4, tokens=32, max_model_len=96, speculative_config=speculation)
-    runners, seen = (engine.runner, engine._draft), []
+    runners = (engine.runner, engine._draft)
+    seen = []
 
     def fail(self, name, lowered):
         seen.extend("cache" in vars(one) for one in runners)
@@ -346,7 +350,8 @@ def test_a_draft_model_after_a_long_rest(model_folders):
 
 
 def test_statistics_continue_after_a_restart():
-    past, present = EngineStats(), EngineStats()
+    past = EngineStats()
+    present = EngineStats()
     past.count_drafts(np.array([4]), np.array([2]))
     present.count_drafts(np.array([3]), np.array([3]))
     both = present.after(past)

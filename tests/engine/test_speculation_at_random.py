@@ -19,7 +19,8 @@ from jaxserve.types import Grammar
 
 pytestmark = pytest.mark.compiles
 
-CASE, DRAFT = "llama3_gqa", "qwen3_tied"
+CASE = "llama3_gqa"
+DRAFT = "qwen3_tied"
 LOOKUP = {"num_speculative_tokens": 6, "prompt_lookup_min": 1}
 SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "kv_pages": 150}
 GRAMMARS = [
@@ -76,7 +77,9 @@ class Known(Method):
     chances = (0.9,)
 
     def __init__(self, answers, errors):
-        self._answers, self._errors, self._rng = answers, errors, np.random.default_rng(3)
+        self._answers = answers
+        self._errors = errors
+        self._rng = np.random.default_rng(3)
 
     def propose(self, seq, tokens, count):
         answer = self._answers.get((seq.params.seed, seq.index), [])
@@ -138,14 +141,17 @@ def test_random_requests_have_the_same_answers(count, model_folders, monkeypatch
         counters = llm.engine.stats()
         assert counters.spec_proposed > len(found)
         assert counters.pages_used == 0
-        checked, preemptions = checked + len(found), preemptions + counters.preemptions
+        checked = checked + len(found)
+        preemptions = preemptions + counters.preemptions
     assert checked == count
     assert preemptions > 0
 
 
 # The distribution
 
-PROMPT, FEW, SAMPLES = [5, 6, 7, 8, 9], 3, 3000
+PROMPT = [5, 6, 7, 8, 9]
+FEW = 3
+SAMPLES = 3000
 
 
 class Always(Method):
@@ -172,7 +178,8 @@ def p_value(engine, most, chances):
     token was sampled that the model never samples there."""
     counts = np.zeros((FEW,) * 3, int)
     for first, *others in sampled(engine).values():
-        path, places = (first,), []
+        path = (first,)
+        places = []
         if first == most[()][0]:
             for token in others:
                 if token not in most[path]:
@@ -186,7 +193,9 @@ def p_value(engine, most, chances):
 
 def likely(engine):
     """The FEW most likely tokens behind each path of likely tokens from PROMPT, and their probabilities."""
-    most, chances, paths = {}, {}, [()]
+    most = {}
+    chances = {}
+    paths = [()]
     for _ in range(4):
         asked = [request(f"p{path}", PROMPT + list(path), max_tokens=1, logprobs=FEW) for path in paths]
         found = run_all(engine, *asked)
@@ -204,7 +213,8 @@ def expectation(most, chances):
     first = (most[()][0],)
     expected = np.zeros((FEW,) * 3)
     for places in itertools.product(range(FEW), repeat=3):
-        path, chance = first, 1.0
+        path = first
+        chance = 1.0
         for place in places:
             chance *= chances[path][place]
             path += (most[path][place],)

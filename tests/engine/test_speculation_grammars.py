@@ -55,7 +55,9 @@ class Oracle(Method):
     chances = (0.9,)
 
     def __init__(self, answers, errors):
-        self._answers, self._errors, self._rng = answers, errors, np.random.default_rng(3)
+        self._answers = answers
+        self._errors = errors
+        self._rng = np.random.default_rng(3)
 
     def propose(self, seq, tokens, count):
         known = tokens.tolist()
@@ -157,7 +159,11 @@ def test_masks_along_a_draft(model_folders):
 
 def _random_path(state: LLMatcher, rng, vocab_size):
     """Up to five tokens that mostly may follow; how many of them leave the grammar open; the masks behind these."""
-    copy, path, masks, followed, open_ = state.deep_copy(), [], [], 0, True
+    copy = state.deep_copy()
+    path = []
+    masks = []
+    followed = 0
+    open_ = True
     for _ in range(5):
         mask = allocate_token_bitmask(1, vocab_size)
         if open_:

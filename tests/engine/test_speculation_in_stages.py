@@ -62,7 +62,8 @@ def sizes(stages, tensor=1, groups=1):
     ],
 )
 def test_random_requests_have_the_same_answers(split, method, options, count, deep_folders, eager):
-    folder, asked = str(deep_folders(CASE, 4)), requests(count)
+    folder = str(deep_folders(CASE, 4))
+    asked = requests(count)
     if split["data_parallel_size"] > 1:  # groups of devices refuse beam search
         kept = [i for i, params in enumerate(asked.params) if not params.use_beam_search]
         asked = Asked(*([column[i] for i in kept] for column in asked))
@@ -91,7 +92,8 @@ def test_random_requests_have_the_same_answers(split, method, options, count, de
 @pytest.mark.slow
 def test_right_proposals_take_fewer_steps_and_nothing_compiles(deep_folders, eager):
     """Two sequences, one for each stage at a time. Most proposals are kept, and wrong ones do no harm."""
-    folder, settings = deep_folders(CASE, 4), {"rows": 4, "tokens": 64, "max_model_len": 128, **sizes(2)}
+    folder = deep_folders(CASE, 4)
+    settings = {"rows": 4, "tokens": 64, "max_model_len": 128, **sizes(2)}
     asked = [request(str(i), [5 + i, 6, 7] * 6, max_tokens=60, ignore_eos=True, seed=i) for i in range(2)]
     expected = {key: one.token_ids for key, one in run_all(make_engine(folder, **settings), *asked).items()}
     steps = {}
@@ -112,7 +114,8 @@ def test_right_proposals_take_fewer_steps_and_nothing_compiles(deep_folders, eag
 @pytest.mark.slow
 def test_text_that_a_grammar_forces(deep_folders, eager):
     """Nothing repeats, so that all proposals are what the grammar forces."""
-    folder, forced = deep_folders(CASE, 4), Grammar("choice", '["a rather long text that nobody chose"]')
+    folder = deep_folders(CASE, 4)
+    forced = Grammar("choice", '["a rather long text that nobody chose"]')
     asked = [request(str(i), [5 + i, 6, 7], max_tokens=60, grammar=forced) for i in range(3)]
     expected = run_all(make_engine(folder, rows=4, tokens=64, max_model_len=128), *asked)
     engine = make_engine(

@@ -18,7 +18,8 @@ from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.sampler import Sampler
 
-SLOTS, NOTHING = 6, SimpleNamespace(copy_to_host_async=lambda: None)
+SLOTS = 6
+NOTHING = SimpleNamespace(copy_to_host_async=lambda: None)
 PROGRAM = StepProgram(StepShape.of(8, SLOTS, 8, decode_only=True), Sampler.GREEDY, 1, keeps_hidden=False)
 KINDS = ["step", "take_all", "sample_deferred", "score_prompt", "set_slots"]
 
@@ -27,7 +28,9 @@ class NullStage:
     """A stage whose devices do nothing."""
 
     num_slots = nobody = SLOTS
-    deferred_sizes, _on_cpu, returned = [4], True, StageRunner.returned
+    deferred_sizes = (4,)
+    _on_cpu = True
+    returned = StageRunner.returned
 
     def __init__(self, number: int, count: int):
         self.mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=number)]), number=number)
@@ -59,7 +62,8 @@ class RecordedLink:
     """Notes each transfer under the numbers of both stages."""
 
     def __init__(self, source, target, log):
-        self.name, self._log = (source.number, target.number), log
+        self.name = (source.number, target.number)
+        self._log = log
 
     def send(self, arrays):
         self._log.append(self.name)
@@ -71,7 +75,8 @@ class RecordedLink:
 
 def pipeline(count, monkeypatch):
     """The runners of all hosts, and the transfers of each stage so far."""
-    runners, logs = [], [[] for _ in range(count)]
+    runners = []
+    logs = [[] for _ in range(count)]
     monkeypatch.setattr(pipeline_runner, "by_group", lambda mesh, rest: None)
     for number, log in enumerate(logs):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)
@@ -94,7 +99,8 @@ def left(logs):
 
 
 def step_of(slots):
-    packed, rows = PROGRAM.shape.empty(SLOTS), len(slots)
+    packed = PROGRAM.shape.empty(SLOTS)
+    rows = len(slots)
     begins = np.minimum(np.arange(SLOTS + 1), rows)
     for name, values in {"q_start": begins, "slot": slots, "num_new": np.ones(rows, np.int32)}.items():
         at, _ = PROGRAM.shape.fields[name]

@@ -45,8 +45,10 @@ def engine(deep_folders):
 def test_the_same_answers(engine, deep_folders, monkeypatch):
     """And at most two layers are on the devices: the one that computes, and the next one. Nothing compiles."""
     alone = answers(make_engine(deep_folders(PLAIN, 5), **TIGHT))
-    bring, compiled = LayerUploads._bring, engine.programs.compilations
-    sent, alive = [], []  # for each layer that is sent for: its number, and the layers' arrays that are on the devices
+    bring = LayerUploads._bring
+    compiled = engine.programs.compilations
+    sent = []  # for each layer that is sent for: its number
+    alive = []  # the layers' arrays that are on the devices
 
     def noting(uploads, number):
         made = bring(uploads, number)
@@ -85,7 +87,9 @@ def test_after_a_failed_step(engine):
     """A step that fails at a layer leaves the wrong layers on the devices; the next one begins at the first again."""
     asked = [request(str(i), prompt[:30], max_tokens=8) for i, prompt in enumerate(PROMPTS)]
     expected = [one.token_ids for one in generate(engine, *asked)]
-    take, calls, failed = engine.runner.uploads.take, 0, engine.counters.failed_steps
+    take = engine.runner.uploads.take
+    calls = 0
+    failed = engine.counters.failed_steps
 
     def failing(number):
         nonlocal calls
@@ -105,9 +109,11 @@ def test_after_a_failed_step(engine):
 @pytest.mark.slow
 def test_weights_are_put_aside_and_replaced(engine, deep_folders, tmp_path):
     """At level 1 the layers in host memory stay where they are, at level 2 they are freed too. Nothing compiles."""
-    folder, runner = deep_folders(PLAIN, 5), engine.runner
+    folder = deep_folders(PLAIN, 5)
+    runner = engine.runner
     asked = request("0", PROMPTS[1], max_tokens=8)
-    before, compiled = generate(engine, asked)[0].token_ids, runner.num_executables
+    before = generate(engine, asked)[0].token_ids
+    compiled = runner.num_executables
     for level in (1, 2):
         on_devices = [*runner._arrays, *jax.tree.leaves(runner.cache), *runner.uploads._present[-1].arrays]
         on_host = [x for layer in runner.layers for x in layer.arrays]
@@ -149,7 +155,8 @@ def test_uploads_of_sharded_arrays():
     place = jax.NamedSharding(mesh, jax.P(None, "tensor"))
     for dtype in (np.float32, jax.numpy.bfloat16, jax.numpy.int4, jax.numpy.float8_e4m3fn):
         x = jax.device_put(jax.numpy.arange(-8, 8).reshape(2, 8).astype(dtype), place)
-        expected, host = np.array(x), move_to_host(x)
+        expected = np.array(x)
+        host = move_to_host(x)
         assert x.is_deleted()
         assert host.sharding == place.with_memory_kind(HOST)
         uploads = LayerUploads([[host]] * 3, [[place]] * 3)

@@ -61,7 +61,8 @@ def test_equal_lists_share_a_mask():
 @pytest.mark.slow
 def test_masks_are_made_once_per_request_and_not_in_every_step(model_folders, monkeypatch):
     """Also for the n completions of a request, and for requests with the same list."""
-    made, make = [], token_mask.bits_of
+    made = []
+    make = token_mask.bits_of
 
     def counted(ids, words):
         made.append(tuple(ids))

@@ -21,13 +21,15 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.load import load_params, read_model
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "draft_heads.json").read_text())["llama3_gqa"]
-CASE, KNOWN = "llama3_gqa", 25
+CASE = "llama3_gqa"
+KNOWN = 25
 
 
 @pytest.mark.slow
 def test_passes_are_proposals(model_folders, tmp_path):
     """The passes of a training, on known tokens and then proposals of transformers' modules, propose the same."""
-    folder, mesh = model_folders(CASE), make_mesh(1)
+    folder = model_folders(CASE)
+    mesh = make_mesh(1)
     target = read_model(folder)
     draft = draft_heads.write_eagle(tmp_path / "draft", tiny_models.CASES[CASE].config)
     shape, spec, files = open_eagle(draft, target)
@@ -54,12 +56,14 @@ def text(tmp_path):
 
 @pytest.mark.slow
 def test_a_draft_is_trained_and_served(model_folders, text, tmp_path):
-    folder, out = model_folders(CASE), tmp_path / "draft"
+    folder = model_folders(CASE)
+    out = tmp_path / "draft"
     command = ["train-eagle", str(folder), str(text), str(out), "--minutes", "0.05", "--vocabulary", "200"]
     assert main([*command, "--length", "32", "--generate", "64", "--rows", "2", "--rate", "0.01"]) == 0
     settings = {"rows": 2, "tokens": 32, "max_model_len": 96}
     speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
-    quick, plain = make_engine(folder, speculative_config=speculation, **settings), make_engine(folder, **settings)
+    quick = make_engine(folder, speculative_config=speculation, **settings)
+    plain = make_engine(folder, **settings)
     asked = request("a", range(5, 30), max_tokens=20)
     assert run_all(quick, asked) == run_all(plain, asked)
     assert quick.counters.spec_proposed > 0

@@ -50,7 +50,8 @@ def requests(engine: Engine):
     ]
     for i, one in enumerate(made):
         if (adapter := found[i % len(found)]) is not None:
-            one.adapter, one.adapter_digest = adapter.name, adapter.digest
+            one.adapter = adapter.name
+            one.adapter_digest = adapter.digest
     return made
 
 
@@ -69,8 +70,10 @@ def alone(engine: Engine) -> list[tuple]:
 
 def together(engine: Engine, seed: int) -> list[tuple]:
     """In a random order, at random times."""
-    rng, some = np.random.default_rng(seed), requests(engine)
-    left, found = [some[i] for i in rng.permutation(len(some))], {}
+    rng = np.random.default_rng(seed)
+    some = requests(engine)
+    left = [some[i] for i in rng.permutation(len(some))]
+    found = {}
     while left or engine.has_work:
         for _ in range(rng.integers(0, 4)):
             if left:
@@ -158,10 +161,13 @@ def test_scoring_gives_the_bits_of_sampling(case, options, model_folders):
 @pytest.mark.slow
 def test_wrong_proposals_only_cost_time(model_folders, monkeypatch):
     """And the usual mode, with the same kernels, differs."""
-    folder, options = model_folders("qwen3_bfloat16"), {"dtype": "bfloat16", "quantization": "int4"}
+    folder = model_folders("qwen3_bfloat16")
+    options = {"dtype": "bfloat16", "quantization": "int4"}
     engine = load(folder, 5, **options)
-    expected, before = together(engine, 3), engine.stats()
-    rng, ahead = np.random.default_rng(0), VerifyingRunner.decode_ahead
+    expected = together(engine, 3)
+    before = engine.stats()
+    rng = np.random.default_rng(0)
+    ahead = VerifyingRunner.decode_ahead
 
     def sometimes_wrong(runner, *arguments):
         ahead(runner, *arguments)

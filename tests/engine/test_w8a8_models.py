@@ -134,7 +134,8 @@ def weight(wanted: Activations, out: int, inputs: int) -> QuantArray:
 def test_eight_devices(wanted):
     """Where the outputs are split the products are one device's; where the inputs are, each device's scales are at
     least as fine. TPUs' products, which are plain dots, run here as well."""
-    mesh, w = make_mesh(8), weight(wanted, 64, 512)
+    mesh = make_mesh(8)
+    w = weight(wanted, 64, 512)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 512)), jnp.float32)
     rows = w8a8.quantize(x, w)
     one = np.asarray(w8a8.emulated(rows, w, reference.quant_matmul))
@@ -160,9 +161,11 @@ def test_eight_devices(wanted):
 
 def test_rounding_is_decided_and_told(caplog):
     """Of each weight, by what was asked for and what the device has."""
-    h200, wanted = Device("gpu", "NVIDIA H200", (9, 0)), Activations(FP8)
+    h200 = Device("gpu", "NVIDIA H200", (9, 0))
+    wanted = Activations(FP8)
     w = weight(wanted, 8, 64)
-    path, bf16 = "layers_0/mlp/down/kernel", jnp.dtype("bfloat16")
+    path = "layers_0/mlp/down/kernel"
+    bf16 = jnp.dtype("bfloat16")
     caplog.set_level("INFO")
     assert Rounding("auto", h200, bf16)(path, w).activations == wanted
     cpu = Rounding("auto", Device("cpu", "cpu"), bf16)

@@ -41,7 +41,8 @@ def drain(queue: Waiting) -> list[Sequence]:
 
 
 def test_one_tenant_is_served_by_arrival():
-    queue, seqs = Waiting(), [sequence(arrival, tokens=1 + 700 * (arrival % 3)) for arrival in range(30)]
+    queue = Waiting()
+    seqs = [sequence(arrival, tokens=1 + 700 * (arrival % 3)) for arrival in range(30)]
     fill(queue, *reversed(seqs))
     assert drain(queue) == seqs
 
@@ -55,7 +56,8 @@ def test_lower_priorities_come_first():
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 1000), (400, 10), (5000, 50)])
 def test_tenants_that_both_wait_are_served_alike(sizes):
     """However long their prompts are, and however many of them wait."""
-    queue, tenants = Waiting(), dict(zip("ab", sizes, strict=True))
+    queue = Waiting()
+    tenants = dict(zip("ab", sizes, strict=True))
     fill(queue, *(sequence(arrival, "a", tokens=sizes[0]) for arrival in range(6000)))
     fill(queue, *(sequence(10_000 + arrival, "b", tokens=sizes[1]) for arrival in range(6000)))
     spent = Counter()
@@ -77,7 +79,8 @@ def test_a_newcomer_waits_for_one_turn_of_the_others():
 
 def test_outputs_count_too():
     """Requests of one token that draw thousands cost what they drew, not what they brought."""
-    queue, spent = Waiting(), Counter()
+    queue = Waiting()
+    spent = Counter()
     fill(queue, *(sequence(arrival, "long", max_tokens=5000) for arrival in range(2000)))
     fill(queue, *(sequence(10_000 + arrival, "short", max_tokens=100) for arrival in range(2000)))
     for _ in range(1000):
@@ -98,7 +101,8 @@ def test_what_was_spent_while_nobody_else_waited_is_forgotten():
 
 def test_debts_cannot_be_shed_by_leaving_the_queue():
     """A tenant that has one huge request waiting at a time gets no more than one that has many small ones."""
-    queue, spent = Waiting(), Counter()
+    queue = Waiting()
+    spent = Counter()
     fill(queue, *(sequence(arrival, "small", tokens=50) for arrival in range(4000)))
     queue.push(sequence(10_000, "huge", tokens=5000))
     for i in range(2000):
@@ -130,7 +134,8 @@ def test_those_that_had_a_place_come_before_other_tenants_newcomers():
     )
 )
 def test_nothing_is_lost_and_nothing_stays(operations):
-    queue, here = Waiting(), []
+    queue = Waiting()
+    here = []
     for arrival, (operation, tenant, priority, tokens) in enumerate(operations):
         if operation in ("push", "resume"):
             here.append(sequence(arrival, tenant, tokens=tokens, priority=priority, n=3))

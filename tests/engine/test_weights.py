@@ -92,7 +92,9 @@ def test_other_weights(options, model_folders, other):
 def test_new_weights_take_the_memory_of_the_cache(model_folders, other, tmp_path, monkeypatch):
     """Which on an accelerator fills what the old ones leave."""
     engine = make_engine(model_folders(CASE))
-    before, caches, read = answers(engine), [], HeldWeights._read
+    before = answers(engine)
+    caches = []
+    read = HeldWeights._read
 
     def reading(held, *args):
         caches.append("cache" in vars(engine.runner))
@@ -124,7 +126,8 @@ def test_new_weights_take_the_memory_of_the_cache(model_folders, other, tmp_path
 def test_sleep(level, options, model_folders, other):
     others = jax.live_arrays()  # of other tests; kept in a list, so that no new array gets the id of one of them
     engine = make_engine(model_folders(CASE), **options)
-    before, compiled = answers(engine), engine.runner.num_executables
+    before = answers(engine)
+    compiled = engine.runner.num_executables
     held = engine.runner.weights + jax.tree.leaves([one.cache for one in runners_of(engine)])
     for _ in range(2):
         engine.weights.sleep(level)

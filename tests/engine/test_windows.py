@@ -9,7 +9,10 @@ from engines import generate, make_engine, request, run_all
 
 pytestmark = pytest.mark.compiles
 
-WINDOW, LONG, PAGE, STEP = 256, 32_000, 16, 1024
+WINDOW = 256
+LONG = 32_000
+PAGE = 16
+STEP = 1024
 MODELS = {  # a test model, what to change in its config, and the windows of its groups of layers
     "all": ("mistral_window", {}, (WINDOW,)),
     "alternating": ("qwen2_layer_types", {}, (WINDOW, None)),
@@ -43,7 +46,8 @@ def run(engine, *requests):
     """Tokens by request, and the most pages that were in use after any step."""
     for one in requests:
         engine.add_request(one)
-    most, tokens = 0, {one.request_id: [] for one in requests}
+    most = 0
+    tokens = {one.request_id: [] for one in requests}
     while engine.has_work:
         for update in engine.step():
             assert update.error is None

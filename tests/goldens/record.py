@@ -76,7 +76,9 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray) -> Greedy:
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     out = model(ids, use_cache=True)
     logits = out.logits[0, -LAST_POSITIONS:].numpy().copy()
-    tokens, logprobs, margins = [], [], []
+    tokens = []
+    logprobs = []
+    margins = []
     while True:
         last = out.logits[0, -1]
         best = torch.topk(last, 2)
@@ -102,7 +104,8 @@ def check_generate(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarra
 
 def make_prompt(name: str, slot: int, seed: int) -> np.ndarray:
     """Random ordinary tokens (no special ones)."""
-    case, low = tiny_models.CASES[name], len(tiny_models.SPECIAL_TOKENS)
+    case = tiny_models.CASES[name]
+    low = len(tiny_models.SPECIAL_TOKENS)
     raw = tiny_models.stream(name, "prompt", slot, seed).random_raw(case.prompt_lengths[slot])
     return (low + raw % np.uint64(case.config["vocab_size"] - low)).astype(np.int32)
 
@@ -118,7 +121,8 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     if name in dense_models.recorded:
         content["manifest"] = np.array(json.dumps(dense_models.recorded[name]))
-    seeds, margins = [], []
+    seeds = []
+    margins = []
     for slot in range(len(case.prompt_lengths)):
         for seed in range(SEEDS):
             prompt = make_prompt(name, slot, seed)
@@ -143,7 +147,8 @@ def check(name: str, folder: Path) -> list[str]:
     golden = np.load(path)
     if str(golden["fingerprint"]) != tiny_models.fingerprint(name):
         return ["the config or the weights are not those that were recorded"]
-    model, problems = load(tiny_models.build(name, folder)), []
+    model = load(tiny_models.build(name, folder))
+    problems = []
     for slot in range(len(tiny_models.CASES[name].prompt_lengths)):
         prompt = golden[f"prompt_{slot}"]
         if not np.array_equal(prompt, make_prompt(name, slot, int(golden["seed"][slot]))):

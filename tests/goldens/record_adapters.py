@@ -89,7 +89,8 @@ def merged(name: str, folder: Path) -> transformers.PreTrainedModel:
 def results(name: str, folder: Path, seeds: list[int] | None) -> dict[str, np.ndarray]:
     """The content of an adapter's golden.npz: of each prompt, its tokens, the logits of its last positions, and the
     greedy tokens. Without `seeds`, the first seed is taken whose greedy path is unambiguous."""
-    model, checkpoint = merged(name, folder), CASES[name][0]
+    model = merged(name, folder)
+    checkpoint = CASES[name][0]
     content: dict[str, np.ndarray] = {}
     chosen = []
     for i, slot in enumerate(SLOTS):

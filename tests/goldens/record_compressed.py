@@ -17,7 +17,9 @@ from jaxserve.checkpoints.export import compress, quantization_config  # noqa: E
 from jaxserve.pallas_kernels.types import QuantArray  # noqa: E402
 
 GOLDENS = Path(__file__).parent / "compressed_tensors.npz"
-OUT, IN = 20, 96  # outputs that fill no int32
+# outputs that fill no int32
+OUT = 20
+IN = 96
 
 
 def cases() -> dict[str, QuantArray]:

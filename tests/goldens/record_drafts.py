@@ -31,7 +31,8 @@ import draft_heads  # noqa: E402
 import tiny_models  # noqa: E402
 
 PROMPT = [7, 30, 11, 52, 8, 19, 40, 23, 9, 33, 61, 5, 17, 28, 44, 12, 6, 50, 21]
-NEW, PROPOSALS = 20, 4
+NEW = 20
+PROPOSALS = 4
 EAGLES = {
     "llama3_gqa": {},
     "qwen3_untied": {"own_embed": True, "norm_before_residual": True, "speculators": True},
@@ -49,7 +50,8 @@ class Eagle(torch.nn.Module):
         tensors = {
             name.replace("layers.0.", "midlayer."): x for name, x in load_file(folder / "model.safetensors").items()
         }
-        self.weights, self.config = tensors, config
+        self.weights = tensors
+        self.config = config
         self.norms_residual = settings.get("norm_before_residual", False)
 
         def fill(module: torch.nn.Module, prefix: str) -> torch.nn.Module:
@@ -102,7 +104,9 @@ class MultiToken(torch.nn.Module):
         prefix = f"model.layers.{config.num_hidden_layers}."
         tensors = load_file(folder / "model.safetensors")
         own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        self.weights, self.rotary, self.model = own, model.model.rotary_emb, model
+        self.weights = own
+        self.rotary = model.model.rotary_emb
+        self.model = model
         self.layer = layer(config, config.num_hidden_layers - 1)  # of the kind of the last layer
         stacked = self._stacked(own, config.n_routed_experts)
         missing, _ = self.layer.load_state_dict(stacked, strict=False)
@@ -154,7 +158,8 @@ def record(model: torch.nn.Module, head: torch.nn.Module) -> dict:
     layers[-1].register_forward_hook(
         lambda _, args, out: seen.update({len(layers): (out[0] if isinstance(out, tuple) else out)[0]})
     )
-    tokens, proposals = list(PROMPT), []
+    tokens = list(PROMPT)
+    proposals = []
     for _ in range(NEW):
         out = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
         tokens.append(int(out.logits[0, -1].argmax()))

@@ -54,7 +54,8 @@ def awq(group=32, out=32, inputs=128):
 
 
 def gptq(bits, group=32, sym=True, desc_act=False, v2=False, out=32, inputs=64):
-    weight, levels = random_weight(out, inputs), 2**bits - 1
+    weight = random_weight(out, inputs)
+    levels = 2**bits - 1
     size = inputs if group == -1 else group
     place = torch.randperm(inputs) if desc_act else torch.arange(inputs)
     g_idx = (place // size).to(torch.int32)
@@ -99,10 +100,12 @@ def compressed(layout, activations=None, out=16, inputs=128, **weights):
         "block": tuple(args.block_structure or ()),
     }[args.strategy]
     blocks = weight.reshape(out // rows, rows, inputs // size, size)
-    low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    low = blocks.amin((1, 3))
+    high = blocks.amax((1, 3))
     scale, zero = calculate_qparams(low, high, args)
     if args.strategy == "tensor":
-        scale, zero = scale.reshape(1), zero.reshape(1)
+        scale = scale.reshape(1)
+        zero = zero.reshape(1)
     mx = layout.startswith("mx")
     state = {"weight": weight, "weight_scale": scale if mx else scale.bfloat16().float(), "weight_zero_point": zero}
     compressor = BaseCompressor.get_value_from_registry(layout)

@@ -29,7 +29,8 @@ def perplexity(folder: Path) -> float:
     tokenizer = Tokenizer.from_file(str(trained_models.DEMO / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     ids = [end, *tokenizer.encode(trained_models.text(), add_special_tokens=False).ids, end]
-    nats, size = 0.0, trained_models.WINDOW
+    nats = 0.0
+    size = trained_models.WINDOW
     for first in range(0, len(ids) - 1, size):
         piece = torch.tensor(ids[first : first + size + 1])
         scores = torch.log_softmax(model(piece[None]).logits[0, :-1].double(), -1)

@@ -50,7 +50,8 @@ def _scores(given: list[Any] | None) -> list[float]:
 
 if __name__ == "__main__":
     folder, settings = json.loads(sys.argv[1])
-    llm, told = LLM(folder, **settings, host_id=int(sys.argv[2])), Counter[str]()
+    llm = LLM(folder, **settings, host_id=int(sys.argv[2]))
+    told = Counter[str]()
     runner: Any = llm.engine.runner
     tell = runner.listener
 

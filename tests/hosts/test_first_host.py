@@ -34,7 +34,8 @@ class Group:
         port = free_port()
         settings = {"coordinator": f"127.0.0.1:{free_port()}", "command_port": port, "num_hosts": 3}
         config = EngineConfig(model=str(folder), host_timeout=timeout, **settings)
-        self.first, self.ends = FirstHost(config), []
+        self.first = FirstHost(config)
+        self.ends = []
         self.first.on_end = self.ends.append
         self.others = []
         between(port)

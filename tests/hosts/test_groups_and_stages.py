@@ -21,7 +21,9 @@ from jaxserve.llm import LLM
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 slow = pytest.mark.slow
-EXPERTS, LATENT, DENSE = "qwen3_moe_plain", "deepseek_v3_groups", "tp_gqa"
+EXPERTS = "qwen3_moe_plain"
+LATENT = "deepseek_v3_groups"
+DENSE = "tp_gqa"
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 ASKING = str(Path(__file__).parent / "asking.py")
 
@@ -55,7 +57,8 @@ def commands_of_same(
     start_replica, model_folders, case: str, count: int, devices: int, options: dict[str, Any]
 ) -> dict[str, int]:
     """Asserts that hosts answer as one process does. Returns the first host's commands, counted."""
-    folder, replica = model_folders(case), start_replica(case, count=count, devices=devices)
+    folder = model_folders(case)
+    replica = start_replica(case, count=count, devices=devices)
     settings = SIZES | options
     found, told = answers_of_hosts(replica, folder, count, settings)
     alone = answers(LLM(str(folder), **settings))

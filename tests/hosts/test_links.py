@@ -115,7 +115,8 @@ def test_frames_that_were_tampered_with(what):
     """By somebody on the way, who sees all bytes and passes on others."""
     first, other = channels()
     recorder, source = sockets()
-    real, first._socket = first._socket, source
+    real = first._socket
+    first._socket = source
     first.send(b"one")
     first.send(b"two")
     size = 4 + 16 + 3
@@ -135,7 +136,8 @@ def test_frames_that_were_tampered_with(what):
 def peers(timeout: float, **options):
     """A peer and the bare channel of its other end, what the peer received, and why it was lost."""
     first, other = channels()
-    received, lost = [], []
+    received = []
+    lost = []
     peer = Peer(first, timeout, messages.Beat, options.get("receive", received.append), lost.append)
     return peer, other, received, lost
 
@@ -199,7 +201,8 @@ def test_what_is_no_message(body):
 
 
 def test_digests_of_tokens():
-    found, failed = [], []
+    found = []
+    failed = []
     one, other = (TokenDigests(lambda *given: found.append(given), failed.append) for _ in range(2))
     steps = [np.arange(i, i + 4, dtype=np.int32) for i in range(EVERY)]
     for step in steps:

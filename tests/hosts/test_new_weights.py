@@ -26,7 +26,8 @@ from jaxserve.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 slow = pytest.mark.slow
-CASE, DRAFT = "tp_gqa", {"method": "draft_model", "num_speculative_tokens": 3}
+CASE = "tp_gqa"
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
 ADMIN = {"Authorization": "Bearer admin"}
 
 # Host 1 once reads for longer than the time after which a host that does nothing is lost. Paths are relative to folders
@@ -185,7 +186,8 @@ def test_a_server(start_replica, model_folders, tmp_path, own):
     replica.start(0)
     second = replica.start(1)
     replica.wait_ready()
-    before, first_facts = replica.answers(), facts()
+    before = replica.answers()
+    first_facts = facts()
     for level in (1, 2):
         assert post(f"/sleep?level={level}").status_code == 200
         assert replica.ask(bodies()[0]).status_code == 503
@@ -195,7 +197,8 @@ def test_a_server(start_replica, model_folders, tmp_path, own):
     assert (replica.answers(), facts()) == (before, first_facts)
     assert post("/update_weights", "new").status_code == 200
     devices = 1 if own else 2
-    after, new_facts = replica.answers(), facts()
+    after = replica.answers()
+    new_facts = facts()
     assert after == expected(new, devices, **own) != before == expected(model_folders(CASE), devices, **own)
     assert (new_facts[0], new_facts[1] != first_facts[1]) == ("1", True)
     for number in (signal.SIGKILL, signal.SIGSTOP):

@@ -96,7 +96,8 @@ def test_from_start_to_end(start_replica, model_folders, tmp_path):
 def test_stopping_in_order(start_replica):
     """A job manager signals all hosts at once. Requests are still answered."""
     replica = start_replica()
-    first, second = replica.start(0), replica.start(1)
+    first = replica.start(0)
+    second = replica.start(1)
     replica.wait_ready()
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(replica.ask, bodies(100)[0])
@@ -110,7 +111,8 @@ def test_stopping_in_order(start_replica):
 @pytest.mark.slow
 def test_a_killed_first_host(start_replica):
     replica = start_replica(engine_restarts=0)
-    first, second = replica.start(0), replica.start(1)
+    first = replica.start(0)
+    second = replica.start(1)
     replica.wait_ready()
     _, seconds = replica.error_when(lambda: os.kill(first.engine(), signal.SIGKILL))
     assert seconds < 10
@@ -150,7 +152,8 @@ for prompt in prompts:
 )
 def test_llm(start_replica, model_folders, tmp_path, case, own):
     """All hosts run the same script; that of the first one goes on."""
-    folder, own = str(model_folders(case)), json.loads(json.dumps(own))
+    folder = str(model_folders(case))
+    own = json.loads(json.dumps(own))
     if "model" in (draft := own.get("speculative_config", {})):
         draft["model"] = folder
     settings = SIZES | own | {"coordinator": f"127.0.0.1:{free_port()}", "command_port": free_port()}
@@ -170,7 +173,8 @@ def test_llm(start_replica, model_folders, tmp_path, case, own):
 
 @pytest.mark.slow
 def test_batch_goes_on_after_a_host_was_killed(start_replica, model_folders, tmp_path):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    target = tmp_path / "out.jsonl"
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     asked = [{"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(60)]
     source.write_text("".join(json.dumps(one) + "\n" for one in asked))
@@ -193,7 +197,8 @@ def test_batch_goes_on_after_a_host_was_killed(start_replica, model_folders, tmp
 def test_a_first_host_that_stands_still(start_replica, which):
     """With the default limit. Its own front notices if only the engine's process stands still."""
     replica = start_replica(engine_restarts=0)
-    first, second = replica.start(0), replica.start(1)
+    first = replica.start(0)
+    second = replica.start(1)
     replica.wait_ready()
     began = time.monotonic()
     if which == "engine":

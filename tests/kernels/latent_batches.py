@@ -97,7 +97,8 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
     assert sum(new for new, _ in rows) <= config.tokens
     assert len(rows) <= config.rows
     num_decodes = next((i for i, (new, _) in enumerate(rows) if new != 1), len(rows))
-    size, count = config.page_size, config.first_page + config.rows * config.max_pages + 6
+    size = config.page_size
+    count = config.first_page + config.rows * config.max_pages + 6
     owned = rng.permutation(np.arange(config.first_page + 1, count)).tolist()  # the first is nobody's
     kv_dtype = DTYPES[config.kv_dtype or config.dtype]
     pages = np.full((count, size, config.stored), 77 if kv_dtype == np.int8 else np.nan, kv_dtype)

@@ -36,12 +36,14 @@ def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def check_in_any_company(function: Callable, *rows: np.ndarray, seed: int = 0) -> None:
     """Compares `function` of arrays [rows, …] with its results in another order, and beside other rows of that number:
     the rows of the later half become those of the first one, a thousand times as large where they are floats."""
-    random, count = np.random.default_rng(seed), len(rows[0])
+    random = np.random.default_rng(seed)
+    count = len(rows[0])
     whole = np.asarray(function(*rows))
     order = random.permutation(count)
     moved = np.asarray(function(*(x[order] for x in rows)))
     np.testing.assert_array_equal(bits(moved), bits(whole[order]), err_msg="in another order")
-    half, others = count // 2, [x.copy() for x in rows]
+    half = count // 2
+    others = [x.copy() for x in rows]
     for x in others:
         factor = 1000 if jnp.issubdtype(x.dtype, jnp.floating) else 1
         x[half:] = (x[: count - half] * factor).astype(x.dtype)
@@ -79,12 +81,15 @@ class Sequences:
     @classmethod
     def make(cls, count: int, tokens: int, heads: tuple[int, ...], dim: int, page: int, dtype, kv_dtype=None):
         """heads: (kv_heads, group), or the number of heads over latents of `dim` numbers."""
-        random, kv_dtype = np.random.default_rng(tokens), kv_dtype or dtype
+        random = np.random.default_rng(tokens)
+        kv_dtype = kv_dtype or dtype
         each = -(-tokens // page)
         shape = (1 + count * each, 2, heads[0], page, dim) if len(heads) == 2 else (1 + count * each, page, dim)
-        data, scale = random.standard_normal(shape), None
+        data = random.standard_normal(shape)
+        scale = None
         if kv_dtype == np.int8:
-            data, scale = 30 * data, random.uniform(0.01, 0.1, shape[:-1]).astype(np.float32)
+            data = 30 * data
+            scale = random.uniform(0.01, 0.1, shape[:-1]).astype(np.float32)
         table = 1 + random.permutation(count * each).reshape(count, each).astype(np.int32)
         q = random.standard_normal((count, tokens, *heads, dim)).astype(dtype)
         return cls(q, data.astype(kv_dtype), scale, table)
@@ -94,11 +99,13 @@ class Sequences:
         first `decodes` go to the kernel for decodes. Tables have room for `width` pages."""
         q = np.zeros((tokens, *self.q.shape[2:]), self.q.dtype)
         table = np.zeros((rows, width or self.table.shape[1]), np.int32)
-        starts, lengths = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        starts = np.zeros(rows + 1, np.int32)
+        lengths = np.zeros(rows, np.int32)
         for i, (row, position, count) in enumerate(chunks):
             q[starts[i] : starts[i] + count] = self.q[row, position : position + count]
             table[i, : self.table.shape[1]] = self.table[row]
-            starts[i + 1 :], lengths[i] = starts[i] + count, position + count
+            starts[i + 1 :] = starts[i] + count
+            lengths[i] = position + count
         make = KVPages if self.data.ndim == 5 else LatentPages
         pages = make(jnp.asarray(self.data), None if self.scale is None else jnp.asarray(self.scale))
         return jnp.asarray(q), pages, *map(jnp.asarray, (table, starts, lengths)), jnp.int32(decodes)
@@ -124,7 +131,9 @@ class Attention:
     def check_in_any_company(self) -> None:
         """Decodes and a prompt's chunk: in another order, beside other sequences, and beside shorter ones."""
         last = self.sequences.q.shape[1] - 1
-        one, two, three = (Chunk(0, last), Chunk(1, 3), Chunk(2, last // 2))
+        one = Chunk(0, last)
+        two = Chunk(1, 3)
+        three = Chunk(2, last // 2)
         decode = self(one, two, three, decodes=3)
         for chunks in ((three, one, two), (one, Chunk(2, last), Chunk(1, 0)), (Chunk(2, 1), one)):
             found = self(*chunks, decodes=len(chunks))

@@ -138,7 +138,8 @@ def test_the_write_is_that_of_plain_xla(dtype, kv_dtype, head_dim, page_dim):
     kv[0, 1, 1] = 0  # a scale of 1
     kv[0, 2, 1] = 1e-34  # the same
     kv[1, 2] = 1e-3 * (1 + np.arange(head_dim) / 2)  # ties
-    k, v = jnp.asarray(kv[0], dtype), jnp.asarray(kv[1], dtype)
+    k = jnp.asarray(kv[0], dtype)
+    v = jnp.asarray(kv[1], dtype)
     slots = jnp.asarray([*(8 + rng.permutation(40)), *[-1] * 460], jnp.int32)
     arguments = KVPages(data, scale), k, v, slots, jnp.int32(2)
     found = jax.jit(attention.write_kv)(*arguments)
@@ -203,7 +204,8 @@ def test_compiles_for_arm(name, tmp_path):
     if subprocess.run([*zig(), "--version"], capture_output=True).returncode:
         pytest.skip("no ziglang (JAXSERVE_ZIG_PYTHON)")
     flags = [flag for flag in cpu_build.FLAGS if not flag.startswith(("-march", "-mcpu"))]
-    source, library = cpu_build.FOLDER / f"{name}.cc", tmp_path / "kernels.so"
+    source = cpu_build.FOLDER / f"{name}.cc"
+    library = tmp_path / "kernels.so"
     command = [*zig(), "-target", "aarch64-linux-gnu", *flags, f"-I{jax.ffi.include_dir()}", str(source)]
     run = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

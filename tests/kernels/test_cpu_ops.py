@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 
 def arrays(tokens: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(tokens + inputs)
-    x, w = rng.standard_normal((tokens, inputs)), rng.standard_normal((outputs, inputs))
+    x = rng.standard_normal((tokens, inputs))
+    w = rng.standard_normal((outputs, inputs))
     return x.astype(np.float32), w.astype(np.float32)
 
 
@@ -91,7 +92,8 @@ def test_it_is_the_kernel_that_runs():
 @pytest.mark.parametrize("shape", [(1, 7), (33, 64), (65, 2, 96), (3, 770)])
 def test_rms_norm(shape):
     rng = np.random.default_rng(shape[-1])
-    x, scale = rng.standard_normal(shape).astype(np.float32), rng.standard_normal(shape[-1]).astype(np.float32)
+    x = rng.standard_normal(shape).astype(np.float32)
+    scale = rng.standard_normal(shape[-1]).astype(np.float32)
     out = jax.jit(cpu.rms_norm, static_argnums=2)(x, scale, 1e-3)
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-3) * scale
@@ -102,7 +104,8 @@ def test_rms_norm(shape):
 @pytest.mark.parametrize("shape", [(1, 2), (33, 3, 64), (5, 2, 3, 10), (130, 4, 3, 80)])
 def test_rope(shape):
     rng = np.random.default_rng(shape[-1])
-    x, angle = rng.standard_normal(shape).astype(np.float32), rng.uniform(0, 7, (shape[0], shape[-1] // 2))
+    x = rng.standard_normal(shape).astype(np.float32)
+    angle = rng.uniform(0, 7, (shape[0], shape[-1] // 2))
     out = jax.jit(cpu.rope)(x, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
     pairs = (x[..., : shape[-1] // 2] + 1j * x[..., shape[-1] // 2 :]).astype(np.complex128)
     turned = pairs * np.exp(1j * angle).reshape(shape[0], *(1,) * (len(shape) - 2), -1)
@@ -114,7 +117,8 @@ def test_gate(shape):
     x = np.random.default_rng(shape[1]).normal(0, 8, (*shape, 2)).astype(np.float32)
     x.flat[: min(4, x.size)] = [-200, 1, 200, 1][: x.size]
     out = jax.jit(cpu.gate, static_argnums=1)(x, "silu")
-    a, b = x[..., 0].astype(np.float64), x[..., 1]
+    a = x[..., 0].astype(np.float64)
+    b = x[..., 1]
     np.testing.assert_allclose(out, a / (1 + np.exp(-a)) * b, rtol=1e-6, atol=1e-30)
 
 
@@ -155,7 +159,10 @@ def test_add_norm(shape, bias):
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias and norms"])
 def test_rotate_and_write(kv_dtype, heads, group, dim, extras):
     """One call does what the operations one by one do, for the tokens that matter, in the layer's own pages."""
-    rng, tokens, count, page = np.random.default_rng(dim), 37, 34, 4
+    rng = np.random.default_rng(dim)
+    tokens = 37
+    count = 34
+    page = 4
     angle = rng.uniform(0, 7, (tokens, dim // 2))
     qkv = jnp.asarray(rng.standard_normal((1, tokens, heads, group + 2, dim)), jnp.float32)
     bias = jnp.asarray(rng.standard_normal((heads, group + 2, dim)), jnp.float32) if extras else None

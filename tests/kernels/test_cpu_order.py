@@ -98,7 +98,9 @@ def test_routers(experts):
 
 @pytest.mark.parametrize("size", [100, 4096])
 def test_between_products(size):
-    ops, scale, bias = cpu.CpuOps(rms_norm=cpu.rms_norm), jnp.asarray(normal(size)), jnp.asarray(normal(size))
+    ops = cpu.CpuOps(rms_norm=cpu.rms_norm)
+    scale = jnp.asarray(normal(size))
+    bias = jnp.asarray(normal(size))
     check_rows(lambda x: cpu.rms_norm(x, scale, 1e-5), normal(ROWS, size))
     check_rows(lambda x, y: ops.add_norm(x, Parts(y[None], bias), scale, 1e-5), normal(ROWS, size), normal(ROWS, size))
     for activation in ("silu", "gelu", "gelu_tanh"):
@@ -117,7 +119,8 @@ def test_rows_of_logits(vocab):
     logits = 3 * normal(ROWS, vocab)
     top_k = (RNG.integers(0, 100, ROWS) * RNG.integers(0, 2, ROWS)).astype(np.int32)
     top_p = RNG.uniform(0.5, 1, ROWS).astype(np.float32)
-    min_p, keys = RNG.uniform(0, 0.01, ROWS).astype(np.float32), np.zeros((ROWS, 2), np.uint32)
+    min_p = RNG.uniform(0, 0.01, ROWS).astype(np.float32)
+    keys = np.zeros((ROWS, 2), np.uint32)
 
     def filtered(x, *settings):
         return cpu.filter_logits(x, DrawSettings(jnp.ones(len(x)), *settings), EXCLUDED)
@@ -137,8 +140,11 @@ def test_rows_of_logits(vocab):
 )  # fmt: skip
 def test_attention(dtype, group, dim, window):
     """A prompt of 150 tokens in chunks of any size, decodes included, and beside another row."""
-    tokens, heads, page = 150, 2, 16
-    pages, q = 2 * 10 + 1, normal(tokens, heads, group, dim)
+    tokens = 150
+    heads = 2
+    page = 16
+    pages = 2 * 10 + 1
+    q = normal(tokens, heads, group, dim)
     data = 30 * normal(pages, 2, heads, page, dim) if dtype == np.int8 else normal(pages, 2, heads, page, dim)
     scale = RNG.uniform(0.01, 0.1, data.shape[:-1]).astype(np.float32) if dtype == np.int8 else None
     kv = KVPages(jnp.asarray(data.astype(dtype)), None if scale is None else jnp.asarray(scale))
@@ -152,7 +158,8 @@ def test_attention(dtype, group, dim, window):
     whole = np.asarray(run(q, jnp.array([0, tokens, tokens]), jnp.array([tokens, 0])))
     differs = False
     for first, size in ((0, 1), (149, 1), (63, 2), (64, 7), (100, 30), (120, 17), (17, 64)):
-        some, other = q[first : first + size], normal(3, heads, group, dim)
+        some = q[first : first + size]
+        other = normal(3, heads, group, dim)
         where = jnp.array([0, size, size + 3]), jnp.array([first + size, 40])
         out = np.asarray(run(np.concatenate([some, other]), *where))[:size]
         np.testing.assert_array_equal(bits(out), bits(whole[first : first + size]), err_msg=f"{size} from {first}")

@@ -23,7 +23,8 @@ BLOCK_TYPES = {kind.name: kind for kind in TYPES.values() if kind.name in GGUF_T
 def blocks_of(name: str, out: int, inputs: int, code: int | None = None) -> np.ndarray:
     """Blocks of a GGUF type [out, bytes of a row], with scales of moderate size and of both signs. The other bytes are
     random, or all `code`."""
-    kind, rng = BLOCK_TYPES[name], np.random.default_rng(inputs)
+    kind = BLOCK_TYPES[name]
+    rng = np.random.default_rng(inputs)
     data = rng.integers(0, 256, (out, inputs // kind.size, kind.nbytes), np.uint8)
     if code is not None:
         data[:] = code
@@ -50,7 +51,8 @@ def inputs_of(tokens: int, inputs: int) -> np.ndarray:
 
 def check(y, x: np.ndarray, values: np.ndarray, tolerance: float) -> None:
     """Errors below `tolerance` of the sum of the terms' sizes."""
-    want, sizes = x.astype(np.float64) @ values.T.astype(np.float64), np.abs(x) @ np.abs(values.astype(np.float64)).T
+    want = x.astype(np.float64) @ values.T.astype(np.float64)
+    sizes = np.abs(x) @ np.abs(values.astype(np.float64)).T
     error = np.abs(np.asarray(y, np.float64) - want)
     assert (error <= tolerance * sizes).all(), f"off by {(error / sizes).max():.1e} of the sum of the terms' sizes"
 
@@ -153,7 +155,8 @@ def test_no_sum_of_integers_overflows(name, code):
     w, values = gguf(name, 16, 256, "int8", code)
     for tokens in (1, 3, 4, 9, 12):
         x = np.full((tokens, 256), 127, np.float32)
-        x[1::3], x[2::3, 1::2] = -127, -127
+        x[1::3] = -127
+        x[2::3, 1::2] = -127
         check(cpu_panels.matmul(x, w), x, values, 1e-5)
 
 
@@ -183,7 +186,8 @@ def test_only_the_rows_that_matter(count):
 def test_what_is_no_number_stays_none():
     w, _ = gguf("Q8_0", 32, 64, "int8")
     x = inputs_of(3, 64)
-    x[0, 40], x[1, 3] = np.nan, np.inf
+    x[0, 40] = np.nan
+    x[1, 3] = np.inf
     y = np.asarray(cpu_panels.matmul(x, w))
     assert np.isnan(y[:2]).all()
     assert np.isfinite(y[2]).all()
@@ -191,7 +195,8 @@ def test_what_is_no_number_stays_none():
 
 def test_rows_of_several_types_and_none():
     """Parts in an order of their own, each panel of one type; a row that nothing goes to is zero."""
-    q4, q6 = blocks_of("Q4_K", 48, 512), blocks_of("Q6_K", 16, 512)
+    q4 = blocks_of("Q4_K", 48, 512)
+    q6 = blocks_of("Q6_K", 16, 512)
     source = np.concatenate([np.arange(47, 31, -1), 48 + np.arange(16), np.arange(32), [-1]])
     values = np.concatenate([values_of("Q4_K", q4, 512), values_of("Q6_K", q6, 512), np.zeros((1, 512), np.float32)])
     parts = [Rows(GGUF_TYPES["Q4_K"], q4), Rows(GGUF_TYPES["Q6_K"], q6)]
@@ -208,7 +213,9 @@ def test_rows_of_several_types_and_none():
 @pytest.mark.parametrize("block", [(1, 32), (1, 128), (1, 200), (4, 64)], ids=str)
 @pytest.mark.parametrize("offsets", [False, True])
 def test_other_quantized_weights(codes, block, offsets):
-    rng, out, inputs = np.random.default_rng(4), 50, 200
+    rng = np.random.default_rng(4)
+    out = 50
+    inputs = 200
     shape = (-(-out // block[0]), -(-inputs // block[1]))
     top = 8 if codes == ml_dtypes.int4 else 128
     w = QuantArray(
@@ -232,7 +239,8 @@ def test_other_quantized_weights(codes, block, offsets):
 
 
 def test_what_panels_have_no_type_for():
-    codes, scale = np.zeros((16, 64), np.int8), np.ones((16, 4), np.float32)
+    codes = np.zeros((16, 64), np.int8)
+    scale = np.ones((16, 4), np.float32)
     assert cpu_panels.type_of(QuantArray(codes, scale, block=(1, 16))) is None
     assert cpu_panels.type_of(QuantArray(codes, scale, block=(1, 32))) == PanelType.GROUPED_8
     floats = codes.astype(ml_dtypes.float8_e4m3fn)
@@ -244,7 +252,8 @@ def test_what_panels_have_no_type_for():
 
 
 # 4-bit floats: the type of their scales, inputs that share one, and bytes of scales that are moderate.
-E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT4 = {PanelType.MXFP4: (E8M0, 32, np.arange(118, 130)), PanelType.NVFP4: (E4M3, 16, np.arange(1, 0x60))}
 
 

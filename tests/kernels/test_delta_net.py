@@ -13,7 +13,12 @@ from jaxserve.pallas_kernels.delta_net.reference import CHUNK, DeltaRows, delta_
 from jaxserve.pallas_kernels.parts import DeltaHeads
 from jaxserve.pallas_kernels.types import DeltaState
 
-HEADS, GROUP, KEY, VALUE, WIDTH, SLOTS = 2, 3, 10, 7, 4, 9
+HEADS = 2
+GROUP = 3
+KEY = 10
+VALUE = 7
+WIDTH = 4
+SLOTS = 9
 CHANNELS = 2 * KEY + GROUP * VALUE
 
 
@@ -45,11 +50,13 @@ def sequences(lengths: list[int], seed: int, *, alike: float = 0.0, fastest: flo
 def oracle(given: Sequences, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Results [tokens, heads, group, value], the last matrix and the last inputs [heads, (width - 1) * channels]."""
     x = np.concatenate([np.zeros((WIDTH - 1, HEADS, CHANNELS)), given.qkv[i]])
-    matrix, out = np.zeros((HEADS, GROUP, KEY, VALUE)), []
+    matrix = np.zeros((HEADS, GROUP, KEY, VALUE))
+    out = []
     for t in range(len(given.qkv[i])):
         mixed = silu(np.einsum("whc,hcw->hc", x[t : t + WIDTH], given.conv))
         for h in range(HEADS):
-            q, k = mixed[h, :KEY], mixed[h, KEY : 2 * KEY]
+            q = mixed[h, :KEY]
+            k = mixed[h, KEY : 2 * KEY]
             q, k = (one / np.sqrt(one @ one + 1e-6) for one in (q, k))
             for g, v in enumerate(mixed[h, 2 * KEY :].reshape(GROUP, VALUE)):
                 matrix[h, g] *= np.exp(given.decay[i][t, h, g])
@@ -62,7 +69,9 @@ class Runner:
     """Steps over sequences, sequence i in slot `slot[i]` of the second of two layers."""
 
     def __init__(self, given: Sequences, slot: list[int], **options: Any):
-        self.given, self.slot, self.done = given, slot, [0] * len(slot)
+        self.given = given
+        self.slot = slot
+        self.done = [0] * len(slot)
         rng = np.random.default_rng(99)  # slots hold what sequences before left there
         matrix = rng.normal(size=(2 * (SLOTS + 1), HEADS, GROUP, KEY, VALUE))
         inputs = rng.normal(size=(2 * (SLOTS + 1), HEADS, (WIDTH - 1) * CHANNELS))

@@ -133,7 +133,8 @@ def compile_layers(mesh, function, tokens: int, forms: list[QuantArray]):
 )
 def test_one_buffer_serves_all_layers(mesh, module, codes, block):
     """Temporaries are one weight's copy, of the largest, and activations; a product is XLA's own."""
-    tokens, shapes = 1024, [(4096, 2048), (8192, 2048), (4096, 2048), (8192, 2048)]
+    tokens = 1024
+    shapes = [(4096, 2048), (8192, 2048), (4096, 2048), (8192, 2048)]
     forms = [weight(shape, codes, block) for shape in shapes]
     program = compile_layers(mesh, lambda x, w: module.quant_matmul_parts(x, w)[0], tokens, forms)
     text = program.as_text()

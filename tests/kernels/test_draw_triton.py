@@ -152,12 +152,14 @@ def test_devices():
     ],
 )
 def test_compiles_for_h200(vocab, greedy, part):
-    rows, mesh = 256, mesh_of("h200x1")
+    rows = 256
+    mesh = mesh_of("h200x1")
 
     def array(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    keys, ids = array(rows, 2, dtype=jnp.uint32), array(vocab, dtype=jnp.int32) if part else None
+    keys = array(rows, 2, dtype=jnp.uint32)
+    ids = array(vocab, dtype=jnp.int32) if part else None
     settings = DrawSettings(array(rows), array(rows, dtype=jnp.int32), array(rows), array(rows), keys, ids)
     with jax.set_mesh(mesh):
         program = jax.jit(draw_triton.draw).lower(array(rows, vocab), None if greedy else settings).compile()

@@ -22,7 +22,10 @@ from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import QuantArray
 
-TOKENS, EXPERTS, INPUTS, SIZE = 13, 6, 32, 24
+TOKENS = 13
+EXPERTS = 6
+INPUTS = 32
+SIZE = 24
 CPU = Device("cpu", "cpu")
 rng = np.random.default_rng(3)
 
@@ -110,7 +113,8 @@ def test_quantized_experts():
     x = rng.standard_normal((TOKENS, INPUTS)).astype(np.float32)
     sizes = np.array([3, 0, 5, 1, 0, 2], np.int32)
     found = np.asarray(grouped_matmul(jnp.asarray(x), w, jnp.asarray(sizes)))
-    whole, at = np.asarray(dequantize(w), np.float64), 0
+    whole = np.asarray(dequantize(w), np.float64)
+    at = 0
     for expert, size in enumerate(sizes):
         np.testing.assert_allclose(found[at : at + size], x[at : at + size] @ whole[expert].T, rtol=1e-4, atol=1e-4)
         at += size
@@ -173,7 +177,8 @@ PANELS = ["float32", "bfloat16", "Q8_0", "Q4_K", "Q6_K", "int4", "int8", "mxfp4"
 
 def panel_stack(kind, out, inputs, arithmetic):
     """A stack of random weights in panels, and their values [experts, out, inputs] in float64."""
-    members, values = [], []
+    members = []
+    values = []
     for expert in range(EXPERTS):
         if kind in ("float32", "bfloat16"):
             plain = (rng.standard_normal((out, inputs)) / 8).astype(ml_dtypes.bfloat16 if kind == "bfloat16" else "f4")
@@ -210,7 +215,8 @@ def test_panels(kind):
     gate_up, first = panel_stack(kind, 2 * size, inputs, "float32")
     down, second = panel_stack(kind, out, size, "float32")
     assert (gate_up.shape, down.shape) == (first.shape, second.shape)
-    first_scale, second_scale = np.abs(first).max(), np.abs(second).max()
+    first_scale = np.abs(first).max()
+    second_scale = np.abs(second).max()
     bias = rng.standard_normal((EXPERTS, 2 * size)).astype(np.float32)
     x = (rng.standard_normal((TOKENS, inputs)) / first_scale / np.sqrt(inputs)).astype(np.float32)
     chosen = np.stack([rng.permutation(EXPERTS - 1)[:3] for _ in range(TOKENS)]).astype(np.int32)
@@ -238,14 +244,17 @@ def test_panels(kind):
 @pytest.mark.parametrize(("dtype", "backend"), [("float16", "auto"), ("bfloat16", "xla")])
 def test_stacks_of_floats_that_tpus_multiply_in_plain_xla(dtype, backend):
     """Mosaic loads no float16. Its kernel would not run here."""
-    x, w, sizes = jnp.ones((4, 8), dtype), jnp.ones((2, 3, 8), dtype), jnp.array([1, 2])
+    x = jnp.ones((4, 8), dtype)
+    w = jnp.ones((2, 3, 8), dtype)
+    sizes = jnp.array([1, 2])
     found = grouped_matmul_of(Device("tpu", "TPU v5 lite"), backend)(x, w, sizes)
     np.testing.assert_array_equal(found, np.repeat([[8.0], [8], [8], [0]], 3, axis=1))
 
 
 def test_clamped_gate():
     pairs = (rng.standard_normal((4, 5, 2)) * 5).astype(np.float32)
-    gate, up = np.minimum(pairs[..., 0], 2.0).astype(np.float64), np.clip(pairs[..., 1], -2, 2)
+    gate = np.minimum(pairs[..., 0], 2.0).astype(np.float64)
+    up = np.clip(pairs[..., 1], -2, 2)
     found = Ops().gate_of("silu", 2.0)(jnp.asarray(pairs))
     np.testing.assert_allclose(np.asarray(found), (up + 1) * gate / (1 + np.exp(-1.702 * gate)), rtol=1e-5, atol=1e-6)
 
@@ -256,7 +265,8 @@ def test_quantized_stacks_on_cpu(kind):
     members = [rtn(rng.standard_normal((24, 64)).astype(np.float32), Scheme(kind, 32 if kind == "int4" else None))
                for _ in range(EXPERTS)]  # fmt: skip
     w = jax.tree.map(lambda *a: jnp.asarray(np.stack([np.asarray(x) for x in a])), *members)
-    x, sizes = jnp.asarray(rng.standard_normal((TOKENS, 64)).astype(np.float32)), jnp.asarray([2, 0, 9, 0, 0, 1])
+    x = jnp.asarray(rng.standard_normal((TOKENS, 64)).astype(np.float32))
+    sizes = jnp.asarray([2, 0, 9, 0, 0, 1])
     found = np.asarray(grouped_matmul_of(CPU)(x, w, sizes.astype(jnp.int32)))
     np.testing.assert_allclose(found, np.asarray(grouped_matmul(x, w, sizes.astype(jnp.int32))), rtol=1e-5, atol=1e-5)
     order = jnp.asarray(np.stack([rng.permutation(64) for _ in range(EXPERTS)]).astype(np.int32))

@@ -26,7 +26,8 @@ def test_reference_is_exact(scales):
     known = np.arange(1 if scales == "float8_e8m0fnu" else 0, 253 if scales == "float8_e8m0fnu" else 127)
     scale = known.astype(np.uint8).view(scales)
     size = 32 if scales == "float8_e8m0fnu" else 16
-    codes, blocks = np.tile(CODES, (len(scale), 1)), np.repeat(scale[:, None], 32 // size, 1)
+    codes = np.tile(CODES, (len(scale), 1))
+    blocks = np.repeat(scale[:, None], 32 // size, 1)
     gain = np.full((len(scale), 1), 0.75, np.float32) if size == 16 else None
     w = QuantArray(*map(jnp.asarray, (codes, blocks)), block=(1, size), gain=gain)
     want = np.tile(VALUES, 2) * scale[:, None].astype(np.float64) * (1 if gain is None else 0.75)
@@ -49,7 +50,8 @@ def test_reference_of_experts_and_many_rows(monkeypatch):
         *map(jnp.asarray, (codes.view(ml_dtypes.float4_e2m1fn), scale)), block=(1, 16), gain=jnp.asarray(gain)
     )
     want = VALUES[codes] * np.repeat(scale.astype(np.float64), 16, -1) * gain
-    x, sizes = rng.standard_normal((7, 96)).astype(np.float32), [2, 0, 4]
+    x = rng.standard_normal((7, 96)).astype(np.float32)
+    sizes = [2, 0, 4]
     found = np.asarray(reference.grouped_quant_matmul(jnp.asarray(x), w, jnp.asarray(sizes)))
     ends = np.cumsum(sizes)
     for expert, (size, end) in enumerate(zip(sizes, ends, strict=True)):
@@ -78,7 +80,13 @@ def gpt_oss_120b(mesh):
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)), w, specs
         )
 
-    experts, hidden, width, heads, kv_heads, dim, vocab = 128, 2880, 2880, 64, 8, 64, 201088
+    experts = 128
+    hidden = 2880
+    width = 2880
+    heads = 64
+    kv_heads = 8
+    dim = 64
+    vocab = 201088
     layer = {
         "qkv": plain((heads + 2 * kv_heads) * dim, hidden),
         "out": plain(hidden, heads * dim),
@@ -92,9 +100,11 @@ def gpt_oss_120b(mesh):
 @pytest.mark.parametrize("target", ["h200x1", "h200x8"])
 def test_gpt_oss_120b_fits_an_h200(target):
     mesh = mesh_of(target)
-    params, device = gpt_oss_120b(mesh), mesh.devices.flat[0]
+    params = gpt_oss_120b(mesh)
+    device = mesh.devices.flat[0]
     by_dtype = memory.bytes_by_dtype(params)
-    codes, weights = by_dtype["float4_e2m1fn"], sum(by_dtype.values())
+    codes = by_dtype["float4_e2m1fn"]
+    weights = sum(by_dtype.values())
     assert (codes + by_dtype["float8_e8m0fnu"]) / codes == 4.25 / 4
     budget = memory.Budget(target_memory(device), 0.9, weights, 0, memory.RESERVE_BYTES, None, True)
     token = 36 * 2 * 8 * 64 * 2 // mesh.size  # bytes of keys and values in bf16
@@ -115,6 +125,7 @@ def test_gpt_oss_120b_fits_an_h200(target):
 def test_what_runs(device, backend, scale):
     pytest.importorskip("jax_triton", reason="jax-triton is not installed")
     size = 32 if scale == "float8_e8m0fnu" else 16
-    four, bf16 = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(jnp.bfloat16)
+    four = np.dtype(ml_dtypes.float4_e2m1fn)
+    bf16 = np.dtype(jnp.bfloat16)
     problem = MatmulProblem(bf16, four, 5760, 2880, (1, size), scale_dtype=np.dtype(scale))
     assert choose("matmul", device, problem) == backend

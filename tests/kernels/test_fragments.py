@@ -37,11 +37,14 @@ def test_order(codes):
     shuffled = fragments.shuffle(w)
     assert shuffled.codes.dtype == w.codes.dtype
     back = fragments.in_order(shuffled)
-    given, found = np.asarray(w.codes, np.float32), np.asarray(shuffled.codes, np.float32)
+    given = np.asarray(w.codes, np.float32)
+    found = np.asarray(shuffled.codes, np.float32)
     np.testing.assert_array_equal(np.asarray(back.codes, np.float32), given)
-    size, parts = fragments.chunk(w.codes.dtype), fragments.parts(4 if codes == "int4" else 8)
+    size = fragments.chunk(w.codes.dtype)
+    parts = fragments.parts(4 if codes == "int4" else 8)
     for t, word, h, i in np.ndindex(4, 4, 2, parts):
-        place, source = 8 * parts * t + 2 * parts * word + parts * h + i, 8 * parts * word + 8 * i + 2 * t + h
+        place = 8 * parts * t + 2 * parts * word + parts * h + i
+        source = 8 * parts * word + 8 * i + 2 * t + h
         np.testing.assert_array_equal(found[..., place::size], given[..., source::size])
     read = fragments.codes_of_words(fragments.words(shuffled.codes)[1], w.codes.dtype)
     np.testing.assert_array_equal(read, given[1])
@@ -52,7 +55,8 @@ def test_order(codes):
 def test_plain_products_are_the_same_bits(codes, block, monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_BYTES", 128 * 256 * 4)  # in blocks of rows
     rng = np.random.default_rng(1)
-    x, w = numbers(rng, (5, 256), jnp.bfloat16), make_weight(rng, (256, 256), codes, block, zero=True)
+    x = numbers(rng, (5, 256), jnp.bfloat16)
+    w = make_weight(rng, (256, 256), codes, block, zero=True)
     shuffled = fragments.shuffle(w)
     np.testing.assert_array_equal(reference.quant_matmul(x, shuffled), reference.quant_matmul(x, w))
     np.testing.assert_array_equal(reference.dequantize(shuffled), reference.dequantize(w))
@@ -66,8 +70,10 @@ def test_plain_products_are_the_same_bits(codes, block, monkeypatch):
 
 def test_who_wants_them():
     rng = np.random.default_rng(2)
-    x, w = numbers(rng, (5, 256), jnp.bfloat16), make_weight(rng, (256, 256), "int4", (1, 64))
-    problem, shuffled = problem_of(x, w), problem_of(x, fragments.shuffle(w))
+    x = numbers(rng, (5, 256), jnp.bfloat16)
+    w = make_weight(rng, (256, 256), "int4", (1, 64))
+    problem = problem_of(x, w)
+    shuffled = problem_of(x, fragments.shuffle(w))
     assert fragments.suits(HOPPER, problem, "auto")
     assert not fragments.suits(HOPPER, problem, "triton")
     assert not fragments.suits(HOPPER, problem_of(x.astype(jnp.float32), w), "auto")
@@ -122,7 +128,8 @@ def test_weights_are_arranged():
 def test_interpreted(tokens, shape, codes, block, options, capfd, monkeypatch):
     monkeypatch.setattr(mosaic_plan, "SLOT_BYTES", 0)  # two slots, so that they are filled again
     rng = np.random.default_rng(0)
-    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, codes, block, **options)
+    x = numbers(rng, (tokens, shape[1]), jnp.bfloat16)
+    w = make_weight(rng, shape, codes, block, **options)
     shuffled = fragments.shuffle(w)
     assert mosaic_gpu.why_not(HOPPER, problem_of(x, shuffled)) is None
     with interpreter(detect_races=True) as interpret:
@@ -134,7 +141,8 @@ def test_interpreted(tokens, shape, codes, block, options, capfd, monkeypatch):
 @needs_interpreter
 def test_experts_interpreted():
     rng = np.random.default_rng(2)
-    x, w = numbers(rng, (7, 256), jnp.float16), make_weight(rng, (2, 72, 256), "int4", (1, 64), zero=True)
+    x = numbers(rng, (7, 256), jnp.float16)
+    w = make_weight(rng, (2, 72, 256), "int4", (1, 64), zero=True)
     with interpreter() as interpret:
         y = mosaic_gpu.grouped_quant_matmul(x, fragments.shuffle(w), jnp.asarray([3, 4]), interpret=interpret)
     for mine, one in ((slice(0, 3), 0), (slice(3, 7), 1)):
@@ -169,7 +177,8 @@ def run_ptx(text: str, word: np.ndarray, dtype: str) -> np.ndarray:
             a, b, c = map(value, of[:3])
             values[to] = {"0x6A": (a & b) ^ c, "0xEA": (a & b) | c}[of[3]]
         elif operation.split(".")[0] in ("sub", "mul"):
-            a, b = floats(of[0]), floats(of[1])
+            a = floats(of[0])
+            b = floats(of[1])
             result = (a - b if operation.startswith("sub") else a * b).astype(kind)
             values[to] = np.ascontiguousarray(result).view(np.uint32)
         else:
@@ -183,7 +192,8 @@ def places_of_operand(rows: int, inputs: int) -> np.ndarray:
     layout = mosaic.gpu.WGMMA_LAYOUT
     array = np.arange(rows * inputs).reshape(rows, inputs)
     for tile in layout.tiling.tiles:
-        lead, n = array.shape[: array.ndim - len(tile)], array.ndim - len(tile)
+        lead = array.shape[: array.ndim - len(tile)]
+        n = array.ndim - len(tile)
         split = [part for size, t in zip(array.shape[n:], tile, strict=True) for part in (size // t, t)]
         array = array.reshape(*lead, *split)
         order = [n + 2 * i for i in range(len(tile))] + [n + 2 * i + 1 for i in range(len(tile))]
@@ -198,11 +208,15 @@ def places_of_operand(rows: int, inputs: int) -> np.ndarray:
 @pytest.mark.parametrize("codes", CODES)
 def test_registers(codes, dtype):
     """What each thread reads and converts is the code that JAX's layout of the operand has at that place."""
-    rng, rows = np.random.default_rng(3), 128
+    rng = np.random.default_rng(3)
+    rows = 128
     w = make_weight(rng, (rows, fragments.chunk(CODES[codes])), codes, (1, IN))
-    inputs, name, bits = w.shape[1], jnp.dtype(CODES[codes]).name, 4 if codes == "int4" else 8
+    inputs = w.shape[1]
+    name = jnp.dtype(CODES[codes]).name
+    bits = 4 if codes == "int4" else 8
     words = np.asarray(fragments.words(fragments.shuffle(w).codes)).view(np.uint32)
-    places, expected = places_of_operand(rows, inputs), np.asarray(w.codes, np.float32)
+    places = places_of_operand(rows, inputs)
+    expected = np.asarray(w.codes, np.float32)
     row, column = address(np.arange(128))
     seen = 0
     for block, half, word in np.ndindex(rows // 64, 2, 4):
@@ -242,7 +256,8 @@ def test_every_code_converts():
 def test_the_lowered_kernel_is_the_interpreted_one(codes, block, tokens):
     """But for the operand, which the interpreter needs in shared memory: primitives and shapes one by one."""
     rng = np.random.default_rng(4)
-    x, w = numbers(rng, (tokens, 256), jnp.bfloat16), make_weight(rng, (128, 256), codes, block)
+    x = numbers(rng, (tokens, 256), jnp.bfloat16)
+    w = make_weight(rng, (128, 256), codes, block)
 
     def primitives(interpret):
         def steps(jaxpr):
@@ -302,7 +317,8 @@ def test_compiled(codes, block, tokens, monkeypatch, capfd):
     kernel = traced_kernels(mosaic_gpu.quant_matmul_parts, *arguments)["quant_matmul"]
     assert programs(kernel, found.registers) * max(kernel.threads // 128 - 1, 1) >= 2, "warpgroups that compute"
     assert "C75" not in log, "ptxas leaves wgmma or setmaxnreg as it finds them"
-    rows, parts = 128, fragments.parts(4 if codes == "int4" else 8)
+    rows = 128
+    parts = fragments.parts(4 if codes == "int4" else 8)
     reads = r"ld\.shared\.(?:b|u)32" if block[1] == 32 else r"ld\.shared\.v4\.(?:b|u)32"
     assert len(re.findall(reads, log)) == rows // 64 * 2 * (4 if block[1] == 32 else 1)
     assert log.count("sub.bf16x2") == rows // 64 * 2 * 4 * parts

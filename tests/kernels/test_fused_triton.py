@@ -83,7 +83,8 @@ def close(got: jax.Array, gold: np.ndarray, dtype: str) -> None:
 def test_add_norm(dtype, parts, size, bias):
     rng = np.random.default_rng(parts)
     x, (scale, factor) = numbers(rng, (5, size), dtype), row_of(rng, size, dtype)
-    gold, y = np.asarray(x, np.float64), None
+    gold = np.asarray(x, np.float64)
+    y = None
     if parts:
         y, added = parts_of(rng, parts, (5, size), dtype, (size,) if bias else None)
         gold = gold + added
@@ -115,7 +116,8 @@ def test_scales_in_float32(dtype):
     heads, _ = heads_of(rng, 4, dim=32, group=3, kv_heads=2, dtype=dtype, parts=1)
     wide = [row_of(rng, 32, "float32")[0] for _ in range(2)]
     heads = heads._replace(q_norm=wide[0], k_norm=wide[1])
-    cache, slots = KVPages(jnp.zeros((3, 2, 2, 16, 32), dtype)), jnp.asarray([0, 16, 7, 35], jnp.int32)
+    cache = KVPages(jnp.zeros((3, 2, 2, 16, 32), dtype))
+    slots = jnp.asarray([0, 16, 7, 35], jnp.int32)
     got = fused_triton.rotate_and_write(heads, EPS, jnp.dtype(dtype), cache, slots, 0)
     expected = Ops().rotate_and_write(heads, EPS, jnp.dtype(dtype), cache, slots, 0)
     for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -131,7 +133,8 @@ def test_scales_in_float32(dtype):
 def test_gate(dtype, activation, parts, size, bias):
     rng = np.random.default_rng(size)
     y, gold = parts_of(rng, parts, (4, 2 * size), dtype, (2 * size,) if bias else None)
-    gate, up = gold[:, ::2], gold[:, 1::2]
+    gate = gold[:, ::2]
+    up = gold[:, 1::2]
     with jax.enable_x64(True):
         activated = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}.get(activation, lambda x: jax.nn.gelu(x, False))
         gold = np.asarray(activated(jnp.asarray(gate)), np.float64) * up
@@ -150,7 +153,8 @@ ROUNDED = {
 def reader_of(name: str, size: int) -> QuantArray:
     wanted = ROUNDED[name]
     given = jnp.full((1, 1), 0.0061, jnp.float32) if wanted.static else None
-    codes, scale = jnp.zeros((4, size), wanted.dtype), jnp.full((4, 1), jnp.nan, jnp.float32)
+    codes = jnp.zeros((4, size), wanted.dtype)
+    scale = jnp.full((4, 1), jnp.nan, jnp.float32)
     return QuantArray(codes, scale, input_scale=given, block=(1, wanted.group or size), activations=wanted)
 
 
@@ -167,7 +171,8 @@ def check_rounded(got: QuantRows, x: jax.Array, reader: QuantArray) -> None:
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 128), ("float32", 200)])
 def test_rounding(name, dtype, size):
     """Each kernel makes the codes of the numbers that it gives without a reader."""
-    rng, reader = np.random.default_rng(size), reader_of(name, size)
+    rng = np.random.default_rng(size)
+    reader = reader_of(name, size)
     x, (scale, _) = numbers(rng, (5, size), dtype), row_of(rng, size, dtype)
     x = x.at[1].set(0).at[2].multiply(100)
     check_rounded(fused_triton.quantize(x, reader), x, reader)
@@ -185,7 +190,8 @@ def test_rounding(name, dtype, size):
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8 of groups"])
 def test_rounding_what_is_no_number(name):
     """The scale says so, and no other token's does."""
-    reader, x = reader_of(name, 64), jnp.ones((4, 64), jnp.float32).at[1, 3].set(jnp.nan).at[2, 40].set(-jnp.inf)
+    reader = reader_of(name, 64)
+    x = jnp.ones((4, 64), jnp.float32).at[1, 3].set(jnp.nan).at[2, 40].set(-jnp.inf)
     for rows in (fused_triton.quantize(x, reader), w8a8.quantize(x, reader)):
         assert np.isinf(np.asarray(rows.scale)).any(1).tolist() == [False, True, True, False]
         assert np.isfinite(np.asarray(w8a8.dequantize(rows))[[0, 3]]).all()
@@ -215,7 +221,8 @@ def heads_of(rng, tokens, dim, group, kv_heads, dtype, parts, norms=False, bias=
     shape = (kv_heads, group + 2, dim)
     qkv, gold = parts_of(rng, parts, (tokens, *shape), dtype, shape if bias else None)
     angles = rng.uniform(0, 6, (tokens, dim // 2)).astype(np.float32)
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos = np.cos(angles)
+    sin = np.sin(angles)
     scales: tuple = (None, None)
     if norms:
         (q_norm, of_q), (k_norm, of_k) = row_of(rng, dim, dtype), row_of(rng, dim, dtype)
@@ -223,7 +230,8 @@ def heads_of(rng, tokens, dim, group, kv_heads, dtype, parts, norms=False, bias=
         gold[:, :, :-2] = gold_norm(gold[:, :, :-2], of_q)
         gold[:, :, -2] = gold_norm(gold[:, :, -2], of_k)
     left, right = np.split(gold[:, :, :-1].copy(), 2, -1)
-    c, s = cos[:, None, None], sin[:, None, None]
+    c = cos[:, None, None]
+    s = sin[:, None, None]
     gold[:, :, :-1] = np.concatenate([left * c - right * s, right * c + left * s], -1)
     return Heads(qkv, jnp.asarray(cos), jnp.asarray(sin), *scales), gold
 
@@ -232,10 +240,16 @@ def heads_of(rng, tokens, dim, group, kv_heads, dtype, parts, norms=False, bias=
 @pytest.mark.parametrize("name", CASES)
 def test_rotate_and_write(name):
     case = {"kv": None, "page": 16} | CASES[name]
-    kv, page = case.pop("kv") or case["dtype"], case.pop("page")
-    rng, tokens, pages, first = np.random.default_rng(len(name)), 6, 5, 3
+    kv = case.pop("kv") or case["dtype"]
+    page = case.pop("page")
+    rng = np.random.default_rng(len(name))
+    tokens = 6
+    pages = 5
+    first = 3
     heads, gold = heads_of(rng, tokens, **case)
-    kv_heads, dim, dtype = case["kv_heads"], case["dim"], case["dtype"]
+    kv_heads = case["kv_heads"]
+    dim = case["dim"]
+    dtype = case["dtype"]
     # Pages before `first_page` belong to other layers. What nobody writes is NaN, or a code that is no result.
     quantized = kv in ("int8", "float8_e4m3fn")
     shape = (first + pages, 2, kv_heads, page)
@@ -246,7 +260,8 @@ def test_rotate_and_write(name):
     q, new = fused_triton.rotate_and_write(heads, EPS, jnp.dtype(dtype), cache, jnp.asarray(slots), jnp.int32(first))
     close(q, gold[:, :, :-2], dtype)
 
-    data, written = np.asarray(new.data).astype(np.float64), np.zeros(shape, bool)
+    data = np.asarray(new.data).astype(np.float64)
+    written = np.zeros(shape, bool)
     unit = 1.0 if new.scale is None else np.asarray(new.scale, np.float64)[..., None]
     for token, slot in enumerate(slots):
         if slot < 0:
@@ -270,13 +285,15 @@ def test_rotate_and_write(name):
 def test_rotate_and_write_as_the_plain_operations(name):
     """Where both round at the same places, they differ in a last bit at most."""
     case = {"kv": None, "page": 16} | CASES[name]
-    kv, page = case.pop("kv") or case["dtype"], case.pop("page")
+    kv = case.pop("kv") or case["dtype"]
+    page = case.pop("page")
     rng = np.random.default_rng(1)
     heads, _ = heads_of(rng, 4, **case)
     shape = (3, 2, case["kv_heads"], page)
     scale = jnp.ones(shape, jnp.float32) if kv in ("int8", "float8_e4m3fn") else None
     cache = KVPages(jnp.zeros((*shape, case["dim"]), kv), scale)
-    slots, dtype = jnp.asarray([1, page, 7, 2 * page + 3], jnp.int32), jnp.dtype(case["dtype"])
+    slots = jnp.asarray([1, page, 7, 2 * page + 3], jnp.int32)
+    dtype = jnp.dtype(case["dtype"])
     got = fused_triton.rotate_and_write(heads, EPS, dtype, cache, slots, 0)
     plain = Ops().rotate_and_write(heads, EPS, dtype, cache, slots, 0)
     for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
@@ -292,7 +309,8 @@ class Spoilt:
     """The kernels, with a mistake in one of them."""
 
     def __init__(self, name: str, spoil):
-        self.name, self.spoil = name, spoil
+        self.name = name
+        self.spoil = spoil
 
     def __getattr__(self, name: str):
         right = getattr(fused_triton, name)
@@ -337,7 +355,8 @@ def test_product():
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 132))
-        x, w = numbers(rng, (3, 1024), "float32"), numbers(rng, (256, 1024), "float32")
+        x = numbers(rng, (3, 1024), "float32")
+        w = numbers(rng, (256, 1024), "float32")
         got = fused_triton.product(x, w)
         assert got.shape == (8, 3, 256)
         assert got.dtype == jnp.float32
@@ -369,13 +388,19 @@ def test_compiles(kv, monkeypatch, tmp_path):
     def like(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    tokens, hidden, kv_heads, group, dim = 64, 4096, 8, 4, 128
+    tokens = 64
+    hidden = 4096
+    kv_heads = 8
+    group = 4
+    dim = 128
     shape = (733, 2, kv_heads, 16)
     pages = KVPages(like((*shape, dim), kv), None if kv == "bfloat16" else like(shape, "float32"))
     qkv = like((4, tokens, kv_heads, group + 2, dim), "float32"), like((kv_heads, group + 2, dim), "bfloat16")
-    angle, norms = like((tokens, dim // 2), "float32"), Row(like((9, dim), "bfloat16"), like((), "int32"))
+    angle = like((tokens, dim // 2), "float32")
+    norms = Row(like((9, dim), "bfloat16"), like((), "int32"))
     heads = Heads(Parts(*qkv), angle, angle, norms, norms)
-    y, scale = Parts(like((8, tokens, hidden), "float32")), Row(like((9, hidden), "bfloat16"), like((), "int32"))
+    y = Parts(like((8, tokens, hidden), "float32"))
+    scale = Row(like((9, hidden), "bfloat16"), like((), "int32"))
     gate_up = Parts(like((1, tokens, 2 * 14336), "bfloat16"))
 
     def step(pages, heads, slots, first_page, x, y, scale, gate_up):
@@ -386,7 +411,8 @@ def test_compiles(kv, monkeypatch, tmp_path):
     arguments = pages, heads, like((tokens,), "int32"), like((), "int32"), like((tokens, hidden), "bfloat16")
     with jax.set_mesh(mesh):
         program = jax.jit(step, donate_argnums=0).lower(*arguments, y, scale, gate_up).compile()
-    text, memory = program.as_text(), program.memory_analysis()
+    text = program.as_text()
+    memory = program.memory_analysis()
     assert text.count(" custom-call(") == 5
     assert " fusion(" not in text.partition("\nENTRY")[2]
     assert memory.alias_size_in_bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
@@ -406,7 +432,9 @@ def test_batches_of_all_sizes_share_kernels(monkeypatch):
     library = pytest.importorskip("jax_triton.triton_lib", reason="jax-triton is not installed")
     if not hasattr(library, "TritonFunction"):
         pytest.skip("jax-triton 0.3 makes numbers constants, so that each has a kernel of its own")
-    mesh, compiled, compile_kernel = mesh_of("h200x1"), [], library.TritonFunction._compile_kernel
+    mesh = mesh_of("h200x1")
+    compiled = []
+    compile_kernel = library.TritonFunction._compile_kernel
 
     def counted(self, *arguments):
         compiled.append(self.name)
@@ -417,7 +445,12 @@ def test_batches_of_all_sizes_share_kernels(monkeypatch):
     def like(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    kv_heads, group, dim, hidden, size = 2, 4, 64, 4 * 64, 384  # as in no other test
+    # as in no other test
+    kv_heads = 2
+    group = 4
+    dim = 64
+    hidden = 4 * 64
+    size = 384
     pages = KVPages(like((37, 2, kv_heads, 16, dim), "bfloat16"), None)
 
     def step(pages, heads, slots, x, y, scale, gate_up):
@@ -426,8 +459,10 @@ def test_batches_of_all_sizes_share_kernels(monkeypatch):
         return pages, q, total, normed, fused_triton.gate(gate_up, "silu", jnp.bfloat16)
 
     for tokens in (8, 24, 520):
-        angle, sums = like((tokens, dim // 2), "float32"), like((2, tokens, kv_heads, group + 2, dim), "float32")
-        heads, x = Heads(Parts(sums), angle, angle), like((tokens, hidden), "bfloat16")
+        angle = like((tokens, dim // 2), "float32")
+        sums = like((2, tokens, kv_heads, group + 2, dim), "float32")
+        heads = Heads(Parts(sums), angle, angle)
+        x = like((tokens, hidden), "bfloat16")
         y, gate_up = (Parts(like((2, tokens, n), "float32")) for n in (hidden, 2 * size))
         with jax.set_mesh(mesh):
             jax.jit(step).lower(pages, heads, like((tokens,), "int32"), x, y, like((hidden,), "bfloat16"), gate_up)

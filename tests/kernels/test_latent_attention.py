@@ -57,7 +57,8 @@ def run(backend, batch, *, decode_only=False, scale=None) -> np.ndarray:
 
 def check(backend, config, rows, seed=0, *, decode_only=False) -> None:
     batch = make_batch(config, rows, seed)
-    out, gold = run(backend, batch, decode_only=decode_only), batch.gold()
+    out = run(backend, batch, decode_only=decode_only)
+    gold = batch.gold()
     np.testing.assert_allclose(out[: len(gold)], gold, rtol=0, atol=TOLERANCE[config.dtype])
 
 
@@ -124,7 +125,10 @@ def test_a_row_s_result_does_not_depend_on_its_neighbours(backend):
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_write(backend, kv_dtype, first_page):
     rng = np.random.default_rng(0)
-    rank, rope, width, dtype = 40, 12, 60, DTYPES[kv_dtype]
+    rank = 40
+    rope = 12
+    width = 60
+    dtype = DTYPES[kv_dtype]
     before = (10 * rng.standard_normal((7, 8, width))).astype(dtype)
     scale = np.ones((7, 2, 8), np.float32) if kv_dtype in ("int8", "float8_e4m3fn") else None
     rows = rng.standard_normal((10, rank + rope)).astype(np.float32)
@@ -135,7 +139,8 @@ def test_write(backend, kv_dtype, first_page):
     write = jax.jit(backend.write_latent, static_argnames="rank")
     after = write(pages, jnp.asarray(rows), jnp.asarray(slots), jnp.int32(first_page), rank=rank)
     assert after.data.dtype == before.dtype
-    page, offset = first_page + slots[:8] // 8, slots[:8] % 8
+    page = first_page + slots[:8] // 8
+    offset = slots[:8] % 8
     found = np.asarray(after.data)[page, offset].astype(np.float64)
     assert not found[:, rank + rope :].any()
     if scale is None:
@@ -164,7 +169,8 @@ def test_expanded_keys_and_values_give_the_same(config, tile, block, monkeypatch
     monkeypatch.setattr(expanded, "TILE", tile)
     expanded.expanded_attention.clear_cache()
     rng = np.random.default_rng(3)
-    nope, v_dim = 24, 20
+    nope = 24
+    v_dim = 20
     k_up = rng.standard_normal((config.heads, nope, config.rank)).astype(np.float32) / config.rank**0.5
     v_up = rng.standard_normal((config.heads, v_dim, config.rank)).astype(np.float32)
     for rows in ([(1, 300), (1, 5), (50, 60), (30, 90)], [(96, 250)], [(0, 0), (1, 40), (17, 17)]):
@@ -214,7 +220,12 @@ def test_from_heads_queries_to_heads_results(backend, expand, rows):
 def test_the_expanded_form_compiles_with_blocks_alone_expanded(target):
     """DeepSeek-V3 under tensor parallelism of 8: no copy of the cache, and temporaries of a block's scores."""
     place = NamedSharding(mesh_of(target), PartitionSpec())
-    tokens, rows, count, heads, block = 1024, 8, 2001, 16, 1024  # no other dimension is 2001
+    # no other dimension is 2001
+    tokens = 1024
+    rows = 8
+    count = 2001
+    heads = 16
+    block = 1024
 
     def array(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -275,7 +286,8 @@ def test_the_registry_knows_latent_attention():
 CPU_INFO = Path("/proc/cpuinfo")
 HAS_AVX512 = CPU_INFO.exists() and "avx512f" in CPU_INFO.read_text()
 needs_kernel = pytest.mark.skipif(not host.available(cpu_build.LATENT), reason="no C++ compiler")
-FLOATS, CODES = ("float32", "bfloat16", "float16"), ("int8", "float8_e4m3fn")
+FLOATS = ("float32", "bfloat16", "float16")
+CODES = ("int8", "float8_e4m3fn")
 
 
 @needs_kernel

@@ -61,7 +61,8 @@ def interpreted(config, rows, *, races=False, seed=0, **options) -> np.ndarray:
     with interpreter(detect_races=races) as interpret:
         out = mosaic_gpu.latent_attention(*batch.arguments(), interpret=interpret, **options)
     assert out.dtype == batch.q.dtype
-    out, gold = np.asarray(out).astype(np.float64), batch.gold()
+    out = np.asarray(out).astype(np.float64)
+    gold = batch.gold()
     assert np.isfinite(out[: len(gold)]).all()
     np.testing.assert_allclose(out[: len(gold)], gold, rtol=4e-3, atol=1e-2)
     if races:
@@ -110,7 +111,10 @@ def test_a_few_queries_at_the_end_of_the_batch():
 def test_compiles_for_h200_and_does_not_copy_the_cache(heads, decode_only, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     place = NamedSharding(mesh_of("h200x1"), PartitionSpec())
-    tokens, rows, count = 64, 64, 7333  # no other dimension is 7333
+    # no other dimension is 7333
+    tokens = 64
+    rows = 64
+    count = 7333
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -55,7 +55,8 @@ def test_attention_equals_float64(name, monkeypatch):
     options["first_page"] = jnp.int32(config.first_page)
     out = interpreted(tpu.latent_attention, *batch.arguments(), **options)
     assert out.dtype == batch.q.dtype
-    out, gold = np.asarray(out, np.float64), batch.gold()
+    out = np.asarray(out, np.float64)
+    gold = batch.gold()
     assert np.isfinite(out).all()
     tolerance = TOLERANCE["bfloat16" if config.kv_dtype else config.dtype]  # codes are multiplied as bfloat16
     np.testing.assert_allclose(out[: len(gold)], gold, rtol=0, atol=tolerance * max(1, np.abs(gold).max()))
@@ -69,7 +70,10 @@ def test_write_changes_the_slots_and_nothing_else(kv_dtype, size, chunk, monkeyp
     for name, value in {"CHUNK": chunk, "RING": 3, "AHEAD": 2}.items():
         monkeypatch.setattr(kv_write_tpu, name, value)
     tpu.write_latent.clear_cache()
-    rng, rank, rope, width = np.random.default_rng(size), 128, 24, 256
+    rng = np.random.default_rng(size)
+    rank = 128
+    rope = 24
+    width = 256
     slots = [4 * size - 3 + i for i in range(7)] + [-1, 7 * size + 1, 2 * size, -1, 6 * size - 1, 7 * size, -1]
     slots = np.array([*slots, *(5 * size + i for i in range(size)), -1], np.int32)
     data = rng.standard_normal((10, size, width)).astype(DTYPES[kv_dtype])
@@ -120,7 +124,11 @@ COMPILED = [
 @pytest.mark.parametrize(("target", "dtype", "kv_dtype", "heads", "size", "decode_only"), COMPILED)
 def test_compiles_ahead_of_time_with_the_cache_in_place(target, dtype, kv_dtype, heads, size, decode_only):
     """Heads split over the devices of a machine that is not here, latents on each of them."""
-    mesh, count, tokens, rows = mesh_of(target), 4001, 32, 32  # no other dimension is 4001
+    # no other dimension is 4001
+    mesh = mesh_of(target)
+    count = 4001
+    tokens = 32
+    rows = 32
 
     def array(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
@@ -143,7 +151,8 @@ def test_compiles_ahead_of_time_with_the_cache_in_place(target, dtype, kv_dtype,
     split = jax.shard_map(layer, mesh=mesh, in_specs=inputs, out_specs=(heads_spec, P()), check_vma=False)
     with jax.set_mesh(mesh):
         compiled = jax.jit(split, donate_argnums=0).lower(pages, q, new, *integers).compile()
-    stats, text = compiled.memory_analysis(), compiled.as_text()
+    stats = compiled.memory_analysis()
+    text = compiled.as_text()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
     assert stats.alias_size_in_bytes >= cache_bytes
     assert stats.temp_size_in_bytes < cache_bytes / 20

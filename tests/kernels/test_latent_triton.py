@@ -86,7 +86,8 @@ def test_attention(name, target, monkeypatch):
     monkeypatch.setattr(triton_compat, "target", lambda: target._replace(cores=4 if "split" in name else 1))
     batch = make_batch(config, rows, len(name))
     batch.q[sum(batch.q_len) :] = np.nan  # padding
-    out, gold = attend(batch, **options), batch.gold()
+    out = attend(batch, **options)
+    gold = batch.gold()
     np.testing.assert_allclose(out[: len(gold)], gold, rtol=0, atol=TOLERANCE[config.dtype])
 
 
@@ -104,7 +105,10 @@ def test_mixed_batches(config):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["same", "int8", "float8_e4m3fn"])
 def test_write(dtype, kv_dtype):
-    rng, rank, width, size = np.random.default_rng(1), 20, 40, 16
+    rng = np.random.default_rng(1)
+    rank = 20
+    width = 40
+    size = 16
     has_scale = kv_dtype != "same"
     data = rng.standard_normal((5, size, width)).astype(DTYPES[kv_dtype if has_scale else dtype])
     scale = rng.uniform(1, 2, (5, 2, size)).astype(np.float32) if has_scale else None
@@ -129,7 +133,8 @@ def test_write(dtype, kv_dtype):
 
 def test_why_not():
     bf16, f32, int8, fp8 = (np.dtype(DTYPES[t]) for t in ("bfloat16", "float32", "int8", "float8_e4m3fn"))
-    gpu, old = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
+    gpu = Device("gpu", "NVIDIA H200", (9, 0))
+    old = Device("gpu", "NVIDIA A100", (8, 0))
     problem = LatentProblem(bf16, bf16, 128, 512, 64, 64)
     assert latent.why_not(gpu, problem) is None
     assert latent.why_not(old, replace(problem, kv_dtype=int8, has_scale=True)) is None
@@ -156,7 +161,8 @@ def compile_for(monkeypatch, tmp_path):
         with jax.set_mesh(mesh):
             lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
             program = lowered.compile() if target == H200 else None
-        kernels, said = list(tmp_path.rglob("*.ptx")), ""
+        kernels = list(tmp_path.rglob("*.ptx"))
+        said = ""
         assert kernels
         architecture = {90: "sm_90a", 89: "sm_89", 80: "sm_80"}[target.capability]
         most = {90: 232448, 89: 101376, 80: 166912}[target.capability]
@@ -185,10 +191,14 @@ COMPILED = [
 @compiled
 @pytest.mark.parametrize(("target", "dtype", "kv_dtype", "heads", "page", "decode_only"), COMPILED)
 def test_compiles(compile_for, target, dtype, kv_dtype, heads, page, decode_only):
-    like, tokens, rows, count = jax.ShapeDtypeStruct, 32, 32, 7333
+    like = jax.ShapeDtypeStruct
+    tokens = 32
+    rows = 32
+    count = 7333
     data = like((count, page, 576), DTYPES[kv_dtype or dtype])
     pages = LatentPages(data, like((count, 2, page), np.float32) if kv_dtype else None)
-    q, new = like((tokens, heads, 576), DTYPES[dtype]), like((tokens, 576), DTYPES[dtype])
+    q = like((tokens, heads, 576), DTYPES[dtype])
+    new = like((tokens, 576), DTYPES[dtype])
     numbers = [like(shape, np.int32) for shape in ((rows, 16), (rows + 1,), (rows,), ())]
 
     def step(pages, q, new, slots, first_page, *numbers):
@@ -201,7 +211,8 @@ def test_compiles(compile_for, target, dtype, kv_dtype, heads, page, decode_only
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     assert max(spilled) <= 256, said
     if program is not None:
-        memory, text = program.memory_analysis(), program.as_text()
+        memory = program.memory_analysis()
+        text = program.as_text()
         cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
         assert memory.alias_size_in_bytes == cache_bytes
         assert not [line for line in text.splitlines() if " copy" in line and f"[{count}," in line]

@@ -11,7 +11,9 @@ from jaxserve.pallas_kernels.cpu_build import LORA
 from jaxserve.pallas_kernels.lora import cpu, reference
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 
-PLACES, RANK, INPUTS = 5, 8, 75
+PLACES = 5
+RANK = 8
+INPUTS = 75
 WIDTHS = [((96,), 96), ((32, 8, 8), 96), ((1, 1), 70), ((40, 20), 120), ((37,), 37)]
 BACKENDS = {
     "reference": (reference.add_adapters, reference.add_expert_adapters),
@@ -38,7 +40,8 @@ def draw(rng, widths: tuple[int, ...], out: int, tokens: int, dtype, experts: tu
 def draw_pool(*args):
     """As `draw`, but with zeros beyond each adapter's rank, as in the pool."""
     stack, y, x = draw(*args)
-    parts, ranks = stack.parts, np.asarray(stack.ranks)[:, : stack.parts]
+    parts = stack.parts
+    ranks = np.asarray(stack.ranks)[:, : stack.parts]
     of_a = (np.arange(RANK) < ranks[:, :, None]).reshape(PLACES, parts * RANK, 1)
     of_b = (np.arange(RANK) < ranks.max(axis=1)[:, None])[:, :, None]
     return AdapterStack(jnp.where(of_a, stack.a, 0), jnp.where(of_b, stack.b, 0), stack.ranks, stack.widths), y, x
@@ -46,7 +49,8 @@ def draw_pool(*args):
 
 def expected(stack: AdapterStack, y, x, place, expert=None) -> np.ndarray:
     """In float64, one token after the other."""
-    made, owner = np.asarray(y, np.float64), np.asarray(reference.part_of_outputs(stack.widths, y.shape[1]))
+    made = np.asarray(y, np.float64)
+    owner = np.asarray(reference.part_of_outputs(stack.widths, y.shape[1]))
     a, b = (np.asarray(array, np.float64) for array in (stack.a, stack.b))
     for token, where in enumerate(np.asarray(place)):
         if where < 0:
@@ -85,7 +89,9 @@ def test_rows_that_matter(backend):
 
 @pytest.mark.parametrize(("widths", "out"), WIDTHS)
 def test_experts(backend, widths, out):
-    rng, experts, rows = np.random.default_rng(3), 4, 21
+    rng = np.random.default_rng(3)
+    experts = 4
+    rows = 21
     stack, y, x = draw(rng, widths, out, rows, jnp.float32, (experts,))
     expert = np.sort(rng.integers(0, experts, rows - 2))
     sizes = jnp.asarray(np.bincount(expert, minlength=experts), jnp.int32)
@@ -102,11 +108,15 @@ def test_experts(backend, widths, out):
 def test_embeddings(which, dtype):
     if which == "cpu" and not cpu_kernels.available(LORA):
         pytest.skip("no C++ compiler")
-    rng, vocab, hidden, tokens = np.random.default_rng(4), 50, 37, 20
+    rng = np.random.default_rng(4)
+    vocab = 50
+    hidden = 37
+    tokens = 20
     a, b = (jnp.asarray(rng.normal(size=(PLACES, *shape)), dtype) for shape in ((vocab, RANK), (RANK, hidden)))
     ranks = rng.integers(0, RANK + 1, (PLACES, 3))
     stack = AdapterStack(a, b, jnp.asarray(ranks, jnp.int32), (vocab,))
-    ids, place = rng.integers(0, vocab, tokens), rng.integers(-1, PLACES, tokens)
+    ids = rng.integers(0, vocab, tokens)
+    place = rng.integers(-1, PLACES, tokens)
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), jnp.float32)
     wanted, (a, b) = np.asarray(x, np.float64), (np.asarray(array, np.float64) for array in (a, b))
     for token, where in enumerate(place):

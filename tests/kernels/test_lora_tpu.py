@@ -55,7 +55,8 @@ def test_nobody_has_an_adapter():
 def test_16_bits():
     rng = np.random.default_rng(6)
     stack, y, x = draw_pool(rng, (64, 32), 96, 20, jnp.bfloat16)
-    y, x = y.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    y = y.astype(jnp.bfloat16)
+    x = x.astype(jnp.bfloat16)
     place = jnp.asarray(rng.integers(-1, PLACES, 20), jnp.int32)
     made = added(y, x, stack, place).astype(np.float32)
     wanted = expected(stack, y.astype(jnp.float32), x.astype(jnp.float32), place)
@@ -99,13 +100,15 @@ def test_devices():
 )  # fmt: skip
 def test_compiles(target, tokens, inputs, widths, rank):
     """Two kernels, and y in its place."""
-    mesh, places = mesh_of(target), 32
+    mesh = mesh_of(target)
+    places = 32
     out = 28672 if widths == (1, 1) else sum(widths)
 
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    a, b = array(places, len(widths) * rank, inputs), array(places, rank, out)
+    a = array(places, len(widths) * rank, inputs)
+    b = array(places, rank, out)
     stack = AdapterStack(a, b, array(places, 3, dtype=jnp.int32), widths)
     for kind in (jnp.bfloat16, jnp.float32):
         given = array(tokens, out, dtype=kind), array(tokens, inputs), stack, array(tokens, dtype=jnp.int32)

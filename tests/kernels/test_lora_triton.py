@@ -69,7 +69,8 @@ def test_many_inputs_and_tokens(monkeypatch):
 def test_16_bits():
     rng = np.random.default_rng(6)
     stack, y, x = draw_pool(rng, (64, 32), 96, 20, jnp.bfloat16)
-    y, x = y.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    y = y.astype(jnp.bfloat16)
+    x = x.astype(jnp.bfloat16)
     place = jnp.asarray(rng.integers(-1, PLACES, 20), jnp.int32)
     made = np.asarray(triton.add_adapters(y, x, stack, place), np.float32)
     wanted = expected(stack, y.astype(jnp.float32), x.astype(jnp.float32), place)
@@ -110,13 +111,16 @@ def test_devices():
 )
 def test_compiles_for_h200(tokens, inputs, widths):
     """Two launches, and y in its place."""
-    mesh, places, rank = mesh_of("h200x1"), 32, 16
+    mesh = mesh_of("h200x1")
+    places = 32
+    rank = 16
     out = 28672 if widths == (1, 1) else sum(widths)
 
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    a, b = array(places, len(widths) * rank, inputs), array(places, rank, out)
+    a = array(places, len(widths) * rank, inputs)
+    b = array(places, rank, out)
     stack = AdapterStack(a, b, array(places, 3, dtype=jnp.int32), widths)
     given = array(tokens, out), array(tokens, inputs), stack, array(tokens, dtype=jnp.int32), array(dtype=jnp.int32)
     with jax.set_mesh(mesh):

@@ -23,7 +23,8 @@ def serialized(monkeypatch):
     from jax.experimental.mosaic.gpu import core
 
     jax.clear_caches()  # other tests may have lowered the same kernels
-    done, serialize = [], core._run_serde_pass
+    done = []
+    serialize = core._run_serde_pass
     monkeypatch.setitem(mlir._lowerings, mpmd.mpmd_map_p, mlir._lowerings[mpmd.mpmd_map_p])
     monkeypatch.setattr(
         core, "_run_serde_pass", lambda module, **options: done.append(1) or serialize(module, **options)

@@ -53,7 +53,8 @@ def kinds() -> Iterator[tuple[Kind, int]]:
     tiles: dict[Kind, set[int]] = {}
     for codes, groups in GROUPS.items():
         for group, shape, shuffled in ((g, s, o) for g in groups for s in SHAPES for o in (False, True)):
-            size, bits = group or shape[1], 4 if codes == "int4" else 8
+            size = group or shape[1]
+            bits = 4 if codes == "int4" else 8
             if shape[1] % size or (shuffled and (codes == "fp8" or fragments.why_not(shape[1], size, CODES[codes]))):
                 continue
             if not shuffled and mosaic_plan.step_size(shape[1], size, bits, 128) is None:
@@ -92,10 +93,13 @@ def test_the_kinds_are_found():
 @pytest.mark.skipif(not INTERPRETER, reason="JAX's interpreter of Mosaic GPU kernels comes with JAX 0.11.2")
 @pytest.mark.parametrize(("kind", "n"), CASES, ids=str)
 def test_interpreted(kind, n, capfd):
-    rng, shape, bits = np.random.default_rng(n), small(kind), 4 if kind.codes == "int4" else 8
+    rng = np.random.default_rng(n)
+    shape = small(kind)
+    bits = 4 if kind.codes == "int4" else 8
     block = (128 if kind.codes == "fp8" and kind.group else 1, kind.group)
     tokens = n - 3  # the last tile of tokens has room
-    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, kind.codes, block)
+    x = numbers(rng, (tokens, shape[1]), jnp.bfloat16)
+    w = make_weight(rng, shape, kind.codes, block)
     given = fragments.shuffle(w) if kind.shuffled else w
     jax.clear_caches()
     sizes = {"m": kind.m, "n": n, "k": kind.k, "warpgroups": kind.warpgroups, "splits": 1 + kind.split, "stages": 2}

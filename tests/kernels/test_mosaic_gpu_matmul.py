@@ -41,7 +41,8 @@ needs_interpreter = pytest.mark.skipif(
 def test_interpreted(tokens, shape, codes, block, options, capfd, monkeypatch):
     monkeypatch.setattr(mosaic_plan, "SLOT_BYTES", 0)  # two slots, so that they are filled again
     rng = np.random.default_rng(0)
-    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, codes, block, **options)
+    x = numbers(rng, (tokens, shape[1]), jnp.bfloat16)
+    w = make_weight(rng, shape, codes, block, **options)
     assert mosaic_gpu.why_not(HOPPER, problem_of(x, w)) is None
     with interpreter(detect_races=True) as interpret:
         check(mosaic_gpu.quant_matmul(x, w, interpret=interpret), x, w)
@@ -62,7 +63,8 @@ def test_interpreted(tokens, shape, codes, block, options, capfd, monkeypatch):
 )
 def test_warpgroups_that_share_x(warpgroups, splits, tokens, shape, codes, block, options, shuffled, capfd):
     rng = np.random.default_rng(3)
-    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, codes, block, **options)
+    x = numbers(rng, (tokens, shape[1]), jnp.bfloat16)
+    w = make_weight(rng, shape, codes, block, **options)
     given = fragments.shuffle(w) if shuffled else w
     with tuning.trial("matmul", "mosaic_gpu", {"warpgroups": warpgroups, "splits": splits, "stages": 2}):
         sizes = mosaic_gpu.plan(tokens, shape, given.block, 4 if codes == "int4" else 8, shuffled)
@@ -77,7 +79,8 @@ def test_warpgroups_that_share_x(warpgroups, splits, tokens, shape, codes, block
 @needs_interpreter
 def test_interpreted_in_float16():
     rng = np.random.default_rng(1)
-    x, w = numbers(rng, (3, 128), jnp.float16), make_weight(rng, (64, 128), "fp8", (1, 64))
+    x = numbers(rng, (3, 128), jnp.float16)
+    w = make_weight(rng, (64, 128), "fp8", (1, 64))
     with interpreter() as interpret:
         check(mosaic_gpu.quant_matmul(x, w, interpret=interpret), x, w)
 
@@ -154,7 +157,8 @@ def test_compiles_without_a_dequantized_copy(mesh, shape, tokens, codes, block):
     assert "quant_matmul" in compiled.as_text()
     sizes = mosaic_gpu.plan(tokens, w.shape, w.block, 4 if codes == "int4" else 8)
     padded = -(-tokens // sizes.n) * sizes.n
-    partial_results, x = sizes.splits * padded * shape[0] * 4, padded * shape[1] * 2
+    partial_results = sizes.splits * padded * shape[0] * 4
+    x = padded * shape[1] * 2
     temp = compiled.memory_analysis().temp_size_in_bytes
     assert temp <= partial_results + x + 65536
     assert temp < shape[0] * shape[1] * 2  # bytes of a copy in bfloat16
@@ -200,7 +204,8 @@ def test_compiles(mesh, tokens, shape, codes, block, options):
     ],
 )
 def test_grouped_compiles(mesh, tokens, codes, block, zero):
-    experts, shape = 8, (2048, 4096)
+    experts = 8
+    shape = (2048, 4096)
     blocks = (experts, shape[0] // block[0], shape[1] // block[1])
 
     def array(shape, dtype):
@@ -208,7 +213,8 @@ def test_grouped_compiles(mesh, tokens, codes, block, zero):
 
     zeros = array(blocks, jnp.int8) if zero else None
     w = QuantArray(array((experts, *shape), CODES[codes]), array(blocks, jnp.bfloat16), zeros, block=block)
-    x, sizes = array((tokens, shape[1]), jnp.bfloat16), array((experts,), jnp.int32)
+    x = array((tokens, shape[1]), jnp.bfloat16)
+    sizes = array((experts,), jnp.int32)
     with jax.set_mesh(mesh):
         compiled = jax.jit(mosaic_gpu.grouped_quant_matmul).lower(x, w, sizes).compile()
     assert "grouped_quant_matmul" in compiled.as_text()

@@ -117,7 +117,8 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
     scale = np.full(shape[:-1], np.nan, np.float32) if config.kv_dtype else None
     # Entries beyond a row's pages are stale: they point at pages of others, at poisoned ones, or nowhere.
     tables = rng.integers(0, num_pages, (config.rows, config.max_pages)).astype(np.int32)
-    keys, values = [], []
+    keys = []
+    values = []
     for i, (new, length) in enumerate(rows):
         kv = rng.standard_normal((length, 2, config.kv_heads, config.head_dim))
         own = np.abs(kv).max(-1) / 127 if config.kv_dtype else np.ones(kv.shape[:-1])
@@ -127,7 +128,8 @@ def make_batch(config: Config, rows: list[tuple[int, int]], seed: int) -> Batch:
         tables[i, : len(mine)] = mine
         behind = 0 if config.window is None else max(length - new - config.window + 1, 0) // config.page_size
         for position in range(behind * config.page_size, length):  # a page behind the window may be another row's
-            page, offset = mine[position // config.page_size], position % config.page_size
+            page = mine[position // config.page_size]
+            offset = position % config.page_size
             pages[page, :, :, offset] = codes[position]
             if scale is not None:
                 scale[page, :, :, offset] = own[position]
@@ -297,7 +299,8 @@ def test_write_kv(dtype, first_page):
     slots = np.array([*rng.permutation(np.arange(8, 40))[:8], -1, -1], np.int32)  # the last two are padding
     after = jax.jit(write_kv)(KVPages(before, scale), *map(jnp.asarray, (k, v, slots)), jnp.int32(first_page))
     assert after.data.dtype == before.dtype
-    data, new_scale = np.asarray(after.data), None if scale is None else np.asarray(after.scale)
+    data = np.asarray(after.data)
+    new_scale = None if scale is None else np.asarray(after.scale)
     written = np.zeros(before.shape[:-1], bool)
     for i, slot in enumerate(slots[:8]):
         where = (first_page + slot // 8, slice(None), slice(None), slot % 8)

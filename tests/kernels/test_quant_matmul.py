@@ -14,7 +14,9 @@ from jaxserve.pallas_kernels.registry import BACKENDS, Device, MatmulProblem, lo
 from jaxserve.pallas_kernels.types import QuantArray
 
 CODES = {"int4": jnp.int4, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-IN, OUT = 0, 0  # in a block: all inputs, all outputs
+# in a block: all inputs, all outputs
+IN = 0
+OUT = 0
 BLOCKS = [(1, IN), (1, 32), (1, 64), (1, 128), (OUT, IN), (128, 128)]
 
 
@@ -45,7 +47,9 @@ def spread(values, w: QuantArray) -> np.ndarray:
 
 def gold(x, w: QuantArray) -> tuple[np.ndarray, np.ndarray]:
     """The product in float64, and the sum of the sizes of all its terms."""
-    x, codes, scale = np.asarray(x, np.float64), np.asarray(w.codes, np.float64), spread(w.scale, w)
+    x = np.asarray(x, np.float64)
+    codes = np.asarray(w.codes, np.float64)
+    scale = spread(w.scale, w)
     zero, bias = (0.0 if values is None else spread(values, w) for values in (w.zero, w.bias))
     sizes = (np.abs(codes) + np.abs(zero)) * np.abs(scale) + np.abs(bias)
     return x @ ((codes - zero) * scale + bias).swapaxes(-1, -2), np.abs(x) @ sizes.swapaxes(-1, -2)
@@ -89,14 +93,16 @@ def numbers(rng, shape, dtype):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_blocks(backend, codes, block):
     rng = np.random.default_rng(0)
-    x, w = numbers(rng, (5, 256), jnp.bfloat16), make_weight(rng, (256, 256), codes, block)
+    x = numbers(rng, (5, 256), jnp.bfloat16)
+    w = make_weight(rng, (256, 256), codes, block)
     check(run(backend, x, w), x, w)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_zero_points_and_biases(backend, block):
     rng = np.random.default_rng(1)
-    x, w = numbers(rng, (3, 256), jnp.bfloat16), make_weight(rng, (128, 256), "int4", block, zero=True, bias=True)
+    x = numbers(rng, (3, 256), jnp.bfloat16)
+    w = make_weight(rng, (128, 256), "int4", block, zero=True, bias=True)
     check(run(backend, x, w), x, w)
 
 
@@ -104,7 +110,8 @@ def test_zero_points_and_biases(backend, block):
 @pytest.mark.parametrize("scale", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_dtypes(backend, dtype, scale):
     rng = np.random.default_rng(2)
-    x, w = numbers(rng, (4, 128), dtype), make_weight(rng, (64, 128), "int8", (1, 64), scale=scale, zero=True)
+    x = numbers(rng, (4, 128), dtype)
+    w = make_weight(rng, (64, 128), "int8", (1, 64), scale=scale, zero=True)
     check(run(backend, x, w), x, w)
 
 
@@ -113,7 +120,8 @@ def test_dtypes(backend, dtype, scale):
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_sizes_that_are_no_multiples(backend, block, shape, tokens):
     rng = np.random.default_rng(3)
-    x, w = numbers(rng, (tokens, shape[1]), jnp.bfloat16), make_weight(rng, shape, "int8", block, bias=True)
+    x = numbers(rng, (tokens, shape[1]), jnp.bfloat16)
+    w = make_weight(rng, shape, "int8", block, bias=True)
     check(run(backend, x, w), x, w)
 
 
@@ -121,14 +129,16 @@ def test_sizes_that_are_no_multiples(backend, block, shape, tokens):
 @pytest.mark.parametrize("tokens", [2, 3, 4, 5, 13, 40])
 def test_tokens(backend, codes, tokens):
     rng = np.random.default_rng(8)
-    x, w = numbers(rng, (tokens, 202), jnp.bfloat16), make_weight(rng, (90, 202), codes, (1, 64), scale=jnp.float16)
+    x = numbers(rng, (tokens, 202), jnp.bfloat16)
+    w = make_weight(rng, (90, 202), codes, (1, 64), scale=jnp.float16)
     check(run(backend, x, w), x, w)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 20, 1000])
 def test_only_the_rows_that_matter(backend, count):
     rng = np.random.default_rng(9)
-    x, w = numbers(rng, (20, 64), jnp.bfloat16), make_weight(rng, (48, 64), "int8", (1, IN))
+    x = numbers(rng, (20, 64), jnp.bfloat16)
+    w = make_weight(rng, (48, 64), "int8", (1, IN))
     y = run(backend, x.at[count:].set(jnp.nan), w, count=jnp.int32(count))
     check(y[:count], x[:count], w)
 
@@ -136,7 +146,8 @@ def test_only_the_rows_that_matter(backend, count):
 def test_small_scales(backend):
     """float16's subnormal numbers, of both signs."""
     rng = np.random.default_rng(10)
-    x, w = numbers(rng, (2, 128), jnp.bfloat16), make_weight(rng, (32, 128), "int8", (1, 32))
+    x = numbers(rng, (2, 128), jnp.bfloat16)
+    w = make_weight(rng, (32, 128), "int8", (1, 32))
     scale = rng.integers(1, 1024, (32, 4)) * rng.choice([-1, 1], (32, 4)) * 2.0**-24
     w = replace(w, scale=jnp.asarray(scale, jnp.float16))
     assert (np.asarray(w.scale, np.float64) == scale).all()
@@ -148,7 +159,8 @@ def test_reference_in_blocks_of_rows(monkeypatch, block):
     """52 rows at a time, which neither the rows nor the blocks are multiples of."""
     monkeypatch.setattr(reference, "BLOCK_BYTES", 52 * 4 * 160)
     rng = np.random.default_rng(4)
-    x, w = numbers(rng, (3, 160), jnp.bfloat16), make_weight(rng, (300, 160), "int8", block, zero=True)
+    x = numbers(rng, (3, 160), jnp.bfloat16)
+    w = make_weight(rng, (300, 160), "int8", block, zero=True)
     check(reference.quant_matmul(x, w), x, w)
 
 
@@ -169,7 +181,8 @@ def test_dequantize():
 @pytest.mark.parametrize("group_sizes", [(3, 0, 4, 1), (0, 0, 8, 0), (0, 0, 0, 0), (2, 3, 0, 5)], ids=str)
 def test_grouped(group_sizes):
     rng = np.random.default_rng(7)
-    x, w = numbers(rng, (10, 128), jnp.bfloat16), make_weight(rng, (4, 64, 128), "int4", (1, 32), zero=True)
+    x = numbers(rng, (10, 128), jnp.bfloat16)
+    w = make_weight(rng, (4, 64, 128), "int4", (1, 32), zero=True)
     y = np.asarray(jax.jit(reference.grouped_quant_matmul)(x, w, jnp.array(group_sizes, jnp.int32)))
     start = 0
     for expert, size in enumerate(group_sizes):

@@ -11,7 +11,8 @@ from jaxserve.devices.targets import ConfigError, target_devices
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, MatmulProblem, choose, explain
 
-F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
+F32 = np.dtype(np.float32)
+BF16 = np.dtype(jnp.bfloat16)
 CPU = Device("cpu", "cpu")
 H200 = Device("gpu", "NVIDIA H200", (9, 0))
 A100 = Device("gpu", "NVIDIA A100", (8, 0))
@@ -66,7 +67,9 @@ def test_an_explicit_choice_that_cannot_run_fails_with_the_reason():
 
 def test_a_device_from_jax():
     class Card:
-        platform, device_kind, compute_capability = "cuda", "NVIDIA H200", "9.0"
+        platform = "cuda"
+        device_kind = "NVIDIA H200"
+        compute_capability = "9.0"
 
     assert Device.of(Card()) == H200
 

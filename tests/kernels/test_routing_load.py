@@ -11,7 +11,10 @@ from jaxserve.pallas_kernels.routing import load
 
 @pytest.mark.parametrize("count", [0, 1, 5, 9])
 def test_load(count):
-    layers, tokens, top_k, experts = 3, 9, 2, 7
+    layers = 3
+    tokens = 9
+    top_k = 2
+    experts = 7
     rng = np.random.default_rng(count)
     chosen = np.stack([[rng.permutation(experts)[:top_k] for _ in range(tokens)] for _ in range(layers)])
     each = [Counter(layer[:count].ravel().tolist()) for layer in chosen]

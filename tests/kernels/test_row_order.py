@@ -216,7 +216,8 @@ def test_products_on_hopper(codes, on_hopper):
     """Plans depend on the number of tokens. With fixed sizes the number does not matter."""
     random = np.random.default_rng(0)
     block, options = HOPPER[codes]
-    w, x = make_weight(random, (128, 512), codes, block, **options), random.standard_normal((24, 512)).astype(BFLOAT16)
+    w = make_weight(random, (128, 512), codes, block, **options)
+    x = random.standard_normal((24, 512)).astype(BFLOAT16)
     product = on_hopper(lambda x, interpret: mosaic_matmul.quant_matmul(jnp.asarray(x), w, interpret=interpret))
     check_in_any_company(product, x)
     with tuning.trial("matmul", "mosaic_gpu", FIXED):

@@ -88,7 +88,8 @@ def test_products_by_expert():
     random = np.random.default_rng(0)
     w, _ = quantized_weight(random, 3 * 40, 256, "int4", (1, 64))
     w = jax.tree.map(lambda x: x.reshape(3, 40, -1), w)
-    x, expert = random.standard_normal((20, 256)).astype(BFLOAT16), random.integers(0, 3, 20)
+    x = random.standard_normal((20, 256)).astype(BFLOAT16)
+    expert = random.integers(0, 3, 20)
 
     def product(x, expert):
         order = np.argsort(expert, kind="stable")
@@ -105,10 +106,12 @@ def test_products_by_expert():
 )
 def test_attention(kind):
     if kind == "latent":
-        function, options = latent.latent_attention, {"rank": 32}
+        function = latent.latent_attention
+        options = {"rank": 32}
         sequences = Sequences.make(3, 600, (4,), 48, 16, BFLOAT16)
     else:
-        function, options = attention_kernels.paged_attention, {"window": 300 if kind == "int8" else None}
+        function = attention_kernels.paged_attention
+        options = {"window": 300 if kind == "int8" else None}
         dtypes = (BFLOAT16, np.int8) if kind == "int8" else (np.float32,)
         sequences = Sequences.make(3, 600, (1, 4), 32, 16, *dtypes)
     attention = Attention(partial(function, scale=0.1, **options), sequences, tokens=24, rows=4)

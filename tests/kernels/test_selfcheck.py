@@ -57,7 +57,8 @@ def test_the_batch_has_what_breaks_kernels():
 def rounding(monkeypatch):
     """Attention that rounds what a kernel with 16-bit operands rounds: probabilities, scaled keys and values."""
     dtype = None
-    gather, softmax = reference._gather, reference.Softmax
+    gather = reference._gather
+    softmax = reference.Softmax
 
     class Rounded(softmax):
         def update(self, scores, weigh, axis):
@@ -172,7 +173,8 @@ def zeroed_queries(a):
 
 def stale_scale(a):
     """The newest token of the longest row has the scale of the token before."""
-    size, last = a["pages"].page_size, a["kv_len"][0] - 1
+    size = a["pages"].page_size
+    last = a["kv_len"][0] - 1
     here, there = ((a["first_page"] + a["tables"][0, at // size], at % size) for at in (last, last - 1))
     scale = a["pages"].scale
     return {"pages": a["pages"]._replace(scale=scale.at[here[0], :, :, here[1]].set(scale[there[0], :, :, there[1]]))}

@@ -42,11 +42,17 @@ FORMS = MATMULS | {
 def test_products_equal_plain_xla(name):
     """Every form of weights: the values, products, and products by expert."""
     problem = FORMS[name]
-    w, x = make_weight(problem), activations(problem, 33)
+    w = make_weight(problem)
+    x = activations(problem, 33)
     assert all(isinstance(array, np.ndarray) for array in jax.tree.leaves(w))
-    plain, given, experts, sizes = w, x, make_weight(problem, 3), np.array([20, 0, 11], np.int32)
+    plain = w
+    given = x
+    experts = make_weight(problem, 3)
+    sizes = np.array([20, 0, 11], np.int32)
     if problem.activations is not None:
-        plain, experts, given = w8a8.ignored(w), w8a8.ignored(experts), selfcheck_exact.rounded(x, w)
+        plain = w8a8.ignored(w)
+        experts = w8a8.ignored(experts)
+        given = selfcheck_exact.rounded(x, w)
         rows = jax.jit(w8a8.quantize)(x, w)
         off = np.abs(given - w8a8.dequantize(rows)) > 1e-5 * np.abs(given)  # by one code, where x is between two
         assert off.mean() < 1e-3

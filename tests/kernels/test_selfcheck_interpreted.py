@@ -15,7 +15,9 @@ from jaxserve.pallas_kernels.selfcheck import Finding, check_attention, check_ma
 from jaxserve.pallas_kernels.selfcheck_cases import Rows
 from jaxserve.pallas_kernels.selfcheck_fused import check_write_and_attend
 
-BF16, F16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.int8)
+BF16 = np.dtype(jnp.bfloat16)
+F16 = np.dtype(np.float16)
+INT8 = np.dtype(np.int8)
 # A row longer than a block of keys, another of one token; prompts that begin at offsets 2 and 3, one with a past.
 ROWS = Rows((301, 1), ((9, 0), (17, 70)), empty=1)
 hopper = pytest.mark.skipif(
@@ -102,6 +104,7 @@ def test_tpu_attention_and_write():
 @pytest.mark.parametrize("kv", [None, INT8], ids=["bf16", "int8"])
 def test_tpu_write_within_attention(kv):
     problem = AttentionProblem(BF16, kv or BF16, 2, 4, 128, 128, has_scale=kv is not None)
-    fused, attend = on_tpu(tpu.write_and_attend), on_tpu(tpu.paged_attention)
+    fused = on_tpu(tpu.write_and_attend)
+    attend = on_tpu(tpu.paged_attention)
     all_right(check_write_and_attend(fused, attend, problem, rows=Rows((301, 1, 128, 129)), repeats=0))
     pltpu.reset_tpu_interpret_mode_state()

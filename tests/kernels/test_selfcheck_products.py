@@ -248,7 +248,8 @@ def test_experts_in_floats_are_tried(model_folders, monkeypatch):
     monkeypatch.setattr(
         load, "checked_matmul", lambda trials, device, problems, backend, grouped: tried.extend(grouped)
     )
-    model, mesh = read_model(model_folders("qwen3_moe_plain")), make_mesh()
+    model = read_model(model_folders("qwen3_moe_plain"))
+    mesh = make_mesh()
     for dtype in (F32, BF16):
         decoder = load.make_decoder(model, mesh, dtype)
         abstract = abstract_params(decoder, mesh)

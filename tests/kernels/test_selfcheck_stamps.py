@@ -19,7 +19,8 @@ from jaxserve.pallas_kernels.selfcheck import Finding
 BF16 = np.dtype(ml_dtypes.bfloat16)
 GPU = Device("gpu", "some GPU", (9, 0))
 PROBLEM = MatmulProblem(BF16, np.dtype(np.int8), 320, 256, (1, 256))
-RIGHT, WRONG = Finding("1 rows", 0.0, 0.1), Finding("1 rows", 0.5, 0.1)
+RIGHT = Finding("1 rows", 0.0, 0.1)
+WRONG = Finding("1 rows", 0.5, 0.1)
 
 
 @pytest.fixture

@@ -113,8 +113,10 @@ class Batch:
 
     def __init__(self, config: Config, seed: int):
         rng = np.random.default_rng(seed)
-        self.config, c = config, config
-        size, shape = c.page_size, (2, c.kv_heads)
+        self.config = config
+        c = config
+        size = c.page_size
+        shape = (2, c.kv_heads)
         needed = [-(-cached // size) for _, cached in c.lengths]
         dim = c.page_dim or c.head_dim
         free = iter(rng.permutation(np.arange(1, 2 + sum(needed))))
@@ -147,7 +149,8 @@ class Batch:
 
     def expected(self) -> np.ndarray:
         """float64 [real tokens, kv_heads, group, head_dim]."""
-        c, out = self.config, []
+        c = self.config
+        out = []
         for row, (new, cached) in enumerate(c.lengths):
             for i in range(new):
                 end = cached - new + i + 1
@@ -176,9 +179,11 @@ class Batch:
         c = self.config
         kept = np.concatenate([np.full(new, row != skipped) for row, (new, _) in enumerate(c.lengths)])
         kept = np.pad(kept, (0, c.tokens - len(kept)))
-        kv, slots = np.zeros((c.tokens, 2, c.kv_heads, c.head_dim)), np.full(c.tokens, -1, np.int32)
+        kv = np.zeros((c.tokens, 2, c.kv_heads, c.head_dim))
+        slots = np.full(c.tokens, -1, np.int32)
         for row, (new, cached) in enumerate(c.lengths):
-            at, position = slice(self.q_start[row], self.q_start[row] + new), np.arange(cached - new, cached)
+            at = slice(self.q_start[row], self.q_start[row] + new)
+            position = np.arange(cached - new, cached)
             kv[at] = np.moveaxis(self.kv[row][:, :, cached - new :], 2, 0)
             slots[at] = self.tables[row, position // c.page_size] * c.page_size + position % c.page_size
         where = c.first_page + slots[kept] // c.page_size, slice(None), slice(None), slots[kept] % c.page_size
@@ -202,7 +207,8 @@ def test_attention_equals_float64(config, monkeypatch):
     monkeypatch.setattr(tpu_plan, "BLOCK", 256)
     tpu.paged_attention.clear_cache()
     batch = Batch(config, seed=len(str(config)))
-    out, expected = batch.attend(), batch.expected()
+    out = batch.attend()
+    expected = batch.expected()
     assert np.isfinite(out).all()
     tolerance = 2e-5 if config.q_dtype == config.kv_dtype == np.float32 else 2e-2
     scale = np.abs(expected).max(initial=1.0)
@@ -256,7 +262,8 @@ def test_write_and_attend_equals_float64(config, skipped, monkeypatch):
         np.moveaxis(np.asarray(x.data, np.float64) * (np.asarray(x.scale)[..., None] if config.has_scale else 1), 3, 1)
         for x in (after, pages)
     )
-    found, exact = found[places][..., : config.head_dim], exact[places][..., : config.head_dim]
+    found = found[places][..., : config.head_dim]
+    exact = exact[places][..., : config.head_dim]
     peak = np.abs(exact).max(-1, keepdims=True)
     step = {1: 0.51 / 127 if config.kv_dtype == np.int8 else 2**-4, 2: 0, 4: 0}[np.dtype(config.kv_dtype).itemsize]
     assert (np.abs(found - exact) <= step * peak).all()
@@ -292,9 +299,11 @@ def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, pa
     data, scale = interpreted(kv_write_tpu.write_kv, pages, kv[0], kv[1], slots, np.int32(1))
 
     assert data.dtype == dtype
-    data, old = np.array(data, np.float64), old.astype(np.float64)
+    data = np.array(data, np.float64)
+    old = old.astype(np.float64)
     real = slots >= 0
-    page, offset = 1 + slots[real] // page_size, slots[real] % page_size
+    page = 1 + slots[real] // page_size
+    offset = slots[real] % page_size
     new = kv[:, real].transpose(1, 0, 2, 3)
     written = data[page, :, :, offset]
     if has_scale:
@@ -369,9 +378,11 @@ def test_caches_may_have_more_elements_than_32_bits_count():
     def shape(*size, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(size, dtype)
 
-    rows, count = 4, (1 << 32) // (2 * 8 * 128 * 128) + 1
+    rows = 4
+    count = (1 << 32) // (2 * 8 * 128 * 128) + 1
     pages = KVPages(shape(count, 2, 8, 128, 128, dtype=jnp.int8), shape(count, 2, 8, 128, dtype=jnp.float32))
-    q, kv = shape(64, 8, 4, 128, dtype=jnp.bfloat16), shape(64, 8, 128, dtype=jnp.bfloat16)
+    q = shape(64, 8, 4, 128, dtype=jnp.bfloat16)
+    kv = shape(64, 8, 128, dtype=jnp.bfloat16)
     rest = shape(64), shape(rows, 8), shape(rows + 1), shape(rows), shape()
     jax.eval_shape(lambda *a: tpu.write_and_attend(*a, scale=1.0), q, kv, kv, pages, *rest)
 
@@ -379,7 +390,9 @@ def test_caches_may_have_more_elements_than_32_bits_count():
 def compile_for(target: str, config: Config, pages: int = 4001, *, fused: bool = False):
     """One layer, the write and the attention, `fused` or not, heads split over the devices of a machine that is not
     here."""
-    mesh, c, rows = mesh_of(target), config, config.rows
+    mesh = mesh_of(target)
+    c = config
+    rows = config.rows
     heads = c.kv_heads * mesh.size
 
     def array(size, dtype, axis=None):
@@ -391,23 +404,23 @@ def compile_for(target: str, config: Config, pages: int = 4001, *, fused: bool =
         array((pages, 2, heads, c.page_size, dim), c.kv_dtype, 2),
         array((pages, 2, heads, c.page_size), jnp.float32, 2) if c.has_scale else None,
     )
-    q, kv = (
-        array((c.tokens, heads, c.group, c.head_dim), c.q_dtype, 1),
-        array((c.tokens, heads, c.head_dim), c.q_dtype, 1),
-    )
+    q = array((c.tokens, heads, c.group, c.head_dim), c.q_dtype, 1)
+    kv = array((c.tokens, heads, c.head_dim), c.q_dtype, 1)
     sinks = array((heads, c.group), jnp.float32, 0) if c.sinks else None
     integers = [array(size, jnp.int32) for size in ((c.tokens,), (rows, c.width), (rows + 1,), (rows,), (), ())]
 
     def layer(cache, q, k, v, sinks, slots, *rest):
         first_page = rest[-1]
         options = {"window": c.window, "softcap": c.softcap, "sinks": sinks, "decode_only": c.decode_only}
-        options["first_page"], rest = first_page, rest[:-1]
+        options["first_page"] = first_page
+        rest = rest[:-1]
         if fused:
             return tpu.write_and_attend(q, k, v, cache, slots, *rest, scale=0.1, **options)
         cache = tpu.write_kv(cache, k, v, slots, first_page)
         return tpu.paged_attention(q, cache, *rest, scale=0.1, **options), cache
 
-    by_head, pages_spec = P(None, "tensor"), P(None, None, "tensor")
+    by_head = P(None, "tensor")
+    pages_spec = P(None, None, "tensor")
     inputs = (pages_spec, by_head, by_head, by_head, P("tensor"), *(P(),) * 6)
     split = jax.shard_map(layer, mesh=mesh, in_specs=inputs, out_specs=(by_head, pages_spec), check_vma=False)
     with jax.set_mesh(mesh):
@@ -451,7 +464,8 @@ def no_disk_cache():
 def test_compiles_ahead_of_time_with_the_cache_in_place(target, config, fused):
     pages = 4001  # no other dimension is
     compiled = compile_for(target, config, pages, fused=fused)
-    stats, text = compiled.memory_analysis(), compiled.as_text()
+    stats = compiled.memory_analysis()
+    text = compiled.as_text()
     page_bytes = 2 * config.kv_heads * config.page_size * (config.page_dim or config.head_dim)
     cache_bytes = pages * page_bytes * np.dtype(config.kv_dtype).itemsize
     assert stats.alias_size_in_bytes >= cache_bytes

@@ -63,7 +63,8 @@ class Case:
         )
 
     def make(self, seed: int = 0) -> tuple[jax.Array, QuantArray]:
-        random, shapes = np.random.default_rng(seed), self.shapes()
+        random = np.random.default_rng(seed)
+        shapes = self.shapes()
         limit = {"int4": 8, "int8": 128}.get(self.codes, 0)
         shape = shapes.codes.shape
         codes = (
@@ -73,7 +74,8 @@ class Case:
         if self.codes == "fp4":
             codes = random.integers(0, 16, shape, np.uint8).view(self.dtype)
             scale = random.uniform(0.2, 4, shapes.scale.shape)
-        zero, bias = random.integers(-8, 8, scale.shape), random.standard_normal(scale.shape) * 0.3
+        zero = random.integers(-8, 8, scale.shape)
+        bias = random.standard_normal(scale.shape) * 0.3
         x = random.standard_normal((self.tokens, self.inputs))
         return jnp.asarray(x, self.x), QuantArray(
             jnp.asarray(codes, self.dtype),
@@ -90,7 +92,8 @@ def dense(w: QuantArray) -> np.ndarray:
 
     def spread(array):
         array = np.asarray(array.astype(jnp.float32), np.float64)
-        rows, inputs = np.arange(w.shape[-2]) // w.block[0], np.arange(w.shape[-1]) // w.block[1]
+        rows = np.arange(w.shape[-2]) // w.block[0]
+        inputs = np.arange(w.shape[-1]) // w.block[1]
         return array[..., rows, :][..., inputs]
 
     value = np.asarray(w.codes.astype(jnp.float32), np.float64)
@@ -206,7 +209,8 @@ def test_grouped_equals_numpy(case, sizes):
     x, w = case.make()
     with pltpu.force_tpu_interpret_mode(INTERPRET):
         got = tpu.grouped_quant_matmul(x, w, jnp.array(sizes, jnp.int32))
-    weight, ends = dense(w), np.cumsum(sizes)
+    weight = dense(w)
+    ends = np.cumsum(sizes)
     for expert, (size, end) in enumerate(zip(sizes, ends, strict=True)):
         if size:
             check(got[end - size : end], x[end - size : end], weight[expert], ROUNDED if case.tokens > 64 else EXACT)
@@ -217,7 +221,8 @@ def test_grouped_equals_numpy(case, sizes):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_grouped_floats_equal_numpy(tokens, inputs, dtype):
     """Weights of experts in the dtype of x. Tiles of 1,024 do not divide 1,408 inputs."""
-    rng, sizes = np.random.default_rng(2), [tokens // 2, 0, 7]
+    rng = np.random.default_rng(2)
+    sizes = [tokens // 2, 0, 7]
     x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((tokens, inputs), (3, 150, inputs)))
     with pltpu.force_tpu_interpret_mode(INTERPRET):
         got = np.asarray(tpu.grouped_quant_matmul(x, as_codes(w), jnp.array(sizes, jnp.int32)))
@@ -229,7 +234,8 @@ def test_grouped_floats_equal_numpy(tokens, inputs, dtype):
     "sizes", [[3, 0, 40, 1, 0], [0, 0, 0, 0, 0], [64, 0, 0, 0, 0], [0, 16, 16, 16, 16], [1, 1, 1, 1, 1]]
 )
 def test_work_items_cover_each_row_once(sizes):
-    tokens, tile_tokens = 64, 16
+    tokens = 64
+    tile_tokens = 16
     expert, tile, start, stop = (np.asarray(item) for item in tpu._work_items(jnp.array(sizes), tokens, tile_tokens))
     assert (np.diff(tile) >= 0).all()
     assert set(tile) == set(range(tokens // tile_tokens))
@@ -322,8 +328,10 @@ def test_compiles_without_a_copy_of_the_weights(devices, name, out, inputs, toke
 def test_compiles_without_padding_to_lanes(target, experts):
     """A column of gains would take 128 lanes for each output, in these chips' main memory."""
     case = replace(FORMATS["NVFP4"], out=2048, inputs=4096, tokens=16, experts=experts)
-    x, mesh = jax.ShapeDtypeStruct((16, case.inputs), jnp.bfloat16), Mesh(np.array(devices_of(target)[:1]), "x")
-    arguments, multiply = [(x, P()), (case.shapes(), P())], tpu.quant_matmul
+    x = jax.ShapeDtypeStruct((16, case.inputs), jnp.bfloat16)
+    mesh = Mesh(np.array(devices_of(target)[:1]), "x")
+    arguments = [(x, P()), (case.shapes(), P())]
+    multiply = tpu.quant_matmul
     if experts:
         arguments.append((jax.ShapeDtypeStruct((experts,), jnp.int32), P()))
         multiply = tpu.grouped_quant_matmul
@@ -334,7 +342,8 @@ def test_compiles_without_padding_to_lanes(target, experts):
 @pytest.mark.parametrize("tokens", [16, 1024])
 @pytest.mark.parametrize("split", ["outputs", "inputs"])
 def test_compiles_sharded(devices, split, tokens):
-    mesh, case = Mesh(devices, "tensor"), Case("int4", (1, 128), 4096, 14336, zero=True, scale="bfloat16")
+    mesh = Mesh(devices, "tensor")
+    case = Case("int4", (1, 128), 4096, 14336, zero=True, scale="bfloat16")
     x = jax.ShapeDtypeStruct((tokens, case.inputs), jnp.bfloat16)
     w_spec = P("tensor") if split == "outputs" else P(None, "tensor")
     x_spec = P() if split == "outputs" else P(None, "tensor")

@@ -67,7 +67,8 @@ class Pointer:
     """A NumPy array as the interpreter wants its arguments."""
 
     def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, TRITON_TYPES[array.dtype.name]
+        self.array = array
+        self.dtype = TRITON_TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -114,8 +115,12 @@ def repair_interpreter(monkeypatch):
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    dot, cast, convert = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
-    bf16, f32, fp8 = interpreter.tl.bfloat16, interpreter.tl.float32, interpreter.tl.float8e4nv
+    dot = builder.create_dot
+    cast = builder.cast_impl
+    convert = builder.create_fp_to_fp
+    bf16 = interpreter.tl.bfloat16
+    f32 = interpreter.tl.float32
+    fp8 = interpreter.tl.float8e4nv
 
     def wide(self, a):
         return cast(self, a, f32) if a.dtype.scalar == bf16 else a
@@ -159,7 +164,8 @@ def rounded(rng, shape, dtype) -> np.ndarray:
 
 def gold_attention(q, kv, lengths, q_lens, scale, window=None, softcap=None, sinks=None) -> np.ndarray:
     """float64; kv: per row [2, kv_heads, positions, head_dim]."""
-    out, token = np.zeros(q.shape), 0
+    out = np.zeros(q.shape)
+    token = 0
     for row, (length, count) in enumerate(zip(lengths, q_lens, strict=True)):
         for i in range(count):
             last = length - count + i
@@ -180,14 +186,16 @@ def batch(rng, *, q_lens, lengths, heads, group, dim, page, dtype, kv_dtype, tok
     """Arguments of `paged_attention`, and what `gold_attention` wants. Pages that no row may read hold NaN (scales of
     integers do), and table entries beyond a row's pages, or behind its window, point to them. So do the pages before
     `first_page`, from which the table counts, and as many of the next layer."""
-    rows, width = len(q_lens), max(-(-max(lengths) // page), 1) + 2
+    rows = len(q_lens)
+    width = max(-(-max(lengths) // page), 1) + 2
     count = rows * width + 1
     poison = count - 1
     quantized = kv_dtype in ("int8", "float8_e4m3fn")
     data = np.full((count, 2, heads, page, dim), 100 if kv_dtype == "int8" else np.nan, kv_dtype)
     scale = np.full((count, 2, heads, page), np.nan, np.float32) if quantized else None
     table = np.full((rows, width), poison, np.int32)
-    free, kv = list(rng.permutation(count - 1)), []
+    free = list(rng.permutation(count - 1))
+    kv = []
     for row, length in enumerate(lengths):
         value = rounded(rng, (2, heads, length, dim), np.float32)
         scales = rng.uniform(0.01, 0.02, (2, heads, length)).astype(np.float32)
@@ -277,7 +285,8 @@ def test_attention(name, monkeypatch):
         **extra,
     )
     assert out.dtype == q.dtype
-    out, real = np.asarray(out, np.float64), sum(case["q_lens"])
+    out = np.asarray(out, np.float64)
+    real = sum(case["q_lens"])
     assert np.isfinite(out).all()
     gold = gold_attention(q, kv, case["lengths"], case["q_lens"], sinks=sinks, **extra)
     np.testing.assert_allclose(out[:real], gold[:real], rtol=0, atol=TOLERANCE[case["dtype"]])
@@ -287,7 +296,9 @@ def test_attention(name, monkeypatch):
 @pytest.mark.parametrize(("dtype", "heads", "dim"), [("float32", 2, 16), ("bfloat16", 3, 80)])
 @pytest.mark.parametrize("kv_dtype", ["same", "int8", "float8_e4m3fn"])
 def test_write_kv(dtype, kv_dtype, heads, dim):
-    rng, page, pages = np.random.default_rng(dim), 16, 5
+    rng = np.random.default_rng(dim)
+    page = 16
+    pages = 5
     kv_dtype = dtype if kv_dtype == "same" else kv_dtype
     quantized = kv_dtype in attention.QUANTIZED
     data = rounded(rng, (pages, 2, heads, page, dim), kv_dtype)
@@ -299,7 +310,8 @@ def test_write_kv(dtype, kv_dtype, heads, dim):
         KVPages(jnp.asarray(data), None if scale is None else jnp.asarray(scale)), *map(jnp.asarray, new), slots, 1
     )
     assert out.data.dtype == kv_dtype
-    got, expected = np.array(out.data, np.float32), data.astype(np.float32)
+    got = np.array(out.data, np.float32)
+    expected = data.astype(np.float32)
     got_scale = np.array(out.scale) if quantized else None
     for token, slot in enumerate(slots[:4]):
         at = 1 + slot // page, slice(None), slice(None), slot % page
@@ -385,7 +397,8 @@ MATMULS = {
 ])  # fmt: skip
 def test_quant_matmul(name, dtype, monkeypatch):
     case = {"outputs": 64, "tokens": 5, "cores": 1, "capability": 90, "count": None} | MATMULS[name]
-    tokens, count = case.pop("tokens"), case.pop("count")
+    tokens = case.pop("tokens")
+    count = case.pop("count")
     place = triton_compat.Target(case.pop("capability"), case.pop("cores"))
     monkeypatch.setattr(triton_compat, "target", lambda: place)
     rng = np.random.default_rng(len(name))
@@ -426,7 +439,9 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_grouped_quant_matmul(name, dtype, monkeypatch):
     case = dict(GROUPS[name])
-    sizes, tokens, place = case.pop("sizes"), case.pop("tokens"), triton_compat.Target(90, case.pop("cores", 1))
+    sizes = case.pop("sizes")
+    tokens = case.pop("tokens")
+    place = triton_compat.Target(90, case.pop("cores", 1))
     monkeypatch.setattr(triton_compat, "target", lambda: place)
     rng = np.random.default_rng(len(name))
     weights, golds = zip(*(quantized_weight(rng, **case) for _ in sizes), strict=True)
@@ -435,7 +450,8 @@ def test_grouped_quant_matmul(name, dtype, monkeypatch):
     w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
     out = matmul.grouped_quant_matmul(jnp.asarray(x), w, jnp.asarray(sizes, jnp.int32))
     assert out.dtype == jnp.float32
-    out, start = np.asarray(out), 0
+    out = np.asarray(out)
+    start = 0
     for size, gold in zip(sizes, golds, strict=True):
         expected = x[start : start + size].astype(np.float64) @ gold.T
         tolerance = 2e-6 * np.abs(expected).max(initial=0) * case["inputs"] ** 0.5
@@ -449,8 +465,10 @@ def test_grouped_quant_matmul(name, dtype, monkeypatch):
 def test_grouped_matmul(dtype, monkeypatch):
     """Weights of experts in the dtype of x."""
     monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 4))
-    rng, sizes = np.random.default_rng(5), [3, 0, 20, 1]
-    x, w = rounded(rng, (27, 144), dtype), rounded(rng, (4 * 40, 144), dtype).reshape(4, 40, 144)
+    rng = np.random.default_rng(5)
+    sizes = [3, 0, 20, 1]
+    x = rounded(rng, (27, 144), dtype)
+    w = rounded(rng, (4 * 40, 144), dtype).reshape(4, 40, 144)
     out = np.asarray(
         matmul.grouped_quant_matmul(jnp.asarray(x), as_codes(jnp.asarray(w)), jnp.asarray(sizes, jnp.int32))
     )
@@ -467,7 +485,8 @@ def test_grouped_matmul(dtype, monkeypatch):
 def block_weight(rng, kind, outputs, inputs):
     """A random BlockArray of NumPy arrays; its values, which tests/kernels/test_blocks.py compares with the gguf
     package's, come from plain XLA."""
-    form, blocks = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block
+    form = BLOCK_KINDS[kind]
+    blocks = inputs // BLOCK_KINDS[kind].block
 
     def words(count):
         return rng.integers(-(2**31), 2**31, (outputs, blocks * count), np.int64).astype(np.int32)
@@ -491,7 +510,8 @@ def test_blocks(kind, dtype, monkeypatch):
     outputs, inputs, tokens = shapes.get(kind, (40, 512, 4))
     monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 4 if tokens == 1 else 1))
     rng = np.random.default_rng(len(kind) + tokens)
-    w, x = block_weight(rng, kind, outputs, inputs), rounded(rng, (tokens, inputs), dtype)
+    w = block_weight(rng, kind, outputs, inputs)
+    x = rounded(rng, (tokens, inputs), dtype)
     out = matmul.quant_matmul(jnp.asarray(x), w)
     assert (out.dtype, out.shape) == (jnp.float32, (tokens, outputs))
     assert np.isfinite(out).all()
@@ -537,10 +557,8 @@ def test_blocks_by_expert(kind, dtype, outputs, inputs, sizes, tokens, monkeypat
 def run_ptx(text: str, *registers: int) -> list[float]:
     """What our inline PTX returns for input registers: an interpreter of the few instructions in it."""
     count = text.count("f16x2 $")
-    values, dtype = (
-        {f"${count + i}": register for i, register in enumerate(registers)},
-        ml_dtypes.bfloat16 if "bf16" in text else np.float16,
-    )
+    values = {f"${count + i}": register for i, register in enumerate(registers)}
+    dtype = ml_dtypes.bfloat16 if "bf16" in text else np.float16
 
     def value(name):
         return values[name] if name in values else int(name, 0)
@@ -617,7 +635,8 @@ def test_ptx_of_blocks(kind, dtype):
     """Against the words' own meaning, as told in `quant_matmul.blocks`."""
     import triton.language as tl
 
-    form, rng = BLOCK_KINDS[kind], np.random.default_rng(5)
+    form = BLOCK_KINDS[kind]
+    rng = np.random.default_rng(5)
     for g in range(form.block // form.group):
         text = triton_blocks.block_ptx(triton_blocks.NAMES.index(kind), g, getattr(tl, dtype))
         for low, high in rng.integers(0, 2**32, (4, 2)):
@@ -635,7 +654,8 @@ def test_ptx_of_blocks(kind, dtype):
 
 
 def test_why_not():
-    gpu, old = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
+    gpu = Device("gpu", "NVIDIA H200", (9, 0))
+    old = Device("gpu", "NVIDIA A100", (8, 0))
     bf16, f32, int8, fp8 = (np.dtype(t) for t in ("bfloat16", "float32", "int8", "float8_e4m3fn"))
     asked = {"q_dtype": bf16, "kv_dtype": bf16, "kv_heads": 8, "group": 7, "head_dim": 80, "page_size": 16}
     assert attention.why_not(gpu, AttentionProblem(**asked)) is None
@@ -660,7 +680,8 @@ def test_why_not():
     assert "Triton 3.9" in matmul.why_not(gpu, MatmulProblem(**shared, has_zero=True))
     assert "even" in matmul.why_not(gpu, MatmulProblem(**asked | {"inputs": 31}))
     assert "int32" in matmul.why_not(gpu, MatmulProblem(**asked | {"codes_dtype": np.dtype("int32")}))
-    e8m0, e4m3 = np.dtype("float8_e8m0fnu"), np.dtype("float8_e4m3fn")
+    e8m0 = np.dtype("float8_e8m0fnu")
+    e4m3 = np.dtype("float8_e4m3fn")
     asked |= {"codes_dtype": np.dtype(FLOAT4), "scale_dtype": e8m0}
     assert matmul.why_not(old, MatmulProblem(**asked)) is None
     assert matmul.why_not(gpu, MatmulProblem(**asked | {"block": (1, 16), "scale_dtype": e4m3})) is None
@@ -704,7 +725,8 @@ def compile_for(mesh, monkeypatch, tmp_path):
 @compiled
 def test_the_largest_attention_fits_small_gpus(monkeypatch):
     """99 KiB of shared memory, of which a kernel is refused more when it is loaded."""
-    library, found = pytest.importorskip("jax_triton.triton_lib"), []
+    library = pytest.importorskip("jax_triton.triton_lib")
+    found = []
     result = library.CompilationResult
     monkeypatch.setattr(library, "CompilationResult", lambda **made: found.append(made) or result(**made))
     monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(120, 188))
@@ -713,7 +735,8 @@ def test_the_largest_attention_fits_small_gpus(monkeypatch):
     def like(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    pages, tables = KVPages(like((64, 2, 2, 8, 256), "float32"), None), like((4, 256), "int32")
+    pages = KVPages(like((64, 2, 2, 8, 256), "float32"), None)
+    tables = like((4, 256), "int32")
     rows = like((5,), "int32"), like((4,), "int32"), like((), "int32")
     with jax.set_mesh(mesh):
         jax.jit(partial(attention.paged_attention, scale=0.1)).lower(
@@ -734,10 +757,15 @@ def test_the_largest_attention_fits_small_gpus(monkeypatch):
     ],
 )
 def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, decode_only):
-    like, heads, tokens, rows, count = jax.ShapeDtypeStruct, 2, 32, 32, 733
+    like = jax.ShapeDtypeStruct
+    heads = 2
+    tokens = 32
+    rows = 32
+    count = 733
     data = like((count, 2, heads, page, dim), kv_dtype)
     pages = KVPages(data, like(data.shape[:-1], np.float32) if kv_dtype != q_dtype else None)
-    q, new = like((tokens, heads, group, dim), q_dtype), like((tokens, heads, dim), q_dtype)
+    q = like((tokens, heads, group, dim), q_dtype)
+    new = like((tokens, heads, dim), q_dtype)
     numbers = [like(shape, np.int32) for shape in ((rows, 16), (rows + 1,), (rows,), ())]
     options = {"scale": dim**-0.5, "window": None if decode_only else 77, "decode_only": decode_only}
 
@@ -747,7 +775,8 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
 
     one = like((), np.int32)
     program = compile_for(step, pages, q, new, new, like((tokens,), np.int32), one, *numbers, donate=0)
-    memory, text = program.memory_analysis(), program.as_text()
+    memory = program.memory_analysis()
+    text = program.as_text()
     cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
     assert memory.alias_size_in_bytes == cache_bytes
     assert not [line for line in text.splitlines() if " copy" in line and f"[{count}," in line]
@@ -772,7 +801,9 @@ def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, de
     ],
 )
 def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
-    like, outputs, inputs = jax.ShapeDtypeStruct, 4096, 2880 if codes == FLOAT4 else 1024
+    like = jax.ShapeDtypeStruct
+    outputs = 4096
+    inputs = 2880 if codes == FLOAT4 else 1024
     scales = -(-outputs // block[0]), -(-inputs // block[1])
     w = QuantArray(
         like((outputs, inputs), codes),
@@ -793,7 +824,9 @@ def test_quant_matmul_compiles(compile_for, dtype, codes, block, tokens, zero):
 def block_shapes(kind, *shape) -> BlockArray:
     """The shapes of a weight [..., outputs, inputs] in blocks."""
     *rows, inputs = shape
-    form, blocks_, like = BLOCK_KINDS[kind], inputs // BLOCK_KINDS[kind].block, jax.ShapeDtypeStruct
+    form = BLOCK_KINDS[kind]
+    blocks_ = inputs // BLOCK_KINDS[kind].block
+    like = jax.ShapeDtypeStruct
     high = like((*rows, blocks_), np.int32) if form.block == 32 else like((*rows, blocks_ * form.high), np.uint8)
     return BlockArray(
         like((*rows, blocks_ * form.low), np.uint8),
@@ -808,7 +841,9 @@ def block_shapes(kind, *shape) -> BlockArray:
 @pytest.mark.parametrize("tokens", [16, 512])
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_blocks_compile(compile_for, kind, tokens):
-    outputs, inputs, like = 4096, 2560, jax.ShapeDtypeStruct
+    outputs = 4096
+    inputs = 2560
+    like = jax.ShapeDtypeStruct
     w = block_shapes(kind, outputs, inputs)
     program = compile_for(lambda x, w: matmul.quant_matmul(jnp.tanh(x), w), like((tokens, inputs), "bfloat16"), w)
     entry = program.as_text().partition("\nENTRY")[2]
@@ -823,7 +858,10 @@ def test_blocks_compile(compile_for, kind, tokens):
     [("int4", (1, 128), 16), ("float8_e4m3fn", (128, 128), 2048), (FLOAT4, (1, 32), 64), (FLOAT4, (1, 32), 2048)],
 )
 def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
-    like, experts, outputs, inputs = jax.ShapeDtypeStruct, 8, 2048, 1024
+    like = jax.ShapeDtypeStruct
+    experts = 8
+    outputs = 2048
+    inputs = 1024
     scales = experts, outputs // block[0], inputs // block[1]
     scale = "float8_e8m0fnu" if codes == FLOAT4 else "bfloat16"
     w = QuantArray(like((experts, outputs, inputs), codes), like(scales, scale), block=block)
@@ -838,7 +876,10 @@ def test_grouped_quant_matmul_compiles(compile_for, codes, block, tokens):
 @pytest.mark.parametrize("tokens", [16, 2048])
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_1"])
 def test_blocks_by_expert_compile(compile_for, kind, tokens):
-    like, experts, outputs, inputs = jax.ShapeDtypeStruct, 8, 2048, 768
+    like = jax.ShapeDtypeStruct
+    experts = 8
+    outputs = 2048
+    inputs = 768
     arguments = like((tokens, inputs), "bfloat16"), block_shapes(kind, experts, outputs, inputs), like((experts,), "i4")
     program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), w, sizes), *arguments)
     entry = program.as_text().partition("\nENTRY")[2]
@@ -849,7 +890,8 @@ def test_blocks_by_expert_compile(compile_for, kind, tokens):
 @compiled
 @pytest.mark.parametrize("tokens", [16, 64, 4096])
 def test_grouped_matmul_compiles(compile_for, tokens):
-    like, experts = jax.ShapeDtypeStruct, 16
+    like = jax.ShapeDtypeStruct
+    experts = 16
     arguments = like((tokens, 2048), "bfloat16"), like((experts, 1536, 2048), "bfloat16"), like((experts,), np.int32)
     program = compile_for(lambda x, w, sizes: matmul.grouped_quant_matmul(jnp.tanh(x), as_codes(w), sizes), *arguments)
     entry = program.as_text().partition("\nENTRY")[2]

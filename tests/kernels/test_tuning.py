@@ -29,7 +29,8 @@ from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.tuning import Product, Table, products
 from jaxserve.pallas_kernels.types import Activations
 
-HOPPER, CPU = "NVIDIA H200", "cpu"
+HOPPER = "NVIDIA H200"
+CPU = "cpu"
 INT4 = MatmulCase("int4", "float32", "int4", (1, 32), 256, 512, tokens=16)
 PROBLEM = {"bits": 4, "group": 128, "out": 4096, "inputs": 4096}
 
@@ -37,7 +38,8 @@ PROBLEM = {"bits": 4, "group": 128, "out": 4096, "inputs": 4096}
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
     """Empty folders instead of the package's and the user's."""
-    shipped, user = tmp_path / "shipped", tmp_path / "user"
+    shipped = tmp_path / "shipped"
+    user = tmp_path / "user"
     shipped.mkdir()
     user.mkdir()
     monkeypatch.setattr(tuning, "SHIPPED", shipped)
@@ -309,7 +311,8 @@ def test_without_time_a_race_keeps_what_is_complete():
 
 def test_the_arrangement_is_that_of_the_least_weighted_sum():
     """Codes are shuffled for all numbers of rows or for none: decodes weigh more."""
-    moved, order = products.Entry("mosaic_gpu", True), products.Entry("triton")
+    moved = products.Entry("mosaic_gpu", True)
+    order = products.Entry("triton")
     race = products.Race(INT4.problem, "", [moved, order])
     race.seconds = {1: {moved: 1.0, order: 1.5}, 1024: {moved: 90.0, order: 50.0}}
     assert race.choice() == Product(True, ((1, "mosaic_gpu"), (1024, "mosaic_gpu"))), "4 + 1.8 against 6 + 1"
@@ -318,7 +321,8 @@ def test_the_arrangement_is_that_of_the_least_weighted_sum():
 
 
 def test_an_unknown_device_is_timed_once(folders, monkeypatch):
-    device, timer = Device(CPU, CPU), FakeTimer()
+    device = Device(CPU, CPU)
+    timer = FakeTimer()
     monkeypatch.setattr(products, "DECODE_ROWS", (32, 1))
     monkeypatch.setattr(kernel_timing, "SECONDS", 600.0)
     before = lowered(32)
@@ -379,7 +383,8 @@ def test_where_a_start_times_nothing(folders, monkeypatch):
 
 
 def test_a_bundle_keeps_the_choices_that_it_was_compiled_with(folders):
-    key, mesh = ways.key(INT4.problem), make_mesh(1)
+    key = ways.key(INT4.problem)
+    mesh = make_mesh(1)
     tuning.use(CPU, Table(products={key: Product(False, ((1, "dot"),))}, decode={"problem": "cpu"}))
     made = environment.describe(jax.devices()[0], panels=False) | {KERNELS: tuning.choices(CPU)}
     made = json.loads(json.dumps(made))
@@ -394,7 +399,8 @@ def test_a_bundle_keeps_the_choices_that_it_was_compiled_with(folders):
 
 
 def test_attention_of_decodes_follows_a_table(folders):
-    device, problem = Device("gpu", HOPPER, (9, 0)), AttentionCase("", "bfloat16", ((1, 9),)).problem
+    device = Device("gpu", HOPPER, (9, 0))
+    problem = AttentionCase("", "bfloat16", ((1, 9),)).problem
     from jaxserve.pallas_kernels.paged_attention import mosaic_gpu
 
     assert device_ops.choose_ops(device, problem).paged_attention is mosaic_gpu.paged_attention

@@ -22,7 +22,8 @@ from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import Activations, QuantArray
 
 FP8 = "float8_e4m3fn"
-H200, V5E = Device("gpu", "NVIDIA H200", (9, 0)), Device("tpu", "TPU v5 lite")
+H200 = Device("gpu", "NVIDIA H200", (9, 0))
+V5E = Device("tpu", "TPU v5 lite")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 WANTED = {
     "int8": Activations("int8"),
@@ -37,7 +38,8 @@ WANTED = {
 
 def weight(name: str, out: int, inputs: int, rows: int = 1, seed: int = 0) -> QuantArray:
     """Random codes; `rows` of the weight share a scale."""
-    rng, wanted = np.random.default_rng(seed), WANTED[name]
+    rng = np.random.default_rng(seed)
+    wanted = WANTED[name]
     group = wanted.group or inputs
     codes = (
         rng.integers(-127, 128, (out, inputs)) if wanted.dtype == "int8" else rng.standard_normal((out, inputs)) * 40
@@ -57,8 +59,10 @@ def inputs_of(tokens: int, inputs: int, dtype: str = "bfloat16") -> jax.Array:
 
 def gold_of(x: jax.Array, w: QuantArray) -> np.ndarray:
     """By the definition, in float64 but for the scales: quantize each token, multiply, rescale."""
-    wanted, values = w.activations, np.asarray(x, np.float64)
-    top, inputs = {"int8": 127.0, FP8: 448.0}[wanted.dtype], x.shape[1]
+    wanted = w.activations
+    values = np.asarray(x, np.float64)
+    top = {"int8": 127.0, FP8: 448.0}[wanted.dtype]
+    inputs = x.shape[1]
     group = wanted.group or inputs
     exact = np.asarray(reference.dequantize(w8a8.ignored(w)), np.float64)
     gold = np.zeros((len(x), w.shape[0]))
@@ -82,8 +86,10 @@ def close(got: jax.Array, gold: np.ndarray, allowed: float) -> None:
 @pytest.mark.parametrize("name", WANTED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain(name, dtype):
-    x, w = inputs_of(7, 384, dtype), weight(name, 96, 384)
-    rows, gold = w8a8.quantize(x, w), gold_of(x, w)
+    x = inputs_of(7, 384, dtype)
+    w = weight(name, 96, 384)
+    rows = w8a8.quantize(x, w)
+    gold = gold_of(x, w)
     if w.activations.group is None:
         close(w8a8.quant_matmul(rows, w), gold, 2e-6)
     close(w8a8.emulated(rows, w, reference.quant_matmul), gold, 2e-6)
@@ -109,8 +115,10 @@ def test_integers_are_exact():
 @pytest.mark.skipif(INTERPRET, reason="compiles")
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8 in blocks"])
 def test_rows_do_not_depend_on_others(name):
-    x, w = inputs_of(9, 256), weight(name, 64, 256)
-    rows, alone = w8a8.quantize(x, w), w8a8.quantize(x[4:5], w)
+    x = inputs_of(9, 256)
+    w = weight(name, 64, 256)
+    rows = w8a8.quantize(x, w)
+    alone = w8a8.quantize(x[4:5], w)
     np.testing.assert_array_equal(np.asarray(rows.codes[4:5], np.float32), np.asarray(alone.codes, np.float32))
     np.testing.assert_array_equal(np.asarray(rows.scale[4:5]), np.asarray(alone.scale))
 
@@ -118,7 +126,8 @@ def test_rows_do_not_depend_on_others(name):
 @pytest.mark.skipif(INTERPRET, reason="compiles")
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_what_is_no_number_shows(name):
-    x, w = inputs_of(5, 128, "float32").at[1, 3].set(jnp.nan).at[4, 0].set(jnp.inf), weight(name, 32, 128)
+    x = inputs_of(5, 128, "float32").at[1, 3].set(jnp.nan).at[4, 0].set(jnp.inf)
+    w = weight(name, 32, 128)
     y = np.asarray(w8a8.quant_matmul(w8a8.quantize(x, w), w))
     assert np.isfinite(y).all(1).tolist() == [True, False, True, True, False]
     assert not np.isfinite(y[[1, 4]]).any()
@@ -152,7 +161,8 @@ def test_devices(monkeypatch):
 @pytest.mark.skipif(INTERPRET, reason="compiles")
 def test_choice():
     """auto multiplies 8-bit numbers where the device can; a backend by name computes with rounded inputs as floats."""
-    x, w = inputs_of(4, 256, "float32"), weight("int8", 64, 256)
+    x = inputs_of(4, 256, "float32")
+    w = weight("int8", 64, 256)
     for device, backend, wanted in ((V5E, "auto", "i32"), (V5E, "xla", "f32"), (Device("cpu", "cpu"), "xla", "f32")):
         text = jax.jit(matmul_of(device, backend)).lower(x, w).as_text()
         assert re.search(rf"dot_general.*tensor<4x64x{wanted}>", text), (device, backend)
@@ -163,7 +173,8 @@ def test_choice():
 def test_hopper_keeps_the_codes_of_rounded_products():
     """Where inputs are rounded too, codes are not put into the order of the kernel for weights alone, nor dequantized
     beforehand for many tokens; where they are not, the weight is like any other."""
-    x, w = inputs_of(1024, 512), weight("int8", 256, 512)
+    x = inputs_of(1024, 512)
+    w = weight("int8", 256, 512)
     assert not fragments.suits(H200, MatmulProblem.of(x, w), "auto")
     assert fragments.suits(H200, MatmulProblem.of(x, w8a8.ignored(w)), "auto")
     text = jax.jit(matmul_of(H200)).lower(x, w).as_text()
@@ -192,14 +203,16 @@ def hopper_sums(x: np.ndarray, w: np.ndarray, longest: int | None = None) -> np.
     and the sum so far are shifted to the largest exponent among them, and of each the first 14 bits are kept
     (DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2). After `longest` inputs the sum is added in float32, and
     the next one begins at zero; None: all inputs are one sum."""
-    total, sums = np.zeros((len(x), len(w)), np.float32), np.zeros((len(x), len(w)))
+    total = np.zeros((len(x), len(w)), np.float32)
+    sums = np.zeros((len(x), len(w)))
     for at in range(0, x.shape[1], 32):
         inputs = slice(at, at + 32)
         terms = np.concatenate([x[:, None, inputs] * w[None, :, inputs], sums[..., None]], axis=-1)
         unit = np.exp2(np.frexp(np.abs(terms).max(-1, keepdims=True))[1] - 14.0)
         sums = (np.trunc(terms / unit) * unit).sum(-1)
         if longest is not None and (at + 32) % longest == 0:
-            total, sums = total + sums.astype(np.float32), np.zeros_like(sums)
+            total = total + sums.astype(np.float32)
+            sums = np.zeros_like(sums)
     return total + sums.astype(np.float32)
 
 
@@ -215,10 +228,14 @@ def test_sums_are_those_of_an_h200():
     0.031002 for the kernel. XLA had removed the rounding of the inputs from the plain product they were compared with,
     so they contain the error of rounding; by what they contain of the sums, XLA's product did not promote, the kernel
     did."""
-    shape, row, pattern = (4096, 14336), 432, 257
+    shape = (4096, 14336)
+    row = 432
+    pattern = 257
     problem = MatmulProblem(np.dtype("bfloat16"), np.dtype(FP8), *shape, (1, 14336), activations=Activations(FP8))
-    w, x = selfcheck.make_weight(problem), jnp.asarray(selfcheck.activations(problem, 520))[row : row + 1]
-    rows, codes = w8a8.quantize(x, w), np.asarray(w.codes[:pattern], np.float64)
+    w = selfcheck.make_weight(problem)
+    x = jnp.asarray(selfcheck.activations(problem, 520))[row : row + 1]
+    rows = w8a8.quantize(x, w)
+    codes = np.asarray(w.codes[:pattern], np.float64)
 
     def scaled(sums: np.ndarray) -> np.ndarray:
         return sums[:, np.arange(shape[0]) % pattern] * np.asarray(w.scale, np.float64).T
@@ -243,7 +260,8 @@ def test_long_sums(inputs):
         numbers = np.abs(rng.standard_normal((rows, inputs)))
         return (numbers / numbers.max(1, keepdims=True) * 448).astype(FP8).astype(np.float64)
 
-    x, w = codes(2), codes(32)
+    x = codes(2)
+    w = codes(32)
     assert row_error(hopper_sums(x, w), x @ w.T) > 30 * allowed
     assert row_error(hopper_sums(x, w, 128), x @ w.T) < allowed / 8
 
@@ -287,7 +305,8 @@ def test_kernel(monkeypatch, name, tokens, out, inputs, rows, parts):
     test_triton.repair_interpreter(monkeypatch)
     monkeypatch.setattr(triton_compat, "call", test_triton.interpret)
     monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 132))
-    x, w = inputs_of(tokens, inputs), weight(name, out, inputs, rows)
+    x = inputs_of(tokens, inputs)
+    w = weight(name, out, inputs, rows)
     with jax.disable_jit():
         rounded = w8a8.quantize(x, w)
         if parts:

@@ -87,10 +87,12 @@ def test_spans_of_the_longest_batches_do_not_overflow():
 @pytest.mark.parametrize("most", [1, 2, 9, 64])
 @pytest.mark.parametrize("window", [None, 1, 130, 5000])
 def test_prompt_items_hold_each_token_and_block_once_and_unmasked_blocks_are_seen_in_full(window, most):
-    q_len, kv_len = [1, 1, 300, 0, 17, 40, 5], [70, 200, 1000, 30, 17, 257, 9000]
+    q_len = [1, 1, 300, 0, 17, 40, 5]
+    kv_len = [70, 200, 1000, 30, 17, 257, 9000]
     q_start = np.cumsum([0, *q_len])
     items = jax.jit(work_lists.prompt_items, static_argnums=(0, 1, 2, 3, 4))
-    starts, lengths = jnp.asarray(q_start, jnp.int32), jnp.asarray(kv_len, jnp.int32)
+    starts = jnp.asarray(q_start, jnp.int32)
+    lengths = jnp.asarray(kv_len, jnp.int32)
     items, tiles = items(32, 128, window, 400, most, starts, lengths, jnp.int32(2))
     items = np.asarray(items)
     assert len(items) >= tiles.before[-1]
@@ -156,7 +158,8 @@ def test_eight_tokens_over_a_long_context_fill_the_device():
 @pytest.mark.parametrize("sizes", [(3, 0, 40, 1, 0), (0, 0, 0), (64,), (16, 16, 16, 16), (1,) * 9])
 @pytest.mark.parametrize("n", [8, 16])
 def test_tiles_of_experts_hold_each_token_once(sizes, n):
-    tokens, ends = 66, np.cumsum(sizes)
+    tokens = 66
+    ends = np.cumsum(sizes)
     items, column = map(np.asarray, work_lists.expert_tiles(jnp.asarray(sizes, jnp.int32), tokens, n))
     for token in range(ends[-1]):
         expert, start = items[column[token] // n]

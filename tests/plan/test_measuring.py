@@ -93,10 +93,13 @@ def test_a_probe_tells_the_rates_of_a_known_device(folder, tmp_path):
 
 @pytest.mark.slow
 def test_measure_then_plan(folder, small_probe, capsys):
-    file, out, page = folder / "kept" / "rates.json", folder / "plan.json", folder / "plan.html"
+    file = folder / "kept" / "rates.json"
+    out = folder / "plan.json"
+    page = folder / "plan.html"
     flags = ["--estimate", "--max-num-seqs", "8", "--kv-pages", "300", "--constants", str(file)]
     assert main(["plan", str(folder), *flags, "--measure", "--json", str(out), "--html", str(page)]) == 0
-    text, plan = capsys.readouterr().out, json.loads(out.read_text())
+    text = capsys.readouterr().out
+    plan = json.loads(out.read_text())
     rows = plan["measured"]["decode"]
     assert [(row["batch"], row["context"]) for row in rows] == [(1, 32), (1, 508), (8, 32), (8, 508)]
     for row in rows:

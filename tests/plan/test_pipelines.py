@@ -46,7 +46,8 @@ def rooflines(folder, stages=3, **changes) -> tuple[list, PipelineRoofline]:
 def test_memory_of_each_stage_is_that_of_the_engine(folder, tied):
     (folder / "config.json").write_text(json.dumps(SMALL | {"tie_word_embeddings": tied}))
     config = settings(folder, tensor_parallel_size=2)
-    engine, stages = Engine.load(config, progress=False), deployments(config, "cpu:6")
+    engine = Engine.load(config, progress=False)
+    stages = deployments(config, "cpu:6")
     plan = make_plan(config, "cpu:6", estimate=True)
     own = engine.runner.stages
     assert [one.plan.decoder.stage for one in stages] == [one.stage for one in own]
@@ -67,9 +68,12 @@ def test_memory_of_each_stage_is_that_of_the_engine(folder, tied):
 def test_groups_in_stages_and_shared_tokens(folder, split):
     """Two stages of two groups with two devices each, or of two devices that share out the cache's tokens."""
     (folder / "config.json").write_text(json.dumps(SMALL | {"num_key_value_heads": 1}))
-    config, devices = settings(folder, 2, tensor_parallel_size=2, **split), 4 * split.get("data_parallel_size", 1)
-    engine, stages = Engine.load(config, progress=False), deployments(config, f"cpu:{devices}")
-    plan, own = make_plan(config, f"cpu:{devices}", estimate=True), engine.runner.stages
+    config = settings(folder, 2, tensor_parallel_size=2, **split)
+    devices = 4 * split.get("data_parallel_size", 1)
+    engine = Engine.load(config, progress=False)
+    stages = deployments(config, f"cpu:{devices}")
+    plan = make_plan(config, f"cpu:{devices}", estimate=True)
+    own = engine.runner.stages
     assert [one.budget.weights for one in stages] == [one.weight_bytes for one in own]
     assert all(one.groups == split.get("data_parallel_size", 1) for one in stages)
     room = plan["capacity"]
@@ -84,7 +88,8 @@ def test_compiled_stages_need_what_the_engine_finds(folder):
     engine = Engine.load(config, progress=False)
     for one, runner in zip(deployments(config, "cpu:6"), engine.runner.stages, strict=True):
         runner.compile(runner.largest(engine.shapes))
-        compiled, needs = one.compile(), runner.needs(engine.shapes)
+        compiled = one.compile()
+        needs = runner.needs(engine.shapes)
         assert compiled.layers == 2
         assert compiled.needs.temporaries == pytest.approx(needs.temporaries, rel=0.02)
         assert compiled.needs.results == pytest.approx(needs.results, rel=0.02)
@@ -95,7 +100,8 @@ def test_compiled_stages_need_what_the_engine_finds(folder):
 def test_stages_share_what_one_device_does(folder):
     _, roofline = rooflines(folder)
     whole = Roofline(deployments(settings(folder, 1), "cpu")[0], RATES)
-    alone, one = roofline.decode(1, 100), whole.decode(1, 100)
+    alone = roofline.decode(1, 100)
+    one = whole.decode(1, 100)
     sent = 2 * SMALL["hidden_size"] * 4 / 1e9  # to the second and the third stage
     assert alone.weights == pytest.approx(one.weights, rel=1e-3), "a sequence waits for all weights, as on one device"
     assert alone.products == pytest.approx(one.products)
@@ -110,7 +116,8 @@ def test_stages_share_what_one_device_does(folder):
 def test_parts_of_a_prompt_are_in_several_stages(folder):
     _, roofline = rooflines(folder)
     first, last = (max(roofline.stage_seconds(64, 1, [seen], [64])) for seen in (64, 6 * 64))
-    short, long = prompt_seconds(roofline, 64, 64), prompt_seconds(roofline, 6 * 64, 64)
+    short = prompt_seconds(roofline, 64, 64)
+    long = prompt_seconds(roofline, 6 * 64, 64)
     assert short + 5 * first <= long <= short + 5 * last, "the slowest stage limits, once all have work"
     whole = Roofline(deployments(settings(folder, 1), "cpu")[0], RATES)
     assert long < 0.6 * prompt_seconds(whole, 6 * 64, 64)

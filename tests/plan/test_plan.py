@@ -49,7 +49,8 @@ def test_memory_is_that_of_the_engine(folder, target, devices):
     engine = Engine.load(config, progress=False)
     names = engine.runner.programs.telling(engine.shapes)
     engine.runner.compile(names)
-    runner, needs = engine.runner, engine.runner.needs(engine.shapes)
+    runner = engine.runner
+    needs = engine.runner.needs(engine.shapes)
     deployment = Deployment.of(config, target)
     compiled = deployment.compile()
     assert compiled.layers == 2, "this test is about extrapolation"
@@ -67,7 +68,8 @@ def test_memory_is_that_of_the_engine(folder, target, devices):
 @pytest.mark.slow
 def test_extrapolation_equals_all_layers(folder):
     deployment = Deployment.of(settings(folder, tensor_parallel_size=8, max_num_batched_tokens=128), "cpu:8")
-    few, whole = deployment.compile(), deployment.compile(all_layers=True)
+    few = deployment.compile()
+    whole = deployment.compile(all_layers=True)
     assert (few.layers, whole.layers) == (2, 6)
     for one, other in zip(few.steps, whole.steps, strict=True):
         assert one.exchanges["all-reduce"].number == other.exchanges["all-reduce"].number
@@ -84,7 +86,8 @@ def test_weights_of_a_bare_config_are_rounded_as_the_engine_rounds_them(folder, 
 def test_roofline_grows_as_it_must(folder):
     deployment = Deployment.of(settings(folder), "cpu")
     roofline = Roofline(deployment, Constants(1e9, 1e10, call=0.0, overlaps=False))
-    one, two = roofline.decode(1, 100), roofline.decode(2, 100)
+    one = roofline.decode(1, 100)
+    two = roofline.decode(2, 100)
     assert two.weights == one.weights
     assert two.products == pytest.approx(2 * one.products)
     assert two.attention == pytest.approx(2 * one.attention)
@@ -102,7 +105,8 @@ GROUPS = {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_par
 def test_groups_have_the_memory_of_the_engine(folder):
     (folder / "config.json").write_text(json.dumps(MIXTURE))
     config = settings(folder, kv_pages=40, max_num_batched_tokens=64, **GROUPS)
-    engine, plan = Engine.load(config, progress=False), make_plan(config, "cpu:8", estimate=True, shape=(100, 20))
+    engine = Engine.load(config, progress=False)
+    plan = make_plan(config, "cpu:8", estimate=True, shape=(100, 20))
     deployment = Deployment.of(config, "cpu:8")
     assert deployment.shapes == engine.shapes
     assert plan["memory"]["weights"] == engine.runner.weight_bytes
@@ -125,10 +129,12 @@ def test_groups_in_the_roofline(folder):
     )
     assert of_groups.weights.expert_bytes == of_one.weights.expert_bytes, "all devices share the experts in either way"
     assert of_groups.weights.dense_bytes > 6 * of_one.weights.dense_bytes, "each group has the other weights whole"
-    groups, one = of_groups.decode(64, 100), of_one.decode(64, 100)
+    groups = of_groups.decode(64, 100)
+    one = of_one.decode(64, 100)
     assert groups.products == pytest.approx(one.products), "an eighth of the rows, by a whole device"
     assert groups.attention == pytest.approx(one.attention), "the same, where each device has a head of all rows"
-    read, other = of_groups.work(8, 8, [100] * 8).weights, of_one.work(64, 64, [100] * 64).weights
+    read = of_groups.work(8, 8, [100] * 8).weights
+    other = of_one.work(64, 64, [100] * 64).weights
     assert read - of_groups.weights.dense_bytes == pytest.approx(other - of_one.weights.dense_bytes), (
         "experts serve all groups' tokens"
     )
@@ -169,12 +175,14 @@ def test_goal_is_read_and_checked():
 
 
 def test_json_text_and_page(folder, capsys):
-    out, page = folder / "plan.json", folder / "plan.html"
+    out = folder / "plan.json"
+    page = folder / "plan.html"
     given = [str(folder / "config.json"), "--estimate", "--max-num-seqs", "8", "--kv-pages", "300", "--price", "2"]
     goal = "ttft<5s,tpot<1s,rps=2,in=50,out=10"
     flags = ["--json", str(out), "--html", str(page), "--request", "100+20", "--for", goal]
     assert main(["plan", *given, *flags]) == 0
-    text, plan = capsys.readouterr().out, json.loads(out.read_text())
+    text = capsys.readouterr().out
+    plan = json.loads(out.read_text())
     assert plan["schema"] == 1
     keys = {
         "schema", "model", "target", "devices", "device_kind", "parallel", "quantization", "dtype", "layers", "steps",

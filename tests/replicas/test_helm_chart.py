@@ -94,7 +94,8 @@ def fields(required: dict[str, Any], optional: dict[str, Any] | None = None) -> 
     }
 
 
-TEXT, TEXTS = {"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}
+TEXT = {"type": "string"}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 POSITIVE = {"type": "integer", "minimum": 1}
 SELECTOR = fields({"matchLabels": TEXTS})

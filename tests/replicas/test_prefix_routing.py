@@ -27,7 +27,8 @@ def common(a: tuple[bytes, ...], b: tuple[bytes, ...]) -> int:
 def test_a_conversation_continues_its_blocks():
     first = [SYSTEM, {"role": "user", "content": "Why is the sky blue? " * 30}]
     more = [*first, {"role": "assistant", "content": "Rayleigh."}, {"role": "user", "content": "Go on. " * 99}]
-    before, after = blocks_of(messages=first), blocks_of(messages=more, temperature=0.3, stream=True)
+    before = blocks_of(messages=first)
+    after = blocks_of(messages=more, temperature=0.3, stream=True)
     assert common(before, after) >= len(before) - 1 > 5
     assert len(after) > len(before)
 
@@ -141,7 +142,8 @@ def simulate(choose, note, prompts: list[tuple[bytes, ...]], room: int, running:
     caches = {str(i): Cache(room) for i in range(4)}
     loads = dict.fromkeys(caches, 0)
     active: deque[str] = deque()
-    hits, most = 0, 0
+    hits = 0
+    most = 0
     for blocks in prompts:
         replica = choose(blocks, loads)
         note(blocks, replica)

@@ -51,7 +51,8 @@ class Replicas:
     """A handle: each call goes to the next script. `every` answers what all replicas are asked."""
 
     def __init__(self, *scripts: list[Any], every: Callable[[Call], list[Any]] = lambda call: []):
-        self._scripts, self._every = list(scripts), every
+        self._scripts = list(scripts)
+        self._every = every
         self.calls: list[Call] = []
         self.streams: list[Stream] = []
 

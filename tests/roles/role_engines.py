@@ -31,7 +31,8 @@ def prefill_engine(folder: Any, **settings: Any) -> Iterator[tuple[Engine, str]]
     """A prefill server's engine, stepped by a thread as its server would; and its address."""
     address = f"127.0.0.1:{free_port()}"
     engine = begin(make_engine(folder, **settings, role="prefill", prefill_listen=address))
-    end, failed = threading.Event(), list[BaseException]()
+    end = threading.Event()
+    failed = list[BaseException]()
 
     def loop() -> None:
         try:
@@ -87,7 +88,8 @@ class Proxy:
 
     def __init__(self, target: str):
         host, port = target.split(":")
-        self._target, self.change = (host, int(port)), as_it_is
+        self._target = (host, int(port))
+        self.change = as_it_is
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()

@@ -62,7 +62,9 @@ def forget(*engines):
 
 class Pair:
     def __init__(self, prefill, decode, proxy):
-        self.prefill, self.decode, self.proxy = prefill, decode, proxy
+        self.prefill = prefill
+        self.decode = decode
+        self.proxy = proxy
         decode.scheduler.fetches, fetches = None, decode.scheduler.fetches
         self.expected = answers(decode, requests())  # nobody is asked
         decode.scheduler.fetches = fetches
@@ -195,7 +197,8 @@ def test_salts_and_scores(pair):
     counts = []
     for salt in ("a", "a", "b"):
         before = pair.decode.stats().fetch_pages
-        one.cache_salt, one.page_hashes = salt, b""
+        one.cache_salt = salt
+        one.page_hashes = b""
         assert answers(pair.decode, [one]) == {("0", 0): pair.expected["0", 0]}
         counts.append(pair.decode.stats().fetch_pages - before)
     assert counts == [12, 0, 12]
@@ -388,7 +391,8 @@ def test_a_prefill_server_that_sends_a_byte_now_and_then():
 
 def test_a_thousand_strangers(pair):
     """A decode server gets in while they drip, and they hold no threads."""
-    port, threads = Peer(pair).port, threading.active_count()
+    port = Peer(pair).port
+    threads = threading.active_count()
     with Strangers(port, 1024) as strangers:
         start = time.monotonic()
         peer = Peer(pair)
@@ -409,7 +413,8 @@ def test_a_thousand_strangers(pair):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_pages(kind, model_folders):
     case, settings = KINDS[kind]
-    folder, settings = model_folders(case), {**FEW, **settings}
+    folder = model_folders(case)
+    settings = {**FEW, **settings}
     expected = answers(make_engine(folder, **{**settings, "kv_offload_gib": 0}), requests())
     with prefill_engine(folder, **settings) as (prefill, address):
         decode = decode_engine(folder, address, **settings)

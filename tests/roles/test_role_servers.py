@@ -139,7 +139,8 @@ def test_a_prefill_server_that_is_killed_stopped_and_replaced(expected, tmp_path
             wait_until(lambda: up(server) == 1, 30)
             for number, recovers in ((signal.SIGKILL, 60), (signal.SIGSTOP, 30)):
                 forget(server)
-                pid, pages = engine_of(first), server.metric("prefill_fetch_pages_total")
+                pid = engine_of(first)
+                pages = server.metric("prefill_fetch_pages_total")
                 fallbacks = server.metric("prefill_fallbacks_total")
                 threading.Thread(target=strike, args=(first, pid, number)).start()
                 began = time.monotonic()

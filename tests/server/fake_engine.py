@@ -82,7 +82,8 @@ class ParrotEngine:
 
     def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
         request, done = self._running[key]
-        prompt, params = request.prompt_token_ids, request.params
+        prompt = request.prompt_token_ids
+        params = request.params
         update = SequenceUpdate(*key, token_ids=[], num_cached_tokens=1)
         if params.prompt_logprobs is not None and done == 0 and key[1] == 0:
             update.prompt_logprobs = [None, *(self._logprob(token, params.prompt_logprobs) for token in prompt[1:])]
@@ -97,7 +98,8 @@ class ParrotEngine:
                 if token in self.eos_token_ids and not params.ignore_eos:
                     update.finish_reason = "stop"
                 elif token in params.stop_token_ids:
-                    update.finish_reason, update.stop_token = "stop", token
+                    update.finish_reason = "stop"
+                    update.stop_token = token
         room = self.max_model_len - len(prompt)
         if update.finish_reason is None and done >= (
             room if params.max_tokens is None else min(params.max_tokens, room)

@@ -105,7 +105,8 @@ def free_port() -> int:
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1, and its key; skips the test where nothing can make them."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    key = folder / "key.pem"
+    certificate = folder / "certificate.pem"
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
     subprocess.run(

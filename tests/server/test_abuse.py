@@ -61,7 +61,8 @@ def test_what_is_wrong_is_refused(rows):
 
 @pytest.mark.slow
 def test_what_asks_for_too_much_is_refused_at_little_cost(rows):
-    good, details = rows["amplification"]["good"], rows["amplification"]["details"]
+    good = rows["amplification"]["good"]
+    details = rows["amplification"]["details"]
     answered = [outcome for outcome in good if outcome.endswith(": 200")]
     assert answered == ["1,024 prompts, 131,072 allowed tokens: 200", "1,024 prompts: 200"]
     assert good["1,024 prompts with n of 128: 400"] == 1

@@ -93,7 +93,8 @@ def test_two_adapters_and_the_model_in_one_batch(server):
 
 
 def test_every_endpoint_takes_an_adapter_s_name(server):
-    client, http = server.openai(), server.http()
+    client = server.openai()
+    http = server.http()
     messages = [{"role": "user", "content": "hello"}]
     options = {"messages": messages, "max_tokens": 12, "temperature": 0}
     answers = [client.chat.completions.create(model=model, **options) for model in ("test-model", "a0", "a1")]
@@ -148,7 +149,8 @@ def test_64_adapters_in_8_places(server):
     names = load_all(server)
     alone = {name: text(server, name) for name in names}
     assert len(set(alone.values())) > 56
-    loads, evictions = server.metric("lora_loads_total"), server.metric("lora_evictions_total")
+    loads = server.metric("lora_loads_total")
+    evictions = server.metric("lora_evictions_total")
     models = [names[(17 * i) % 64] for i in range(192)]
     assert asyncio.run(texts(server, models)) == [alone[model] for model in models]
     assert server.metric("lora_loads_total") - loads >= 64 - PLACES
@@ -196,7 +198,8 @@ def test_loading_while_others_stream(server, root):
     def held_up() -> list[float]:
         return [server.metric("step_seconds_bucket", "adapters", str(bound)) for bound in buckets]
 
-    before, compiled = held_up(), server.metric("compilations_total")
+    before = held_up()
+    compiled = server.metric("compilations_total")
 
     async def run():
         client = server.openai_async(timeout=120)
@@ -322,7 +325,8 @@ class Stream:
 
     def __init__(self, server):
         self.times: list[float] = []
-        self._server, self._ended = server, threading.Event()
+        self._server = server
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
@@ -421,7 +425,8 @@ def update(server, path: Path) -> httpx.Response:
 
 def test_hostile_checkpoints(server, tmp_path_factory):
     weights = next(tmp_path_factory.getbasetemp().glob("weights*"))
-    engine, expected = engine_of(server), text(server, "test-model")
+    engine = engine_of(server)
+    expected = text(server, "test-model")
     with Stream(server) as stream:
         for name, (write, says) in hostile_files.CHECKPOINTS.items():
             path = write(weights / name)

@@ -157,7 +157,8 @@ READERS = {
 def test_turns_of_clients(server, path, turn):
     """Streamed, as the client asks for it, and whole: both give the answer that the file holds."""
     recorded = json.loads(path.read_text())
-    body, expected = recorded["turns"][turn]["body"], recorded["turns"][turn]["answer"]
+    body = recorded["turns"][turn]["body"]
+    expected = recorded["turns"][turn]["answer"]
     read, follow = READERS[recorded["path"].partition("?")[0]]
     with server.http(headers=recorded["headers"]) as http:
         with http.stream("POST", recorded["path"], json=body) as response:

@@ -12,7 +12,8 @@ from jaxserve.server.process.batch_output import BatchOutput
 
 
 def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
-    may_go_on, synced = threading.Event(), []
+    may_go_on = threading.Event()
+    synced = []
 
     def fsync(descriptor):
         assert may_go_on.wait(20), "the event loop waits for the disk"
@@ -40,7 +41,8 @@ def test_after_an_error_nothing_more_is_written(tmp_path):
         """A disk on which there is room for 10 bytes."""
 
         def __init__(self, file):
-            self._file, self._room = file, 10
+            self._file = file
+            self._room = 10
 
         def write(self, data):
             if not self._room:

@@ -159,7 +159,8 @@ def test_bodies_count_until_they_are_submitted():
 
 def test_what_a_body_becomes_counts():
     bodies = Bodies(1000_000)
-    one, other = bodies.open(), bodies.open()
+    one = bodies.open()
+    other = bodies.open()
     one.grow(900_000)
     one.expand(100_000_000)  # alone, it may be anything
     other.grow(1000)
@@ -173,7 +174,9 @@ def test_what_a_body_becomes_counts():
 
 def test_keys_take_turns_with_their_texts():
     async def run() -> None:
-        texts, gate, order = TextThreads(threads=1), threading.Event(), []
+        texts = TextThreads(threads=1)
+        gate = threading.Event()
+        order = []
 
         def work(name: str):
             return lambda: (gate.wait(10), order.append(name))
@@ -195,7 +198,8 @@ def test_keys_take_turns_with_their_texts():
 
 def test_no_key_has_all_the_threads():
     async def run() -> None:
-        texts, gate = TextThreads(threads=3), threading.Event()
+        texts = TextThreads(threads=3)
+        gate = threading.Event()
         flood = [asyncio.create_task(texts.run("flood", 10, lambda: gate.wait(10))) for _ in range(50)]
         await asyncio.sleep(0)
         assert texts.num_waiting == 48
@@ -209,7 +213,9 @@ def test_no_key_has_all_the_threads():
 
 def test_texts_of_clients_that_left_are_not_worked_on():
     async def run() -> None:
-        texts, gate, done = TextThreads(threads=1), threading.Event(), []
+        texts = TextThreads(threads=1)
+        gate = threading.Event()
+        done = []
         first = asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))
         await asyncio.sleep(0)
         left = [asyncio.create_task(texts.run("a", 1, lambda: done.append("left"))) for _ in range(100)]
@@ -238,7 +244,8 @@ def test_texts_that_wait_are_bounded():
     """By their length, so that many short ones may; one alone is always taken."""
 
     async def run() -> None:
-        texts, gate = TextThreads(threads=1), threading.Event()
+        texts = TextThreads(threads=1)
+        gate = threading.Event()
         tasks = [asyncio.create_task(texts.run("a", 1, lambda: gate.wait(10)))]
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(texts.run("a", size, lambda: None)) for size in (*[0] * 500, 10**9)]

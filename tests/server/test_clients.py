@@ -172,7 +172,8 @@ class TestLiteLLM:
 
     def test_text_whole_and_streamed(self, litellm, scripted):
         request = self.to(scripted, say(TEXT))
-        whole, total = litellm.completion(**request), self.together(litellm, request)
+        whole = litellm.completion(**request)
+        total = self.together(litellm, request)
         for answer in (whole, total):
             assert answer.choices[0].message.content == TEXT
             assert answer.choices[0].finish_reason == "stop"
@@ -207,7 +208,8 @@ class TestLiteLLM:
     def test_forced_calls(self, litellm, demo_server, choice):
         options = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100}
         request = self.to(demo_server, "Weather?", **options)
-        whole, total = called(litellm.completion(**request)), called(self.together(litellm, request))
+        whole = called(litellm.completion(**request))
+        total = called(self.together(litellm, request))
         assert whole == total
         ((name, arguments),) = whole
         assert name == "get_weather"

@@ -193,7 +193,8 @@ class TestEvents:
         events = list(client.responses.create(model=MODEL, input=SLOW, background=True, stream=True))
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[0].response.background is True
-        name, last = events[0].response.id, events[-1]
+        name = events[0].response.id
+        last = events[-1]
         assert last.type == "response.completed"
         assert client.responses.retrieve(name).output_text == last.response.output_text == "word " * 100
         again = list(client.responses.retrieve(name, stream=True, starting_after=4))

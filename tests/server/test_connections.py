@@ -156,7 +156,8 @@ def test_a_request_together_with_the_handshakes_end(secure):
     server, context = secure
     request = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     for _ in range(5):
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        incoming = ssl.MemoryBIO()
+        outgoing = ssl.MemoryBIO()
         tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
             while True:

@@ -102,7 +102,8 @@ def brute_force(text: str, stops: list[str], include: bool) -> tuple[str, str | 
 def test_stop_strings_agree_with_brute_force(text, stops, cuts, include):
     matcher = StopMatcher(StopStrings(stops), include)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    shown, matched = "", None
+    shown = ""
+    matched = None
     for start, end in itertools.pairwise(bounds):
         piece, matched = matcher.push(text[start:end])
         shown += piece
@@ -211,7 +212,8 @@ def test_held_text_is_flushed_at_the_end():
 
 def test_completions_are_kept_apart():
     processor = OutputProcessor(BYTE_LEVEL, request(n=2))
-    a, b = BYTE_LEVEL.encode("a")[0], BYTE_LEVEL.encode("b")[0]
+    a = BYTE_LEVEL.encode("a")[0]
+    b = BYTE_LEVEL.encode("b")[0]
     assert processor.process(SequenceUpdate("r", 0, [a], num_cached_tokens=3)).text == "a"
     assert processor.process(SequenceUpdate("r", 1, [b], "length")).text == "b"
     assert not processor.finished

@@ -83,7 +83,8 @@ def config(tmp_path):
 
 def test_fronts_with_the_same_request_ids_are_kept_apart(path, config):
     async def run():
-        first, second = await connected(path), await connected(path)
+        first = await connected(path)
+        second = await connected(path)
         answers = await asyncio.gather(
             tokens_of(first, request("a", [7, 8]), request("b", [3])), tokens_of(second, request("a", [4, 5]))
         )
@@ -99,7 +100,8 @@ def test_fronts_with_the_same_request_ids_are_kept_apart(path, config):
 
 def test_a_closing_front_takes_its_requests_along(path, config):
     async def run(engine):
-        leaving, staying = await connected(path), await connected(path)
+        leaving = await connected(path)
+        staying = await connected(path)
         stream = leaving.generate([request("a", max_tokens=10_000)])
         assert await anext(stream) == []  # accepted
         assert engine.has_work

@@ -8,7 +8,11 @@ import pytest
 from safetensors.numpy import save_file
 from serving import DEMO, running_server, wait_until
 
-EXPERTS, LAYERS, HIDDEN, HEAD, SIZE = 8, 2, 64, 16, 32
+EXPERTS = 8
+LAYERS = 2
+HIDDEN = 64
+HEAD = 16
+SIZE = 32
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "kv_pages": 60, "forbid_compile": True}
 
 
@@ -25,7 +29,8 @@ def model(folder, top_k, router):
         "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "float32",
         "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    ones, shapes = np.ones(HIDDEN, np.float32), {"q": (2 * HEAD, HIDDEN), "k": (HEAD, HIDDEN), "v": (HEAD, HIDDEN)}
+    ones = np.ones(HIDDEN, np.float32)
+    shapes = {"q": (2 * HEAD, HIDDEN), "k": (HEAD, HIDDEN), "v": (HEAD, HIDDEN)}
     tensors = {"model.embed_tokens.weight": np.eye(HIDDEN, dtype=np.float32)[np.arange(vocab) % HIDDEN]}
     tensors["model.norm.weight"] = ones
     for i in range(LAYERS):

@@ -83,7 +83,10 @@ def ask(client, ids, thinking: bool | None = True, **others):
 
 def streamed(client, ids, thinking: bool | None = True, **others):
     """Reasoning, content, arguments and the last finish_reason of a stream."""
-    reasoning, content, arguments, reason = "", "", {}, None
+    reasoning = ""
+    content = ""
+    arguments = {}
+    reason = None
     for chunk in client.chat.completions.create(**options(ids, thinking, stream=True, **others)):
         (choice,) = chunk.choices
         reasoning += getattr(choice.delta, "reasoning", None) or ""

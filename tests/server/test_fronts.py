@@ -32,7 +32,8 @@ SLOWLY = "SAYSLOWLY(" + "word " * 400 + ")SAY"
 
 def children(server: ServerUnderTest) -> dict[str, list[int]]:
     """The processes that a server started, by "front" and "engine", in the order of their start."""
-    pid, found = server.process.pid, {"front": [], "engine": []}
+    pid = server.process.pid
+    found = {"front": [], "engine": []}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):  # it may have ended meanwhile
             command = Path(f"/proc/{child}/cmdline").read_text()
@@ -265,9 +266,12 @@ class Load:
     """Short streamed requests from several threads, each over a new connection, until `stop`."""
 
     def __init__(self, server, threads: int = 3):
-        self.done, self.broken, self.longest = 0, 0, 0.0
+        self.done = 0
+        self.broken = 0
+        self.longest = 0.0
         self.refused = 0  # connections
-        self._server, self._over = server, threading.Event()
+        self._server = server
+        self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
         for thread in self._threads:

@@ -46,7 +46,8 @@ def same(ours: Tokenizer, theirs: Tokenizer):
 
 
 def test_the_demo_model(tmp_path):
-    ours, theirs = load_tokenizer(gguf_files.write_gguf(DEMO, tmp_path / "demo.gguf")), load_tokenizer(DEMO)
+    ours = load_tokenizer(gguf_files.write_gguf(DEMO, tmp_path / "demo.gguf"))
+    theirs = load_tokenizer(DEMO)
     same(ours, theirs)
     assert ours.eos_token_ids == theirs.eos_token_ids
     text = (DEMO / "heldout.txt").read_text(encoding="utf-8")
@@ -200,7 +201,8 @@ def test_special_tokens_of_sentencepiece():
     metadata = sentencepiece(["\u2581", "a", "\u2581a", "<tool>"], [-1, -2, -3, 0])
     metadata["tokenizer.ggml.token_type"][-1] = 4
     tokenizer = Tokenizer(make_tokenizer(metadata))
-    a, tool = len(PIECES) + 2, len(PIECES) + 3
+    a = len(PIECES) + 2
+    tool = len(PIECES) + 3
     assert tokenizer.encode("a<tool>a</s>") == [1, a, tool, a, 2]
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.decode([1, a, tool, 2]) == "a<tool>"

@@ -130,9 +130,12 @@ def test_what_is_drawn_is_what_the_parser_reads(model):
     tokenizer, compiler = model
     splitter = importlib.import_module("jaxserve.server.reasoning.harmony").splitter
     compiled = compiler.compile(answer_grammar(FORM, functions(tools=TOOLS[:1]), Frame(False))).future.result()
-    chance, seen = np.random.default_rng(3), set()
+    chance = np.random.default_rng(3)
+    seen = set()
     for _ in range(40):
-        ids, matcher, mask = [], Matcher(compiled), allocate_token_bitmask(1, 512)
+        ids = []
+        matcher = Matcher(compiled)
+        mask = allocate_token_bitmask(1, 512)
         for _ in range(400):
             fill_next_token_bitmask(matcher.state, mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -375,7 +378,8 @@ def test_stop_strings_in_pieces(text, stop, shown):
             places = sorted(chance.integers(0, len(text), 5))
             pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
             matcher = splitter.stop_strings([stop]).matcher(False)
-            read, matched = "".join(map(matcher.skip, pieces[:skipped])), None
+            read = "".join(map(matcher.skip, pieces[:skipped]))
+            matched = None
             for piece in pieces[skipped:]:
                 more, matched = matcher.push(piece)
                 read += more

@@ -111,7 +111,8 @@ def test_completion_logprobs_with_echo(http, streamed):
         text = "".join(piece["text"] for piece in pieces)
     else:
         choice = http.post("/v1/completions", json={"model": MODEL, **body}).json()["choices"][0]
-        logprobs, text = choice["logprobs"], choice["text"]
+        logprobs = choice["logprobs"]
+        text = choice["text"]
     assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
     assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
     assert logprobs["top_logprobs"][0] is None
@@ -340,7 +341,8 @@ def test_no_cors_by_default(http):
 @pytest.mark.slow
 def test_long_prompts_come_to_the_engine_with_the_hashes_of_their_pages(start_server):
     server = start_server("HashingEngine", config={"max_model_len": 10_000})
-    long, short = [5] * 5001, [6] * 40
+    long = [5] * 5001
+    short = [6] * 40
     for body in ({"prompt": long}, {"prompt": short}, {"prompt": [short, long, long]}, {"prompt": long, "n": 2}):
         for salt in (None, "salt"):
             answer = httpx.post(

@@ -77,7 +77,8 @@ def test_salts(start_server, keys, salt, shared):
 
 
 def test_which_keys_are_salted():
-    one, two = ApiKey("a"), ApiKey("b")
+    one = ApiKey("a")
+    two = ApiKey("b")
     for keys, given, salts in (
         ((), None, False),
         ((one,), None, False),
@@ -137,7 +138,8 @@ def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
     (folder / "keys").write_text("ann-key ann\nbob-key bob\n")
     (folder / "admin").write_text("admin-key\n")
-    port, log = free_port(), folder / "log"
+    port = free_port()
+    log = folder / "log"
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if value is not True]
     flags = [f"--port={port}", f"--api-key-file={folder / 'keys'}", f"--admin-key-file={folder / 'admin'}"]
     with log.open("w") as output:

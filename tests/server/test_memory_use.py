@@ -114,7 +114,8 @@ def smaps(head: str, **fields: int) -> str:
 
 
 def test_pages_that_somebody_wrote_stay():
-    library, at = "/usr/lib/libx.so.6.1", "7f00-7f10 {} 00001000 fe:00 123   {}"
+    library = "/usr/lib/libx.so.6.1"
+    at = "7f00-7f10 {} 00001000 fe:00 123   {}"
     text = smaps(at.format("r-xp", library)) + smaps("1000-2000 r--p 00000000 fe:00 5    /a/_b.cpython-311.so")
     assert list(heap._unwritten_libraries(text)) == [(0x7F00, 0x7F10), (0x1000, 0x2000)]
     for head, fields in [

@@ -54,7 +54,8 @@ def prompt_of(http, **body) -> str:
 @pytest.mark.slow
 def test_several_names(named):
     """All are listed, the first is the default and the metrics' label, and answers carry the name asked for."""
-    http, client = named.http(), named.openai()
+    http = named.http()
+    client = named.openai()
     for path in ("/v1/models", "/v1/models/"):
         assert [card["id"] for card in http.get(path).json()["data"]] == ["first", "second"]
     assert client.models.retrieve("second").id == "second"
@@ -277,7 +278,8 @@ def test_no_sampling_is_greedy(tmp_path):
 def test_a_proxy_that_serves_the_server_below_a_path(start_server):
     """Whether the proxy takes its path off requests or not, checks and answers are those of the same paths without."""
     server = start_server("CachingEngine", root_path="/v1/llm", api_keys=["a", "b"], admin_key="admin")
-    http, plain = server.http(headers={"Authorization": "Bearer a"}), httpx.Client(base_url=server.url)
+    http = server.http(headers={"Authorization": "Bearer a"})
+    plain = httpx.Client(base_url=server.url)
     for path in ("/v1/models", "/v1/llm/v1/models"):
         assert http.get(path).json()["data"][0]["id"] == "test-model"
         assert plain.get(path).status_code == 401

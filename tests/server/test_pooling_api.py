@@ -50,7 +50,8 @@ def vectors(answer):
 
 @pytest.mark.slow
 def test_all_forms_of_input(embedder, folders, offline):
-    client, tokenizer = embedder.openai(), load_tokenizer(folders["embed_last"])
+    client = embedder.openai()
+    tokenizer = load_tokenizer(folders["embed_last"])
     ids = [tokenizer.encode(text) for text in TEXTS]
     texts = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
     np.testing.assert_allclose(vectors(texts), offline.embed(TEXTS, progress=False), rtol=0, atol=1e-5)
@@ -79,7 +80,8 @@ def test_recorded_results(embedder):
 
 def test_base64_is_the_same(embedder):
     """Without encoding_format the client itself asks for base64."""
-    client, http = embedder.openai(), embedder.http()
+    client = embedder.openai()
+    http = embedder.http()
     floats = client.embeddings.create(model=MODEL, input=TEXTS[1], encoding_format="float")
     decoded = client.embeddings.create(model=MODEL, input=TEXTS[1])
     raw = http.post("/v1/embeddings", json={"input": TEXTS[1], "encoding_format": "base64"}).json()
@@ -125,10 +127,12 @@ def test_errors_in_openai_shape(embedder):
 @pytest.mark.slow
 def test_scores_and_ranks(scorer, folders):
     http = scorer.http()
-    query, documents = "happy families", TEXTS
+    query = "happy families"
+    documents = TEXTS
     scores = http.post("/v1/score", json={"model": MODEL, "text_1": query, "text_2": documents}).json()
     values = [item["score"] for item in scores["data"]]
-    tokenizer, golden_head = load_tokenizer(folders["score_one"]), pooling_models.matrix("score_one", "score", 1, 128)
+    tokenizer = load_tokenizer(folders["score_one"])
+    golden_head = pooling_models.matrix("score_one", "score", 1, 128)
     assert golden_head.shape == (1, 128)
     assert scores["usage"]["prompt_tokens"] == sum(
         len(tokenizer.encode(query)) + len(tokenizer.encode(text)) for text in documents

@@ -97,7 +97,8 @@ def test_while_it_restarts(start_server, tmp_path):
 
     def ended() -> bool:
         try:
-            health, answer = httpx.get(server.url + "/health"), ask(server, SHORT)
+            health = httpx.get(server.url + "/health")
+            answer = ask(server, SHORT)
             seen.setdefault(health.json()["status"], (health, answer, server.status("/ready")))
         except httpx.HTTPError:
             pass
@@ -169,7 +170,8 @@ def test_a_task_of_the_server_that_fails_ends_it():
         raise KeyError("unexpected")
 
     server = Front.__new__(Front)
-    server.failure, server.should_exit = None, False
+    server.failure = None
+    server.should_exit = False
     asyncio.run(server._guard(fail()))
     assert server.should_exit
     assert server.failure == "'unexpected'"

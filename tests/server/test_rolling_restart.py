@@ -41,7 +41,8 @@ class Balancer:
 @pytest.mark.parametrize("delay", [0.0, 2.0])
 def test_rolling_restart(start_server, delay):
     """With --drain-delay no request is refused, and without it some are."""
-    balancer, over = Balancer(), threading.Event()
+    balancer = Balancer()
+    over = threading.Event()
     statuses: list[int] = []
 
     def client() -> None:
@@ -56,7 +57,8 @@ def test_rolling_restart(start_server, delay):
     try:
         balancer.servers = [start_server("ParrotEngine") for _ in range(2)]
         old = [start_server("ParrotEngine", drain_delay=delay) for _ in range(2)]
-        news, balancer.servers = balancer.servers, old
+        news = balancer.servers
+        balancer.servers = old
         wait_until(lambda: len(balancer.targets) == 2 and old[0] in balancer.targets)
         with ThreadPoolExecutor(4) as pool:
             clients = [pool.submit(client) for _ in range(4)]

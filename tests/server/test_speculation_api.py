@@ -95,7 +95,8 @@ def test_accepted_proposals_are_marked(checking):
 @pytest.mark.slow
 def test_bench_prints_the_mean_accepted_length(checking, tmp_path, capsys):
     chat(checking)  # counts before the run are none of its
-    before, path = counters(checking), tmp_path / "results.json"
+    before = counters(checking)
+    path = tmp_path / "results.json"
     load = ["--num-requests", "3", "--concurrency", "1", "--input-len", "40", "--output-len", "80", "--ignore-eos"]
     assert main(["bench", "serve", "--url", checking.url, *load, "--json", str(path)]) == 0
     drafts, proposed, accepted = counters(checking) - before

@@ -162,7 +162,8 @@ def test_arguments_follow_the_schema_wherever_a_grammar_runs(model, name):
     call = CALLS[name][0]
     for schema, is_bound in ((NODE, True), ({"type": "object"}, False)):
         tools = [Tool(Function("go", parameters=schema))]
-        called, single = functions(name, tools=tools), functions(name, many=False, tools=tools)
+        called = functions(name, tools=tools)
+        single = functions(name, many=False, tools=tools)
         for grammar in (answer_grammar(FORM, called, None), answer_grammar(None, single, None)):
             assert reads(model, grammar, call) == "whole"
             wrong = reads(model, grammar, call.replace("1", '"a"').replace("null", '"b"'))
@@ -198,9 +199,12 @@ def test_what_is_drawn_is_what_the_parser_reads(model, name):
     called = functions(name, tools=[Tool(Function("go", parameters=NODE))])
     grammar = answer_grammar(FORM, called, Thoughts("<think>", "</think>", False))
     compiled = compiler.compile(grammar).future.result()
-    chance, seen = np.random.default_rng(3), set()
+    chance = np.random.default_rng(3)
+    seen = set()
     for _ in range(40):
-        ids, matcher, mask = [], Matcher(compiled), allocate_token_bitmask(1, 512)
+        ids = []
+        matcher = Matcher(compiled)
+        mask = allocate_token_bitmask(1, 512)
         for _ in range(400):
             fill_next_token_bitmask(matcher.state, mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -253,7 +257,8 @@ def test_reasoning_before_everything(model, is_open):
 @pytest.mark.parametrize("name", CALLS)
 def test_the_clients_own_stop_tokens_may_end_a_text(model, name):
     """An end token that the model's configuration leaves out is one of these."""
-    called, thoughts = functions(name, many=False), Thoughts("<think>", "</think>", False)
+    called = functions(name, many=False)
+    thoughts = Thoughts("<think>", "</think>", False)
     for given in (None, thoughts):
         assert reads(model, answer_grammar(None, called, given), "Hello.<|im_start|>") == "Hello."
         free = answer_grammar(None, called, given, (3, model[0].encode("x")[0]))

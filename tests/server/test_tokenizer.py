@@ -167,7 +167,8 @@ def test_lengths_of_a_trainer_do_not_count(tmp_path):
 
 @pytest.mark.parametrize("kind", [kinds.byte_level, kinds.sentencepiece_like, kinds.unigram, kinds.word_pieces])
 def test_fewest_tokens_is_no_more_than_there_are(kind):
-    tokenizer, rng = kind(), random.Random(0)
+    tokenizer = kind()
+    rng = random.Random(0)
     for unit in (*TEXTS, "the dog", "a", " ", "Zz", "<|im_end|>", "0.", "\n"):
         for text in (unit, unit * 300, "".join(rng.choices(unit, k=500))):
             assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
@@ -195,7 +196,8 @@ def test_long_texts_let_other_threads_go_on(byte_level):
     thread.start()
     while thread.is_alive():
         now = time.perf_counter()
-        longest, last = max(longest, now - last), now
+        longest = max(longest, now - last)
+        last = now
         time.sleep(0.001)
     assert longest < 0.5 * (time.perf_counter() - begin)
     assert ids == byte_level._backend.encode(text).ids

@@ -118,7 +118,8 @@ def test_white_space_around_a_call(client, get):
 @pytest.mark.parametrize(("choice", "text"), [("required", FORCED), (NAMED, '{"city": "Rom"}'), ("auto", CALL)])
 def test_what_a_cut_leaves_unfinished(client, choice, text):
     """It is neither text nor a call, unless parts of its arguments have come."""
-    options, shown = {"tools": [WEATHER], "tool_choice": choice}, []
+    options = {"tools": [WEATHER], "tool_choice": choice}
+    shown = []
     for limit in range(1, 200, 4):
         cut = whole(client, f"<think>Hm.</think>{text}", max_tokens=limit, **options)
         if cut[2] == "tool_calls":
@@ -218,13 +219,15 @@ def test_legacy_functions(client, stream):
             chunks = [chunk.choices[0] for chunk in ask(client, text, stream=True, **options)]
             calls = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
             assert [call.name for call in calls if call.name] == ["get_weather"]
-            arguments, reason = "".join(call.arguments or "" for call in calls), chunks[-1].finish_reason
+            arguments = "".join(call.arguments or "" for call in calls)
+            reason = chunks[-1].finish_reason
             content = "".join(chunk.delta.content or "" for chunk in chunks)
             assert not any(chunk.delta.tool_calls for chunk in chunks)
         else:
             result = ask(client, text, **options).choices[0]
             assert (result.message.function_call.name, result.message.tool_calls) == ("get_weather", None)
-            arguments, reason = result.message.function_call.arguments, result.finish_reason
+            arguments = result.message.function_call.arguments
+            reason = result.finish_reason
             content = result.message.content or ""
         assert (json.loads(arguments), reason, content) == ({"city": "Köln"}, "function_call", said)
 

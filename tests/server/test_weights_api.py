@@ -224,7 +224,8 @@ def test_a_load_of_streams_loses_no_request(server):
         assert update(server, name, weight_version=name).status_code == 200
         for prompt in PROMPTS:
             expected[name, prompt] = facts(complete(server, prompt, max_tokens=30))
-    over, seen = threading.Event(), []
+    over = threading.Event()
+    seen = []
 
     def client(number: int) -> None:
         api = server.openai(http_client=httpx.Client())
@@ -232,7 +233,8 @@ def test_a_load_of_streams_loses_no_request(server):
             prompt = PROMPTS[number % len(PROMPTS)]
             options = {"model": "test-model", "prompt": prompt, "max_tokens": 30, "temperature": 0, "stream": True}
             with api.completions.with_streaming_response.create(**options) as stream:
-                version, chunks = stream.headers["x-weight-version"], list(stream.parse())
+                version = stream.headers["x-weight-version"]
+                chunks = list(stream.parse())
             text = "".join(chunk.choices[0].text for chunk in chunks)
             (name,) = {chunk.system_fingerprint for chunk in chunks}
             assert (text, name, version) == expected[version, prompt]

@@ -23,7 +23,8 @@ THETA = 500000.0
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
+    bias = bool(hf.take("attention_bias", False))
+    norm = read_layer_norm(hf, bias=False)
     qk_norm = QKNormSpec(norm=norm, over="each_head") if hf.take("use_qk_norm", False) else None
     attention = read_attention(hf, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
     # Command-R's config has max_position_embeddings for fine-tuning, and model_max_length for use.
@@ -45,7 +46,8 @@ def _read_second(hf: HFConfig) -> ModelConfig:
     for key, only in WRITTEN.items():
         hf.expect(key, only)
     hf.ignore("order_of_interleaved_layers", "layer_switch", "rotary_pct", "use_parallel_embedding")
-    bias, norm = bool(hf.take("attention_bias", False)), read_layer_norm(hf, bias=False)
+    bias = bool(hf.take("attention_bias", False))
+    norm = read_layer_norm(hf, bias=False)
     sliding = read_sliding(hf, 4)
     rope = read_rope(hf, read_max_position(hf, 8192), interleaved=True)
     return ModelConfig(

@@ -22,7 +22,8 @@ from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 from jaxserve.pallas_kernels.routing import Router
 
-ATTENTION, MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+ATTENTION = "model.layers.{i}.self_attn"
+MLP = "model.layers.{i}.mlp"
 LATENT_NAMES = {
     "q.weight": f"{ATTENTION}.q_proj.weight",
     "q_norm.weight": f"{ATTENTION}.q_a_layernorm.weight",
@@ -52,9 +53,11 @@ def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
     """Reads the attention of a config. Keys that follow from others (`qk_head_dim`, `head_dim`, `num_key_value_heads`)
     are ignored."""
     hf.ignore("qk_head_dim", "head_dim", "num_key_value_heads")
-    nope, rope = hf.take("qk_nope_head_dim", 128), hf.take("qk_rope_head_dim", 64)
+    nope = hf.take("qk_nope_head_dim", 128)
+    rope = hf.take("qk_rope_head_dim", 64)
     scaling = rope_settings(hf)
-    scale, everywhere = (nope + rope) ** -0.5, scaling.get("mscale_all_dim")
+    scale = (nope + rope) ** -0.5
+    everywhere = scaling.get("mscale_all_dim")
     if everywhere and (scaling.get("factor") or 1.0) > 1.0:
         scale *= (0.1 * everywhere * math.log(scaling["factor"]) + 1.0) ** 2
     return LatentAttentionSpec(
@@ -74,7 +77,8 @@ def _read_layers(hf: HFConfig, router: Router, dense_layers: int) -> tuple[Layer
     """Reads the layers. `dense_layers` is the default number of layers with a dense MLP, which come first."""
     hf.expect("moe_layer_freq", 1)
     dense = read_mlp(hf)
-    size, shared = hf.take("moe_intermediate_size"), hf.take("n_shared_experts", None) or 0
+    size = hf.take("moe_intermediate_size")
+    shared = hf.take("n_shared_experts", None) or 0
     experts = ExpertsSpec(count=hf.take("n_routed_experts"), router=router, shared_size=size * shared)
     mixture = MLPSpec(size=size, activation=dense.activation, experts=experts)
     layer = LayerSpec(attention=read_latent_attention(hf), mlp=mixture, norm=read_norm(hf))
@@ -108,7 +112,8 @@ def _read(hf: HFConfig, family: str, router: Router, longest: int, dense_layers:
 
 
 def _read_second(hf: HFConfig) -> ModelConfig:
-    method, options = hf.take("topk_method", "greedy"), {}
+    method = hf.take("topk_method", "greedy")
+    options = {}
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method={method!r} is not supported (only 'greedy', 'group_limited_greedy')")
     hf.expect("scoring_func", "softmax")

@@ -29,7 +29,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     # Only training reads the first three. Layers that predict further tokens are not read.
     hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")
     hf.expect("moe_gate_act", "softmax")
-    norm, dense = read_norm(hf, 1e-5), read_mlp(hf)
+    norm = read_norm(hf, 1e-5)
+    dense = read_mlp(hf)
     top_k = hf.take("moe_k", None) or hf.take("num_experts_per_tok", 6)
     least = float(hf.take("moe_norm_min", 1e-12))
     router = Router(top_k=top_k, corrected=True, least_sum=least)

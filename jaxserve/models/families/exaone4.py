@@ -21,7 +21,8 @@ from jaxserve.models.spec import ModelConfig, QKNormSpec
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    norm, count = read_norm(hf, 1e-5), hf.take("num_hidden_layers")
+    norm = read_norm(hf, 1e-5)
+    count = hf.take("num_hidden_layers")
     window = hf.take("sliding_window", None if "sliding_window" in hf.values else 4096)
     pattern = hf.values.get("sliding_window_pattern")
     if isinstance(pattern, str):  # for example "LLLG": three local layers, then a global one

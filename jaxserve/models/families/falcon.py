@@ -45,16 +45,19 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.ignore("ff_factor")  # ffn_hidden_size says the same
     hf.expect("alibi", False)
     hf.expect("apply_residual_connection_post_layernorm", False)
-    new, parallel = hf.take("new_decoder_architecture", False), hf.take("parallel_attn", True)
+    new = hf.take("new_decoder_architecture", False)
+    parallel = hf.take("parallel_attn", True)
     several = hf.take("multi_query", True)
-    heads, hidden = hf.take("num_attention_heads"), hf.take("hidden_size")
+    heads = hf.take("num_attention_heads")
+    hidden = hf.take("hidden_size")
     own = hf.take("num_key_value_heads", heads)
     hf.values["num_key_value_heads"] = own if new else 1 if several else heads
     norms = hf.take("num_ln_in_parallel_attn", 2 if new else 1)
     residual: Residual = "pre"
     if new or parallel:
         residual = "parallel_two_norms" if new and norms == 2 else "parallel"
-    norm, bias = read_layer_norm(hf, "layer_norm_epsilon"), bool(hf.take("bias", False))
+    norm = read_layer_norm(hf, "layer_norm_epsilon")
+    bias = bool(hf.take("bias", False))
     size = hf.take("intermediate_size", None) or 4 * hidden
     mlp = read_mlp(hf, size=size, gated=False, bias=bias, activation=read_activation(hf, "gelu"))
     return ModelConfig(

@@ -18,7 +18,8 @@ def read_gemma_mlp(hf: HFConfig) -> MLPSpec:
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("use_bidirectional_attention", False)
     bias = bool(hf.take("attention_bias", False))
-    norm, attention = read_norm(hf, offset=1.0), read_attention(hf, head_dim=256, qkv_bias=bias, out_bias=bias)
+    norm = read_norm(hf, offset=1.0)
+    attention = read_attention(hf, head_dim=256, qkv_bias=bias, out_bias=bias)
     layers = alike(hf, attention, read_gemma_mlp(hf), norm=norm)
     shared = read_shared(hf, tied=True, longest=8192, norm=norm)
     return ModelConfig(family="gemma", layers=layers, embed_scale=hf.take("hidden_size") ** 0.5, **shared)

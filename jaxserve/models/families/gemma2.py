@@ -24,7 +24,8 @@ def read_cap(hf: HFConfig, key: str, default: float | None) -> float | None:
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("use_bidirectional_attention", False)
     bias = bool(hf.take("attention_bias", False))
-    norm, window = read_norm(hf, offset=1.0), hf.take("sliding_window", 4096)
+    norm = read_norm(hf, offset=1.0)
+    window = hf.take("sliding_window", 4096)
     attention = read_attention(
         hf,
         head_dim=256,

@@ -16,8 +16,11 @@ from jaxserve.models.spec import ModelConfig, QKNormSpec
 
 def read_gemma3(hf: HFConfig) -> ModelConfig:
     hf.expect("use_bidirectional_attention", False)
-    bias, max_position = bool(hf.take("attention_bias", False)), read_max_position(hf, 131072)
-    norm, window, sliding = read_norm(hf, offset=1.0), hf.take("sliding_window", 4096), read_sliding(hf, 6)
+    bias = bool(hf.take("attention_bias", False))
+    max_position = read_max_position(hf, 131072)
+    norm = read_norm(hf, offset=1.0)
+    window = hf.take("sliding_window", 4096)
+    sliding = read_sliding(hf, 6)
     attention = read_attention(
         hf,
         head_dim=256,
@@ -28,7 +31,8 @@ def read_gemma3(hf: HFConfig) -> ModelConfig:
         qkv_bias=bias,
         out_bias=bias,
     )
-    windows, ropes = windows_of(sliding, window), ["sliding" if slides else "full" for slides in sliding]
+    windows = windows_of(sliding, window)
+    ropes = ["sliding" if slides else "full" for slides in sliding]
     # Here max_position_embeddings is the length after stretching. In older models with linear scaling it is before.
     of_kinds = {
         name: replace(rope, original_max_position=int(max_position / rope.factor))

@@ -48,7 +48,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     norm = read_norm(hf, 1e-5)
     qk_norm = QKNormSpec(norm=norm) if hf.take("use_qk_norm", False) else None
     attention = read_attention(hf, kv_heads=8, qk_norm=qk_norm, qkv_bias=bool(hf.take("attention_bias", False)))
-    dense, first = read_mlp(hf), hf.take("first_k_dense_replace", 1)
+    dense = read_mlp(hf)
+    first = hf.take("first_k_dense_replace", 1)
     mixture = read_deepseek_experts(hf, dense)
     layers = tuple(
         LayerSpec(attention=layer.attention, mlp=dense if i < first else mixture, norm=norm)

@@ -28,7 +28,8 @@ def _read(hf: HFConfig) -> ModelConfig:
         n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_inner="intermediate_size"
     )
     hf.rename(n_positions="max_position_embeddings", activation_function="hidden_act")
-    max_position, hidden = hf.take("max_position_embeddings", 1024), hf.take("hidden_size")
+    max_position = hf.take("max_position_embeddings", 1024)
+    hidden = hf.take("hidden_size")
     hf.expect("n_ctx", max_position)
     hf.expect("add_cross_attention", False)
     size = hf.take("intermediate_size", None) or 4 * hidden

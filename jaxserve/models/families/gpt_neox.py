@@ -30,7 +30,9 @@ NAMES = {"embed.weight": "gpt_neox.embed_in.weight", "head.weight": "embed_out.w
 
 def _read(hf: HFConfig) -> ModelConfig:
     hf.rename(rotary_pct="partial_rotary_factor", rotary_emb_base="rope_theta")
-    max_position, bias, norm = read_max_position(hf), bool(hf.take("attention_bias", True)), read_layer_norm(hf)
+    max_position = read_max_position(hf)
+    bias = bool(hf.take("attention_bias", True))
+    norm = read_layer_norm(hf)
     mlp = read_mlp(hf, gated=False, bias=True, activation=read_activation(hf, "gelu"))
     residual = "parallel_two_norms" if hf.take("use_parallel_residual", True) else "pre"
     return ModelConfig(

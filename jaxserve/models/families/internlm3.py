@@ -10,7 +10,8 @@ from jaxserve.models.spec import ModelConfig
 
 def _read(hf: HFConfig) -> ModelConfig:
     hf.rename(qkv_bias="attention_bias", bias="mlp_bias")
-    norm, bias = read_norm(hf, 1e-5), bool(hf.take("mlp_bias", False))
+    norm = read_norm(hf, 1e-5)
+    bias = bool(hf.take("mlp_bias", False))
     attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", False)), out_bias=bias)
     layers = alike(hf, attention, read_mlp(hf, bias=bias), norm=norm)
     return ModelConfig(family="internlm3", layers=layers, **read_shared(hf, norm=norm))

@@ -110,7 +110,8 @@ def alike(
     """As many layers as the config says, which differ in their `windows` (see `read_windows`) and `ropes` only.
     `choices` are other fields of LayerSpec."""
     count = hf.take("num_hidden_layers")
-    windows, ropes = windows or [None] * count, ropes or [attention.rope] * count
+    windows = windows or [None] * count
+    ropes = ropes or [attention.rope] * count
     choices = choices if "norm" in choices else choices | {"norm": read_norm(hf)}
     return tuple(
         LayerSpec(attention=replace(attention, window=window, rope=rope), mlp=mlp, **choices)
@@ -124,7 +125,8 @@ def read_windows(hf: HFConfig, *, used: bool, first_layer: int = 0) -> list[int 
     `layer_types` says which layers have one. Without this key, layers from `first_layer` on have one.
     """
     num_layers = hf.take("num_hidden_layers")
-    types, window = hf.take("layer_types", None), None
+    types = hf.take("layer_types", None)
+    window = None
     hf.ignore("sliding_window")  # transformers writes 0 where windows are not used
     if used and (types is None or "sliding_attention" in types):
         window = hf.take("sliding_window", None if "sliding_window" in hf.values else DEFAULT_WINDOW)

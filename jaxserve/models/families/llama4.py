@@ -48,7 +48,8 @@ THETA = 500000.0
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    count, norm = hf.take("num_hidden_layers"), read_norm(hf, 1e-5)
+    count = hf.take("num_hidden_layers")
+    norm = read_norm(hf, 1e-5)
     turning = _turning(hf, count)
     max_position = read_max_position(hf, 131072)
     chunk = hf.take("attention_chunk_size", 8192 if "attention_chunk_size" not in hf.values else None)
@@ -106,7 +107,8 @@ def _mixed(hf: HFConfig, count: int) -> set[int]:
 
 def _query_scale(hf: HFConfig) -> QueryScale | None:
     """The scale of queries in the layers without positions."""
-    slope, period = hf.take("attn_scale", 0.1), hf.take("floor_scale", 8192)
+    slope = hf.take("attn_scale", 0.1)
+    period = hf.take("floor_scale", 8192)
     used = bool(hf.take("attn_temperature_tuning", True))
     return QueryScale(slope=float(slope), period=float(period), shift=1) if used else None
 

@@ -11,7 +11,8 @@ from jaxserve.models.spec import ModelConfig
 def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("sparse_config")  # sparse attention for long prompts is not built
     hf.ignore("mup_denominator")  # for training only
-    norm, bias = read_norm(hf), bool(hf.take("attention_bias", False))
+    norm = read_norm(hf)
+    bias = bool(hf.take("attention_bias", False))
     depth = hf.take("scale_depth", 1.0) / hf.take("num_hidden_layers") ** 0.5
     attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
     return ModelConfig(

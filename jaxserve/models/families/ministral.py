@@ -45,7 +45,8 @@ def read_ministral3(hf: HFConfig) -> ModelConfig:
     period = parameters.get("original_max_position_embeddings") or max_position
     scale = QueryScale(slope=slope, period=period) if slope else None
     rope = read_rope(hf, max_position, parameters=parameters, query_scale=scale)
-    norm, window = read_norm(hf, 1e-5), hf.take("sliding_window", None)
+    norm = read_norm(hf, 1e-5)
+    window = hf.take("sliding_window", None)
     hf.ignore("layer_types")
     windows = [window] * hf.take("num_hidden_layers")
     layers = alike(hf, read_attention(hf, head_dim=128, kv_heads=8), read_mlp(hf), windows, norm=norm)

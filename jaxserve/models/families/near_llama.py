@@ -31,7 +31,8 @@ CWM_ROPE = {  # assumed if the config has no rope_scaling
 
 def _read_ernie(hf: HFConfig) -> ModelConfig:
     hf.expect("compression_ratio", 1.0)
-    norm, bias = read_norm(hf, 1e-5), bool(hf.take("use_bias", False))
+    norm = read_norm(hf, 1e-5)
+    bias = bool(hf.take("use_bias", False))
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, theta=500000.0, interleaved=True)
     attention = read_attention(hf, head_dim=128, kv_heads=2, qkv_bias=bias, out_bias=bias)
@@ -51,14 +52,17 @@ def _read_helium(hf: HFConfig) -> ModelConfig:
 
 
 def _read_arcee(hf: HFConfig) -> ModelConfig:
-    norm, bias, activation = read_norm(hf, 1e-5), bool(hf.take("attention_bias", False)), read_activation(hf, "relu2")
+    norm = read_norm(hf, 1e-5)
+    bias = bool(hf.take("attention_bias", False))
+    activation = read_activation(hf, "relu2")
     mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", False)), activation=activation)
     layers = alike(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm)
     return ModelConfig(family="arcee", layers=layers, **read_shared(hf, longest=4096, norm=norm))
 
 
 def _read_cwm(hf: HFConfig) -> ModelConfig:
-    norm, count = read_norm(hf, 1e-5), hf.take("num_hidden_layers")
+    norm = read_norm(hf, 1e-5)
+    count = hf.take("num_hidden_layers")
     hf.values.setdefault("layer_types", [KINDS[i % 4 > 0] for i in range(count)])
     windows = windows_of(read_sliding(hf, 4), hf.take("sliding_window", 8192))
     mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))

@@ -28,7 +28,8 @@ NEMOTRON_NAMES = NAMES | named(
 def _read(hf: HFConfig) -> ModelConfig:
     hf.rename(rope_percent="partial_rotary_factor")
     hf.expect("kv_channels", hf.take("head_dim", None) or hf.take("kv_channels", None))
-    norm, bias = read_layer_norm(hf, "norm_eps", offset=1.0), bool(hf.take("attention_bias", False))
+    norm = read_layer_norm(hf, "norm_eps", offset=1.0)
+    bias = bool(hf.take("attention_bias", False))
     attention = read_attention(hf, head_dim=hf.take("kv_channels", None), qkv_bias=bias, out_bias=bias)
     activation = read_activation(hf, "relu2")
     mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", False)), activation=activation)

@@ -25,7 +25,8 @@ POST_NAMES = NAMES | {
 
 
 def _read_first(hf: HFConfig) -> ModelConfig:
-    bias, norm = bool(hf.take("attention_bias", False)), NormSpec(kind="layer", eps=1e-5, scale=False)
+    bias = bool(hf.take("attention_bias", False))
+    norm = NormSpec(kind="layer", eps=1e-5, scale=False)
     attention = read_attention(hf, clip=hf.take("clip_qkv", None), qkv_bias=bias, out_bias=bias)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
     return ModelConfig(family="olmo", layers=alike(hf, attention, mlp, norm=norm), **read_shared(hf, norm=norm))
@@ -37,13 +38,16 @@ def _attention(hf: HFConfig) -> AttentionSpec:
 
 
 def _read_second(hf: HFConfig) -> ModelConfig:
-    norm, mlp = read_norm(hf, 1e-5), read_mlp(hf, activation=read_activation(hf, "silu"))
+    norm = read_norm(hf, 1e-5)
+    mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
     layers = alike(hf, _attention(hf), mlp, norm=norm, residual="post")
     return ModelConfig(family="olmo2", layers=layers, **read_shared(hf, norm=norm))
 
 
 def _read_third(hf: HFConfig) -> ModelConfig:
-    norm, mlp, sliding = read_norm(hf, 1e-5), read_mlp(hf, activation=read_activation(hf, "silu")), read_sliding(hf, 4)
+    norm = read_norm(hf, 1e-5)
+    mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
+    sliding = read_sliding(hf, 4)
     windows = windows_of(sliding, hf.take("sliding_window", 4096))
     ropes = ["sliding" if slides else "full" for slides in sliding]
     layers = alike(hf, _attention(hf), mlp, windows, ropes, norm=norm, residual="post")

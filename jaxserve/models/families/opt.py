@@ -31,11 +31,14 @@ OFFSET = 2  # unused rows before that of position 0 in the table of positions
 
 def _read(hf: HFConfig) -> ModelConfig:
     hf.rename(ffn_dim="intermediate_size", activation_function="hidden_act")
-    bias, affine = bool(hf.take("enable_bias", True)), bool(hf.take("layer_norm_elementwise_affine", True))
-    before, size = hf.take("do_layer_norm_before", True), hf.take("word_embed_proj_dim", None)
+    bias = bool(hf.take("enable_bias", True))
+    affine = bool(hf.take("layer_norm_elementwise_affine", True))
+    before = hf.take("do_layer_norm_before", True)
+    size = hf.take("word_embed_proj_dim", None)
     norm = NormSpec(kind="layer", eps=1e-5, scale=affine, bias=affine)
     last = norm if before and not hf.take("_remove_final_layer_norm", False) else None
-    max_position, hidden = hf.take("max_position_embeddings", 2048), hf.take("hidden_size")
+    max_position = hf.take("max_position_embeddings", 2048)
+    hidden = hf.take("hidden_size")
     mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "relu"))
     attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
     return ModelConfig(

@@ -25,7 +25,8 @@ FUSED_NAMES = NAMES | {
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    max_position, window = read_max_position(hf, 4096), hf.take("sliding_window", None)
+    max_position = read_max_position(hf, 4096)
+    window = hf.take("sliding_window", None)
     if window is not None and window >= max_position:
         window = None
     for key, only in (("full_attn_mod", 1), ("interpolate_factor", 1)):  # transformers does not read them either

@@ -38,7 +38,8 @@ def read_experts(hf: HFConfig, **choices: Any) -> MLPSpec:
 
 def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) -> tuple[LayerSpec, ...]:
     """The layers, with the mixture in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
-    step, dense = hf.take("decoder_sparse_step", 1), set(hf.take("mlp_only_layers", None) or [])
+    step = hf.take("decoder_sparse_step", 1)
+    dense = set(hf.take("mlp_only_layers", None) or [])
     return tuple(
         replace(layer, mlp=mixture) if i not in dense and (i + 1) % step == 0 else layer
         for i, layer in enumerate(layers)

@@ -44,7 +44,8 @@ def _recurrent(hf: HFConfig) -> list[bool]:
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    bias, norm = bool(hf.take("attention_bias", False)), read_norm(hf, offset=1.0)
+    bias = bool(hf.take("attention_bias", False))
+    norm = read_norm(hf, offset=1.0)
     attention = read_attention(
         hf, head_dim=256, kv_heads=2, qk_norm=QKNormSpec(norm=norm), qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
     )

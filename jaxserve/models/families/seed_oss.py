@@ -9,7 +9,8 @@ from jaxserve.models.spec import ModelConfig
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    bias, out_bias = bool(hf.take("attention_bias", True)), bool(hf.take("attention_out_bias", False))
+    bias = bool(hf.take("attention_bias", True))
+    out_bias = bool(hf.take("attention_out_bias", False))
     attention = read_attention(hf, head_dim=128, kv_heads=8, qkv_bias=bias, out_bias=out_bias)
     layers = alike(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))))
     return ModelConfig(family="seed_oss", layers=layers, **read_shared(hf, longest=524288))

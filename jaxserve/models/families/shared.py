@@ -68,7 +68,8 @@ def read_ropes(
     for full layers, and `rope_local_base_freq` is for sliding layers, which are not stretched. `theta` and
     `local_theta` are the default bases of the two kinds. With `local_theta` None both have the same base.
     """
-    own_theta, nested = hf.take("rope_theta", None), hf.take("rope_parameters", None) or {}
+    own_theta = hf.take("rope_theta", None)
+    nested = hf.take("rope_parameters", None) or {}
     local_theta = hf.take("rope_local_base_freq", None) or local_theta or own_theta or theta
     if not nested.keys() & set(KINDS):
         full = read_rope(hf, max_position, theta=theta, **options)

@@ -26,7 +26,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("scale_attn_weights", True)
     norm = read_layer_norm(hf, "norm_epsilon")
     hf.expect("layer_norm_epsilon", norm.eps)
-    bias, window = bool(hf.take("use_bias", True)), hf.take("sliding_window", None)
+    bias = bool(hf.take("use_bias", True))
+    window = hf.take("sliding_window", None)
     if not hf.take("use_sliding_window", True):
         window = None
     mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "gelu_pytorch_tanh"))

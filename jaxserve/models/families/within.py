@@ -60,7 +60,8 @@ def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, An
                 f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(readers)})"
             )
         # transformers 5 writes true for the whole of a Mistral 3 that has an output head, and false for its text.
-        of_whole, of_text = hf.take("tie_word_embeddings", None), inner.get("tie_word_embeddings")
+        of_whole = hf.take("tie_word_embeddings", None)
+        of_text = inner.get("tie_word_embeddings")
         ties = (of_whole, of_text) if of_text in (None, True) else (of_text,)
         whole = {"tie_word_embeddings": next((tie for tie in ties if tie is not None), tied)}
         for name in ("torch_dtype", "dtype"):

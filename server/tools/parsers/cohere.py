@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from jaxserve.server.tools.json_list import JSONListParser
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
-OPENING, CLOSING = "<|START_ACTION|>", "<|END_ACTION|>"
+OPENING = "<|START_ACTION|>"
+CLOSING = "<|END_ACTION|>"
 
 
 def matches(template: str) -> bool:

@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CALLS = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL = "<｜tool▁call▁begin｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+CALL_END = "<｜tool▁call▁end｜>"
 FENCE = "```json"
 
 
@@ -52,7 +55,8 @@ class Parser(ToolParser):
     def head(self) -> bool:
         """State: the name, before its arguments."""
         kind, separator, rest = self.buffer.partition(SEPARATOR)
-        place, end = rest.find("{"), rest.find(CALL_END)
+        place = rest.find("{")
+        end = rest.find(CALL_END)
         if not separator or (place < 0 and end < 0):
             return False
         place = end if place < 0 else place if end < 0 else min(place, end)

@@ -39,7 +39,8 @@ class Parser(ToolParser):
     def outside(self) -> bool:
         mark = self.content_until(*MARKS)
         if mark is not None:
-            self._opening, self.state = mark, self.call
+            self._opening = mark
+            self.state = self.call
         return mark is not None
 
     def call(self) -> bool:
@@ -83,7 +84,8 @@ class Parser(ToolParser):
 
     def at_end(self) -> None:
         if self.state == self.call:
-            text, self.buffer = self.buffer, ""
+            text = self.buffer
+            self.buffer = ""
             self._read(text, "")
         super().at_end()
 
@@ -139,7 +141,8 @@ class _Reader:
 
     def __init__(self, text: str, quote: str, at: int):
         self.at = at
-        self._text, self._quote = text, quote
+        self._text = text
+        self._quote = quote
 
     def value(self, depth: int) -> Any:
         if depth > MAX_NESTING:
@@ -149,7 +152,8 @@ class _Reader:
             end = self._text.find(self._quote, self.at)
             if end < 0:
                 raise ValueError("an open text")
-            text, self.at = self._text[self.at : end], end + len(self._quote)
+            text = self._text[self.at : end]
+            self.at = end + len(self._quote)
             return text
         if self._takes("{"):
             return dict(self._items("}", lambda: (self._key(), self.value(depth + 1))))

@@ -12,8 +12,12 @@ from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+KEY = "<arg_key>"
+KEY_END = "</arg_key>"
+VALUE = "<arg_value>"
+VALUE_END = "</arg_value>"
 _NAME = re.compile(r"\s*[\w.:-]{0,128}\s*")
 
 
@@ -42,7 +46,10 @@ text[lazy]: /(?s:.*)<\/arg_value>/
 
 class Parser(KeyedParser):
     keeps_special_tokens = True
-    opening, key_mark, value_end, arguments_end = OPENING, KEY, VALUE_END, CLOSING
+    opening = OPENING
+    key_mark = KEY
+    value_end = VALUE_END
+    arguments_end = CLOSING
 
     def outside(self) -> bool:
         mark = self.content_until(OPENING, CLOSING)

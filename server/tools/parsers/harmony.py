@@ -41,7 +41,8 @@ class Parser(ToolParser):
         self._is_begun = self._is_json = False  # the current call has begun; its arguments begin as JSON does
 
     def outside(self) -> bool:
-        text, self.buffer = self.buffer, ""
+        text = self.buffer
+        self.buffer = ""
         self._take(self._reader.push(text))
         return False
 
@@ -55,7 +56,8 @@ class Parser(ToolParser):
     def _call(self, part: Part, name: str) -> None:
         """Adds a part of a call's arguments, up to the end of the JSON value. An empty text stands for no arguments."""
         if part.begins:
-            self._value, self._is_begun = ValueScanner(), False
+            self._value = ValueScanner()
+            self._is_begun = False
         text = part.text
         if not self._is_begun:
             text = text.lstrip() or "{}" * part.ends

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
 
 
 def matches(template: str) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxserve.server.tools.json_list import JSONListParser, list_syntax
 from jaxserve.server.tools.syntax import Called, Syntax
 
-OPENING, CLOSING = "<tool_calls>", "</tool_calls>"
+OPENING = "<tool_calls>"
+CLOSING = "</tool_calls>"
 
 
 def matches(template: str) -> bool:

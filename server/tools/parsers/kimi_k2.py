@@ -14,8 +14,11 @@ from typing import Any
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 
-CALLS, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+CALLS = "<|tool_calls_section_begin|>"
+CALLS_END = "<|tool_calls_section_end|>"
+CALL = "<|tool_call_begin|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+CALL_END = "<|tool_call_end|>"
 FUNCTIONS = "functions."
 
 
@@ -59,10 +62,12 @@ class Parser(ToolParser):
         head, mark, rest = self.buffer.partition(ARGUMENTS)
         if not mark:
             return False
-        self._id, self.buffer = head.strip(), rest
+        self._id = head.strip()
+        self.buffer = rest
         name, colon, number = self._id.rpartition(":")
         name = name if colon and number.isdecimal() else self._id
-        self._name, self.state = name.removeprefix(FUNCTIONS), self.before_value
+        self._name = name.removeprefix(FUNCTIONS)
+        self.state = self.before_value
         return True
 
     def before_value(self) -> bool:

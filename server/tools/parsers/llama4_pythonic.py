@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxserve.server.tools.parsers import pythonic
 from jaxserve.server.tools.syntax import Called, Syntax
 
-START, END = "<|python_start|>", "<|python_end|>"
+START = "<|python_start|>"
+END = "<|python_end|>"
 
 
 def matches(template: str) -> bool:

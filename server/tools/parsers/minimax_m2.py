@@ -12,9 +12,12 @@ from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
-OPENING, CLOSING = "<minimax:tool_call>", "</minimax:tool_call>"
-INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
-PARAMETER, PARAMETER_END = '<parameter name="', "</parameter>"
+OPENING = "<minimax:tool_call>"
+CLOSING = "</minimax:tool_call>"
+INVOKE = '<invoke name="'
+INVOKE_END = "</invoke>"
+PARAMETER = '<parameter name="'
+PARAMETER_END = "</parameter>"
 NAME_END = '">'
 
 
@@ -43,7 +46,10 @@ text[lazy]: /(?s:.*)<\/parameter>/
 
 class Parser(KeyedParser):
     keeps_special_tokens = True
-    opening, key_mark, value_end, arguments_end = INVOKE, PARAMETER, PARAMETER_END, INVOKE_END
+    opening = INVOKE
+    key_mark = PARAMETER
+    value_end = PARAMETER_END
+    arguments_end = INVOKE_END
 
     def outside(self) -> bool:
         mark = self.content_until(OPENING, CLOSING, INVOKE)

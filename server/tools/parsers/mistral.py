@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
 
-OPENING, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+OPENING = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+ARGS = "[ARGS]"
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -43,7 +45,8 @@ class Parser(ToolParser):
     def outside(self) -> bool:
         mark = self.content_until(OPENING)
         if mark:
-            self._in_list, self.state = False, self.items
+            self._in_list = False
+            self.state = self.items
         return mark is not None
 
     def items(self) -> bool:
@@ -56,7 +59,8 @@ class Parser(ToolParser):
             self._in_list = True
             self.begin_json()
         elif self.buffer.startswith("]"):
-            self.buffer, self.state = self.buffer[1:], self.outside
+            self.buffer = self.buffer[1:]
+            self.state = self.outside
         elif self.buffer.startswith("["):
             if len(self.buffer) < len(OPENING) and OPENING.startswith(self.buffer):
                 return False

@@ -11,7 +11,8 @@ from typing import Any
 from jaxserve.server.tools.parsers import pythonic
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more
 
-OPENING, CLOSING = "<function_calls>", "</function_calls>"
+OPENING = "<function_calls>"
+CLOSING = "</function_calls>"
 
 
 def matches(template: str) -> bool:
@@ -35,7 +36,8 @@ class Parser(pythonic.Parser):
     def outside(self) -> bool:
         mark = self.content_until(OPENING, CLOSING)
         if mark == OPENING:
-            self._opening, self.state = mark, self.items
+            self._opening = mark
+            self.state = self.items
         return mark is not None
 
     def items(self) -> bool:
@@ -44,7 +46,8 @@ class Parser(pythonic.Parser):
         if len(self.buffer) < len(CLOSING) and CLOSING.startswith(self.buffer):
             return False
         if self.buffer.startswith(CLOSING):
-            self.buffer, self.state = self.buffer.removeprefix(CLOSING), self.outside
+            self.buffer = self.buffer.removeprefix(CLOSING)
+            self.state = self.outside
             return bool(self.buffer)
         return super().items()
 

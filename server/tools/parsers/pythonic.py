@@ -56,7 +56,9 @@ class Parser(ToolParser):
         """State: at the beginning of the answer, which decides whether the answer is a list of calls."""
         if _OPENING.match(self.buffer):
             place = self.buffer.index("[") + 1
-            self._opening, self.buffer, self.state = self.buffer[:place], self.buffer[place:], self.items
+            self._opening = self.buffer[:place]
+            self.buffer = self.buffer[place:]
+            self.state = self.items
             return True
         if _OPENING_BEGUN.fullmatch(self.buffer):
             return False
@@ -72,9 +74,11 @@ class Parser(ToolParser):
         """State: before a call, or after the last one."""
         self.buffer = self.buffer.lstrip(" \t\r\n,")
         if self.buffer.startswith("]"):
-            self.buffer, self.state = self.buffer[1:], self.outside
+            self.buffer = self.buffer[1:]
+            self.state = self.outside
         elif self.buffer:
-            self._end, self.state = _CallEnd(), self.call
+            self._end = _CallEnd()
+            self.state = self.call
         return bool(self.buffer)
 
     def call(self) -> bool:
@@ -86,7 +90,8 @@ class Parser(ToolParser):
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             self._give_up()
             return True
-        self.buffer, self.state = self.buffer[self._end.length :], self.items
+        self.buffer = self.buffer[self._end.length :]
+        self.state = self.items
         self.begin_call(name)
         self.arguments(arguments)
         return True

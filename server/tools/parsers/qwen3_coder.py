@@ -11,8 +11,12 @@ from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 from jaxserve.types import Grammar
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+FUNCTION = "<function="
+FUNCTION_END = "</function>"
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
 
 
 def matches(template: str) -> bool:
@@ -45,7 +49,10 @@ text[lazy]: /(?s:.*)<\/parameter>/
 
 
 class Parser(KeyedParser):
-    opening, key_mark, value_end, arguments_end = FUNCTION, PARAMETER, PARAMETER_END, FUNCTION_END
+    opening = FUNCTION
+    key_mark = PARAMETER
+    value_end = PARAMETER_END
+    arguments_end = FUNCTION_END
     line_breaks = True
     block = (OPENING, CLOSING)
 

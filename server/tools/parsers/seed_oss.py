@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from jaxserve.server.tools.parsers import qwen3_coder
 from jaxserve.server.tools.syntax import Called, Syntax
 
-OPENING, CLOSING = "<seed:tool_call>", "</seed:tool_call>"
+OPENING = "<seed:tool_call>"
+CLOSING = "</seed:tool_call>"
 
 
 def matches(template: str) -> bool:
