@@ -25,7 +25,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.slots import NO_ADAPTER, encode_slot
 from jaxserve.models.adapter_targets import Matrices, Target
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 from jaxserve.types import SamplingParams
 
 CONTEXT = 128  # tokens before those that are timed

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.bench.speculation import Checks
-from jaxserve.bench.stats import RequestRecord, distribution, latencies
+from jaxserve.bench.stats import Checks, RequestRecord, distribution, latencies
 from jaxserve.config import EngineConfig
 from jaxserve.types import Request, SamplingParams
 

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from jaxserve.bench.client import Client, HTTPError, Response
 from jaxserve.bench.prompts import WORDS, Prompt, Vocabulary
-from jaxserve.bench.speculation import Checks
-from jaxserve.bench.stats import RequestRecord
+from jaxserve.bench.stats import Checks, RequestRecord
 
 METRICS_SECONDS = 1.0  # after which metrics count all answers
 

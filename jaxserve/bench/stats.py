@@ -1,12 +1,15 @@
-"""Records of requests, and statistics over them."""
+"""Records of requests, statistics over them, and what speculative decoding gained."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+from jaxserve.scheduling.stats import EngineStats
 
 PERCENTILES = (50, 90, 99)
 # Name in goodput limits and results -> title in the table; all in milliseconds.
@@ -168,3 +171,41 @@ def summarize(records: Sequence[RequestRecord], limits: Mapping[str, float] | No
         share = 100 * met / len(records) if records else 0.0
         summary |= {"goodput_requests_per_s": met * per_second, "goodput_percent": share}
     return summary
+
+
+# What speculative decoding gained in a run: differences of a server's metrics or of an engine's counters.
+
+
+_SAMPLE = re.compile(r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? (\S+)$", re.M)
+
+
+@dataclass(frozen=True)
+class Checks:
+    """drafts: rows whose proposals were checked. proposed: tokens that were proposed for them. accepted: of these,
+    tokens that were kept."""
+
+    drafts: float = 0.0
+    proposed: float = 0.0
+    accepted: float = 0.0
+
+    @classmethod
+    def of_metrics(cls, text: str) -> Checks:
+        """The counters in Prometheus's text format, by vLLM's names, summed over labels; 0 if they are not there."""
+        sums = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0}
+        for name, value in _SAMPLE.findall(text):
+            sums[name] += float(value)
+        return cls(*sums.values())
+
+    @classmethod
+    def of_stats(cls, stats: EngineStats) -> Checks:
+        return cls(stats.spec_drafts, stats.spec_proposed, stats.spec_accepted)
+
+    def summary(self, before: Checks) -> dict[str, float]:
+        """What happened since `before`; nothing if no proposal was checked. The mean accepted length includes the token
+        that each check samples anyway, as vLLM reports it."""
+        drafts = self.drafts - before.drafts
+        proposed = self.proposed - before.proposed
+        if drafts <= 0 or proposed <= 0:
+            return {}
+        accepted = self.accepted - before.accepted
+        return {"mean_accepted_length": 1 + accepted / drafts, "proposals_kept_percent": 100 * accepted / proposed}

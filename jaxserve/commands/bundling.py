@@ -26,7 +26,7 @@ from jaxserve.bundles.container import (
     is_bundle,
     seal,
 )
-from jaxserve.bundles.identity import model_files
+from jaxserve.bundles.environment import model_files
 from jaxserve.checkpoints.export import copy_rest, write_json
 from jaxserve.checkpoints.gguf import write_header
 from jaxserve.checkpoints.hub import BUNDLE_GGUF, commit_of

@@ -1,0 +1,1 @@
+"""Makes checkpoints: quantizes models, and converts them between layouts."""

@@ -1,0 +1,1 @@
+"""Records of deployments: everything that answers depend on, described and compared."""

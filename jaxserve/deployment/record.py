@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.bundles.container import DIGEST, hashed, is_bundle
-from jaxserve.bundles.identity import TOKENIZER, model_files
+from jaxserve.bundles.environment import TOKENIZER, model_files
 from jaxserve.checkpoints.hub import commit_of, resolve_model, resolve_tokenizer
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.pallas_kernels import installed, tuning

@@ -33,17 +33,21 @@ from jaxserve.checkpoints import gguf
 from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import CompileCounter
 from jaxserve.engine.adapter_places import Adapters, find_adapter
-from jaxserve.engine.admission import Admission
+from jaxserve.engine.admission import Admission, Seeds
 from jaxserve.engine.constraints import Constraints
-from jaxserve.engine.details import complete
-from jaxserve.engine.dispatching import batches_of, fill_slots, program_of
-from jaxserve.engine.in_flight import Deferred, InFlightBatch, InFlightStep
+from jaxserve.engine.in_flight import (
+    Deferred,
+    InFlightBatch,
+    InFlightStep,
+    batches_of,
+    complete,
+    fill_slots,
+    program_of,
+)
 from jaxserve.engine.loading import EngineParts, load_parts, make_scheduler
 from jaxserve.engine.page_copies import PageCopies
-from jaxserve.engine.pooled import PooledRows
-from jaxserve.engine.prompt_scores import PromptScores
+from jaxserve.engine.prompt_scores import PooledRows, PromptScores
 from jaxserve.engine.recovery import Recovery, ended
-from jaxserve.engine.seeds import Seeds
 from jaxserve.engine.sizing import compile_all
 from jaxserve.engine.timeline import Timeline
 from jaxserve.engine.weights import Weights
@@ -54,10 +58,9 @@ from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
-from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import Sampler, StepPlan
 from jaxserve.speculation.speculator import Models, Proposer, make_speculator
 from jaxserve.types import Request, StepOutput
 

@@ -1,17 +1,29 @@
-"""Steps in flight: dispatched to the devices, and not committed yet."""
+"""Steps in flight, from their dispatch to their results: what is sent to the devices, what comes back, and the updates
+that follow from it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.pooled import PooledRows
-from jaxserve.engine.prompt_scores import PromptScores
+from jaxserve.engine.prompt_scores import PooledRows, PromptScores, result_of
+from jaxserve.execution.cost import StepCost
+from jaxserve.execution.group_batches import split_groups
+from jaxserve.execution.programs import StepProgram, StepPrograms
+from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
+from jaxserve.execution.slots import encode_counts, encode_slot
+from jaxserve.execution.step_buffer import StepBatch, split
+from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.pooling import Pooler
 from jaxserve.scheduling.running_table import RunningTable
-from jaxserve.scheduling.step_plan import Rows
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, Sampler, read_rows
+from jaxserve.types import SequenceUpdate
 
 
 @dataclass
@@ -109,3 +121,80 @@ class InFlightStep:
         """Passes of the model. Loops of `static` programs do not end early; others end when no row samples a token."""
         looped = [ids for batch, ids in zip(self.batches, tokens, strict=True) if batch.rows.only_decodes]
         return max([1, *(len(ids) if static else int((ids >= 0).any(axis=1).sum()) for ids in looped)])
+
+
+# Completes updates that say more than their tokens: a sequence's first or last one, or one with log-probabilities.
+
+
+def complete(
+    detail: DetailedUpdate,
+    scores: np.ndarray | None,
+    eos_token_ids: Collection[int],
+    pooler: Pooler | None,
+    counters: EngineStats,
+    checks: np.ndarray,
+) -> SequenceUpdate:
+    """The complete update of `detail`, whose tokens it counts. `scores` and `checks` are `Sampled.scores` and
+    `Rows.checks` of the detail's batch."""
+    update, seq, row, is_first = detail
+    tokens = update.token_ids
+    counters.generation_tokens += len(tokens)
+    if update.finish_reason == "stop":
+        update.complete = tokens[-1] not in seq.stop_ids
+        if not update.complete and tokens[-1] not in eos_token_ids:
+            update.stop_token = tokens[-1]
+    if (grammar := seq.params.grammar) is not None and seq.matcher is not None and update.finish_reason == "error":
+        allowed = " (allowed_token_ids may exclude all tokens that it allows)" if seq.params.allowed_token_ids else ""
+        update.error = f"the grammar failed{allowed}: {seq.matcher.error}"
+        update.error_param = grammar.field
+    if (count := seq.params.logprobs) is not None and tokens:
+        accepted = len(tokens) - 1 if checks[row] else 0  # the last one was drawn behind them
+        assert scores is not None, f"{seq.request.request_id} drew without log-probabilities"
+        update.logprobs = read_rows(scores[: len(tokens), row], tokens, count, accepted)
+    if is_first and seq.index == 0:
+        counters.prompt_tokens += seq.prompt_len
+        update.num_cached_tokens = seq.num_cached or 0
+        update.queue_seconds = seq.queue_seconds
+        if seq.params.prompt_logprobs is not None:
+            update.prompt_logprobs = seq.prompt_scores
+        if pooler is not None:
+            update.pooled = result_of(seq, pooler)
+    return update
+
+
+# What dispatching a step takes: the slots of newcomers, and the programs of batches.
+
+
+def fill_slots(
+    placed: list[Sequence], running: RunningTable, runner: ModelRunner, place_of: Callable[[Sequence], int]
+) -> None:
+    """Writes the slots of these sequences, and counts their tokens if they have penalties. place_of: the places of
+    their adapters."""
+    rows = []
+    for seq in placed:
+        length = int(running.start[seq.slot])
+        numbers = seq.prompt_len, seq.penalty_row, length, place_of(seq)
+        rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), *numbers))
+    runner.set_slots(rows)
+    penalized = [seq for seq in placed if seq.params.has_penalties]
+    if penalized:
+        counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
+        runner.count_tokens(np.concatenate(counted, axis=1))
+
+
+def batches_of(
+    rows: Rows, running: RunningTable, shapes: list[StepShape], cost: StepCost | None
+) -> Iterator[StepBatch]:
+    """Cuts the rows of a plan into batches, each for one call of a step."""
+    return split(rows, shapes, cost) if running.device_groups == 1 else split_groups(rows, running, shapes, cost)
+
+
+def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) -> StepProgram:
+    """The least capable program that serves a batch's rows."""
+    rows = batch.rows
+    sampler = running.lineup.sampler
+    if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
+        sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
+    if not rows.only_decodes and rows.checks.any():
+        return programs.choose_checking(batch.shape, sampler)
+    return programs.choose(batch.shape, sampler, int(rows.num_new.max()), rows.scores, drafts=running.draft_reads)

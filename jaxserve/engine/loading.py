@@ -41,10 +41,9 @@ from jaxserve.models.load import make_params, trust
 from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
-from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.state_snapshots import StateSnapshots
 
 log = logging.getLogger(__name__)
 

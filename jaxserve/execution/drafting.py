@@ -26,7 +26,7 @@ from jaxserve.execution.slots import SlotState
 from jaxserve.models.decoder import Decoder, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 ENTRIES: dict[str, Any] = {"method": "entries", "mutable": [ROUTING]}  # what routers chose is not kept
 

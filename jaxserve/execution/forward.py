@@ -22,7 +22,7 @@ from jaxserve.models.layers import ROUTING
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
 from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
 from jaxserve.pallas_kernels.routing import load
-from jaxserve.scheduling.windows import Chunk
+from jaxserve.scheduling.block_manager import Chunk
 
 
 class ModelInput(NamedTuple):

@@ -34,7 +34,7 @@ from jaxserve.execution.sampling import SCORE_WORDS, Sampled
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.upkeep import deferred_calls
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 Form = jax.ShapeDtypeStruct
 

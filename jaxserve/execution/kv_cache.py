@@ -22,7 +22,7 @@ from jaxserve.execution.slot_states import StateLayout
 from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import DeltaState
-from jaxserve.scheduling.windows import Chunk
+from jaxserve.scheduling.block_manager import Chunk
 
 COPIES = 16  # page copies per call of `copy_pages`
 COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, unless it is for a single page

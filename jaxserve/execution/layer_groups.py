@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.scheduling.windows import Chunk, Windows
+from jaxserve.scheduling.block_manager import Chunk, Windows
 
 MOST_GROUPS = 16  # maximum of groups, since each costs a block table in every slot
 TOLERANCE = 1.05  # up to this factor more memory is accepted for fewer groups

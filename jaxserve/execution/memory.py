@@ -17,7 +17,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.spec import ModelConfig
-from jaxserve.scheduling.windows import Windows, most_pages
+from jaxserve.scheduling.block_manager import Windows, most_pages
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.execution.memory import available_host_bytes
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 CPU_THREADS = 4  # maximum of threads that compile for a CPU
 MOST_THREADS = 16  # maximum of threads that compile: tracing, which is serial in Python, cannot feed more

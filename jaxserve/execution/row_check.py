@@ -14,7 +14,7 @@ from jaxserve.config import ConfigError
 from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verifying import VerifyingRunner
-from jaxserve.scheduling.windows import chunk_of
+from jaxserve.scheduling.block_manager import chunk_of
 from jaxserve.types import SamplingParams
 
 log = logging.getLogger(__name__)

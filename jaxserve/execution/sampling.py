@@ -23,7 +23,7 @@ from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import DrawSettings
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # columns of Sampled.scores
 LANES = 128  # width of a TPU's vector registers

@@ -29,7 +29,7 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 TABLE_COPIES = 32  # copied rows of the block table per call of `update_tables`

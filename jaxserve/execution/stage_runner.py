@@ -18,7 +18,7 @@ from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import ProgramName, Signature, Signatures, Upkeep
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.stages import Stage
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 SAMPLES = ("count_tokens", "sample_deferred", "score_prompt")  # kinds of programs that only the last stage has
 

@@ -30,7 +30,7 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 # rows for which `score_prompt` computes logits at a time
 SCORED_ROWS = 128

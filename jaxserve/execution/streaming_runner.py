@@ -31,7 +31,7 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stages import Part
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 BEGIN = -1  # the part of a step that runs the layers that are on the devices; others are numbers of kinds of layers
 NO_LAYERS = Part(range(0), around=True)

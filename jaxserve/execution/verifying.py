@@ -36,7 +36,7 @@ from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
 from jaxserve.pallas_kernels.latent_attention import reference as latent
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 
 def checking(decoder: Decoder, mesh: Mesh) -> Decoder:

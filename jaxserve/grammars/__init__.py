@@ -1,0 +1,1 @@
+"""Structured output: compiles grammars, and tells which tokens they allow."""

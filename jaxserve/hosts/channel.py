@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from jaxserve.hosts.errors import HostError
+from jaxserve.hosts.messages import HostError
 
 _MAGIC = b"jaxserve hosts 2"
 _NONCE = 32  # bytes

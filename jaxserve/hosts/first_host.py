@@ -21,12 +21,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution import commands
 from jaxserve.hosts import channel, messages
 from jaxserve.hosts.environment import listen_address, read_secret
-from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import difference, identity_of
+from jaxserve.hosts.messages import EVERY, HostError, TokenDigests
 from jaxserve.hosts.peer import Peer
 from jaxserve.hosts.start_jax import JOIN_SECONDS, stop_jax
-from jaxserve.hosts.token_digests import EVERY, TokenDigests
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from jaxserve.config import EngineConfig
 from jaxserve.hosts import channel, messages
 from jaxserve.hosts.environment import command_address, read_secret
-from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.first_host import GRACE_SECONDS, GREETING_SECONDS, end_process
 from jaxserve.hosts.identity import identity_of
+from jaxserve.hosts.messages import HostError, TokenDigests
 from jaxserve.hosts.peer import Peer
 from jaxserve.hosts.start_jax import JOIN_SECONDS
-from jaxserve.hosts.token_digests import TokenDigests
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from jaxserve.hosts import messages
 from jaxserve.hosts.channel import MAX_FRAME, Channel
-from jaxserve.hosts.errors import HostError
+from jaxserve.hosts.messages import HostError
 
 BEAT_SECONDS = 0.5
 MAX_QUEUED = 2**29  # bytes that wait to be sent; an adapter's weights may be tens of MB

@@ -19,7 +19,8 @@ from jaxserve.models.changeable import Changeable, ExpertWeights, LowRank
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import families
 from jaxserve.models.quantized import STACKS
-from jaxserve.models.weights import Names, abstract_params, weight_pieces
+from jaxserve.models.sources import Names
+from jaxserve.models.weights import abstract_params, weight_pieces
 from jaxserve.pallas_kernels.checked_ops import adapters_on_trial
 from jaxserve.pallas_kernels.device_ops import adapters_of
 from jaxserve.pallas_kernels.registry import Device

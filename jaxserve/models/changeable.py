@@ -31,7 +31,7 @@ class Changeable(msgspec.Struct, frozen=True):
       modules: name of a module -> name of its weight; also without the first part of the module's name, because models
         with images have the same modules below another one.
       experts: layer -> gate and up of its experts, then down.
-      roles: role -> name of the decoder's tensors; see `jaxserve.models.sources`.
+      roles: role -> name of the decoder's tensors; see `jaxserve.models.weights`.
       head_dim: see `ModelConfig`.
       max_rank: the highest rank of matrices.
     """

@@ -22,11 +22,10 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
-from jaxserve.models.latent_weights import latent_sources
 from jaxserve.models.layers import Declared
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
-from jaxserve.models.sources import Names, Source, rows, whole
+from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
     GatedDeltaSpec,

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.slots import encode_slot
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 from jaxserve.types import SamplingParams
 
 STEPS = 4  # steps that are queued before the clock is read: the host works while the devices do

@@ -17,8 +17,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.plan import constants, probe
 from jaxserve.plan.decode_steps import STEPS, Clock, DecodeSteps, Point, Timed, in_turns, pages_for
 from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.pipeline_roofline import PipelineRoofline
-from jaxserve.plan.roofline import Constants, Roofline
+from jaxserve.plan.roofline import Constants, PipelineRoofline, Roofline
 
 BATCHES = (1, 8, 32)
 CONTEXTS = (32, 1024)

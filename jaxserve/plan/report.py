@@ -11,8 +11,7 @@ from jaxserve.execution.memory import Needs
 from jaxserve.plan.constants import Known, find
 from jaxserve.plan.deployment import Compiled, Deployment, StepFigures
 from jaxserve.plan.measuring import Measured
-from jaxserve.plan.pipeline_roofline import PipelineRoofline
-from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
+from jaxserve.plan.roofline import Constants, PipelineRoofline, Roofline, prompt_seconds
 from jaxserve.plan.stages import deployments, tightest
 from jaxserve.plan.traffic import Goal, simulate
 

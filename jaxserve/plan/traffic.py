@@ -13,8 +13,7 @@ from jaxserve.execution import memory
 from jaxserve.execution.cost import prefill_chunk
 from jaxserve.execution.step_buffer import StepBatch, split
 from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.pipeline_roofline import PipelineRoofline
-from jaxserve.plan.roofline import Roofline, pass_through
+from jaxserve.plan.roofline import PipelineRoofline, Roofline, pass_through
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence

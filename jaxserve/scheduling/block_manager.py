@@ -33,8 +33,41 @@ from typing import Any, overload
 import numpy as np
 
 from jaxserve.scheduling.page_tiers import PageTiers, page_key
-from jaxserve.scheduling.state_snapshots import StateSnapshots
-from jaxserve.scheduling.windows import Windows, first_needed, most_pages
+
+
+# How far back the layers of a model see, and the pages that a sequence keeps for them.
+
+
+class Chunk(int):
+    """The number of tokens in a chunk. A token sees itself and the earlier tokens of its own chunk (Llama 4). The
+    number is a multiple of the page size (`kv_cache.fitting_page_size`). The tokens of a sequence that one step
+    computes lie in one chunk."""
+
+
+# For each group of layers: the number of tokens that a token sees, itself included; or its Chunk; None: it sees all.
+Windows = tuple[int | Chunk | None, ...]
+
+
+def chunk_of(windows: Windows) -> Chunk | None:
+    """The smallest chunk of these groups of layers; None: no group sees chunks."""
+    return min((window for window in windows if isinstance(window, Chunk)), default=None)
+
+
+def first_needed(computed: Any, window: int | Chunk | None, page_size: int) -> Any:
+    """Index of the first block that a token at position `computed` (an int or int32 [n]) or later can still see."""
+    if window is None:
+        return computed * 0
+    if isinstance(window, Chunk):
+        return computed // window * (window // page_size)
+    return np.maximum(computed - window + 1, 0) // page_size
+
+
+def most_pages(tokens: int, page_size: int, windows: Windows, step: int) -> list[int]:
+    """The most pages that a sequence of `tokens` tokens holds at a time, for each group: pages for the window before a
+    step, and for the step's own tokens. `step` is the most tokens that a step computes."""
+    blocks = -(-tokens // page_size)
+    return [blocks if window is None else min(blocks, -(-(window - 1 + step) // page_size) + 1) for window in windows]
+
 
 NULL_PAGE = 0  # has no owner; padding writes to it, and nothing reads it
 BELOW = -1  # stands for a page whose content is only in a lower tier
@@ -411,3 +444,48 @@ class BlockManager:
         tails = [tail for siblings in self._tails.values() for tail in siblings]
         assert all(tail.parent == parent for parent, siblings in self._tails.items() for tail in siblings)
         assert kept == {tail: tail.num_kept for tail in tails}, "a tail is lost, or kept for nothing"
+
+
+# Snapshots of recurrent states at the ends of cached prefixes, and the places where they lie.
+#
+# A recurrent layer keeps one state per sequence: the state after its last computed token. So a sequence can start
+# from cached pages only if a copy of the state at the end of these pages exists, called a snapshot. The devices have
+# a fixed number of places for snapshots, each as large as the state in a slot.
+
+
+class StateSnapshots:
+    """Hands out `count` places, from `first` on. The least recently used snapshot is given up for a new one.
+
+    `least`: tokens that a snapshot must save. Making one cuts a prompt into two parts, which separate steps compute.
+    """
+
+    def __init__(self, first: int, count: int, least: int = 64):
+        self.least = least
+        self._places = range(first, first + count)
+        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # hash of a prefix's last block -> place; oldest first
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._place_of
+
+    def use(self, key: bytes) -> int:
+        """The place of the snapshot of the prefix whose last block has the hash `key`. It must exist."""
+        self._place_of.move_to_end(key)
+        return self._place_of[key]
+
+    def add(self, key: bytes) -> int | None:
+        """A place for a snapshot of this prefix, to which the caller copies the state; None if there is one already."""
+        if key in self._place_of:
+            self._place_of.move_to_end(key)
+            return None
+        taken = len(self._place_of)
+        place = self._places[taken] if taken < len(self._places) else self._place_of.popitem(last=False)[1]
+        self._place_of[key] = place
+        return place
+
+    def clear(self) -> None:
+        """Forgets all snapshots."""
+        self._place_of.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that no two prefixes have the same place."""
+        assert sorted(self._place_of.values()) == sorted(self._places[: len(self._place_of)])

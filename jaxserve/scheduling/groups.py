@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager
-from jaxserve.scheduling.copy_on_write import shared_pages, unshare
-from jaxserve.scheduling.micro_batches import MicroBatches
-from jaxserve.scheduling.prefixes import Prefixes, uncached
-from jaxserve.scheduling.row_choice import NewcomersShare, choose_rows
+from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager, Windows
+from jaxserve.scheduling.prefixes import Prefixes, shared_pages, uncached, unshare
+from jaxserve.scheduling.row_choice import MicroBatches, NewcomersShare, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as Completion
 from jaxserve.scheduling.step_plan import Rows
-from jaxserve.scheduling.windows import Windows
 
 FURTHER = 8  # a cached prefix counts in a group that runs at most max_num_seqs / FURTHER sequences more than another
 

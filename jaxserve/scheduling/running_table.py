@@ -13,10 +13,9 @@ import numpy as np
 
 from jaxserve.config import MAX_PROPOSALS
 from jaxserve.limits import MAX_STOP_TOKENS
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.block_manager import Windows, chunk_of
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
-from jaxserve.scheduling.step_plan import Rows
-from jaxserve.scheduling.windows import Windows, chunk_of
+from jaxserve.scheduling.step_plan import Rows, Sampler
 from jaxserve.types import NO_PENALTY_ROW
 
 NO_STOP = np.iinfo(np.int32).max

@@ -29,11 +29,9 @@ import numpy as np
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
-from jaxserve.scheduling.copy_on_write import common_prefix, shared_pages, unshare
-from jaxserve.scheduling.micro_batches import MicroBatches
 from jaxserve.scheduling.page_loads import PageLoads
-from jaxserve.scheduling.prefixes import Prefixes, uncached
-from jaxserve.scheduling.row_choice import NewcomersShare, TokenBudget, choose_rows
+from jaxserve.scheduling.prefixes import Prefixes, common_prefix, shared_pages, uncached, unshare
+from jaxserve.scheduling.row_choice import MicroBatches, NewcomersShare, TokenBudget, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, StepPlan

@@ -1,14 +1,38 @@
-"""A step as the scheduler plans it, and the updates that result from it."""
+"""A step as the scheduler plans it: its rows, what they need of the sampler, and the updates that result from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.types import SequenceUpdate, StepOutput
+from jaxserve.types import SamplingParams, SequenceUpdate, StepOutput, TokenLogprob
+
+
+class Sampler(IntEnum):
+    """What a compiled step can do for its rows. Each kind also does what the kinds before it do, with equal results."""
+
+    NONE = -1  # samples nothing and computes no logits
+    GREEDY = 0  # the most likely token
+    PLAIN = 1  # samples at a temperature
+    FILTERED = 2  # top-k, top-p and min-p
+    FULL = 3  # penalties, bias, min_tokens and log-probabilities
+    ANY = 4  # all of these, chosen at run time
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Sampler:
+        """The least capable kind for these parameters. Sequences with a mask are left to `steps.sample_deferred`."""
+        if params.has_mask:
+            return cls.GREEDY
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:
+            return cls.FULL
+        if params.greedy:
+            return cls.GREEDY
+        return cls.FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else cls.PLAIN
 
 
 @dataclass(slots=True)
@@ -110,3 +134,23 @@ class DetailedUpdate(NamedTuple):
     seq: Sequence
     row: int  # index among the rows that were committed
     is_first: bool
+
+
+def read_scores(row: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """One row of `Sampled.scores`, with `count` alternatives."""
+    return read_rows(row[None], [token], count)[0]
+
+
+def read_rows(rows: np.ndarray, tokens: list[int], count: int, accepted: int = 0) -> list[TokenLogprob]:
+    """Rows of `Sampled.scores`, int32 [tokens or more, SCORE_WORDS], with `count` alternatives each. The first
+    `accepted` tokens were proposals."""
+    rows = rows[: len(tokens)]
+    chosen = rows[:, :1].view(np.float32)[:, 0].tolist()
+    proposed = [i < accepted for i in range(len(tokens))]
+    ranks = rows[:, 1].tolist()
+    ids = rows[:, 2 : 2 + count].tolist()
+    values = rows[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].view(np.float32).tolist()
+    return [
+        TokenLogprob(token, logprob, rank, [pair for pair in zip(top, logprobs, strict=True) if pair[0] >= 0], kept)
+        for token, logprob, rank, top, logprobs, kept in zip(tokens, chosen, ranks, ids, values, proposed, strict=True)
+    ]

@@ -18,9 +18,8 @@ from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
-from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import Sampler, StepPlan
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import CONTEXT, REPEATS, Curve
 from jaxserve.types import SamplingParams

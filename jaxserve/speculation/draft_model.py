@@ -23,9 +23,8 @@ from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
-from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.step_plan import Rows, StepPlan
+from jaxserve.scheduling.step_plan import Rows, Sampler, StepPlan
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import Curve, decode_seconds
 from jaxserve.types import SamplingParams

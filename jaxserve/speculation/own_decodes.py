@@ -20,11 +20,10 @@ from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verifying import VerifyingRunner
 from jaxserve.scheduling.running_table import RunningTable
-from jaxserve.scheduling.sampler import Sampler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
-from jaxserve.scheduling.step_plan import Rows, StepPlan
+from jaxserve.scheduling.step_plan import Rows, Sampler, StepPlan
 from jaxserve.speculation.step_times import CONTEXT, REPEATS, least_seconds
 from jaxserve.types import SamplingParams
 

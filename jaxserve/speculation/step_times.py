@@ -13,7 +13,7 @@ from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 from jaxserve.types import SamplingParams
 
 CONTEXT = 512  # tokens before those of a step, which attention reads

@@ -6,21 +6,22 @@ long to import, so it is imported when the first tokenizer is loaded.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import os
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from jaxserve.text.byte_alphabet import byte_level_alphabet
 from jaxserve.text.generation_defaults import GenerationDefaults, generation_defaults
-from jaxserve.text.time_limit import OutOfTimeError, within_time
+from jaxserve.text.tokenizer_files import byte_level_alphabet
 from jaxserve.types import InvalidRequestError, SamplingParams
 
 # Parameters that rendering sets itself, so clients cannot use them as the template's variables.
@@ -349,3 +350,32 @@ def token_strings(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
         except UnicodeDecodeError:
             strings.append("bytes:" + "".join(f"\\x{value:02x}" for value in data))
     return strings
+
+
+T = TypeVar("T")
+
+
+class OutOfTimeError(BaseException):
+    """Raised inside a thread whose work took too long; a BaseException, so that no `except Exception` catches it."""
+
+
+def within_time(work: Callable[[], T], seconds: float) -> T:
+    """Calls `work`, and raises OutOfTimeError in this thread, between two bytecodes, after `seconds`."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
+    finished = False
+
+    def interrupt() -> None:
+        with lock:
+            if not finished:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(OutOfTimeError))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        return work()
+    finally:
+        timer.cancel()
+        with lock:  # from here on the timer cannot fire
+            finished = True

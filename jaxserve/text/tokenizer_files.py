@@ -24,7 +24,6 @@ from tokenizers import models
 from jaxserve.checkpoints.files import read_bytes, read_json, read_text
 from jaxserve.checkpoints.gguf import known_gguf
 from jaxserve.checkpoints.hub import BUNDLE
-from jaxserve.text.byte_alphabet import byte_level_alphabet
 from jaxserve.text.gguf_tokenizer import CONTROL, UNKNOWN, USER_DEFINED, make_tokenizer
 
 READABLE = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "tokenizer.model")
@@ -328,3 +327,11 @@ def _merges(tokens: list[str]) -> Iterator[tuple[str, str]]:
         for cut in range(1, len(token)):
             if token[:cut] in known and token[cut:] in known:
                 yield token[:cut], token[cut:]
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte: visible Latin-1 stands for itself, and U+0100, U+0101, … for the other bytes in order."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(value): value for value in visible}
+    hidden = [value for value in range(256) if value not in set(visible)]
+    return alphabet | {chr(0x100 + i): value for i, value in enumerate(hidden)}

@@ -1,0 +1,1 @@
+"""Products with the matrices of adapters, with a file for each backend."""

@@ -16,10 +16,9 @@ from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Frame, Functions, Thoughts, answer_grammar
 from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
-from jaxserve.server.chat.histories import complete, for_template, template_variables
+from jaxserve.server.chat.histories import complete, for_template, in_turns, template_variables
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
-from jaxserve.server.chat.turns import in_turns
 from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.reasoning import Splitter, ends_inside, qwen3

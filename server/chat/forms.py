@@ -8,7 +8,7 @@ from types import ModuleType
 
 import msgspec
 
-from jaxserve.grammars.json_schema import WHITESPACE
+from jaxserve.grammars.grammar import WHITESPACE
 from jaxserve.server.tools import messages
 from jaxserve.server.tools.choice import Mode, Tool
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted

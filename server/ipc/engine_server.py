@@ -14,16 +14,19 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from jaxserve.adapters.registry import AdapterError, Registry, ServedAdapter
 from jaxserve.checkpoints.files import clipped
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
-from jaxserve.server.ipc.adapter_changes import AdapterChange, AdapterRead, change_adapters
 from jaxserve.server.ipc.connected_front import ConnectedFront
 from jaxserve.server.ipc.weight_changes import UpdateChecked, WeightChange, WeightChanges
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
@@ -61,6 +64,43 @@ class EngineLike(Protocol):
     def profile(self, steps: int) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     def pool(self) -> PoolSnapshot: ...
+
+
+@dataclass
+class AdapterRead:
+    """A thread has read the files of an adapter, or could not."""
+
+    asked: messages.LoadAdapter
+    future: Future[Any]
+
+    @property
+    def ticket(self) -> int:
+        return self.asked.ticket
+
+
+AdapterChange = messages.LoadAdapter | messages.UnloadAdapter | AdapterRead
+
+
+def change_adapters(
+    engine: Any, message: AdapterChange, then: Callable[[AdapterRead], object]
+) -> list[ServedAdapter] | None:
+    """Returns all adapters that are served after the change; None if files are to be read first, after which a thread
+    calls `then`. Raises ValueError or OSError for an adapter that cannot be loaded or unloaded."""
+    adapters = getattr(engine, "adapters", None)
+    if adapters is None:
+        raise AdapterError("the engine serves no adapters")
+    registry: Registry = adapters.registry
+    if isinstance(message, messages.UnloadAdapter):
+        registry.remove(message.name)
+        return registry.served
+    asked = message.asked if isinstance(message, AdapterRead) else message
+    if registry.find(asked.name) is not None and not asked.replaces:
+        raise AdapterError(f"there is an adapter {asked.name!r} already; unload it, or give load_inplace")
+    if isinstance(message, AdapterRead):
+        registry.add(message.future.result(), asked.path, asked.parent)
+        return registry.served
+    registry.read(asked.name, asked.path).add_done_callback(lambda future: then(AdapterRead(asked, future)))
+    return None
 
 
 Message = messages.FrontMessage | AdapterRead | UpdateChecked

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import codecs
 import dataclasses
+import os
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,6 @@ from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.app import build_app
-from jaxserve.server.process.batch_output import BatchOutput
 from jaxserve.server.process.engine_process import EngineProcess
 from jaxserve.server.process.fingerprint import fingerprint
 from jaxserve.server.process.supervisor import Supervisor
@@ -271,3 +272,40 @@ async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
 
     await app(scope, receive, send)
     return status, b"".join(parts)
+
+
+class BatchOutput:
+    """Appends to an unbuffered file in its own thread, so that the event loop never waits for the disk. Lines that come
+    during a write go into the next one together."""
+
+    def __init__(self, file: FileIO):
+        self._file = file
+        self._lines: list[bytes] = []
+        self._thread = ThreadPoolExecutor(1, "batch-output")
+        self._turn = asyncio.Lock()
+        self._error: str | None = None
+
+    async def append(self, line: bytes) -> None:
+        """Returns when the line is on the disk. Raises OSError if writing fails, for example because the disk is full;
+        the file may then end in a part of a line."""
+        self._lines.append(line)
+        async with self._turn:
+            if self._lines and self._error is None:  # otherwise the write before this one has included the line
+                lines = self._lines
+                self._lines = []
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"".join(lines))
+                except OSError as error:
+                    self._error = str(error)
+            if self._error is not None:  # the file may end in a part of a line, which nothing may follow
+                raise OSError(self._error)
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Waits for the current write to end."""
+        self._thread.shutdown()

@@ -1,0 +1,1 @@
+"""Bodies of requests as types, which decode, check and describe them."""

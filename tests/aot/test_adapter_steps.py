@@ -12,7 +12,7 @@ from jaxserve.devices.launches import count, describe
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import PoolSizes
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 

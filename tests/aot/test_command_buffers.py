@@ -22,7 +22,7 @@ from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import PoolSizes
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 from jaxserve.pallas_kernels import triton_compat

@@ -6,7 +6,7 @@ from test_launches import SHAPES
 from test_steps import make_runner
 
 from jaxserve.devices.launches import count, describe
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 GEMMA3_27B = {
     "architectures": ["Gemma3ForCausalLM"], "hidden_size": 5376, "intermediate_size": 21504, "num_key_value_heads": 16,

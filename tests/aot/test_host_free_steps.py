@@ -20,7 +20,7 @@ from jaxserve.devices.mesh import replicated
 from jaxserve.execution.programs import LENGTHS, StepProgram
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 ROWS = 64
 VOCAB = 128256

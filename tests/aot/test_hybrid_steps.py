@@ -11,7 +11,7 @@ from test_steps import make_runner
 from jaxserve.execution.kv_cache import STATE_COPIES
 from jaxserve.execution.signatures import Upkeep
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -13,7 +13,7 @@ from test_steps import make_runner
 from jaxserve.devices.launches import Count, count, describe
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 SHAPES = {
     "decode": StepShape.of(64, 64, 16, decode_only=True),

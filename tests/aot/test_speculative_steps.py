@@ -22,7 +22,7 @@ from jaxserve.models.drafter import Drafter, DraftSpec
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import make_decoder
 from jaxserve.models.weights import abstract_params
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 ROWS = 64
 PROPOSALS = 4

@@ -22,7 +22,7 @@ from jaxserve.execution.memory import stored_bytes
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.streaming_runner import BEGIN, HostLayer, StreamingRunner
 from jaxserve.models.stages import Part
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 LLAMA_70B = {
     "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,

@@ -11,7 +11,7 @@ from test_steps import make_runner
 from jaxserve.devices.targets import GPUS
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 STEPS = StepShape.of(64, 64, 16, decode_only=True), StepShape.of(1152, 64, 16, decode_only=False)
 

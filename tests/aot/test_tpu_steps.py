@@ -11,7 +11,7 @@ import pytest
 from test_steps import cache_copies, make_runner
 
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 LAYERS = 2
 CONTEXT = 131_072

@@ -21,11 +21,10 @@ from jaxserve.execution.sampling import SCORE_WORDS
 from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.limits import MAX_LOGPROBS
-from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.block_manager import BlockManager, Chunk
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, child_seed
 from jaxserve.scheduling.step_plan import Rows, StepPlan
-from jaxserve.scheduling.windows import Chunk
 
 VOCAB = 6
 PIECES = 3  # calls in which an adapter is uploaded

@@ -15,15 +15,13 @@ from jaxserve.engine.adapter_places import Adapters
 from jaxserve.engine.page_copies import PageCopies
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams
-from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots, most_pages
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
-from jaxserve.scheduling.state_snapshots import StateSnapshots
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.waiting import expected_tokens
-from jaxserve.scheduling.windows import most_pages
 from jaxserve.types import Request, SamplingParams
 
 TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call

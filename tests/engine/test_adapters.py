@@ -12,7 +12,7 @@ import pytest
 from engines import Completion, generate, make_engine, request
 
 from jaxserve.adapters.adapter import Adapter, load_adapter
-from jaxserve.engine import dispatching
+from jaxserve.engine import in_flight
 from jaxserve.execution import commands
 from jaxserve.execution.slots import encode_slot
 from jaxserve.models.layers import Linear
@@ -47,7 +47,7 @@ def adapted_engine(folder, monkeypatch, places: int, **options):
     def encode(slot, params, seed, *rest):
         return encode_slot(slot, params, seed, *rest[:4], adapter=(params.seed or 0) - 1)
 
-    monkeypatch.setattr(dispatching, "encode_slot", encode)
+    monkeypatch.setattr(in_flight, "encode_slot", encode)
     options = {"max_loras": places, "max_lora_rank": RANK, "prefix_caching": False, **options}
     return make_engine(folder, enable_lora=True, **options)
 

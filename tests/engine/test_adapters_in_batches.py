@@ -10,7 +10,7 @@ from adapter_folders import MODULES, save_adapter
 from draft_heads import write_eagle
 from engines import drain, generate, make_engine, request
 
-from jaxserve.engine import dispatching
+from jaxserve.engine import in_flight
 from jaxserve.engine.engine import Engine
 from jaxserve.types import Grammar, InvalidRequestError, Request
 
@@ -111,7 +111,7 @@ def test_company_changes_nothing(engine, crowd, alone):
 
 def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
     """Also where the devices lose the adapters."""
-    original = dispatching.encode_slot
+    original = in_flight.encode_slot
     restore = engine.runner.restore
 
     def poisoned(slot, params, *rest):
@@ -125,7 +125,7 @@ def test_a_step_that_fails(engine, crowd, alone, monkeypatch):
             for call in engine.runner.adapter_uploads(place, None):
                 call()
 
-    monkeypatch.setattr(dispatching, "encode_slot", poisoned)
+    monkeypatch.setattr(in_flight, "encode_slot", poisoned)
     monkeypatch.setattr(engine.runner, "restore", losing)
     bad = adapted(engine, request("bad", [11, 12], max_tokens=4, top_k=13), "a3")
     results = together(engine, crowd, bad)

@@ -6,7 +6,7 @@ import pytest
 from jaxserve.execution.cache_kinds import KeysAndValues
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.layer_groups import LayerGroups
-from jaxserve.scheduling.windows import most_pages
+from jaxserve.scheduling.block_manager import most_pages
 
 
 def alternating(windowed: int, window: int, layers: int) -> list[int | None]:

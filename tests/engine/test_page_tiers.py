@@ -10,9 +10,9 @@ from null_device import VOCAB
 from simulation import TOKENS_PER_CALL, Simulation
 
 from jaxserve.scheduling import block_manager
+from jaxserve.scheduling.block_manager import Chunk
 from jaxserve.scheduling.page_loads import PageLoads
 from jaxserve.scheduling.page_tiers import PageTiers
-from jaxserve.scheduling.windows import Chunk
 from jaxserve.types import InvalidRequestError
 
 pytestmark = pytest.mark.compiles

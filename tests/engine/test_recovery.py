@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from engines import Completion, drain, make_engine, request
 
-from jaxserve.engine import dispatching
 from jaxserve.engine import engine as engine_module
+from jaxserve.engine import in_flight
 from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recovery import UNEXPLAINED
@@ -143,7 +143,7 @@ def poison_matcher(monkeypatch, at):
 def poison_parameter(monkeypatch, at):
     """A parameter raises when it is to be sent to the devices."""
     is_poisoned = lambda slot, params, *rest: params.top_k == 13  # noqa: E731
-    monkeypatch.setattr(dispatching, "encode_slot", raising(dispatching.encode_slot, is_poisoned))
+    monkeypatch.setattr(in_flight, "encode_slot", raising(in_flight.encode_slot, is_poisoned))
     return bad(top_k=13, temperature=0.5)
 
 
@@ -197,7 +197,7 @@ def test_a_poisoned_request_fails_alone(engine, undisturbed, monkeypatch, poison
 @pytest.mark.slow
 def test_several_that_are_poisoned(engine, undisturbed, monkeypatch):
     is_poisoned = lambda slot, params, *rest: params.top_k == 13  # noqa: E731
-    monkeypatch.setattr(dispatching, "encode_slot", raising(dispatching.encode_slot, is_poisoned))
+    monkeypatch.setattr(in_flight, "encode_slot", raising(in_flight.encode_slot, is_poisoned))
     several = [request(f"bad-{i}", [11 + i], max_tokens=LENGTH, top_k=13) for i in range(3)]
     results, others = run(engine, *several)
     assert others == undisturbed

@@ -29,7 +29,7 @@ from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
 from jaxserve.pallas_kernels.selfcheck_draw import noise_of
 from jaxserve.pallas_kernels.types import DrawSettings
-from jaxserve.scheduling.logprobs import read_scores
+from jaxserve.scheduling.step_plan import read_scores
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
 
 pytestmark = pytest.mark.compiles

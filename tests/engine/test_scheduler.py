@@ -15,10 +15,10 @@ from simulation import TOKENS_PER_CALL, Simulation
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.step_buffer import split, step_shapes
 from jaxserve.scheduling import block_manager, sequence, waiting
+from jaxserve.scheduling.block_manager import Chunk
 from jaxserve.scheduling.row_choice import TokenBudget
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import StepPlan
-from jaxserve.scheduling.windows import Chunk
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
 # Random use

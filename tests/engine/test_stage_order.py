@@ -16,7 +16,7 @@ from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import SLOT_WORDS
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 
 SLOTS = 6
 NOTHING = SimpleNamespace(copy_to_host_async=lambda: None)

@@ -10,7 +10,7 @@ from engines import generate, make_engine, request
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.programs import LENGTHS, PLAIN_ROWS, StepPrograms
 from jaxserve.execution.step_buffer import step_shapes
-from jaxserve.scheduling.sampler import Sampler
+from jaxserve.scheduling.step_plan import Sampler
 from jaxserve.types import Grammar, SamplingParams
 
 pytestmark = pytest.mark.compiles

@@ -16,12 +16,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution import commands
 from jaxserve.hosts import channel, messages
 from jaxserve.hosts.environment import SECRET
-from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.greetings import Greetings, bind
 from jaxserve.hosts.identity import identity_of
+from jaxserve.hosts.messages import EVERY, HostError
 from jaxserve.hosts.other_host import OtherHost
-from jaxserve.hosts.token_digests import EVERY
 
 GOOD = "a secret of sixteen or more bytes"
 

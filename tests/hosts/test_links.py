@@ -23,11 +23,10 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.hosts import channel, messages, start_jax
 from jaxserve.hosts.channel import WrongSecretError
 from jaxserve.hosts.environment import SECRET, command_address, found_hosts, read_secret
-from jaxserve.hosts.errors import HostError
 from jaxserve.hosts.identity import difference, identity_of
+from jaxserve.hosts.messages import EVERY, HostError, TokenDigests
 from jaxserve.hosts.peer import Peer
 from jaxserve.hosts.start_jax import check_place, with_all_devices
-from jaxserve.hosts.token_digests import EVERY, TokenDigests
 
 GOOD = b"a secret of sixteen or more bytes"
 NO_LINES = "TRITON_DISABLE_LINE_INFO"

@@ -9,9 +9,8 @@ from jaxserve.commands.cli import main
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.plan import measuring
-from jaxserve.plan.pipeline_roofline import PipelineRoofline
 from jaxserve.plan.report import make_plan
-from jaxserve.plan.roofline import Constants, Roofline, prompt_seconds
+from jaxserve.plan.roofline import Constants, PipelineRoofline, Roofline, prompt_seconds
 from jaxserve.plan.stages import deployments
 from jaxserve.plan.traffic import Goal, simulate
 

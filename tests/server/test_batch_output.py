@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jaxserve.server.process.batch_output import BatchOutput
+from jaxserve.server.process.batch_files import BatchOutput
 
 
 def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):

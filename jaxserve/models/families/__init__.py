@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
+from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.weights import Names
 
 BARE = {"model.": ""}  # in files of a model without its head, as sentence-transformers writes them
 HEADLESS = ("Model", "ForSequenceClassification")  # architectures that end so have the decoder of ...ForCausalLM

@@ -16,8 +16,8 @@ from jaxserve.models.families.llama import (
 )
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
+from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig, Residual
-from jaxserve.models.weights import Names
 
 LAYER = "transformer.h.{i}"
 NAMES = {"embed.weight": "transformer.word_embeddings.weight", "head.weight": "lm_head.weight"} | named(
