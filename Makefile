@@ -68,11 +68,8 @@ lint: $(VENV)/installed-lint
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory types
 
-# mypy knows no mapped packages, so it gets a folder with links, in which they lie as they are imported.
 types: $(VENV)/installed-lint
-	rm -rf build/types && mkdir -p build/types/jaxserve
-	cd build/types/jaxserve && ln -s ../../../jaxserve/* ../../../server ../../../checkpoints ../../../pallas_kernels .
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+	$(BIN)/mypy
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,12 +17,6 @@ try:
     __version__ = version("jaxserve")
 except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
-
-# In a checkout, the packages `server`, `checkpoints` and `pallas_kernels` are folders beside this one. An installation
-# has them inside it (see `package-dir` in pyproject.toml).
-_ROOT = Path(__file__).resolve().parent.parent
-if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "pallas_kernels").is_dir():
-    __path__.append(str(_ROOT))
 
 _HOMES = {
     "LLM": "jaxserve.llm",

@@ -17,7 +17,12 @@ from jaxserve import entry
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-SOURCES = SETTINGS["package-dir"]  # package -> its folder
+SOURCES = {  # package -> its folder
+    "jaxserve": "jaxserve",
+    "jaxserve.checkpoints": "checkpoints",
+    "jaxserve.pallas_kernels": "pallas_kernels",
+    "jaxserve.server": "server",
+}
 DATA = (
     "checkpoints/demo/*",
     "checkpoints/demo-draft/*",
@@ -44,9 +49,14 @@ def data_files() -> set[str]:
     return {installed_path(path) for pattern in DATA for path in ROOT.glob(pattern) if path.is_file()}
 
 
-def test_every_folder_with_modules_is_a_listed_package():
-    folders = {path.rpartition("/")[0].replace("/", ".") for path in modules()}
-    assert folders == set(SETTINGS["packages"])
+def test_links_make_one_package_of_four_folders():
+    """A checkout imports, an editor finds and a wheel holds what the links in `jaxserve` lead to, and every folder with
+    modules has an `__init__`."""
+    for folder in set(SOURCES.values()) - {"jaxserve"}:
+        assert (ROOT / "jaxserve" / folder).readlink() == Path("..") / folder
+    folders = {path.rpartition("/")[0] for path in modules()}
+    assert len(folders) > 30
+    assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
 
 
 def test_every_other_file_is_package_data():
@@ -131,7 +141,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in SOURCES.values():
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
     if can_build_here():
         command.append("--no-build-isolation")  # else pip fetches setuptools

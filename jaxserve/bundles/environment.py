@@ -1,5 +1,5 @@
-"""What compiled programs and prepared weights depend on: the model's files, by their SHA-256, and the environment; and how
-two such environments differ."""
+"""What compiled programs and prepared weights depend on: the model's files, by their SHA-256, and the environment; and
+how two such environments differ."""
 
 from __future__ import annotations
 

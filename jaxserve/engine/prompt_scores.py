@@ -1,4 +1,4 @@
-"""What steps give for prompts: log-probabilities of their tokens, and pooled hidden states for embeddings and scores."""
+"""What steps give for prompts: log-probabilities of their tokens, pooled hidden states for embeddings and scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The deployments of Ray Serve: fronts, the replicas behind them, and how many replicas the load needs."""
+"""The deployments of Ray Serve: fronts, and the replicas behind them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build(settings: RaySettings) -> serve.Application:
             downscale_delay_s=settings.downscale_delay,
             look_back_period_s=settings.look_back,
             policy=AutoscalingPolicy(
-                policy_function="jaxserve.ray.application:LoadPolicy",
+                policy_function="jaxserve.ray.scaling:LoadPolicy",
                 policy_kwargs={
                     "target_requests": settings.target_requests,
                     "target_kv_usage": settings.target_kv_usage,
@@ -73,23 +73,3 @@ def deploy(settings: RaySettings, address: str, host: str, port: int) -> None:
         raise RuntimeError(f"no Ray cluster at {address!r} ({error}); `ray start --head` starts one") from None
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     serve.run(build(settings), name=settings.name, route_prefix=settings.route_prefix)
-
-
-KV_USAGE = "kv_usage"  # the metric that replicas report: the share of their KV pages in use
-
-
-class LoadPolicy:
-    """Wants enough replicas for both targets. Serve then applies bounds, delays and averages.
-
-    target_requests: mean number of requests of a replica, running and waiting.
-    target_kv_usage: mean share of KV pages in use. Pages that only hold cached prefixes do not count as used.
-    """
-
-    def __init__(self, target_requests: float, target_kv_usage: float):
-        self._target_requests = target_requests
-        self._target_kv_usage = target_kv_usage
-
-    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """The number of replicas wanted, and no state. `context`: ray.serve.config.AutoscalingContext."""
-        usage = sum((context.aggregated_metrics or {}).get(KV_USAGE, {}).values())
-        return max(context.total_num_requests / self._target_requests, usage / self._target_kv_usage), {}

@@ -1,11 +1,10 @@
-"""The front: reads requests, chooses replicas for them, and passes the answers on. It also adds up the
-replicas' metrics."""
+"""The front: reads requests, chooses replicas for them, and passes the answers on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from jaxserve.ray.merged_metrics import merged
 from jaxserve.ray.prefixes import prompt_blocks
 from jaxserve.ray.replica import Call, Head
 
@@ -164,23 +164,3 @@ def _error(status: int, message: str, path: str) -> Response:
         content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     headers = {"Retry-After": "1"} if status == 503 else {}
     return Response(msgspec.json.encode(content), status, headers=headers, media_type="application/json")
-
-
-def merged(texts: Mapping[str, str]) -> str:
-    """The metrics of all servers, each sample with its server's name as the label `replica`. `texts`: name -> text.
-
-    The format wants all samples of a metric together, below its HELP and TYPE.
-    """
-    families: dict[str, tuple[list[str], list[str]]] = {}  # metric -> its HELP and TYPE, its samples
-    for replica, text in texts.items():
-        samples: list[str] = []
-        for line in text.splitlines():
-            if line.startswith("#"):
-                about, samples = families.setdefault(line.split(" ", 3)[2], ([], []))
-                if line not in about:
-                    about.append(line)
-            else:
-                head, value = line.rsplit(" ", 1)
-                name, _, labels = head.removesuffix("}").partition("{")
-                samples.append(f'{name}{{replica="{replica}"{labels and ","}{labels}}} {value}')
-    return "".join(f"{line}\n" for about, samples in families.values() for line in (*about, *samples))

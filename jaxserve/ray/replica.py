@@ -17,8 +17,8 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from jaxserve.ray.application import KV_USAGE
 from jaxserve.ray.child import ServeProcess
+from jaxserve.ray.scaling import KV_USAGE
 from jaxserve.ray.settings import RaySettings
 
 _LOOK_SECONDS = 0.1  # between two looks whether the server is ready

@@ -13,7 +13,7 @@ sequence's list of pages holds the pages of its first block, one for each group 
 block, and so on.
 
 If the layers of a group see no further back than a window, sequences give up the group's pages before the window
-(`windows.first_needed`). The null page then takes their place in a sequence's list, and no kernel reads it.
+(`first_needed`). The null page then takes their place in a sequence's list, and no kernel reads it.
 
 A page that is shared, or in the prefix cache, is immutable. A sequence that needs to write to it gets a copy
 (`make_writable`).
@@ -33,7 +33,6 @@ from typing import Any, overload
 import numpy as np
 
 from jaxserve.scheduling.page_tiers import PageTiers, page_key
-
 
 # How far back the layers of a model see, and the pages that a sequence keeps for them.
 

@@ -1,5 +1,5 @@
-"""How sequences share pages (host side): cached pages that they start from, pages that they add to the prefix cache, and
-copies of shared pages that they are about to write to."""
+"""How sequences share pages (host side): cached pages that they start from, pages that they add to the prefix cache,
+and copies of shared pages that they are about to write to."""
 
 from __future__ import annotations
 

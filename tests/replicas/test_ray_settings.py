@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.commands.cli import main
-from jaxserve.ray.application import KV_USAGE, LoadPolicy
+from jaxserve.ray.scaling import KV_USAGE, LoadPolicy
 from jaxserve.ray.settings import read_settings, settings_of
 
 
