@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.checkpoints.formats.gguf_blocks import decode
 from jaxserve.checkpoints.gguf import TYPES, BlockType, StoredTensor
 from jaxserve.checkpoints.int4 import PackedInt4
-from jaxserve.checkpoints.mistral_native import in_halves
+from jaxserve.checkpoints.mistral_native import halves_of_pairs
 from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.pallas_kernels.types import QuantArray
@@ -77,7 +77,7 @@ class GGUFTensor(TensorInfo):
             return None
         if isinstance(rows, PackedInt4):
             return rows.with_rows(self._in_halves)
-        return in_halves(rows, self.head_dim)
+        return halves_of_pairs(rows, self.head_dim)
 
 
 @dataclass(frozen=True)

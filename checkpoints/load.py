@@ -112,7 +112,7 @@ def load_weights(
     reader: QuantReader | None = None,
     place: Placer = on_devices,
     as_stored: Collection[str] = (),
-    apart: bool = False,
+    keep_mixed: bool = False,
     place_stack: StackPlacer = stack_on_devices,
 ) -> dict[str, Any]:
     """Loads every weight of `abstract` (path -> shape, dtype, sharding) from its pieces.
@@ -133,7 +133,7 @@ def load_weights(
             one = member_of(target)
             members = (read_weight(member, tensors, one, reader, as_stored) for member in some.members)
             return jax.block_until_ready(place_stack(path, members, target))
-        host = read_weight(some, tensors, target, reader, as_stored, apart)
+        host = read_weight(some, tensors, target, reader, as_stored, keep_mixed)
         return jax.block_until_ready(place(path, host, target.sharding))  # then the host's copy can be freed
 
     bar = Progress("loading weights", sum(sizes.values()), shown=progress, in_bytes=True)
@@ -162,15 +162,15 @@ def read_weight(
     target: jax.ShapeDtypeStruct,
     reader: QuantReader | None,
     as_stored: Collection[str] = (),
-    apart: bool = False,
+    keep_mixed: bool = False,
 ) -> Host:
     """One weight on the host.
 
     If the types of all pieces are in `as_stored`, the weight is the rows of the file. Otherwise, if all pieces are
     quantized and have a common form, it is a QuantArray. Pieces without a common form, or whose common form is wider
-    than their own, stay apart in a MixedArray if `apart` is set. If none of this applies, the weight becomes floats. So
-    does every weight that is no matrix [out, in], such as the halves of kv_b, [heads, out, in], in latent attention.
-    """
+    than their own, stay apart in a MixedArray if `keep_mixed` is set. If none of this applies, the weight becomes
+    floats. So does every weight that is no matrix [out, in], such as the halves of kv_b, [heads, out, in], in latent
+    attention."""
     if reader is not None and len(target.shape) != 2:
         return _in_floats(pieces, [_value(piece, tensors, reader) for piece in pieces], target)
     stored = [isinstance(reader, RowReader) and reader.type_of(piece.name) in as_stored for piece in pieces]
@@ -181,12 +181,12 @@ def read_weight(
         for piece in pieces:
             _fill(host, piece, tensors[piece.name])
         return host
-    if isinstance(reader, RowReader) and apart and any(stored):
+    if isinstance(reader, RowReader) and keep_mixed and any(stored):
         some = [
             _rows_of(piece, reader) if kept else _value(piece, tensors, reader)
             for piece, kept in zip(pieces, stored, strict=True)
         ]
-        if (mixed := _apart(pieces, some, target)) is not None:
+        if (mixed := _mixed_of(pieces, some, target)) is not None:
             return mixed
     values = [_value(piece, tensors, reader) for piece in pieces]
     parts = [value for value in values if isinstance(value, QuantArray)]
@@ -195,7 +195,7 @@ def read_weight(
         return parts[0]
     alike = common_form(parts) if len(parts) == len(values) else None
     differ = bool(parts) and (alike is None or widens(parts, alike))
-    if apart and differ and (mixed := _apart(pieces, values, target)) is not None:
+    if keep_mixed and differ and (mixed := _mixed_of(pieces, values, target)) is not None:
         return mixed
     if alike is not None:
         return _join(pieces, alike, target.shape)
@@ -214,7 +214,7 @@ def _in_floats(
     return host
 
 
-def _apart(
+def _mixed_of(
     pieces: list[Piece], values: Sequence[np.ndarray | QuantArray | StoredRows], target: jax.ShapeDtypeStruct
 ) -> MixedArray | None:
     """The weight made of pieces with different forms; None if some row of the weight is in none of them."""

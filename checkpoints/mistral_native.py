@@ -65,10 +65,10 @@ class PairedRows(TensorInfo):
         return self.head_dim
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        return in_halves(super()._read(first, count).reshape(-1, self.shape[1]), self.head_dim).reshape(-1)
+        return halves_of_pairs(super()._read(first, count).reshape(-1, self.shape[1]), self.head_dim).reshape(-1)
 
 
-def in_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
+def halves_of_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows of whole heads [n, ...] in pairs -> for each head the first rows of all pairs, then the second ones."""
     paired = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)

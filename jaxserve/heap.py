@@ -17,7 +17,7 @@ _MAPPING = re.compile(
 _CHANGED = re.compile(r"^(?:Anonymous|Swap): +[1-9]", re.MULTILINE)
 
 
-def settle() -> None:
+def freeze() -> None:
     """Called once after start-up: collects garbage, then returns freed memory and the libraries' pages. Objects that
     are alive now stay for good, so `freeze` exempts them from later, slow collections."""
     gc.collect()

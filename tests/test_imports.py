@@ -158,7 +158,8 @@ def test_scheduling_needs_no_jax():
 
 
 def test_axes_of_the_mesh_have_names():
-    """How many parts a weight has is asked of its axis (`devices.mesh.ways`): not all devices need to share it."""
+    """How many parts a weight has is asked of its axis (`devices.mesh.num_shards`): not all devices need to share
+    it."""
     asked = [str(path) for path in MODULES.values() if "mesh.size" in (ROOT / path).read_text()]
     assert asked == ["jaxserve/devices/mesh.py"]
 

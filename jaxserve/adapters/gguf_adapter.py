@@ -20,7 +20,7 @@ from jaxserve.checkpoints.files import shown
 from jaxserve.checkpoints.gguf import HEADER_ONLY, GGUFFile, StoredTensor, read_gguf
 from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES, HF_TOP, ROLES, TOP, Architecture
 from jaxserve.checkpoints.gguf_tensor import GGUFTensor
-from jaxserve.checkpoints.mistral_native import in_halves
+from jaxserve.checkpoints.mistral_native import halves_of_pairs
 from jaxserve.config import ConfigError
 from jaxserve.models.changeable import Changeable, LowRank
 
@@ -96,7 +96,7 @@ def _matrices(
         return {name: (np.ascontiguousarray(up.T), down)}
     if "{e}" in name:
         return dict(zip(names, zip(down, up, strict=True), strict=True))
-    return {name: (down, in_halves(up, changeable.head_dim) if paired else up)}
+    return {name: (down, halves_of_pairs(up, changeable.head_dim) if paired else up)}
 
 
 def _floats(stored: StoredTensor) -> np.ndarray:

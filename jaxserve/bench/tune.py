@@ -26,7 +26,7 @@ from jaxserve.bench import timing
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, first_result, largest_error
 from jaxserve.bench.kernel_shapes import cases
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import ways as parts_of
+from jaxserve.devices.mesh import num_shards
 from jaxserve.devices.targets import rates
 from jaxserve.engine.kernel_timing import name_of, problems_of, weights_of
 from jaxserve.engine.model_plan import ModelPlan
@@ -287,8 +287,8 @@ def attention_of(plan: ModelPlan) -> dict[AttentionProblem, None]:
     """The attention of a model on one device, if it is that of keys and values."""
     mesh = plan.mesh
     page = plan.one_page
-    shares = parts_of(mesh, "cached_tokens")
-    devices = parts_of(mesh, "kv_heads")
+    shares = num_shards(mesh, "cached_tokens")
+    devices = num_shards(mesh, "kv_heads")
     device = Device.of(mesh.devices.flat[0])
     sizes = plan.dtype, np.dtype(page.dtype), page.page_size // shares
     problem = attention_problem(plan.model, plan.decoder.kv_heads, devices, device, *sizes)

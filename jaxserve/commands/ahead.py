@@ -126,7 +126,7 @@ def _weights(config: EngineConfig, plan: ModelPlan, forms: Any) -> Any:
             dequantize=config.dequantize,
             ignored_keys=config.ignore_config_keys,
             blocks=keeps_blocks(plan.mesh),
-            apart=True,
+            keep_mixed=True,
             rounding=rounding,
         )
     made = _shuffled(params, forms, mesh)

@@ -19,7 +19,7 @@ AXES = ("data", "expert_data", "stage", "expert", "tensor", "sequence")
 
 MeshAxes = str | tuple[str, ...] | None  # the axes of a mesh that split an axis of an array; None: it is not split
 GROUPS = ("data", "expert_data")  # groups of devices with sequences of their own lie along one of these
-EVERYONE = ("expert", "tensor", "sequence")  # the devices of a group
+MODEL_AXES = ("expert", "tensor", "sequence")  # the devices of a group
 
 # Logical axis of a weight or an activation -> axes of the mesh. The devices of a group share heads, dense MLPs and the
 # vocabulary; other groups have copies. All devices of all groups share the experts: each has some of them, if the axes
@@ -28,11 +28,11 @@ EVERYONE = ("expert", "tensor", "sequence")  # the devices of a group
 RULES: dict[str | None, MeshAxes] = {
     None: None,
     "embed": None,
-    "vocab": EVERYONE,
-    "kv_heads": EVERYONE,
+    "vocab": MODEL_AXES,
+    "kv_heads": MODEL_AXES,
     "cached_heads": ("expert", "tensor"),
     "cached_tokens": "sequence",
-    "mlp": EVERYONE,
+    "mlp": MODEL_AXES,
     "expert": ("expert_data", "expert"),
     "expert_mlp": ("data", "tensor", "sequence"),
 }
@@ -110,7 +110,7 @@ def on_one_cpu(mesh: Mesh) -> bool:
     return not is_split(mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def ways(mesh: Mesh, logical: str) -> int:
+def num_shards(mesh: Mesh, logical: str) -> int:
     """Into how many parts a logical axis is split."""
     return num_parts(mesh, RULES[logical])
 
@@ -154,7 +154,7 @@ def for_each_group(function: Callable, mesh: Mesh, arguments: tuple) -> Callable
 
 def within_group(axes: PartitionSpec) -> PartitionSpec:
     """How the devices of a group share the group's part of an array."""
-    return _along(EVERYONE, axes)
+    return _along(MODEL_AXES, axes)
 
 
 def _along(wanted: tuple[str, ...], axes: PartitionSpec) -> PartitionSpec:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.devices.mesh import (
-    EVERYONE,
     GROUPS,
+    MODEL_AXES,
     RULES,
     MeshAxes,
     num_groups,
@@ -170,7 +170,7 @@ def experts_sharded(
         y = y.astype(x.dtype)
         if groups > 1:
             y = jax.lax.psum_scatter(y, GROUPS, tiled=True)
-        return total(y, EVERYONE)
+        return total(y, MODEL_AXES)
 
     def specs(weight: Any, *logical: str) -> Any:
         of_plain = spec(*logical)

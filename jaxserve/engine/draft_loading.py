@@ -12,7 +12,7 @@ import jax
 
 from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import replicated, to_devices, ways
+from jaxserve.devices.mesh import num_shards, replicated, to_devices
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized
 from jaxserve.execution.cache_kinds import cache_kind
@@ -88,7 +88,7 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     if files.ids is not None:
         params["ids"] = to_devices(files.ids, replicated(mesh))
     platform = mesh.devices.flat[0].platform
-    kind = cache_kind(drafter.config, drafter.kv_heads, layout.dtype, platform, ways(mesh, "cached_tokens"))
+    kind = cache_kind(drafter.config, drafter.kv_heads, layout.dtype, platform, num_shards(mesh, "cached_tokens"))
     log.info("loaded the draft head of %s in %.1f s", given.model or config.model, time.perf_counter() - start)
     return drafter, params, replace(target, one_page=replace(layout, draft=kind))
 

@@ -174,7 +174,7 @@ class Engine:
         hits = self.programs.cache_hits
         log.info("compiled %d executables in %.1f s, %d from the cache", self.runner.num_executables, seconds, hits)
         gguf.forget()
-        heap.settle()
+        heap.freeze()
         gc.set_threshold(max(gc.get_threshold()[0], GARBAGE), *gc.get_threshold()[1:])
 
     # Requests
@@ -321,7 +321,7 @@ class Engine:
         """How many tokens a row may sample in the next call."""
         scheduler = self.scheduler
         running = self.scheduler.running
-        lengths = self.runner.programs.lengths(self.shapes, running.most_in_a_group, running.lineup.sampler)
+        lengths = self.runner.programs.lengths(self.shapes, running.most_in_a_group, running.batch.sampler)
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
 
@@ -350,7 +350,7 @@ class Engine:
             copies = []
             updates = updates[:, :0]
             sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
-            sent.send_for_results(scores=running.lineup.sampler is Sampler.FULL)
+            sent.send_for_results(scores=running.batch.sampler is Sampler.FULL)
             if hidden is not None and self.pooler is not None:
                 hidden.copy_to_host_async()
                 sent.pooled = PooledRows(batch.rows, hidden)

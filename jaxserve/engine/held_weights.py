@@ -40,7 +40,7 @@ Source = str | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
-class Aside:
+class HostCopy:
     """The parts of an array that this process's devices have, in host memory."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Aside:
     parts: dict[Any, np.ndarray]  # by their place in the array; what several devices have is here once
 
     @classmethod
-    def of(cls, x: jax.Array) -> Aside:
+    def of(cls, x: jax.Array) -> HostCopy:
         of_devices = {_key(shard.index): shard for shard in x.addressable_shards}
         return cls(x.shape, place_of(x), {key: _copied(shard.data) for key, shard in of_devices.items()})
 
@@ -82,7 +82,7 @@ class HeldWeights(commands.Commanded):
         self._draft = draft
         self._runners = [*runners] if draft is None else [*runners, draft]
         self._forms = [_forms(one.weights) for one in self._runners]
-        self._kept: list[list[Aside | jax.Array]] = []  # for each runner, while the engine sleeps
+        self._kept: list[list[HostCopy | jax.Array]] = []  # for each runner, while the engine sleeps
         self._new: list[list[jax.Array]] = []  # for each runner, between `read` and `take`
 
     @property
@@ -101,7 +101,7 @@ class HeldWeights(commands.Commanded):
         and are freed at level 2."""
         self.tell(commands.KeepWeights, level)
         arrays = [one.weights if level == 1 else one.pool_arrays for one in self._runners]
-        self._kept = [[x if _is_on_host(x) else Aside.of(x) for x in some] for some in arrays]
+        self._kept = [[x if _is_on_host(x) else HostCopy.of(x) for x in some] for some in arrays]
         if level == 2:
             for x in filter(_is_on_host, [x for one in self._runners for x in one.weights]):
                 x.delete()
@@ -240,8 +240,8 @@ def _is_on_host(x: jax.Array) -> bool:
     return x.sharding.memory_kind == HOST
 
 
-def _back(kept: list[Aside | jax.Array]) -> list[jax.Array]:
-    return [x.back() if isinstance(x, Aside) else x for x in kept]
+def _back(kept: list[HostCopy | jax.Array]) -> list[jax.Array]:
+    return [x.back() if isinstance(x, HostCopy) else x for x in kept]
 
 
 def _forms(arrays: list[jax.Array]) -> list[Any]:

@@ -38,7 +38,7 @@ class Deferred:
     @classmethod
     def of(cls, rows: Rows, running: RunningTable) -> Deferred | None:
         """The deferred draws of a batch; None if it has none."""
-        if not running.lineup.any_masked:
+        if not running.batch.any_masked:
             return None
         count = np.where(running.masked[rows.slot], rows.num_new, 0)
         row = np.repeat(np.arange(len(rows)), count)
@@ -162,7 +162,7 @@ def complete(
     return update
 
 
-# What dispatching a step takes: the slots of newcomers, and the programs of batches.
+# What dispatching a step takes: the slots of new requests, and the programs of batches.
 
 
 def fill_slots(
@@ -192,8 +192,8 @@ def batches_of(
 def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) -> StepProgram:
     """The least capable program that serves a batch's rows."""
     rows = batch.rows
-    sampler = running.lineup.sampler
-    if rows.seqs is not running.lineup.seqs:  # the lineup's sampler may do more than these rows need
+    sampler = running.batch.sampler
+    if rows.seqs is not running.batch.seqs:  # the running batch's sampler may do more than these rows need
         sampler = Sampler((running.sampler[rows.slot] * (rows.num_new > 0)).max())
     if not rows.only_decodes and rows.checks.any():
         return programs.choose_checking(batch.shape, sampler)

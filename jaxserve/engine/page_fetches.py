@@ -1,8 +1,9 @@
 """Pages that prefill servers compute for this decode server: which prompts, whom to ask, and what to do if it fails.
 
-A newcomer with a long prompt that is not cached here is held, and a prefill server is asked for its pages. They come to
-the host's memory as they are computed, and the newcomer then finds them like pages that were evicted here. If they do
-not come, for whatever reason, it is let in all the same, uses those that have come, and the rest is computed here.
+A new request with a long prompt that is not cached here is held, and a prefill server is asked for its pages. They come
+to the host's memory as they are computed, and the new request then finds them like pages that were evicted here. If
+they do not come, for whatever reason, it is let in all the same, uses those that have come, and the rest is computed
+here.
 
 The engine's thread calls everything here. It waits for no connection.
 """
@@ -35,7 +36,7 @@ SLACK = 4  # requests by which a prefill server may have more than its share, fo
 
 @dataclass(eq=False)
 class _Fetch:
-    """A newcomer's pages. `wanted` and `keys`: as in `Transfer`. `server`: whom they are asked of."""
+    """A new request's pages. `wanted` and `keys`: as in `Transfer`. `server`: whom they are asked of."""
 
     seq: Sequence
     wanted: np.ndarray
@@ -115,7 +116,7 @@ class PageFetches:
     # Before a step
 
     def before_step(self, scheduler: Scheduler, *, busy: bool) -> None:
-        """Takes what has arrived, and lets newcomers in. Waits a little if there is nothing else to do."""
+        """Takes what has arrived, and lets new requests in. Waits a little if there is nothing else to do."""
         if not self.active:
             return
         if not busy and not scheduler.waiting:

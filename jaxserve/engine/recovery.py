@@ -28,7 +28,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams, Group
-from jaxserve.scheduling.running_table import Lineup
+from jaxserve.scheduling.running_table import RunningBatch
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status
 from jaxserve.scheduling.stats import EngineStats
@@ -60,7 +60,7 @@ class Steps(Protocol):
     def abort(self, request_id: str, index: int | None = None) -> None: ...
 
 
-class Selected(Waiting):
+class SuspectQueue(Waiting):
     """A queue that serves only some requests, strictly in their order. It holds the others until it is opened."""
 
     def __init__(self, request_ids: Container[str], adapters: AdapterPool | None):
@@ -99,15 +99,15 @@ class Selected(Waiting):
 class _Before:
     """The state before a commit."""
 
-    lineup: Lineup
-    known_of_lineup: np.ndarray  # int32 [sequences]
+    batch: RunningBatch
+    known_of_batch: np.ndarray  # int32 [sequences]
     displaced: dict[Sequence, int]  # tokens of sequences without a slot that the commit may add to
     groups: dict[str, Group]
 
     @property
     def known(self) -> dict[Sequence, int]:
         """The number of tokens of each sequence that the commit may add to."""
-        return dict(zip(self.lineup.seqs, self.known_of_lineup.tolist(), strict=True)) | self.displaced
+        return dict(zip(self.batch.seqs, self.known_of_batch.tolist(), strict=True)) | self.displaced
 
 
 class Recovery:
@@ -148,8 +148,8 @@ class Recovery:
             for i in np.flatnonzero(~running.holds(batch.rows)).tolist():
                 if (seq := batch.rows.seqs[i]).status is Status.WAITING:
                     displaced[seq] = len(seq.tokens)
-        lineup = running.lineup
-        self._before = _Before(lineup, running.known[lineup.slot], displaced, self._engine.beams.groups)
+        running_batch = running.batch
+        self._before = _Before(running_batch, running.known[running_batch.slot], displaced, self._engine.beams.groups)
         yield
         self._before = None
 
@@ -196,15 +196,15 @@ class Recovery:
             waiting = waiting[: running.num_slots - len(running)]
         in_flight = [seq for step in engine.in_flight for batch in step.batches for seq in batch.rows.seqs]
         known = self._before.known if self._before is not None else {}
-        everyone = sorted({*running, *in_flight, *waiting, *known}, key=lambda seq: seq.order)
-        here = {seq.request_id for seq in scheduler.everyone} | {seq.request_id for seq in known}
-        return list(dict.fromkeys(seq.request_id for seq in everyone if seq.request_id in here))
+        all_sequences = sorted({*running, *in_flight, *waiting, *known}, key=lambda seq: seq.order)
+        here = {seq.request_id for seq in scheduler.all_sequences} | {seq.request_id for seq in known}
+        return list(dict.fromkeys(seq.request_id for seq in all_sequences if seq.request_id in here))
 
     def _set_goals(self, suspects: list[str]) -> None:
         """Sets the number of tokens that clears each suspect: one more than all steps so far should have given it."""
         running = self._engine.scheduler.running
         chosen = set(suspects)
-        for seq in self._engine.scheduler.everyone:
+        for seq in self._engine.scheduler.all_sequences:
             if seq.request_id in chosen:
                 total = int(running.total[seq.slot]) if seq.slot >= 0 else len(seq.tokens) + seq.pending_tokens
                 self._goals[seq] = max(self._goals.get(seq, 0), total + 1)
@@ -223,7 +223,7 @@ class Recovery:
             known = self._before.known
             groups = self._before.groups
         self._before = None
-        seqs = [seq for seq in dict.fromkeys([*scheduler.everyone, *known]) if seq.request_id not in groups]
+        seqs = [seq for seq in dict.fromkeys([*scheduler.all_sequences, *known]) if seq.request_id not in groups]
         young = _unfork(seqs, known)
         broken = {}
         for seq in seqs:
@@ -234,7 +234,7 @@ class Recovery:
                     broken[seq.request_id] = wrong
         self._engine.in_flight.clear()
         remaining = [seq for seq in seqs if seq not in young]
-        scheduler.start_over(remaining, Selected(request_ids, scheduler.adapters))
+        scheduler.start_over(remaining, SuspectQueue(request_ids, scheduler.adapters))
         beams.start_over(groups)
         for request_id, error in broken.items():
             self._end(request_id, error, output)
@@ -278,7 +278,7 @@ class Recovery:
             return True
         self._idle_since = -1 if engine.in_flight else engine.counters.steps
         chosen = set(self._trial)
-        for seq in engine.scheduler.everyone:
+        for seq in engine.scheduler.all_sequences:
             is_plain = seq.request_id in chosen and seq.request_id not in engine.beams.groups
             if is_plain and len(seq.tokens) < self._goals.get(seq, 0):
                 return False
@@ -296,14 +296,14 @@ class Recovery:
                 return
         self._trial = []
         self._goals.clear()
-        assert isinstance(engine.scheduler.waiting, Selected)
+        assert isinstance(engine.scheduler.waiting, SuspectQueue)
         engine.scheduler.waiting = engine.scheduler.waiting.open()
 
 
 def ended(engine: Steps, request_id: str, error: str, param: str | None = None) -> list[SequenceUpdate]:
     """Ends a request; returns the last updates of its completions, which tell the error."""
     group = engine.beams.groups.get(request_id)
-    seqs = [seq for seq in engine.scheduler.everyone if seq.request_id == request_id]
+    seqs = [seq for seq in engine.scheduler.all_sequences if seq.request_id == request_id]
     indices = [index for seq in seqs for index in (seq.index, *seq.unforked)]
     if group is not None:
         indices = list(range(group.request.params.n))

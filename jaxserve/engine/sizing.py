@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxserve.checkpoints.progress import Progress
 from jaxserve.config import EngineConfig
 from jaxserve.devices import compile_cache
-from jaxserve.devices.mesh import ways
+from jaxserve.devices.mesh import num_shards
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs
@@ -134,14 +134,14 @@ class Sizing:
         rows = max(s.rows for s in self._shapes)
         tokens = max(s.tokens for s in self._shapes)
         arrays = tokens * max(self._width(layer.mlp) for layer in model.layers) * dtype.itemsize
-        logits = int(LOGITS * rows * 4 * model.vocab_size / ways(self._runner.mesh, "vocab"))
+        logits = int(LOGITS * rows * 4 * model.vocab_size / num_shards(self._runner.mesh, "vocab"))
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
         return Needs(max(arrays, logits), results, GUESSED_CODE)
 
     def _width(self, mlp: MLPSpec) -> int:
         """About as many numbers of a token exist at once in a layer, with this MLP."""
         hidden = self._runner.model.config.hidden_size
-        size = mlp.size // ways(self._runner.mesh, "mlp")
+        size = mlp.size // num_shards(self._runner.mesh, "mlp")
         if mlp.experts is None:
             return 4 * hidden + 3 * size
         return 4 * hidden + mlp.experts.router.top_k * (2 * hidden + 4 * size)

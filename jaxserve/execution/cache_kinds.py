@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import RULES, is_split, on_each_device, spec, ways
+from jaxserve.devices.mesh import RULES, is_split, num_shards, on_each_device, spec
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
@@ -72,7 +72,7 @@ class KeysAndValues:
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
         attend = layer.ops.attend
-        if ways(mesh, "cached_tokens") > 1:
+        if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend, layer.ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
         return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
@@ -128,7 +128,7 @@ class Latents:
         """`Ops.attend_latent` for the heads of each device."""
         chosen: Any = layer.spec.attention
         attend = layer.ops.attend_latent
-        if ways(mesh, "cached_tokens") > 1:
+        if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend_latent, layer.ops, axis=CACHED_TOKENS)
         attend = partial(attend, scale=chosen.softmax_scale, decode_only=decode_only)
         return _on_each_device(attend, heads, self._spec_of_heads, pages, self.specs, where, mesh)
@@ -170,7 +170,7 @@ def _on_each_device(
     """Runs `attend` on each device for its heads and pages. `where` says where tokens are written and read."""
 
     def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
-        if ways(mesh, "cached_tokens") > 1:
+        if num_shards(mesh, "cached_tokens") > 1:
             kv_slot = token_shares.own_slots(kv_slot, CACHED_TOKENS)
         return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
 

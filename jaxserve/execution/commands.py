@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.signatures import ProgramName, Upkeep
+from jaxserve.execution.signatures import AuxProgram, ProgramName
 from jaxserve.execution.step_shape import StepShape
 
 
@@ -80,7 +80,7 @@ class ScorePrompt(msgspec.Struct, tag=True, frozen=True):
 
 class Propose(msgspec.Struct, tag=True, frozen=True):
     method: ClassVar = "propose"
-    name: Upkeep
+    name: AuxProgram
     slots: np.ndarray
     count: int
 

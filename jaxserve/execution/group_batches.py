@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.execution.cost import StepCost
-from jaxserve.execution.group_runner import Picked
+from jaxserve.execution.group_runner import GatheredRows
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.step_buffer import StepBatch, fitting, pack, split_mixed
 from jaxserve.execution.step_shape import StepShape
@@ -68,7 +68,7 @@ class GroupBatch(StepBatch):
             column[index] = number * self.shape.rows + np.arange(len(index))
 
         def picked(x: Any) -> Any:
-            return None if x is None else Picked(x.arrays, lambda *given: x.pick(*given)[:, column])
+            return None if x is None else GatheredRows(x.arrays, lambda *given: x.pick(*given)[:, column])
 
         return sampled._replace(tokens=picked(sampled.tokens), scores=picked(sampled.scores))
 

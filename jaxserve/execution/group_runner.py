@@ -5,7 +5,7 @@ the other along its first axis, so that a group's part is what a `ModelRunner` o
 experts exchange tokens between groups (`devices.sharded_ops.experts_sharded`).
 
 The host's numbers go through all groups: with n slots in each, group g has the slots from g * n on, and n times the
-number of groups is the slot of nobody. Pages and rows of penalties are numbered in the same way. The methods here take
+number of groups is the padding slot. Pages and rows of penalties are numbered in the same way. The methods here take
 these numbers, and the devices get those within a group.
 """
 
@@ -22,14 +22,14 @@ from jax.sharding import NamedSharding
 
 from jaxserve.devices.mesh import by_group, for_each_group, num_groups, spans_hosts
 from jaxserve.execution import commands, steps
+from jaxserve.execution.aux_programs import calls
 from jaxserve.execution.kv_cache import COPIES
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, ProgramName, Signature, Signatures, Upkeep
-from jaxserve.execution.slots import RowParams, padding_slot
+from jaxserve.execution.signatures import TABLE_COPIES, TABLE_UPDATES, AuxProgram, ProgramName, Signature, Signatures
+from jaxserve.execution.slots import RowParams, padding_slot_params
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.upkeep import calls
 from jaxserve.scheduling.block_manager import NULL_PAGE
 from jaxserve.types import NO_PENALTY_ROW
 
@@ -78,7 +78,7 @@ class GroupSignatures(Signatures):
 
 
 @dataclass(frozen=True)
-class Picked:
+class GatheredRows:
     """What `pick` makes of arrays that the devices compute. Reading it with NumPy waits for them."""
 
     arrays: list[jax.Array]
@@ -102,7 +102,7 @@ class GroupRunner(ModelRunner):
         return num_groups(self.mesh)
 
     @property
-    def nobody(self) -> int:
+    def padding_slot(self) -> int:
         return self.num_groups * self.num_slots
 
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
@@ -134,7 +134,7 @@ class GroupRunner(ModelRunner):
         def joined(x: np.ndarray) -> np.ndarray:
             return np.concatenate(list(x.reshape(self.num_groups, -1, *x.shape[1:])), axis=1)
 
-        tokens, scores = (None if x is None else Picked([x], joined) for x in drawn[:2])
+        tokens, scores = (None if x is None else GatheredRows([x], joined) for x in drawn[:2])
         return drawn._replace(tokens=tokens, scores=scores)  # type: ignore[arg-type]
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
@@ -151,7 +151,7 @@ class GroupRunner(ModelRunner):
                 packed[group, : len(index)] = given[index]
                 packed[group, : len(index), 0] -= group * self.num_slots
                 place[index] = before + group * size + np.arange(len(index))
-            name = Upkeep("sample_deferred", size)
+            name = AuxProgram("sample_deferred", size)
             one, self.slots = self._get(name)(self._arrays, self.slots, packed.reshape(-1, given.shape[1]))
             drawn.append(one)
             before += self.num_groups * size
@@ -160,7 +160,7 @@ class GroupRunner(ModelRunner):
         def in_order(*parts: np.ndarray) -> np.ndarray:
             return np.concatenate(parts)[place]
 
-        tokens, scores = (Picked([one[i] for one in drawn], in_order) for i in range(2))  # type: ignore[misc]
+        tokens, scores = (GatheredRows([one[i] for one in drawn], in_order) for i in range(2))  # type: ignore[misc]
         return [(len(draws), Sampled(tokens, scores))] if drawn else []  # type: ignore[arg-type]
 
     def _deferred_calls(self, draws: np.ndarray) -> Iterator[tuple[list[np.ndarray], int]]:
@@ -194,8 +194,8 @@ class GroupRunner(ModelRunner):
             buffer[0] = len(index)
             buffer[1 : 1 + len(index)] = rows[index] - group * tokens
             buffer[1 + most : 1 + most + len(index)] = targets[index]
-        scores = self._get(Upkeep("score_prompt", tokens))(self._arrays, self._hidden, packed.reshape(-1))
-        return Picked([scores], lambda x: x[place])
+        scores = self._get(AuxProgram("score_prompt", tokens))(self._arrays, self._hidden, packed.reshape(-1))
+        return GatheredRows([scores], lambda x: x[place])
 
     # Upkeep
 
@@ -208,8 +208,8 @@ class GroupRunner(ModelRunner):
             parts[int(row[_SLOT]) // self.num_slots].append(local)
             local[_SLOT], local[_PENALTY_ROW] = self._slot(row[_SLOT]), self._penalty_row(row[_PENALTY_ROW])
         for some, size in self._calls(parts, self.slot_sizes):
-            given = [row for part in some for row in part + [padding_slot(self.num_slots)] * (size - len(part))]
-            self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(given))
+            given = [row for part in some for row in part + [padding_slot_params(self.num_slots)] * (size - len(part))]
+            self.slots = self._get(AuxProgram("set_slots", size))(self.slots, np.stack(given))
 
     def count_tokens(self, counted: np.ndarray) -> None:
         self.tell(commands.CountTokens, counted)
@@ -219,7 +219,9 @@ class GroupRunner(ModelRunner):
         for some, size in self._calls(parts, self.count_sizes):
             packed = np.full((self.num_groups, size, 3), self.model.config.vocab_size, np.int32)
             packed[:, :, 0] = NO_PENALTY_ROW
-            self.slots = self._get(Upkeep("count_tokens", size))(self.slots, self._filled(packed, some, columns=True))
+            self.slots = self._get(AuxProgram("count_tokens", size))(
+                self.slots, self._filled(packed, some, columns=True)
+            )
 
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
         if not copies and not entries.size:
@@ -241,7 +243,7 @@ class GroupRunner(ModelRunner):
             packed = np.zeros((self.num_groups, TABLE_UPDATES, 3), np.int32)
             packed[:, :, 0] = self.num_slots
             given = self._filled(packed_rows, rows), self._filled(packed, some, columns=True)
-            self.slots = self._get(Upkeep("update_tables"))(self.slots, *given)
+            self.slots = self._get(AuxProgram("update_tables"))(self.slots, *given)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         if not pairs:
@@ -253,7 +255,7 @@ class GroupRunner(ModelRunner):
         for some, _ in self._calls(parts, [COPIES]):
             packed = self._filled(np.full((self.num_groups, COPIES, 2), NULL_PAGE, np.int32), some)
             sources, targets = packed.T.copy()
-            self.cache = self._get(Upkeep("copy_pages"))(self.cache, sources, targets)
+            self.cache = self._get(AuxProgram("copy_pages"))(self.cache, sources, targets)
 
     def _calls(self, parts: list[Any], sizes: list[int]) -> Iterator[tuple[list[Any], int]]:
         """Cuts each group's items into the same number of calls. Yields every group's items of a call, and the smallest
@@ -273,7 +275,7 @@ class GroupRunner(ModelRunner):
     # Numbers within a group
 
     def _slot(self, slot: Any) -> Any:
-        return np.where(slot == self.nobody, self.num_slots, slot % self.num_slots)
+        return np.where(slot == self.padding_slot, self.num_slots, slot % self.num_slots)
 
     def _page(self, page: Any) -> Any:
         return page % self.layout.num_pages

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.execution.group_runner import GroupRunner, GroupSignatures, Picked
+from jaxserve.execution.group_runner import GatheredRows, GroupRunner, GroupSignatures
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.stage_runner import StageRunner, StageSignatures
 from jaxserve.execution.step_shape import StepShape
 
@@ -38,13 +38,13 @@ class GroupStageRunner(StageRunner, GroupRunner):
 
     def take(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """As in `StageRunner`. Slots and tokens of the groups follow each other."""
-        name = Upkeep(kind, len(slot) // self.num_groups)
+        name = AuxProgram(kind, len(slot) // self.num_groups)
         self.slots = self._get(name)(self.slots, self._slot(slot).astype(np.int32), tokens)
 
     def returned(self, draws: np.ndarray, results: list[tuple[int, Sampled]]) -> Iterator[tuple[np.ndarray, jax.Array]]:
         for _, one in results:
             for (some, size), tokens in zip(self._deferred_calls(draws), _arrays_of(one.tokens), strict=True):
-                slot = np.full((self.num_groups, size), self.nobody)
+                slot = np.full((self.num_groups, size), self.padding_slot)
                 for own, index in zip(slot, some, strict=True):
                     own[: len(index)] = draws[index, 0]
                 yield slot.ravel(), tokens
@@ -56,4 +56,4 @@ def tokens_of(drawn: Sampled) -> jax.Array:
 
 
 def _arrays_of(tokens: Any) -> list[jax.Array]:
-    return tokens.arrays if isinstance(tokens, Picked) else [tokens]
+    return tokens.arrays if isinstance(tokens, GatheredRows) else [tokens]

@@ -27,13 +27,13 @@ import numpy as np
 
 from jaxserve.devices.mesh_links import MeshLink, least_of_processes
 from jaxserve.execution import commands, steps
+from jaxserve.execution.aux_programs import deferred_calls
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.pipeline_runner import PipelineRunner, StageProgram, taken_by
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.upkeep import deferred_calls
 from jaxserve.scheduling.step_plan import Sampler
 
 Form = jax.ShapeDtypeStruct

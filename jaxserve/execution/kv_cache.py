@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import PAGE_SIZES, ConfigError
-from jaxserve.devices.mesh import on_one_cpu, ways
+from jaxserve.devices.mesh import num_shards, on_one_cpu
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.execution.slot_states import StateLayout
@@ -144,7 +144,7 @@ class CacheLayout:
     def device_page_bytes(self, mesh: Mesh) -> int:
         """Bytes of a page on each device."""
         draft = 0 if self.draft is None else _bytes(self.draft, self.page_size) // _ways(self.draft, mesh)
-        return self.groups.depth * _bytes(self.kind, self.page_size) // self.ways(mesh) + draft
+        return self.groups.depth * _bytes(self.kind, self.page_size) // self.num_shards(mesh) + draft
 
     @property
     def draft_group(self) -> int:
@@ -158,7 +158,7 @@ class CacheLayout:
         by_group = tables.reshape(len(tables), -1, self.groups.num_groups)
         return [by_group[:, :, group] for group in range(self.groups.num_groups)]
 
-    def ways(self, mesh: Mesh) -> int:
+    def num_shards(self, mesh: Mesh) -> int:
         """Into how many parts devices split each page."""
         return _ways(self.kind, mesh)
 
@@ -227,7 +227,7 @@ def _bytes(kind: CacheKind, page_size: int) -> int:
 
 def _ways(kind: CacheKind, mesh: Mesh) -> int:
     """Into how many parts devices split a page."""
-    return math.prod(ways(mesh, axis) for axis in kind.axes if axis is not None)
+    return math.prod(num_shards(mesh, axis) for axis in kind.axes if axis is not None)
 
 
 def _sights(model: ModelConfig) -> list[int | Chunk | None]:
@@ -316,7 +316,7 @@ def _places(x: jax.Array, pages: jax.Array, each: int) -> jax.Array:
 
 def copy_states(cache: KVCache, sources: jax.Array, targets: jax.Array, *, layers: int, arrays: int) -> KVCache:
     """Copies recurrent states between slots and snapshots, from sources[i] to targets[i], int32 [STATE_COPIES], for all
-    `layers` recurrent layers. All sources are read before any target is written. Unused entries are the slot of nobody.
+    `layers` recurrent layers. All sources are read before any target is written. Unused entries are the padding slot.
     The last `arrays` arrays of `cache` hold states."""
     return cache[:-arrays] + _copy(cache[-arrays:], sources, targets, layers // arrays)
 

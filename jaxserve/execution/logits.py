@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.devices.mesh import RULES, constrained, is_split, on_each_device, spec, ways
+from jaxserve.devices.mesh import RULES, constrained, is_split, num_shards, on_each_device, spec
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 
@@ -45,7 +45,7 @@ def from_logits(
         return function(logits[:, :vocab], *rows, shared)
     axis = RULES["vocab"]
     count = hidden.shape[0]
-    devices = ways(mesh, "vocab")
+    devices = num_shards(mesh, "vocab")
     each = -(-count // devices)
 
     def pad(x: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ class Returning:
     """Tokens on their way from the last stage to the others."""
 
     kind: str  # the program that takes them, see `StageRunner.take`
-    slot: np.ndarray  # int32: whose tokens they are; the slot of nobody for those that nobody needs
+    slot: np.ndarray  # int32: whose tokens they are; the padding slot for those that nobody needs
     tokens: list[jax.Array]  # on the devices of each stage but the last
 
 
@@ -210,7 +210,7 @@ class PipelineRunner(commands.Commanded):
             self.tell(commands.SetSlots, rows)
         taken = [int(row[_SLOT]) for row in rows]
         for some in self._returning:  # what a slot's last sequence sampled must not reach the new one
-            some.slot[np.isin(some.slot, taken)] = self._last.nobody
+            some.slot[np.isin(some.slot, taken)] = self._last.padding_slot
         self._returning = [some for some in self._returning if self._matters(some)]
         for one in self.here:
             one.set_slots(rows)
@@ -240,15 +240,15 @@ class PipelineRunner(commands.Commanded):
         return numbers
 
     def _slots_of(self, shape: StepShape, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(slots of a step's rows; for each row of its bucket the slot if it samples a token, or that of nobody)."""
+        """(slots of a step's rows; for each row of its bucket the slot if it samples a token, or the padding slot)."""
         fields = shape.fields
-        nobody = self._last.nobody
+        padding_slot = self._last.padding_slot
         slot, num_new = (packed[..., at : at + size].ravel() for at, size in (fields["slot"], fields["num_new"]))
-        return slot[slot < nobody], np.where(num_new > 0, slot, nobody)
+        return slot[slot < padding_slot], np.where(num_new > 0, slot, padding_slot)
 
     def _matters(self, sampled: Any) -> bool:
         """Whether tokens on their way belong to a sequence that still has its slot."""
-        return bool((sampled.slot < self._last.nobody).any())
+        return bool((sampled.slot < self._last.padding_slot).any())
 
     def _keep(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """Sends tokens of the last stage on their way, for the slots [n] that need them."""

@@ -116,7 +116,7 @@ class StepPrograms:
             return StepProgram(shape, Sampler.FULL, 1, keeps_hidden=not shape.decode_only)
         return StepProgram(shape, Sampler.ANY, None if self._most > 1 else 1, keeps_hidden=not shape.decode_only)
 
-    def telling(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
+    def bounding(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """Programs whose figures tell what the others need at most (`bounds_code`). For decodes and for prompts: first
         the programs of the largest buckets, then smaller ones, which many are smaller than."""
         largest = []

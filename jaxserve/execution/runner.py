@@ -25,16 +25,16 @@ from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import on_one_cpu, replicated
 from jaxserve.execution import commands, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
+from jaxserve.execution.aux_programs import AuxCalls, deferred_calls
 from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import CREATE_SLOTS, ProgramName, Signatures, Upkeep, draft_programs
+from jaxserve.execution.signatures import CREATE_SLOTS, AuxProgram, ProgramName, Signatures, draft_programs
 from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.upkeep import UpkeepCalls, deferred_calls
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
@@ -56,7 +56,7 @@ class KeptPrograms(Protocol):
     def keep(self, name: ProgramName, compiled: Compiled) -> None: ...
 
 
-class ModelRunner(UpkeepCalls):
+class ModelRunner(AuxCalls):
     """Owns the parameters, the cache and the slots on the devices, and the programs that change them.
 
     Methods that run programs dispatch them and return at once; reading a result waits for the devices. Each of these
@@ -139,7 +139,7 @@ class ModelRunner(UpkeepCalls):
         self._lock = threading.Lock()
 
     @property
-    def nobody(self) -> int:
+    def padding_slot(self) -> int:
         """The number of the slot that no sequence owns."""
         return self.num_slots
 
@@ -277,7 +277,7 @@ class ModelRunner(UpkeepCalls):
             packed = np.zeros((size, given.shape[1]), np.int32)
             packed[:, 0] = self.num_slots
             packed[: end - at] = given[at:end]
-            one, self.slots = self._get(Upkeep("sample_deferred", size))(self._arrays, self.slots, packed)
+            one, self.slots = self._get(AuxProgram("sample_deferred", size))(self._arrays, self.slots, packed)
             drawn.append((end - at, one))
             self._show(one)
         return drawn
@@ -298,9 +298,9 @@ class ModelRunner(UpkeepCalls):
         packed[0] = len(rows)
         for column, values in zip(packed[1:].reshape(-1, most), given, strict=True):
             column[: len(rows)] = values
-        return self._get(Upkeep("score_prompt", tokens))(self._arrays, hidden, packed)
+        return self._get(AuxProgram("score_prompt", tokens))(self._arrays, hidden, packed)
 
-    def propose(self, name: Upkeep, slots: np.ndarray, count: int) -> jax.Array:
+    def propose(self, name: AuxProgram, slots: np.ndarray, count: int) -> jax.Array:
         """Proposes `count` tokens for each of these slots [n] with a program of `draft_programs`; see
         `drafting.propose`. Returns int32 [name.passes, name.size]."""
         self.tell(commands.Propose, name, slots, count)
@@ -333,33 +333,36 @@ class ModelRunner(UpkeepCalls):
         """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,
         then other programs with the output head."""
         # Programs that need no kernel come first: on CPU the kernels may still be compiling.
-        upkeep = [Upkeep("set_slots", size) for size in self.slot_sizes]
-        upkeep += [Upkeep("update_tables"), Upkeep("copy_pages")]
+        upkeep = [AuxProgram("set_slots", size) for size in self.slot_sizes]
+        upkeep += [AuxProgram("update_tables"), AuxProgram("copy_pages")]
         if self.layout.states is not None and self.layout.states.snapshots:
-            upkeep.append(Upkeep("copy_states"))
-        upkeep += [Upkeep("count_tokens", size) for size in self.count_sizes]
+            upkeep.append(AuxProgram("copy_states"))
+        upkeep += [AuxProgram("count_tokens", size) for size in self.count_sizes]
         if self.copies_pages:
-            upkeep += [Upkeep(kind, n) for kind in ("read_pages", "write_pages") for n in self.layout.copy_sizes]
+            upkeep += [AuxProgram(kind, n) for kind in ("read_pages", "write_pages") for n in self.layout.copy_sizes]
         upkeep += self.draft_programs(shapes)
         if self.stacks is not None:
-            upkeep += [Upkeep("write_ranks"), *(Upkeep("write_adapter", kind) for kind in self.stacks.kinds)]
+            upkeep += [AuxProgram("write_ranks"), *(AuxProgram("write_adapter", kind) for kind in self.stacks.kinds)]
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         return [*upkeep, *by_size, *self._others(shapes)]
 
-    def draft_programs(self, shapes: Sequence[StepShape]) -> list[Upkeep]:
+    def draft_programs(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The names of the programs that propose with a draft head; see `signatures.draft_programs`."""
         return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, self.programs.static)
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs that need the most memory, one of each kind, and of some that bound others."""
-        return [*self.programs.telling(shapes), *self._others(shapes)]
+        return [*self.programs.bounding(shapes), *self._others(shapes)]
 
     def _others(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs beside the steps that multiply with the output head."""
         if self.pooling is not None:
             return []
         most = max(shape.tokens for shape in shapes if not shape.decode_only)
-        return [Upkeep("score_prompt", most), *(Upkeep("sample_deferred", size) for size in self.deferred_sizes)]
+        return [
+            AuxProgram("score_prompt", most),
+            *(AuxProgram("sample_deferred", size) for size in self.deferred_sizes),
+        ]
 
     def compile(self, names: Sequence[ProgramName], on_done: Callable[[], None] = lambda: None) -> None:
         """Compiles these programs, several at a time, unless they are compiled already, or an earlier start has kept

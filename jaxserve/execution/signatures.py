@@ -35,7 +35,7 @@ TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
 TABLE_COPIES = 32  # copied rows of the block table per call of `update_tables`
 
 
-class Upkeep(NamedTuple):
+class AuxProgram(NamedTuple):
     """The name of a program that is not a step: the method of `Signatures` that describes it, and its number of rows or
     tokens. The number is 0 if there is only one such program."""
 
@@ -56,18 +56,18 @@ class Upkeep(NamedTuple):
         return self.kind in ("create_cache", "copy_pages", "copy_states", "read_pages", "write_pages", "propose")
 
 
-ProgramName = StepProgram | Upkeep
-CREATE_SLOTS = Upkeep("create_slots")
-CREATE_CACHE = Upkeep("create_cache")
+ProgramName = StepProgram | AuxProgram
+CREATE_SLOTS = AuxProgram("create_slots")
+CREATE_CACHE = AuxProgram("create_cache")
 
 
-def draft_programs(shapes: Sequence[StepShape], most: int, static: bool) -> list[Upkeep]:
+def draft_programs(shapes: Sequence[StepShape], most: int, static: bool) -> list[AuxProgram]:
     """The programs that propose up to `most` tokens with a draft head, the smallest first. Unless they are `static`,
     the number of passes is known at run time."""
     rows = sorted({shape.rows for shape in shapes if shape.decode_only} or {shape.rows for shape in shapes})
     passes = [count for count in LENGTHS if count < most and static] + [most]
     samplers = Sampler.GREEDY, Sampler.FILTERED
-    return [Upkeep("propose", size, sampler, count) for size in rows for count in passes for sampler in samplers]
+    return [AuxProgram("propose", size, sampler, count) for size in rows for count in passes for sampler in samplers]
 
 
 class Signature(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.devices.mesh import is_split, sharding, spec, ways
+from jaxserve.devices.mesh import is_split, num_shards, sharding, spec
 from jaxserve.execution.cache_kinds import layers_of_array
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.spec import GatedDeltaSpec
@@ -27,7 +27,7 @@ class StateLayout:
     """The arrays of the states of a model's recurrent layers.
 
     Each `DeltaState` holds the states of a few layers: first those of its first layer for all slots, then those of its
-    second. The slot of nobody is among them. A step changes the states of its rows in place. Nothing is cleared when a
+    second. The padding slot is among them. A step changes the states of its rows in place. Nothing is cleared when a
     sequence begins: the step takes zero for the state of a slot whose length is 0.
 
     Behind the slots are places for snapshots. These are copies of states, from which sequences with the same prefix
@@ -35,7 +35,7 @@ class StateLayout:
 
     Attributes:
       layers: number of recurrent layers.
-      slots: number of slots, including the slot of nobody.
+      slots: number of slots, including the padding slot.
       snapshots: number of places for copies.
     """
 
@@ -77,7 +77,7 @@ class StateLayout:
 
     def device_bytes(self, mesh: Mesh) -> int:
         """Bytes of the states of all slots and snapshots on each device."""
-        return self.places * self.slot_bytes // ways(mesh, "kv_heads")
+        return self.places * self.slot_bytes // num_shards(mesh, "kv_heads")
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return sharding(mesh, *AXES)

@@ -140,7 +140,7 @@ def create_slots(
     return SlotState(
         progress=jnp.zeros((rows, 2), jnp.int32),
         block_tables=jnp.zeros((rows, table_width), jnp.int32),
-        params=jnp.tile(padding_slot(num_slots), (rows, 1)),
+        params=jnp.tile(padding_slot_params(num_slots), (rows, 1)),
         counts=zeros((1 + penalty_rows, vocab_size), jnp.int32),
         in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
         hidden=jnp.zeros((rows, proposals + 1, hidden_size), dtype),
@@ -205,7 +205,7 @@ def encode_slot(
     return row
 
 
-def padding_slot(num_slots: int) -> np.ndarray:
+def padding_slot_params(num_slots: int) -> np.ndarray:
     """A row of `set_slots`'s buffer that changes no sequence's slot."""
     return encode_slot(num_slots, SamplingParams(temperature=0.0), 0, (), 0)
 

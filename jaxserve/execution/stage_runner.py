@@ -15,7 +15,7 @@ from jaxserve.execution import stage_steps, steps
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import ProgramName, Signature, Signatures, Upkeep
+from jaxserve.execution.signatures import AuxProgram, ProgramName, Signature, Signatures
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.stages import Stage
 from jaxserve.scheduling.step_plan import Sampler
@@ -28,7 +28,7 @@ class StageSignatures(Signatures):
     """The programs of a stage. A step takes one more argument, unless the stage is the first: x [tokens, hidden]."""
 
     def of(self, name: ProgramName) -> Signature:
-        if not isinstance(name, Upkeep) or not name.kind.startswith("take_"):
+        if not isinstance(name, AuxProgram) or not name.kind.startswith("take_"):
             return super().of(name)
         most = {"take_tokens": (1,), "take_checked": (1 + self.proposals,), "take_deferred": ()}[name.kind]
         tokens = jax.ShapeDtypeStruct((*most, name.size), jnp.int32, sharding=self._everywhere)
@@ -80,13 +80,14 @@ class StageRunner(ModelRunner):
 
     def take(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
         """Notes tokens of the last stage, see `stage_steps.take_tokens`. `kind`: which of its programs."""
-        self.slots = self._get(Upkeep(kind, len(slot)))(self.slots, slot, tokens)
+        self.slots = self._get(AuxProgram(kind, len(slot)))(self.slots, slot, tokens)
 
     def returned(self, draws: np.ndarray, results: list[tuple[int, Sampled]]) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        """Of each call of `sample_deferred` the slots [n] of its draws, that of nobody for padding, and the tokens."""
+        """Of each call of `sample_deferred` the slots [n] of its draws, the padding slot for padding, and the
+        tokens."""
         at = 0
         for count, one in results:
-            slot = np.full(one.tokens.shape[0], self.nobody)
+            slot = np.full(one.tokens.shape[0], self.padding_slot)
             slot[:count] = draws[at : at + count, 0]
             at += count
             yield slot, one.tokens
@@ -95,11 +96,11 @@ class StageRunner(ModelRunner):
         names = super().names(shapes)
         if self.stage.is_last:
             return names
-        kept = [n for n in names if isinstance(n, Upkeep) and n.kind not in SAMPLES]
+        kept = [n for n in names if isinstance(n, AuxProgram) and n.kind not in SAMPLES]
         checking = {program.shape for program in self.programs.all(shapes) if program.proposals}
         for kind, some in (("take_tokens", shapes), ("take_checked", checking)):
-            kept += [Upkeep(kind, rows) for rows in sorted({shape.rows for shape in some})]
-        kept += [Upkeep("take_deferred", size) for size in self.deferred_sizes]
+            kept += [AuxProgram(kind, rows) for rows in sorted({shape.rows for shape in some})]
+        kept += [AuxProgram("take_deferred", size) for size in self.deferred_sizes]
         return [*kept, *sorted(map(_part, shapes), key=lambda part: -part.shape.tokens)]
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:

@@ -54,12 +54,12 @@ def run_stage(
 def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotState:
     """Notes what the last stage has sampled: tokens [most of a row, n] or [n] for the slots `slot`, int32 [n]. Those of
     a slot follow each other; -1 is none, and none comes after it. Each adds one to its slot's length. The last one is
-    the slot's last token, or -1 if it is a stop token. Entries without a meaning name the slot of nobody."""
+    the slot's last token, or -1 if it is a stop token. Entries without a meaning name the padding slot."""
     slot, tokens = jnp.repeat(slot, tokens.size // len(slot)), tokens.reshape(-1, len(slot)).T.reshape(-1)
     kept = tokens >= 0
-    nobody = slots.progress.shape[0] - 1
+    padding_slot = slots.progress.shape[0] - 1
     goes_on = jnp.append(kept[1:] & (slot[1:] == slot[:-1]), False)
     stopped = jnp.any(tokens[:, None] == decode_slots(slots.params[slot]).stop_ids, axis=1)
-    progress = slots.progress.at[slot, LENGTH].add((kept & (slot < nobody)).astype(jnp.int32))
-    target = jnp.where(kept & ~goes_on, slot, nobody)
+    progress = slots.progress.at[slot, LENGTH].add((kept & (slot < padding_slot)).astype(jnp.int32))
+    target = jnp.where(kept & ~goes_on, slot, padding_slot)
     return slots._replace(progress=progress.at[target, LAST_TOKEN].set(jnp.where(stopped, -1, tokens)))

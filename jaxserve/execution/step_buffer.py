@@ -291,7 +291,7 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
 
       tokens           -1 11 12 13 -1 -1 -1 -1    -1: the slot's last token, or padding
       q_start          0 1 4 4 4                  where each row's tokens begin; padding rows have none
-      slot             3 5 6 6                    6 is the slot of nobody, for padding
+      slot             3 5 6 6                    6 is the padding slot, for padding
       num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
       tokens_per_call  1
       num_decodes      1
@@ -307,7 +307,7 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
     slot = rows.slot
     fields["slot"][:n] = slot
     num_new = rows.num_new
-    if defers and running.lineup.any_masked:
+    if defers and running.batch.any_masked:
         num_new = np.where(running.masked[slot], -num_new, num_new)
     fields["num_new"][:n] = num_new
     fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)

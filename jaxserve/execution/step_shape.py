@@ -17,7 +17,7 @@ class StepShape:
     Fields, int32:
       tokens [tokens]: -1 for a token that only the device knows (the slot's last), and for padding.
       q_start [rows + 1]: the index of each row's first token, and the end of the last row.
-      slot [rows]: the slot of nobody for padding.
+      slot [rows]: the padding slot for padding.
       num_new [rows]: how many new tokens the row samples; if negative, `sample_deferred` samples as many later.
       tokens_per_call [1]: the largest num_new, at least 1.
       num_decodes [1]: rows of one token, which come first.
@@ -58,7 +58,7 @@ class StepShape:
         return fields
 
     def empty(self, num_slots: int) -> np.ndarray:
-        """A buffer without rows: all slots are the slot of nobody, and no token is given."""
+        """A buffer without rows: all slots are the padding slot, and no token is given."""
         packed = np.zeros(self.words, np.int32)
         for name, value in (("tokens", -1), ("slot", num_slots), ("update_slot", num_slots)):
             at, size = self.fields[name]

@@ -186,20 +186,20 @@ def _advance(
     drawn = partial(_sample, head, params, out.last, slots, batch.slot, out.kv_len, None, sampler, mesh)
     sampled = _if_any(batch.keeps_token, drawn, sampler)
     sampled = sampled._replace(expert_load=out.expert_load)
-    # Rows that keep nothing must not change their slot, so they write to the slot of nobody.
+    # Rows that keep nothing must not change their slot, so they write to the padding slot.
     slot = batch.slot
-    nobody = slots.progress.shape[0] - 1
+    padding_slot = slots.progress.shape[0] - 1
     last = jnp.where(batch.keeps_token, _unless_stopped(sampled, slots, slot), slots.last_token(slot))
-    writes = jnp.where(batch.writes, slot, nobody)
+    writes = jnp.where(batch.writes, slot, padding_slot)
     slots = slots._replace(
         progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len), axis=1)),
-        hidden=slots.hidden.at[jnp.where(batch.deferred, slot, nobody), 0].set(out.last),
+        hidden=slots.hidden.at[jnp.where(batch.deferred, slot, padding_slot), 0].set(out.last),
     )
     if out.features is not None:
         features = out.features if shape.decode_only else out.features[jnp.maximum(batch.q_start[1:] - 1, 0)]
         slots = remember(slots, writes, features)
     if sampler >= Sampler.FULL:
-        slots = _count(sampled, slots, jnp.where(batch.keeps_token, slot, nobody))
+        slots = _count(sampled, slots, jnp.where(batch.keeps_token, slot, padding_slot))
     return sampled, out.hidden, cache, slots
 
 
@@ -215,14 +215,14 @@ def _verify(
     options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
     out, cache = forward(params, cache, slots, batch, **options)
     slot = batch.slot
-    nobody = slots.progress.shape[0] - 1
+    padding_slot = slots.progress.shape[0] - 1
     num_draws = jnp.abs(num_new)
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
     count = num_draws.sum(dtype=jnp.int32)
     head = model.counting(count)
     owner = slot[draws.row]
     hidden = out.hidden[draws.token]
-    later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, nobody)
+    later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, padding_slot)
     drawn = partial(_sample, head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
     sampled = _if_any((num_new > 0)[draws.row], drawn, sampler)
     ends = _unless_stopped(sampled, slots, owner)
@@ -231,7 +231,7 @@ def _verify(
     tokens = sampled.tokens[draws.places]
     place = jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]  # of its last draw
     last = jnp.where(num_kept > 0, ends[place], slots.last_token(slot))
-    writes = jnp.where(batch.writes, slot, nobody)
+    writes = jnp.where(batch.writes, slot, padding_slot)
     slots = slots._replace(
         progress=slots.progress.at[writes].set(jnp.stack((last, out.kv_len - num_draws + num_kept), axis=1)),
         hidden=slots.hidden.at[later, draws.number].set(hidden),
@@ -242,7 +242,7 @@ def _verify(
         slots = remember(slots, later, out.features[draws.token], draws.number)
     if sampler >= Sampler.FULL:
         each = Sampled(tokens.reshape(-1), None)
-        slots = _count(each, slots, jnp.where(kept, slot[:, None], nobody).reshape(-1))
+        slots = _count(each, slots, jnp.where(kept, slot[:, None], padding_slot).reshape(-1))
     scores = None if sampled.scores is None else sampled.scores[draws.places].swapaxes(0, 1)
     load = None if out.expert_load is None else out.expert_load[None]
     whole = replicate(out.hidden, mesh) if keeps_hidden else None
@@ -272,18 +272,18 @@ def sample_deferred(
     draws = DeferredDraws(*packed[:, :DEFERRED_WORDS].T)
     masks = packed[:, DEFERRED_WORDS:]
     slot = draws.slot
-    nobody = slots.progress.shape[0] - 1
-    model = model.counting(jnp.sum(slot < nobody, dtype=jnp.int32))
+    padding_slot = slots.progress.shape[0] - 1
+    model = model.counting(jnp.sum(slot < padding_slot, dtype=jnp.int32))
     before = draws.before(proposals) if proposals else None
     hidden = slots.hidden[slot, draws.number]
     sampled = _sample(model, params, hidden, slots, slot, draws.position, masks, sampler, mesh, before)
     last = _unless_stopped(sampled, slots, slot)
     kept, is_last = draws.kept(sampled.tokens, last < 0)
-    writes = jnp.where(is_last, slot, nobody)
+    writes = jnp.where(is_last, slot, padding_slot)
     slots = slots._replace(progress=slots.progress.at[writes].set(jnp.stack((last, draws.position), axis=1)))
     if slots.features is not None:
         slots = remember(slots, writes, slots.features[slot, draws.number])
-    slots = _count(sampled, slots, jnp.where(kept, slot, nobody))
+    slots = _count(sampled, slots, jnp.where(kept, slot, padding_slot))
     return sampled._replace(tokens=jnp.where(kept, sampled.tokens, -1)), slots
 
 
@@ -359,7 +359,7 @@ def update_tables(slots: SlotState, copies: jax.Array, entries: jax.Array) -> Sl
     """Copies rows of the block table, then writes entries for which the step's buffer has no room.
 
     copies: int32 [rows, 2] of (source, target) slots, copied one after the other. entries: int32 [3, updates] of
-    (slot, index, page). Padding in both names the slot of nobody.
+    (slot, index, page). Padding in both names the padding slot.
     """
 
     def copy(i, tables):

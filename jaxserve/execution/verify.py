@@ -63,7 +63,7 @@ class Draws(NamedTuple):
 class DeferredDraws(NamedTuple):
     """Draws of deferred rows, row by row, int32 [draws] each; those of a row follow each other.
 
-    slot: of the row; the slot of nobody for padding.
+    slot: of the row; the padding slot for padding.
     number: which of its row's draws it is.
     position: how many tokens the token sees behind which it is, itself included.
     proposed: the token that follows, if it is a proposal; -1 behind the last one, and where the row must end.

@@ -31,7 +31,7 @@ from jaxserve.execution.kv_cache import CacheLayout, KVCache
 from jaxserve.execution.logits import replicate
 from jaxserve.execution.programs import StepProgram, StepPrograms
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import ProgramName, Signature, Signatures, Upkeep
+from jaxserve.execution.signatures import AuxProgram, ProgramName, Signature, Signatures
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.decoder import Decoder
@@ -116,7 +116,7 @@ class VerifyingPrograms(StepPrograms):
         sampler = Sampler.FULL if self.static else Sampler.ANY
         return StepProgram(shape, sampler, 1, keeps_hidden=True, proposals=self.proposals)
 
-    def telling(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
+    def bounding(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         return self.all(shapes)
 
     def choose(
@@ -130,11 +130,11 @@ class VerifyingPrograms(StepPrograms):
     def lengths(self, shapes: Sequence[StepShape], rows: int, sampler: Sampler) -> Sequence[int]:
         return (1,)
 
-    def ahead(self, shapes: Sequence[StepShape]) -> list[Upkeep]:
+    def ahead(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The programs that decode ahead, the smallest first."""
         rows = sorted(shape.rows for shape in shapes if shape.decode_only)
         samplers = (Sampler.GREEDY, Sampler.FILTERED, Sampler.FULL) if self.static else (Sampler.ANY,)
-        return [Upkeep("propose", size, sampler, self.proposals) for size in rows for sampler in samplers]
+        return [AuxProgram("propose", size, sampler, self.proposals) for size in rows for sampler in samplers]
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,14 @@ class VerifyingRunner(ModelRunner):
     def deferred_sizes(self) -> list[int]:
         return [self.tokens]
 
-    def draft_programs(self, shapes: Sequence[StepShape]) -> list[Upkeep]:
+    def draft_programs(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The names of the programs that decode ahead."""
         return self.programs.ahead(shapes)
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         return [*super().largest(shapes), self.draft_programs(shapes)[-1]]
 
-    def decode_ahead(self, name: Upkeep, slots: np.ndarray, tokens: np.ndarray, count: np.ndarray) -> jax.Array:
+    def decode_ahead(self, name: AuxProgram, slots: np.ndarray, tokens: np.ndarray, count: np.ndarray) -> jax.Array:
         """Samples up to `count` [n] tokens for each of these slots [n], whose last known tokens are `tokens` [n], with
         one of `draft_programs`. They are proposals of the next step, which finds them in the slots. Returns int32
         [tokens per call, rows], 0 behind the end of a row."""

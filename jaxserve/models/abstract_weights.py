@@ -76,7 +76,7 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
             in_file = member_of(in_files[weight]) if stacked else one
             read = partial(read_weight, first, source.tensors, in_file, reader)
             host = filled(weight, read(as_stored, not config.dequantize and not stacked), one)
-            made = _one_of_a_kind(host, read, one, packing, mesh, apart=not stacked)
+            made = _one_of_a_kind(host, read, one, packing, mesh, keep_mixed=not stacked)
             known[kind] = abstract_stack(made, target, packing, mesh) if stacked and made is not None else made
         if known[kind] is not None:
             plain[weight] = known[kind]
@@ -89,14 +89,14 @@ def _one_of_a_kind(
     target: jax.ShapeDtypeStruct,
     packing: Packing | None,
     mesh: Mesh,
-    apart: bool = True,
+    keep_mixed: bool = True,
 ) -> Any:
     """The form that a weight of the host will have on the devices, before packing, as `models.load.load_params` makes
-    it; None: floats. `again` reads the weight without keeping rows as the file stores them. `apart`: rows of several
-    types may become a MixedArray."""
+    it; None: floats. `again` reads the weight without keeping rows as the file stores them. `keep_mixed`: rows of
+    several types may become a MixedArray."""
     if isinstance(host, StoredRows) and (packing is None or packing.abstract(host, mesh) is None):
         blocks = None if packing else as_blocks(host, target.sharding)
-        host = blocks or (by_type(host) if apart else None) or again()
+        host = blocks or (by_type(host) if keep_mixed else None) or again()
     if isinstance(host, MixedArray):
         parts = [_one_of_a_kind(part, again, target, packing, mesh) for part in host.parts]
         floats = [jax.ShapeDtypeStruct(part.shape, target.dtype, sharding=target.sharding) for part in host.parts]

@@ -26,7 +26,7 @@ from jaxserve.checkpoints.progress import show_done
 from jaxserve.checkpoints.quantized import StoredRows
 from jaxserve.checkpoints.quantized import dequantize as in_floats
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import is_split, num_groups, padded_vocab, ways
+from jaxserve.devices.mesh import is_split, num_groups, num_shards, padded_vocab
 from jaxserve.devices.sharded_ops import (
     FusedSharded,
     embed_sharded,
@@ -141,13 +141,15 @@ def make_decoder(
     until `trust` is called.
 
     Raises ConfigError for a backend that cannot serve this model on these devices."""
-    shares = ways(mesh, "cached_tokens")
+    shares = num_shards(mesh, "cached_tokens")
     dtype = np.dtype(dtype)
-    sizes = ways(mesh, "kv_heads"), ways(mesh, "expert"), shares, num_groups(mesh)
+    sizes = num_shards(mesh, "kv_heads"), num_shards(mesh, "expert"), shares, num_groups(mesh)
     kv_heads = sharded_kv_heads(model, *sizes)
     device = Device.of(mesh.devices.flat[0])
     kv_dtype = dtype if kv_dtype is None else np.dtype(kv_dtype)
-    problem = attention_problem(model, kv_heads, ways(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares)
+    problem = attention_problem(
+        model, kv_heads, num_shards(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares
+    )
     if shares > 1:  # only plain XLA computes parts of a softmax
         if attention not in ("auto", "xla"):
             raise ConfigError(f"attention_backend must be auto with decode_context_parallel_size, got {attention!r}")
@@ -165,7 +167,7 @@ def make_decoder(
         ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused)
     ops = _with_products(ops, device, mesh, matmul)
     model = with_whole_groups(model, mesh)
-    return Decoder(model, kv_heads, padded_vocab(model.vocab_size, ways(mesh, "vocab")), dtype, ops)
+    return Decoder(model, kv_heads, padded_vocab(model.vocab_size, num_shards(mesh, "vocab")), dtype, ops)
 
 
 def attention_problem(
@@ -309,7 +311,7 @@ def load_params(
     ignored_keys: Collection[str] = (),
     packing: Packing | None = None,
     blocks: bool = False,
-    apart: bool = False,
+    keep_mixed: bool = False,
     rounding: Callable[[str, Any], Any] = lambda path, w: w,
     source: Checkpoint | None = None,
     on_placed: Callable[[str, Any], None] = lambda path, w: None,
@@ -359,7 +361,7 @@ def load_params(
         if isinstance(host, StoredRows) and blocks and (kept := as_blocks(host, sharding)) is not None:
             return place(name, kept, sharding)
         if isinstance(host, StoredRows):  # rows that neither panels nor one BlockArray can hold
-            if apart and (mixed := by_type(host)) is not None:
+            if keep_mixed and (mixed := by_type(host)) is not None:
                 return put(name, mixed, sharding)
             some = pieces[name]
             assert not isinstance(some, Stack)
@@ -382,7 +384,7 @@ def load_params(
 
         return place_stack(name, map(form, members, range(len(stack.members))), targets[name], packing)
 
-    def telling(place: Callable[[str, Any, Any], Any]) -> Callable[[str, Any, Any], Any]:
+    def bounding(place: Callable[[str, Any, Any], Any]) -> Callable[[str, Any, Any], Any]:
         def place_and_tell(name: str, host: Any, where: Any) -> Any:
             placed = place(name, host, where)
             on_placed(name, placed)
@@ -392,8 +394,8 @@ def load_params(
 
     kept = packing.types if packing else BLOCK_KINDS if blocks else ()
     as_stored = () if dequantize else kept
-    apart = apart and not dequantize
-    reading = source.reader, telling(put), as_stored, apart, telling(put_stack)
+    keep_mixed = keep_mixed and not dequantize
+    reading = source.reader, bounding(put), as_stored, keep_mixed, bounding(put_stack)
     flat = load_weights(source.tensors, abstract, pieces, ignored, progress, *reading)
     return unflatten_dict(flat, sep="/")
 
@@ -444,7 +446,7 @@ def make_params(
             ignored_keys=config.ignore_config_keys,
             packing=packing,
             blocks=keeps_blocks(mesh),
-            apart=True,
+            keep_mixed=True,
             rounding=rounding,
             source=source,
             on_placed=begin,

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoints.int4 import PackedInt4
-from jaxserve.devices.mesh import ways
+from jaxserve.devices.mesh import num_shards
 from jaxserve.models.spec import LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -27,7 +27,7 @@ LEAST = 16  # inputs of the smallest groups that the kernel multiplies
 
 def with_whole_groups(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     """The model with the size that these devices store of its experts (`MLPSpec.stored_size`)."""
-    parts = ways(mesh, "expert_mlp")
+    parts = num_shards(mesh, "expert_mlp")
     if mesh.devices.flat[0].platform not in PLATFORMS or parts == 1:
         return config
 

@@ -29,7 +29,7 @@ from jaxserve.execution.group_stage_runner import GroupStageRunner
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import ProgramName, Upkeep
+from jaxserve.execution.signatures import AuxProgram, ProgramName
 from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
@@ -121,7 +121,7 @@ class Deployment:
         if self.device.platform != "tpu":
             return needs
         each = TPU_CODE + self.plan.model.num_layers * TPU_LAYER_CODE
-        steps = sum(not isinstance(name, Upkeep) for name in self.runner.names(self.shapes))
+        steps = sum(not isinstance(name, AuxProgram) for name in self.runner.names(self.shapes))
         return replace(needs, code=steps * each)
 
     def guessed_needs(self) -> Needs:
@@ -164,7 +164,7 @@ class Deployment:
         guess, longest = self.pages(self.guessed_needs())
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-longest // plan.one_page.page_size))
         stage = plan.decoder.stage
-        names = runner.programs.telling(self.shapes) if stage is None else runner.largest(self.shapes)
+        names = runner.programs.bounding(self.shapes) if stage is None else runner.largest(self.shapes)
         compiled: dict[ProgramName, Any] = {name: runner.compiled(runner.lower(name)) for name in names}
         for name, one in compiled.items():
             runner.executables[name] = one

@@ -180,7 +180,7 @@ class Roofline:
         specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
-        self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.ways(plan.mesh)
+        self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)
         spec = specs[0]
         width = 2 * spec.head_dim
         if isinstance(spec, LatentAttentionSpec):

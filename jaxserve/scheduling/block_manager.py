@@ -69,7 +69,7 @@ def most_pages(tokens: int, page_size: int, windows: Windows, step: int) -> list
 
 
 NULL_PAGE = 0  # has no owner; padding writes to it, and nothing reads it
-BELOW = -1  # stands for a page whose content is only in a lower tier
+IN_LOWER_TIER = -1  # stands for a page whose content is only in a lower tier
 HASH_BYTES = 32
 
 
@@ -309,7 +309,10 @@ class BlockManager:
             block = pages_of.get(key, missing)
             if NULL_PAGE in block:
                 if tiers is not None:
-                    below = (BELOW if page_key(key, group) in tiers else NULL_PAGE for group in range(self.num_groups))
+                    below = (
+                        IN_LOWER_TIER if page_key(key, group) in tiers else NULL_PAGE
+                        for group in range(self.num_groups)
+                    )
                     block = [page or lower for page, lower in zip(block, below, strict=True)]
                 if any(page == NULL_PAGE and window is None for page, window in zip(block, self.windows, strict=True)):
                     break

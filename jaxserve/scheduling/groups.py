@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager, Windows
 from jaxserve.scheduling.prefixes import Prefixes, shared_pages, uncached, unshare
-from jaxserve.scheduling.row_choice import MicroBatches, NewcomersShare, choose_rows
+from jaxserve.scheduling.row_choice import AdmissionBudget, MicroBatches, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as Completion
@@ -148,7 +148,7 @@ class GroupScheduler(Scheduler):
             running.add_pages([rows.seqs[i] for i in index.tolist()], rows.slot[index], count, pages)
         return rows, copies
 
-    def _next_admissible(self, share: NewcomersShare | None = None) -> Completion | None:
+    def _next_admissible(self, share: AdmissionBudget | None = None) -> Completion | None:
         """As in `Scheduler`, if some group has a slot, pages and tokens. The sequence's `group` then is the best of
         these. Others pass it if all groups that have a slot and tokens for it lack pages."""
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:
@@ -160,7 +160,7 @@ class GroupScheduler(Scheduler):
                 break
         return None
 
-    def _choose_group(self, seq: Completion, share: NewcomersShare | None) -> tuple[int | None, bool]:
+    def _choose_group(self, seq: Completion, share: AdmissionBudget | None) -> tuple[int | None, bool]:
         """The best group that has a slot, pages and, with `share`, tokens for a waiting sequence; and if there is none,
         whether a group lacks nothing but pages."""
         best: tuple[tuple[int, int], int] | None = None

@@ -53,9 +53,8 @@ class Pace:
         """How many tokens a row may sample in the next call: one of `lengths`, which ascend from 1.
 
         The call takes no longer than the goal if a client reads the tokens (`watched`), and four times the goal
-        otherwise. If rows or newcomers wait for the call (`holds_up`), the tokens after the first take no longer than
-        the host's work for a call.
-        """
+        otherwise. If rows or new requests wait for the call (`holds_up`), the tokens after the first take no longer
+        than the host's work for a call."""
         most = int(self._goal * (1 if watched else 4) / self.step_seconds)
         if holds_up:
             most = min(most, 1 + int(self.host_seconds / self.device_seconds))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from jaxserve.scheduling.block_manager import BELOW, NULL_PAGE, BlockManager
+from jaxserve.scheduling.block_manager import IN_LOWER_TIER, NULL_PAGE, BlockManager
 from jaxserve.scheduling.page_tiers import block_of, page_key
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.waiting import Waiting
@@ -50,8 +50,8 @@ class PageLoads:
             return False
         full = (len(seq.tokens) - 1) // size
         pages = blocks.match_below(seq.root_hash, seq.page_hashes(seq.tokens, full, size))
-        missing = [i for i, page in enumerate(pages) if page == BELOW]
-        held = [page for page in pages if page not in (BELOW, NULL_PAGE)]
+        missing = [i for i, page in enumerate(pages) if page == IN_LOWER_TIER]
+        held = [page for page in pages if page not in (IN_LOWER_TIER, NULL_PAGE)]
         places = [divmod(i, blocks.num_groups) for i in missing]
         keys = [page_key(seq.page_hash(seq.tokens, index, size), group) for index, group in places]
         gained = (len(pages) - len(seq.lookup.pages if seq.lookup else [])) // blocks.num_groups * size

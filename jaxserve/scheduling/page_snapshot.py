@@ -73,8 +73,8 @@ def pool_snapshot(blocks: BlockManager, scheduler: Scheduler, stats: EngineStats
     """The pool as it stands. Costs a few vector operations over at most MAX_SCANNED pages and MAX_CELLS cells."""
     running = scheduler.running
     capacity = blocks.num_pages - 1
-    seqs = running.lineup.seqs
-    slot = running.lineup.slot
+    seqs = running.batch.seqs
+    slot = running.batch.slot
     stride = -(-int(running.num_held[slot].sum()) // MAX_SCANNED) or 1
     held, owner = _held_pages(seqs, stride)
     num_owners = np.bincount(held, minlength=capacity)

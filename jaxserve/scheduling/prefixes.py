@@ -49,8 +49,8 @@ class Prefixes:
         return self._blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, self._blocks.page_size))
 
     def begin_state(self, running: RunningTable, seq: Sequence, computed: int) -> None:
-        """Prepares the recurrent state of a newcomer that starts with `computed` cached tokens. The snapshot at the end
-        of these tokens is copied to its slot, and its steps will end where a new snapshot is wanted."""
+        """Prepares the recurrent state of a new request that starts with `computed` cached tokens. The snapshot at the
+        end of these tokens is copied to its slot, and its steps will end where a new snapshot is wanted."""
         states = self._blocks.states
         size = self._blocks.page_size
         if states is None:
@@ -126,17 +126,17 @@ class Prefixes:
 
     def _release_behind(self, window: int, group: int, running: RunningTable) -> None:
         blocks = self._blocks
-        lineup = running.lineup
+        batch = running.batch
         released = running.num_released[:, group]
-        computed = running.computed[lineup.slot]
+        computed = running.computed[batch.slot]
         if running.proposes:  # a step in flight may keep none of the proposals that it checks
-            known = running.known[lineup.slot]
-            checked = (running.proposed[lineup.slot] > 0) & (running.total[lineup.slot] > known)
+            known = running.known[batch.slot]
+            checked = (running.proposed[batch.slot] > 0) & (running.total[batch.slot] > known)
             computed = np.where(checked, known - 1, computed)
         first = first_needed(computed, window, blocks.page_size)
-        for i in np.flatnonzero(first > released[lineup.slot]).tolist():
-            seq = lineup.seqs[i]
-            slot = lineup.seqs[i].slot
+        for i in np.flatnonzero(first > released[batch.slot]).tolist():
+            seq = batch.seqs[i]
+            slot = batch.seqs[i].slot
             end = int(first[i])
             if seq.unforked:
                 end = min(end, int(first_needed(seq.prompt_len - 1, window, blocks.page_size)))

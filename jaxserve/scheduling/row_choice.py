@@ -38,27 +38,34 @@ def choose_rows(
     running: RunningTable, tokens_per_call: int, budget: TokenBudget, num_waiting: int, turns: MicroBatches
 ) -> Rows:
     """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens. turns: which of them decode."""
-    lineup = running.lineup
-    total = running.total[lineup.slot]
-    start = running.computed[lineup.slot]
+    batch = running.batch
+    total = running.total[batch.slot]
+    start = running.computed[batch.slot]
     left = total - start  # tokens to compute
-    spare = lineup.limit - total  # tokens that may still be sampled
+    spare = batch.limit - total  # tokens that may still be sampled
     decodes, prompts = _decodes_and_prompts(running, num_waiting, turns)
     num_new = np.minimum(spare, tokens_per_call)
-    if tokens_per_call > 1 and (lineup.any_masked or lineup.any_beams):
-        num_new[lineup.one_at_a_time] = np.minimum(spare, 1)[lineup.one_at_a_time]
-    checks = running.proposes and bool(running.proposed[lineup.slot[decodes]].any())
+    if tokens_per_call > 1 and (batch.any_masked or batch.any_beams):
+        num_new[batch.one_at_a_time] = np.minimum(spare, 1)[batch.one_at_a_time]
+    checks = running.proposes and bool(running.proposed[batch.slot[decodes]].any())
     if decodes.all() and not checks:  # the usual case
-        columns = lineup.slot, lineup.slot_generation, start, lineup.one, num_new, lineup.none
-        return Rows(lineup.seqs, *columns, only_decodes=True)
+        columns = (
+            batch.slot,
+            batch.slot_generation,
+            start,
+            batch.one,
+            num_new,
+            batch.none,
+        )
+        return Rows(batch.seqs, *columns, only_decodes=True)
     decoding = np.flatnonzero(decodes)
-    one = lineup.one[decoding]
+    one = batch.one[decoding]
     if checks:  # the step samples a token after each proposal, and one after the row's last known token
-        one = 1 + running.proposed[lineup.slot[decoding]]
+        one = 1 + running.proposed[batch.slot[decoding]]
     elif not prompts.any():
-        return running.rows([lineup.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
-    most = np.minimum(left, running.ahead(lineup.slot))
-    group = running.group_of(lineup.slot)
+        return running.rows([batch.seqs[i] for i in decoding.tolist()], one, num_new[decoding], only_decodes=True)
+    most = np.minimum(left, running.ahead(batch.slot))
+    group = running.group_of(batch.slot)
     parts = []
     for number in range(running.device_groups):
         here = group == number
@@ -67,45 +74,45 @@ def choose_rows(
             np.count_nonzero(here) - len(decoded) - turns.held_back[number] + -(-num_waiting // running.device_groups)
         )
         room = budget.for_prompts(int(decoded.sum()), int(others))
-        parts.append(_prompt_chunks(lineup.seqs, np.flatnonzero(prompts & here), left, most, spare, room))
+        parts.append(_prompt_chunks(batch.seqs, np.flatnonzero(prompts & here), left, most, spare, room))
     chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
-    seqs = [lineup.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
+    seqs = [batch.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
 
 
 def next_decodes(running: RunningTable, num_waiting: int, turns: MicroBatches) -> list[Sequence]:
     """The sequences that decode in the next step."""
-    seqs, (decodes, _) = running.lineup.seqs, _decodes_and_prompts(running, num_waiting, turns)
+    seqs, (decodes, _) = running.batch.seqs, _decodes_and_prompts(running, num_waiting, turns)
     return [seqs[i] for i in np.flatnonzero(decodes).tolist()]
 
 
 def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBatches) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences of the lineup decode in the next step, and which have a prompt to compute; bool each."""
-    lineup = running.lineup
-    total = running.total[lineup.slot]
-    known = running.known[lineup.slot]
-    left = total - running.computed[lineup.slot]
-    decodes = (left == 1) & (lineup.limit > total)
-    if lineup.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
-        decodes &= ~running.beams[lineup.slot] | (known == total)
+    """Which sequences of the running batch decode in the next step, and which have a prompt to compute; bool each."""
+    batch = running.batch
+    total = running.total[batch.slot]
+    known = running.known[batch.slot]
+    left = total - running.computed[batch.slot]
+    decodes = (left == 1) & (batch.limit > total)
+    if batch.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
+        decodes &= ~running.beams[batch.slot] | (known == total)
     prompts = (left > 0) & ~decodes & (known == total)
     return turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any()), prompts
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens of a prompt that a step computes. lends: how many of them newcomers may still have."""
+    """Tokens of a prompt that a step computes. lends: how many of them new requests may still have."""
 
     seq: Sequence
     count: int
-    lends: int = 0
+    lendable: int = 0
 
 
-class NewcomersShare:
-    """Tokens that newcomers may compute beside a step's rows, in each group of devices.
+class AdmissionBudget:
+    """Tokens that new requests may compute beside a step's rows, in each group of devices.
 
     These are what the rows leave of the budget, and half of each chunk that does not end its prompt. Halves are lent
-    to newcomers whose prompts end in this step thereby, unless these are less important: short prompts need not wait
+    to new requests whose prompts end in this step thereby, unless these are less important: short prompts need not wait
     for a long one that runs. Long prompts still end in their order.
     """
 
@@ -125,26 +132,27 @@ class NewcomersShare:
         self._newcomers: list[_Chunk] = []
 
     def room(self, seq: Sequence, group: int, left: int | None = None) -> int:
-        """Most tokens that a group can compute of a newcomer, which has `left` tokens to compute; None: few enough."""
+        """Most tokens that a group can compute of a new request, which has `left` tokens to compute; None: few
+        enough."""
         free = self._free[group]
-        lendable = sum(chunk.lends for chunk in self._lenders(seq, group))
-        return free + lendable if left is None or left <= free + lendable else free
+        free_to_lend = sum(chunk.lendable for chunk in self._lenders(seq, group))
+        return free + free_to_lend if left is None or left <= free + free_to_lend else free
 
     def take(self, seq: Sequence, left: int, ahead: int) -> int:
-        """Gives a newcomer its share of at most `ahead` tokens, and returns their number."""
+        """Gives a new request its share of at most `ahead` tokens, and returns their number."""
         count = min(left, ahead, self.room(seq, seq.group, left))
         missing = max(0, count - self._free[seq.group])
         self._free[seq.group] -= count - missing
         for chunk in self._lenders(seq, seq.group):
-            lent = min(chunk.lends, missing)
+            lent = min(chunk.lendable, missing)
             chunk.count = chunk.count - lent
-            chunk.lends = chunk.lends - lent
+            chunk.lendable = chunk.lendable - lent
             missing = missing - lent
         self._newcomers.append(_Chunk(seq, count, count // 2 if count < left else 0))
         return count
 
-    def settle(self) -> np.ndarray:
-        """Takes from the rows what they lent. Returns the newcomers' numbers of tokens, int32 [newcomers]."""
+    def counts(self) -> np.ndarray:
+        """Takes from the rows what they lent. Returns the new requests' numbers of tokens, int32 [new requests]."""
         for place, chunk in self._running.items():
             self._rows.count[place] = chunk.count
         return np.asarray([chunk.count for chunk in self._newcomers], np.int32)
@@ -170,12 +178,12 @@ def _prompt_chunks(
     spare = spare[prompts]
     count = np.clip(budget - (np.cumsum(most, dtype=np.int32) - most), 0, most)
     for place in np.flatnonzero(count < most)[:1].tolist():
-        lends = int(count[place]) // 2
+        lendable = int(count[place]) // 2
         priority = seqs[prompts[place]].request.priority
-        for other in np.flatnonzero((left <= lends) & (most == left)).tolist():
-            if other > place and left[other] <= lends and seqs[prompts[other]].request.priority == priority:
+        for other in np.flatnonzero((left <= lendable) & (most == left)).tolist():
+            if other > place and left[other] <= lendable and seqs[prompts[other]].request.priority == priority:
                 count[other] = left[other]
-                lends = lends - left[other]
+                lendable = lendable - left[other]
         count[place] -= count[place + 1 :].sum()
     last = ((count == left) & (spare > 0)).astype(np.int32)
     some = count > 0
@@ -208,19 +216,18 @@ class MicroBatches:
         self._planned = np.full(num_slots, LONG_AGO)  # the last step in which each slot's sequence sampled
 
     def choose(self, running: RunningTable, decodes: np.ndarray, *, may_wait: bool) -> np.ndarray:
-        """Some of `decodes`, bool [sequences of the lineup]: as many as the turns need to be equal, those first that
-        have waited longest. They are sequences whose last token has left the last stage when the step begins. If there
-        is none and the step `may_wait`, they are sequences whose last token is still computed: the devices wait for it,
-        and the host is still ahead of them.
-        """
+        """Some of `decodes`, bool [sequences of the running batch]: as many as the turns need to be equal, those first
+        that have waited longest. They are sequences whose last token has left the last stage when the step begins. If
+        there is none and the step `may_wait`, they are sequences whose last token is still computed: the devices wait
+        for it, and the host is still ahead of them."""
         if self.stages == 1:
             return decodes
-        slot = running.lineup.slot
+        slot = running.batch.slot
         planned = self._planned[slot]
         pending = running.total[slot] - running.known[slot]
         ready = decodes & ((planned <= self._step - self.stages) | (pending == 0))
         if may_wait and not ready.any():
-            waits = decodes & (pending == 1) & ~running.lineup.one_at_a_time
+            waits = decodes & (pending == 1) & ~running.batch.one_at_a_time
             ready = waits & (planned == planned[waits].min(initial=self._step))
         chosen = np.zeros_like(decodes)
         owner = running.group_of(slot)

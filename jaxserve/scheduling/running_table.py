@@ -23,7 +23,7 @@ NO_TOKEN = -2  # pads stop ids: differs from every token, and from the -1 that s
 
 
 @dataclass(frozen=True, slots=True)
-class Lineup:
+class RunningBatch:
     """The running sequences in order, and values that stay the same until one is placed or displaced. Read-only."""
 
     seqs: list[Sequence]
@@ -97,11 +97,11 @@ class RunningTable:
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
         self.most_stops = 1  # columns of stop_ids that were ever used
         # Changes that the devices do not know yet. restored: recurrent states to copy from snapshots to slots, as
-        # (source, target). newcomers: sequences that are new in their slots. table_copies: rows of the block table to
-        # copy, as (source, target) slots. table_entries: entries to write after these copies, int32 [3, n] of (slot,
+        # (source, target). new requests: sequences that are new in their slots. table_copies: rows of the block table
+        # to copy, as (source, target) slots. table_entries: entries to write after these copies, int32 [3, n] of (slot,
         # index, page); of two entries for the same place, the later one counts.
         self.restored: list[tuple[int, int]] = []
-        self.newcomers: list[Sequence] = []
+        self.new_sequences: list[Sequence] = []
         self.table_copies: list[tuple[int, int]] = []
         self.table_entries: list[np.ndarray] = []
         self.maybe_shared: set[Sequence] = set()  # sequences whose next page to write may have several owners
@@ -111,7 +111,7 @@ class RunningTable:
         last = max_num_seqs if penalty_rows is None else penalty_rows
         self._free_penalty_rows = _divided(list(range(1, last + 1)), device_groups)
         self._ordered: list[Sequence] = []
-        self._lineup: Lineup | None = None
+        self._batch: RunningBatch | None = None
 
     @property
     def num_held(self) -> np.ndarray:
@@ -156,12 +156,12 @@ class RunningTable:
         return self._slots_each - len(self._free[group])
 
     @property
-    def lineup(self) -> Lineup:
-        """The current lineup. It is the same object while the same sequences run."""
-        if self._lineup is None:
+    def batch(self) -> RunningBatch:
+        """The running batch. It is the same object while the same sequences run."""
+        if self._batch is None:
             seqs = self._ordered.copy()
             slot = np.fromiter((seq.slot for seq in seqs), np.intp, len(seqs))
-            self._lineup = Lineup(
+            self._batch = RunningBatch(
                 seqs,
                 [seq.request_id for seq in seqs],
                 [seq.index for seq in seqs],
@@ -176,7 +176,7 @@ class RunningTable:
                 bool(self.beams[slot].any()),
                 Sampler(self.sampler[slot].max(initial=Sampler.GREEDY)),
             )
-        return self._lineup
+        return self._batch
 
     def rows(self, seqs: list[Sequence], count: np.ndarray, num_new: np.ndarray, *, only_decodes: bool = False) -> Rows:
         """Rows that compute the next `count` tokens of running sequences and sample `num_new`."""
@@ -200,7 +200,7 @@ class RunningTable:
         seq.penalty_row = self._free_penalty_rows[seq.group].pop() if seq.params.has_penalties else NO_PENALTY_ROW
         seq.status = Status.RUNNING
         insort(self._ordered, seq, key=lambda s: s.order)
-        self._lineup = None
+        self._batch = None
         self.computed[slot] = self.start[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
         seq.store_in(self.tokens[slot], self.known[slot : slot + 1])
@@ -216,7 +216,7 @@ class RunningTable:
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(seq.stop_ids)] = list(seq.stop_ids)
         self.most_stops = max(self.most_stops, len(seq.stop_ids))
-        self.newcomers.append(seq)
+        self.new_sequences.append(seq)
         if computed % self.page_size:
             self.maybe_shared.add(seq)
         self.masked[slot] = seq.params.has_mask
@@ -274,14 +274,14 @@ class RunningTable:
         self.num_blocks[slot] += count // self.num_groups
         self.table_entries.append(np.asarray((np.repeat(slot, count), index, pages), np.int32))
 
-    def take_news(self) -> tuple[list[tuple[int, int]], list[Sequence], list[tuple[int, int]], np.ndarray]:
-        """Takes the changes that the devices do not know yet; the caller sends them. Returns copies of states,
-        newcomers, copies of rows of the block table, and entries of it, int32 [3, n] of (slot, index, page), each place
+    def drain_updates(self) -> tuple[list[tuple[int, int]], list[Sequence], list[tuple[int, int]], np.ndarray]:
+        """Takes the changes that the devices do not know yet; the caller sends them. Returns copies of states, new
+        requests, copies of rows of the block table, and entries of it, int32 [3, n] of (slot, index, page), each place
         at most once."""
-        news = (self.restored, self.newcomers, self.table_copies)
+        news = (self.restored, self.new_sequences, self.table_copies)
         entries = self.table_entries
         self.restored = []
-        self.newcomers = []
+        self.new_sequences = []
         self.table_copies = []
         self.table_entries = []
         if len(entries) == 1:  # the usual case
@@ -322,7 +322,7 @@ class RunningTable:
         """Appends the first `num_new` of tokens [rows, any] of rows that hold their slots (`held`), and forgets
         proposals that were not kept. A beam forgets its token instead: `Scheduler.reassign` says how it continues."""
         appended = held & (num_new > 0)
-        if self.lineup.any_beams:
+        if self.batch.any_beams:
             beams = self.beams[rows.slot]
             self.total[rows.slot[appended & beams]] -= 1
             appended &= ~beams
@@ -334,17 +334,17 @@ class RunningTable:
             self.computed[slot] = self.known[slot] - 1
             self.drop_proposals(slot)
 
-    def say_only_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
+    def only_add_tokens(self, rows: Rows, tokens: np.ndarray) -> bool:
         """Whether the rows are all running sequences and none has more to say than its tokens.
 
         Each of them then sampled in every column of `tokens`, so that one count holds for all. A row that stops early
         has -1 in the columns after the stop token, so that only the last column needs to be searched for stop tokens.
         """
-        lineup = self.lineup
-        if rows.seqs is not lineup.seqs or self.needs_detail or tokens.min() < 0:
+        batch = self.batch
+        if rows.seqs is not batch.seqs or self.needs_detail or tokens.min() < 0:
             return False
         known = rows.end + tokens.shape[1]
-        return not ((lineup.stop_ids == tokens[:, -1:]).any() or (known >= lineup.limit).any())
+        return not ((batch.stop_ids == tokens[:, -1:]).any() or (known >= batch.limit).any())
 
     def ended(self, rows: Rows, tokens: np.ndarray, num_new: np.ndarray) -> np.ndarray:
         """Which rows, of those that hold their slots, sampled a stop token or reached their limit, bool [rows]."""
@@ -372,7 +372,7 @@ class RunningTable:
         seq.take_tokens()
         seq.pending_tokens = int(self.total[slot] - self.known[slot])
         del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]
-        self._lineup = None
+        self._batch = None
         self.slot_generation[slot] += 1
         self._free[seq.group].append(slot)
         if seq.penalty_row != NO_PENALTY_ROW:
@@ -381,17 +381,17 @@ class RunningTable:
         self.drop_proposals(slot)
         self.maybe_shared.discard(seq)
         self.needs_detail.discard(seq)
-        if seq in self.newcomers:
-            self.newcomers.remove(seq)
+        if seq in self.new_sequences:
+            self.new_sequences.remove(seq)
         self.table_entries = [some[:, some[0] != slot] for some in self.table_entries]
 
     def check_integrity(self) -> None:
         """Asserts the invariants of slots, order and numbers."""
-        assert self.lineup.seqs == self._ordered
+        assert self.batch.seqs == self._ordered
         owned = [seq.penalty_row for seq in self._ordered if seq.params.has_penalties]
         rows = [*owned, *chain(*self._free_penalty_rows)]
         assert sorted(rows) == list(range(1, len(rows) + 1))
-        assert sorted([*self.lineup.slot.tolist(), *chain(*self._free)]) == list(range(self.num_slots))
+        assert sorted([*self.batch.slot.tolist(), *chain(*self._free)]) == list(range(self.num_slots))
         assert all(self.group_of(seq.slot) == seq.group for seq in self._ordered)
         assert self.maybe_shared | self.needs_detail <= set(self._ordered)
         assert self._ordered == sorted(self._ordered, key=lambda seq: seq.order)

@@ -31,7 +31,7 @@ from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.page_loads import PageLoads
 from jaxserve.scheduling.prefixes import Prefixes, common_prefix, shared_pages, uncached, unshare
-from jaxserve.scheduling.row_choice import MicroBatches, NewcomersShare, TokenBudget, choose_rows
+from jaxserve.scheduling.row_choice import AdmissionBudget, MicroBatches, TokenBudget, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, StepPlan
@@ -90,8 +90,8 @@ class Scheduler:
     @property
     def holds_up(self) -> bool:
         """Whether a waiting sequence or a row would continue sooner if every step sampled one token per row."""
-        lineup = self.running.lineup
-        return bool((lineup.seqs and (self.waiting or lineup.any_masked or lineup.any_beams)) or self.loads.active)
+        batch = self.running.batch
+        return bool((batch.seqs and (self.waiting or batch.any_masked or batch.any_beams)) or self.loads.active)
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +101,7 @@ class Scheduler:
         return request_id in self._by_request
 
     @property
-    def everyone(self) -> list[Sequence]:
+    def all_sequences(self) -> list[Sequence]:
         return [seq for siblings in self._by_request.values() for seq in siblings]
 
     def start_over(self, seqs: Iterable[Sequence], waiting: Waiting) -> None:
@@ -150,7 +150,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
-            self.waiting.settle(seq, seq.num_outputs)
+            self.waiting.correct_charge(seq, seq.num_outputs)
             self._displace(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
@@ -183,25 +183,25 @@ class Scheduler:
     # Schedule
 
     def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. If all rows decode and no newcomer can begin, each
-        row may sample up to `tokens_per_call` tokens, but only one if it is `Lineup.one_at_a_time`."""
+        """The next step, or None when nothing can be computed now. If all rows decode and no new request can begin,
+        each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
         running = self.running
         preemptions = self.num_preemptions
         self._prefixes.release_unseen(running)
         if tokens_per_call > 1 and (self.can_admit() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
-        if self.waiting and self.num_preemptions == preemptions and len(newcomers := self._admit_newcomers(rows)):
-            rows = rows.extend(newcomers)
+        if self.waiting and self.num_preemptions == preemptions and len(new_sequences := self._admit_waiting(rows)):
+            rows = rows.extend(new_sequences)
         if not len(rows):
-            slot = running.lineup.slot
-            if self.waiting and running.lineup.any_beams and (running.known[slot] == running.total[slot]).all():
+            slot = running.batch.slot
+            if self.waiting and running.batch.any_beams and (running.known[slot] == running.total[slot]).all():
                 self._preempt(running.last)  # beams wait for siblings that find no slot
                 return self.schedule(tokens_per_call)
             return None
         running.advance(rows)
         self.turns.begin(rows)
-        return StepPlan(rows, copies, *running.take_news(), self._prefixes.keep_states(running, rows))
+        return StepPlan(rows, copies, *running.drain_updates(), self._prefixes.keep_states(running, rows))
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
         """The next rows of running sequences, which get the pages that they need, and the page copies to make first. If
@@ -227,18 +227,18 @@ class Scheduler:
 
     # Admission
 
-    def _admit_newcomers(self, rows: Rows) -> Rows:
+    def _admit_waiting(self, rows: Rows) -> Rows:
         """Places waiting sequences in order, while tokens (also those that `rows` lend), slots and pages last. One that
         needs more pages than there are is passed by others."""
         seqs: list[Sequence] = []
         num_new: list[bool] = []
-        share = NewcomersShare(self.running, rows, self.budget, self.turns, len(self.waiting))
+        share = AdmissionBudget(self.running, rows, self.budget, self.turns, len(self.waiting))
         while seq := self._next_admissible(share):
             left = self._admit(seq, share)
             seqs.append(seq)
             num_new.append(share.take(seq, left, int(self.running.ahead(seq.slot))) == left and seq.max_tokens > 0)
         self.waiting.rejoin()
-        return self.running.rows(seqs, share.settle(), np.asarray(num_new, np.int32))
+        return self.running.rows(seqs, share.counts(), np.asarray(num_new, np.int32))
 
     def can_admit(self) -> bool:
         """Whether a waiting sequence finds a slot and pages."""
@@ -246,7 +246,7 @@ class Scheduler:
         self.waiting.rejoin()
         return found
 
-    def _next_admissible(self, share: NewcomersShare | None = None) -> Sequence | None:
+    def _next_admissible(self, share: AdmissionBudget | None = None) -> Sequence | None:
         """The first waiting sequence that finds a slot, pages and, with `share`, tokens, if those before it wait for
         pages alone. These then are passed, until `Waiting.rejoin`. Sets those aside whose pages are to be loaded."""
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:  # else the last token is not known yet
@@ -266,7 +266,7 @@ class Scheduler:
             self.waiting.set_aside(seq)
         return None
 
-    def _admit(self, seq: Sequence, share: NewcomersShare) -> int:
+    def _admit(self, seq: Sequence, share: AdmissionBudget) -> int:
         """Places the first waiting sequence, which was just found to fit, with pages for its share of the step. Returns
         the number of tokens that it has to compute."""
         blocks = self._pages_of(seq.group)
@@ -301,11 +301,11 @@ class Scheduler:
         tokens], -1 where a row sampled none, because it was not to or had reached its end.
         """
         running = self.running
-        lineup = self.running.lineup
-        complete = running.advance_grammars(rows, tokens) if lineup.any_masked else []
-        if not complete and running.say_only_tokens(rows, tokens):  # the usual case
+        batch = self.running.batch
+        complete = running.advance_grammars(rows, tokens) if batch.any_masked else []
+        if not complete and running.only_add_tokens(rows, tokens):  # the usual case
             running.append(rows.slot, tokens, tokens.shape[1])
-            return StepOutput(lineup.request_ids, lineup.indices, tokens.tolist(), []), []
+            return StepOutput(batch.request_ids, batch.indices, tokens.tolist(), []), []
         num_new = np.count_nonzero(tokens >= 0, axis=1)
         held = running.holds(rows)
         running.append_rows(rows, tokens, num_new, held)
@@ -388,7 +388,7 @@ class Scheduler:
             seq.pages = pages
             if self.adapters is not None:
                 self.adapters.hold(seq)
-            self.waiting.charge(seq)
+            self.waiting.charge_expected(seq)
             self.running.place(seq, computed, like)
         else:
             self.blocks.free(pages or ())
@@ -430,4 +430,4 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.check_integrity()
             assert all(self.adapters.place_of(seq) is not None for seq in self.running if seq.adapter is not None)
-        assert {seq for seq in self.everyone if seq.status is not Status.PAUSED} == {*self.running, *self.waiting}
+        assert {seq for seq in self.all_sequences if seq.status is not Status.PAUSED} == {*self.running, *self.waiting}

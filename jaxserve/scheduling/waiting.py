@@ -1,11 +1,11 @@
 """The queue of sequences that wait for a slot, and the order in which they are served (host side).
 
-Lower priorities are served first. Within one priority, sequences that had a slot and lost it are served before the
-newcomers of other tenants (API keys). Newcomers of different tenants share by deficit round robin: a tenant may spend
+Lower priorities are served first. Within one priority, sequences that had a slot and lost it are served before the new
+requests of other tenants (API keys). New requests of different tenants share by deficit round robin: a tenant may spend
 `quantum` tokens a round. It may overdraw its turn by one sequence, and is then skipped until later rounds have paid the
 debt. Within one tenant, sequences are served by arrival.
 
-A newcomer for which there are too few KV pages lets those behind it begin in the same step (`pass_by`), and has its
+A new request for which there are too few KV pages lets those behind it begin in the same step (`pass_by`), and has its
 turn again in the next step. Once those that passed it have been charged as much as it will be itself, nothing passes it
 until it has begun. So its start is delayed by about as much work as it is, and by no more however many requests come.
 
@@ -13,9 +13,8 @@ Sequences whose adapter has no place on the devices are parked meanwhile (`adapt
 being loaded are set aside (`page_loads.py`). Those whose prompt another server computes are held. They count as
 waiting, and are served once they are released.
 
-A sequence is charged its prompt tokens and its expected output tokens when it is placed; `settle` corrects this when it
-ends. A tenant that has the queue to itself keeps no debt.
-"""
+A sequence is charged its prompt tokens and its expected output tokens when it is placed; `correct_charge` corrects this
+when it ends. A tenant that has the queue to itself keeps no debt."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Fetches(Protocol):
     """Prompts that other servers compute, see `jaxserve.engine.page_fetches`."""
 
     def begin(self, seq: Sequence) -> bool:
-        """Whether another server is asked for a newcomer's pages, which is held until then."""
+        """Whether another server is asked for a new request's pages, which is held until then."""
 
 
 class Waiting:
@@ -76,8 +75,8 @@ class Waiting:
                 yield from queue
 
     def push(self, seq: Sequence, *, resumed: bool = False, held: bool = False) -> None:
-        """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind newcomers. If
-        it is `held`, because another server computes its prompt, it is not served until `let_in`."""
+        """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind new requests.
+        If it is `held`, because another server computes its prompt, it is not served until `let_in`."""
         self._count += 1
         self.num_tokens += seq.prompt_len
         self.num_completions += _completions(seq)
@@ -120,7 +119,7 @@ class Waiting:
         """Removes the next sequence and charges its tenant. Raises IndexError when the queue is empty."""
         seq = self.peek()
         if seq not in self._levels[seq.order[0]].resumed:
-            self.charge(seq)
+            self.charge_expected(seq)
         self.remove(seq)
         for passed in self._passed:
             passed.tokens_passing += expected_tokens(seq)
@@ -129,8 +128,8 @@ class Waiting:
         return seq
 
     def pass_by(self) -> bool:
-        """Lets others pass the next sequence until `rejoin`, if it is a newcomer and not too many have passed it. One
-        that was preempted is not passed: newcomers would take the pages that running sequences need to grow."""
+        """Lets others pass the next sequence until `rejoin`, if it is a new request and not too many have passed it.
+        One that was preempted is not passed: new requests would take the pages that running sequences need to grow."""
         seq = self.peek()
         passable = (
             seq.num_cached is None and seq.tokens_passing < expected_tokens(seq) and len(self._passed) < MOST_PASSED
@@ -161,15 +160,15 @@ class Waiting:
     def _dequeue(self, seq: Sequence) -> None:
         level = self._levels[seq.order[0]]
         level.remove(seq)
-        if not level.num_newcomers and not level.resumed:
+        if not level.num_new_seqs and not level.resumed:
             del self._levels[seq.order[0]]
             self._priorities.remove(seq.order[0])
 
-    def charge(self, seq: Sequence) -> None:
+    def charge_expected(self, seq: Sequence) -> None:
         """Charges a tenant the expected cost of a sequence that begins."""
         self._spend(seq, expected_tokens(seq))
 
-    def settle(self, seq: Sequence, outputs: int) -> None:
+    def correct_charge(self, seq: Sequence, outputs: int) -> None:
         """Corrects the charge of a sequence that ends with this number of output tokens."""
         self._spend(seq, outputs - _expected(seq))
 
@@ -236,7 +235,7 @@ class _Queue:
 
 
 class _Tenant:
-    """One tenant's newcomers, and the tokens that it may still spend in this round (below 0: its debt)."""
+    """One tenant's new requests, and the tokens that it may still spend in this round (below 0: its debt)."""
 
     def __init__(self, name: str, deficit: int):
         self.name = name
@@ -252,14 +251,14 @@ class _Level:
         self.resumed = _Queue()
         self.tenants: dict[str, _Tenant] = {}
         self._ring: deque[_Tenant] = deque()  # the same tenants; the first has the turn
-        self.num_newcomers = 0
+        self.num_new_seqs = 0
 
     def push(self, seq: Sequence, resumed: bool) -> None:
         if resumed:
             self.resumed.push(seq)
         else:
             self._join(seq.request.tenant).queue.push(seq)
-            self.num_newcomers += 1
+            self.num_new_seqs += 1
 
     def queues(self) -> Iterator[_Queue]:
         yield self.resumed
@@ -279,7 +278,7 @@ class _Level:
             return
         tenant = self.tenants[seq.request.tenant]
         tenant.queue.remove(seq)
-        self.num_newcomers -= 1
+        self.num_new_seqs -= 1
         if not tenant.queue and tenant.deficit >= 0:
             self._leave(tenant)
 
@@ -289,16 +288,16 @@ class _Level:
 
     def peek(self) -> Sequence:
         """The next sequence; the level must not be empty."""
-        if not self.num_newcomers:
+        if not self.num_new_seqs:
             return self.resumed.peek()
-        new = self._newcomer()
+        new = self._next_new()
         if not self.resumed:
             return new
         old = self.resumed.peek()
         return new if new.order < old.order and new.request.tenant == old.request.tenant else old
 
-    def _newcomer(self) -> Sequence:
-        """The first newcomer of the tenant that has the turn."""
+    def _next_new(self) -> Sequence:
+        """The first new request of the tenant that has the turn."""
         self._skip_rounds()
         while not ((tenant := self._ring[0]).queue and tenant.deficit > 0):
             tenant.deficit += self._quantum

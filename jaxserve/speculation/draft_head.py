@@ -14,7 +14,7 @@ from weakref import WeakSet
 import numpy as np
 
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
@@ -75,7 +75,7 @@ class DraftHead(Method):
             for i, (slot, known) in enumerate(zip(some.slot, running.known[some.slot], strict=True)):
                 running.tokens[slot, known : known + count[i]] = tokens[: count[i], i]
 
-    def _programs(self, sampler: Sampler, count: int) -> list[Upkeep]:
+    def _programs(self, sampler: Sampler, count: int) -> list[AuxProgram]:
         """The smallest programs that propose `count` tokens, by rows."""
         fitting = [
             name
@@ -84,7 +84,7 @@ class DraftHead(Method):
         ]
         return [name for name in fitting if (name.passes, name.sampler) == (fitting[0].passes, fitting[0].sampler)]
 
-    def _seconds(self, name: Upkeep, count: int) -> float:
+    def _seconds(self, name: AuxProgram, count: int) -> float:
         """The least time of a call for sequences of CONTEXT tokens, whose pages are the null page."""
         slots = np.arange(min(name.size, self._runner.num_slots))
         best = np.inf

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.execution.row_check import check_rows
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.slots import encode_slot
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verifying import VerifyingRunner
@@ -66,7 +66,7 @@ class OwnDecodes:
                 checked = least_seconds(runner, program, [ahead + 1] * rows)
                 self._times.append(Times(rows, ahead, alone, checked + self._ahead_seconds(name, rows, ahead)))
 
-    def _ahead_seconds(self, name: Upkeep, rows: int, count: int) -> float:
+    def _ahead_seconds(self, name: AuxProgram, rows: int, count: int) -> float:
         """The least time in which rows decode `count` tokens ahead. Their pages are the null page."""
         slots = np.arange(rows)
         best = np.inf
@@ -91,7 +91,7 @@ class OwnDecodes:
         """How many tokens each sequence may decode ahead; 0 if steps decode faster, or prompts are computed or could
         be. host_seconds: between two steps of which the second one checks proposals."""
         running = scheduler.running
-        slot = running.lineup.slot
+        slot = running.batch.slot
         rows = len(running)
         if not rows or (running.total[slot] - running.computed[slot] > 1).any() or scheduler.can_admit():
             return 0
@@ -105,13 +105,13 @@ class OwnDecodes:
         if not (count := self._count(scheduler, host_seconds)):
             return
         running = scheduler.running
-        slot = running.lineup.slot
+        slot = running.batch.slot
         known = running.known[slot]
         total = running.total[slot]
         computed = running.computed[slot]
         room = np.minimum(np.minimum(running.limit[slot] - known, running.ahead(slot)) - 1, count)
         decodes = (known == total) & (total == computed + 1) & ~running.beams[slot]
-        answers = np.fromiter((seq.num_outputs > 0 for seq in running.lineup.seqs), bool, len(slot))
+        answers = np.fromiter((seq.num_outputs > 0 for seq in running.batch.seqs), bool, len(slot))
         fits = np.flatnonzero((room > 0) & decodes & answers)
         running.proposed[slot[fits]] = room[fits]
         running.proposes = len(fits) > 0
@@ -139,7 +139,7 @@ class OwnDecodes:
                 slot = some.slot[has]
                 running.tokens[slot, running.known[slot] + number] = drawn[has]
 
-    def _programs(self, rows: Rows, running: RunningTable) -> list[Upkeep]:
+    def _programs(self, rows: Rows, running: RunningTable) -> list[AuxProgram]:
         """The least capable programs that serve all rows, by size."""
         needed = Sampler(running.sampler[rows.slot].max())
         if running.masked[rows.slot].any():

@@ -27,17 +27,17 @@ from jaxserve.speculation.own_decodes import OwnDecodes
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import StepTimes
 
-GAIN = 1.03  # least factor of tokens per second for which proposals are worth their trouble
+MIN_SPEEDUP = 1.03  # least factor of tokens per second for which proposals are worth their trouble
 FEW_ROWS = 4  # without measured steps: running sequences up to which proposals are taken to pay,
-LEAST_CHANCE = 0.3  # and least chance of a proposal to be kept
-HOPES = np.linspace(0.05, 1, 20)  # chances for which is known how many sequences may get proposals
-HOPE = 0.05  # by which the next proposals of a draft may be kept more often
-LOOK_AGAIN = 8  # tokens of up to FEW_ROWS rows without a look for proposals after none were found that pay
+MIN_ACCEPTANCE = 0.3  # and least chance of a proposal to be kept
+ACCEPTANCE_GRID = np.linspace(0.05, 1, 20)  # chances for which is known how many sequences may get proposals
+ACCEPTANCE_MARGIN = 0.05  # by which the next proposals of a draft may be kept more often
+RETRY_TOKENS = 8  # tokens of up to FEW_ROWS rows without a look for proposals after none were found that pay
 # tokens without proposals after two checks that kept none
-REST = 16
-LONGEST_REST = 256
-FORCED_CHANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
-MEMORY = 0.7  # share of what was known about acceptance that stays with each check
+COOLDOWN = 16
+MAX_COOLDOWN = 256
+FORCED_ACCEPTANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
+ACCEPTANCE_DECAY = 0.7  # share of what was known about acceptance that stays with each check
 
 
 class Acceptance:
@@ -53,8 +53,8 @@ class Acceptance:
 
     def learn(self, proposed: int, kept: int) -> None:
         """The proposal after the last one kept was checked, too; what follows it was not."""
-        self._kept = MEMORY * self._kept + kept
-        self._checked = MEMORY * self._checked + min(kept + 1, proposed)
+        self._kept = ACCEPTANCE_DECAY * self._kept + kept
+        self._checked = ACCEPTANCE_DECAY * self._checked + min(kept + 1, proposed)
 
 
 class Record:
@@ -64,8 +64,8 @@ class Record:
     def __init__(self, acceptance: List[Acceptance]):
         self.acceptance = [Acceptance(one.chance) for one in acceptance]
         self.kind = 0  # of the proposal that is being checked
-        self.next_look = 0
-        self._rest = REST
+        self.next_attempt = 0
+        self._cooldown = COOLDOWN
         self._failures = 0
 
     def learn(self, proposed: int, kept: int, known: int) -> None:
@@ -74,11 +74,11 @@ class Record:
         self.acceptance[self.kind].learn(proposed, kept)
         self._failures = 0 if kept else self._failures + 1
         if kept == proposed:
-            self._rest = REST
+            self._cooldown = COOLDOWN
         if self._failures == 2:
-            self.next_look = known + self._rest
+            self.next_attempt = known + self._cooldown
             self._failures = 0
-            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._cooldown = min(2 * self._cooldown, MAX_COOLDOWN)
 
 
 class Speculator:
@@ -104,7 +104,7 @@ class Speculator:
         self._stages = stages
         self._records: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
         # Of all sequences; new ones begin with it. The last kind are tokens that a grammar forces.
-        self._acceptance = [Acceptance(chance) for chance in (*method.chances, FORCED_CHANCE)]
+        self._acceptance = [Acceptance(chance) for chance in (*method.chances, FORCED_ACCEPTANCE)]
         self.set_times(None)
         method.allocate()
 
@@ -115,7 +115,7 @@ class Speculator:
 
     def set_times(self, times: StepTimes | None) -> None:
         self.times = times
-        self._gaining = [] if times is None else [self._rows_that_gain(times, chance) for chance in HOPES]
+        self._gaining = [] if times is None else [self._rows_that_gain(times, chance) for chance in ACCEPTANCE_GRID]
 
     def _rows_that_gain(self, times: StepTimes, chance: float) -> int:
         """The most running sequences for which proposals pay if each is kept with this chance."""
@@ -125,7 +125,7 @@ class Speculator:
             tokens = rows + np.cumsum(np.repeat(chance**depth, rows))
             seconds = times.check(rows, rows + np.arange(1, self._most * rows + 1))
             seconds = seconds + self._method.seconds(rows, np.repeat(depth, rows))
-            if (tokens / seconds).max() >= GAIN * rows / times.decode(rows):
+            if (tokens / seconds).max() >= MIN_SPEEDUP * rows / times.decode(rows):
                 gaining = rows
         return gaining
 
@@ -135,8 +135,8 @@ class Speculator:
         than lately, those of a lookup if all are kept."""
         if self.times is None:
             return FEW_ROWS
-        hope = self._acceptance[0].chance + HOPE if self._method.proposes_later else 1.0
-        return self._gaining[min(int(np.searchsorted(HOPES, hope)), len(HOPES) - 1)]
+        hope = self._acceptance[0].chance + ACCEPTANCE_MARGIN if self._method.proposes_later else 1.0
+        return self._gaining[min(int(np.searchsorted(ACCEPTANCE_GRID, hope)), len(ACCEPTANCE_GRID) - 1)]
 
     def wants(self, scheduler: Scheduler, host_seconds: float) -> bool:
         """Whether a sequence that decodes in the next step is in a step in flight, and proposals would pay for it, as
@@ -150,13 +150,13 @@ class Speculator:
         if params.use_beam_search or not seq.num_outputs:
             return False
         record = self._records.get(seq)
-        return record is None or bool(running.known[seq.slot] >= record.next_look)
+        return record is None or bool(running.known[seq.slot] >= record.next_attempt)
 
     def propose(self, scheduler: Scheduler, host_seconds: float) -> None:
         """Proposes tokens for sequences that decode in the next step and are in no step in flight. `host_seconds`: time
         between two steps in which the devices wait, if each is committed before the next one."""
         running = scheduler.running
-        slot = running.lineup.slot
+        slot = running.batch.slot
         if (running.known[slot] < running.total[slot]).all():
             return  # all are in steps in flight
         for seq, proposal, count in self._look(scheduler, host_seconds, may_be_pending=False):
@@ -182,13 +182,13 @@ class Speculator:
         }
         found = [(seq, one) for seq, one in looked.items() if one is not None]
         # Masks need the tokens before, as proposals do; in a pipeline other steps run meanwhile.
-        waits = host_seconds if running.lineup.any_masked and self._stages == 1 else 0.0
+        waits = host_seconds if running.batch.any_masked and self._stages == 1 else 0.0
         counts = self._counts([self._chances(*one) for one in found], rows, cost, waits)
-        rest = LOOK_AGAIN * max(rows // FEW_ROWS, 1)  # so that many rows cause no more looks than a few
+        rest = RETRY_TOKENS * max(rows // FEW_ROWS, 1)  # so that many rows cause no more looks than a few
         paying = {seq for (seq, _), count in zip(found, counts, strict=True) if count}
         for seq, one in looked.items():
             if seq in self._records and seq not in paying and (one is not None or rows > FEW_ROWS):
-                self._records[seq].next_look = int(running.known[seq.slot]) + rest
+                self._records[seq].next_attempt = int(running.known[seq.slot]) + rest
         for (seq, proposal), count in zip(found, counts, strict=True):
             yield seq, proposal, count
 
@@ -237,10 +237,10 @@ class Speculator:
         beside the step that checks them. waits: as in `_counts`."""
         chances = chances[: max(self._budget - rows, 0)]
         if self.times is None:
-            return int(np.count_nonzero(chances >= LEAST_CHANCE))
+            return int(np.count_nonzero(chances >= MIN_ACCEPTANCE))
         tokens = rows + np.cumsum(chances)
         speed = tokens / (self.times.check(rows, rows + np.arange(1, len(chances) + 1)) + seconds[: len(chances)])
-        worthwhile = len(speed) > 0 and speed.max() >= GAIN * rows / (self.times.decode(rows) + waits)
+        worthwhile = len(speed) > 0 and speed.max() >= MIN_SPEEDUP * rows / (self.times.decode(rows) + waits)
         return 1 + int(speed.argmax()) if worthwhile else 0
 
     def learn(self, rows: Rows, tokens: np.ndarray, stats: EngineStats) -> None:

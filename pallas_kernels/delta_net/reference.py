@@ -36,7 +36,7 @@ class DeltaRows(NamedTuple):
 
     Attributes:
       source: int32 [rows], the slot whose state a row continues from.
-      target: int32 [rows], the slot that gets the row's new state; the slot of nobody for rows that keep nothing.
+      target: int32 [rows], the slot that gets the row's new state; the padding slot for rows that keep nothing.
       fresh: bool [rows], whether the row begins its sequence. Its state is then zero, whatever the slot holds.
       q_start: int32 [rows + 1], the index of each row's first token.
       num_decodes: int32 scalar, the number of leading rows with one token. Token i belongs to row i there.

@@ -241,7 +241,7 @@ class Front(uvicorn.Server):
             state.recorder.fingerprint = state.fingerprint
         state.tokenizer = tokenizer
         gguf.forget()
-        heap.settle()
+        heap.freeze()
         self.loaded.set()
         _warm(tokenizer)
         log.info("ready: %s, context of %d tokens", state.settings.model_name, info.max_model_len)

@@ -19,7 +19,7 @@ from test_steps import make_runner
 
 from jaxserve.devices import command_buffers
 from jaxserve.execution.adapter_stacks import AdapterStacks
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import PoolSizes
 from jaxserve.scheduling.step_plan import Sampler
@@ -91,12 +91,12 @@ def test_steps_with_a_draft_head_are_command_buffers(tmp_path):
     programs = runner.programs
     decode = programs.choose(DECODE, Sampler.FULL, 1, scores=False)
     names = [decode, programs.choose_checking(MIXED, Sampler.FULL), replace(decode, drafts=False)]
-    for name in [*names, Upkeep("propose", 32, Sampler.FILTERED, 3)]:
+    for name in [*names, AuxProgram("propose", 32, Sampler.FILTERED, 3)]:
         check_recorded(runner, name, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [Upkeep("sample_deferred", 64), Upkeep("score_prompt", 1152)], ids=str)
+@pytest.mark.parametrize("name", [AuxProgram("sample_deferred", 64), AuxProgram("score_prompt", 1152)], ids=str)
 def test_what_runs_between_steps_is_recorded_too(name, tmp_path):
     runner, _ = runner_of(tmp_path)
     check_recorded(runner, name, tmp_path)
@@ -105,7 +105,7 @@ def test_what_runs_between_steps_is_recorded_too(name, tmp_path):
 @pytest.mark.slow
 def test_updates_of_tables_are_too_few_kernels_to_be_recorded(tmp_path):
     """XLA records from five operations on. The loop's length is known, so the host waits for nothing."""
-    text, thunks = compiled(runner_of(tmp_path)[0], Upkeep("update_tables"), tmp_path)
+    text, thunks = compiled(runner_of(tmp_path)[0], AuxProgram("update_tables"), tmp_path)
     assert len(thunks) < 5
     assert host_waits(text) == []
 

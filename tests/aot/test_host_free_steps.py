@@ -18,7 +18,7 @@ from test_steps import PAGES, cache_copies, make_runner
 
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution.programs import LENGTHS, StepProgram
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.step_plan import Sampler
 
@@ -90,10 +90,10 @@ def test_the_host_waits_nowhere_in_a_mixed_step_on_a_gpu(keeps_hidden, tmp_path)
 @pytest.mark.parametrize(
     "name",
     [
-        Upkeep("update_tables"),
-        Upkeep("sample_deferred", ROWS),
-        Upkeep("score_prompt", 1152),
-        Upkeep("count_tokens", 8192),
+        AuxProgram("update_tables"),
+        AuxProgram("sample_deferred", ROWS),
+        AuxProgram("score_prompt", 1152),
+        AuxProgram("count_tokens", 8192),
     ],
 )
 def test_the_host_waits_nowhere_around_the_steps_either(name, tmp_path):

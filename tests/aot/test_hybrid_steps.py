@@ -9,7 +9,7 @@ from test_host_free_steps import host_waits
 from test_steps import make_runner
 
 from jaxserve.execution.kv_cache import STATE_COPIES
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.step_plan import Sampler
 
@@ -86,7 +86,7 @@ def test_states_stay_in_place(decode, target, page_size, tmp_path):
 def test_snapshots_are_copied_alone(target, tmp_path):
     """A copy between slots and snapshots moves these states, and leaves the arrays where they are."""
     runner, _ = make_runner(tmp_path, target, "auto", 128, 4, "bf16", slots=SLOTS, snapshots=8, **QWEN3_NEXT)
-    memory = runner.lower(Upkeep("copy_states")).compile().memory_analysis()
+    memory = runner.lower(AuxProgram("copy_states")).compile().memory_analysis()
     assert runner.layout.states.places == SLOTS + 1 + 8
     assert memory.alias_size_in_bytes > runner.layout.state_bytes(runner.mesh)
     assert memory.temp_size_in_bytes < 2 * STATE_COPIES * runner.layout.states.slot_bytes / runner.mesh.size

@@ -15,7 +15,7 @@ from jaxserve.devices.mesh import replicated
 from jaxserve.execution.cache_kinds import cache_kind
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.config import HFConfig
 from jaxserve.models.drafter import Drafter, DraftSpec
@@ -104,7 +104,7 @@ def test_a_draft_on_hidden_states(target, backend, page_size, tmp_path):
     names = [programs.choose_checking(mixed, Sampler.GREEDY), programs.choose(decodes, Sampler.GREEDY, 1, scores=False)]
     # Filters take libtpu minutes to compile.
     samplers = (Sampler.GREEDY, Sampler.FILTERED) if target.startswith("h200") else (Sampler.GREEDY,)
-    names += [Upkeep("propose", ROWS, sampler, PROPOSALS) for sampler in samplers]
+    names += [AuxProgram("propose", ROWS, sampler, PROPOSALS) for sampler in samplers]
     cache = runner.layout.num_pages * runner.layout.page_bytes // runner.mesh.size
     for name in names:
         text = runner.lower(name).compile().as_text()
@@ -113,4 +113,4 @@ def test_a_draft_on_hidden_states(target, backend, page_size, tmp_path):
         assert sorts(text) == [], name
         assert cache_copies(text, cache // 3 // 2) == [], name
         shares = DRAFT_VOCAB // runner.mesh.size
-        assert bool(re.search(rf"\[\d+,{shares}\]", text)) == isinstance(name, Upkeep), name
+        assert bool(re.search(rf"\[\d+,{shares}\]", text)) == isinstance(name, AuxProgram), name

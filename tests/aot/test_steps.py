@@ -19,7 +19,7 @@ from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import PoolSizes, with_adapters
@@ -252,7 +252,7 @@ def test_steps_of_llama_8b(target, backend, page_size, scheme, layers, tmp_path)
     check(runner, StepShape.of(64, 64, page_size, decode_only=True), layers, params)
     check(runner, StepShape.of(PROMPT_TOKENS, 64, page_size, decode_only=False), layers, params)
     if scheme == "bf16":  # rows with a grammar draw apart from the step
-        memory = runner.lower(Upkeep("sample_deferred", 64)).compile().memory_analysis()
+        memory = runner.lower(AuxProgram("sample_deferred", 64)).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= runner.slot_bytes
         assert memory.temp_size_in_bytes < 2**29
 

@@ -89,7 +89,7 @@ def test_programs(target, scheme, step, tmp_path):
     layer = runner.layers[0].device_bytes
     layout = runner.layout
     array = layout.abstract(runner.mesh)[0].data  # has the pages of all layers
-    pages, cache = (x // layout.ways(runner.mesh) for x in (stored_bytes(array), array.size))
+    pages, cache = (x // layout.num_shards(runner.mesh) for x in (stored_bytes(array), array.size))
     of_layer = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=0)).compile()
     begin = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=BEGIN)).compile()
     last = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()

@@ -448,7 +448,7 @@ class Simulation:
         self.events["chunks"] += any(row.count > 1 and row.num_new == 0 for row in rows)
 
     def check_order(self, admitted: list[Sequence], left: list[Sequence]) -> None:
-        """Sequences begin in order, but for those that pass newcomers that wait for pages, within a bound."""
+        """Sequences begin in order, but for those that pass new requests that wait for pages, within a bound."""
         assert all(a.order < b.order or b.tokens_passing for a in admitted for b in left), "admission out of order"
         self.most_expected = max([self.most_expected, *map(expected_tokens, admitted)])
         for b in left:

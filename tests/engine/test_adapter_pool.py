@@ -66,7 +66,7 @@ def test_who_waits_for_a_place_holds_up_nobody():
 
 
 def test_an_adapter_that_is_asked_for_all_the_time_lets_others_in():
-    """Newcomers for a place that another adapter waits for wait behind it."""
+    """New requests for a place that another adapter waits for wait behind it."""
     simulation = Simulation(places=2, max_num_seqs=4)
     for name in ("a", "b"):
         simulation.add([1, 2], max_tokens=6, adapter=name)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.types import KVPages
@@ -18,7 +18,12 @@ pytestmark = pytest.mark.compiles
 
 PAGES = 997  # collides with no other dimension
 BUCKETS = range(4)
-UPKEEP = Upkeep("set_slots", 8), Upkeep("count_tokens", 512), Upkeep("update_tables"), Upkeep("copy_pages")
+UPKEEP = (
+    AuxProgram("set_slots", 8),
+    AuxProgram("count_tokens", 512),
+    AuxProgram("update_tables"),
+    AuxProgram("copy_pages"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from engines import drain, generate, make_engine, request
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import commands
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 
 pytestmark = pytest.mark.compiles
 
@@ -110,7 +110,9 @@ def test_copies_take_no_copy_of_the_cache(devices, model_folders):
     settings = {**FEW, "kv_pages": 997, "tensor_parallel_size": devices}
     runner = make_engine(model_folders("tp_gqa"), **settings, **TIERS).runner
     contents = 4 * runner.layout.device_page_bytes(runner.mesh)
-    read, write = (runner.lower(Upkeep(kind, 4)).compile().memory_analysis() for kind in ("read_pages", "write_pages"))
+    read, write = (
+        runner.lower(AuxProgram(kind, 4)).compile().memory_analysis() for kind in ("read_pages", "write_pages")
+    )
     assert write.alias_size_in_bytes == runner.cache_bytes
     assert read.output_size_in_bytes <= contents + 64
     assert max(read.temp_size_in_bytes, write.temp_size_in_bytes) <= 3 * contents < runner.cache_bytes / 50

@@ -17,11 +17,11 @@ from jaxserve import jax_pools
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import memory, programs, runner
+from jaxserve.execution.aux_programs import AuxCalls, calls
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.memory import Budget, Needs
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.upkeep import UpkeepCalls, calls
 
 pytestmark = pytest.mark.compiles
 
@@ -192,10 +192,10 @@ def test_a_bad_guess_is_corrected(start, monkeypatch, guess):
     engine.compile()
     assert 0.95 < used(engine, gpu) <= 1
     twice = {name for name in gpu.compiled if gpu.compiled.count(name) > 1}
-    telling = engine.runner.programs.telling(engine.shapes)
+    bounding = engine.runner.programs.bounding(engine.shapes)
     largest = engine.shapes[-1], max((s for s in engine.shapes if s.decode_only), key=lambda s: s.rows)
-    assert {engine.runner.programs.largest(shape) for shape in largest} == set(telling[:2])
-    assert twice == {str(program) for program in telling}
+    assert {engine.runner.programs.largest(shape) for shape in largest} == set(bounding[:2])
+    assert twice == {str(program) for program in bounding}
 
 
 @pytest.mark.slow
@@ -214,12 +214,12 @@ def test_programs_that_need_more_than_was_allowed_for_make_the_cache_smaller(sta
 
 
 def test_slots_are_filled_by_calls_of_about_their_number():
-    """Nine newcomers in 2,048 slots sent 8 MiB, which took the host 3 ms to gather."""
-    sizes = [UpkeepCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=False, num_slots=n)) for n in (4, 8, 64, 256, 2048)]
+    """Nine new requests in 2,048 slots sent 8 MiB, which took the host 3 ms to gather."""
+    sizes = [AuxCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=False, num_slots=n)) for n in (4, 8, 64, 256, 2048)]
     assert sizes == [[8], [8], [8, 64], [8, 64, 256], [8, 64, 512, 2048]]
     assert [size for _, size in calls(9, sizes[-1])] == [64]
     assert [size for _, size in calls(513, sizes[-1])] == [2048]
-    assert UpkeepCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=True, num_slots=256)) == [8]
+    assert AuxCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=True, num_slots=256)) == [8]
 
 
 @pytest.mark.slow
@@ -248,20 +248,20 @@ def test_code_is_bounded_by_larger_programs():
     shapes = [StepShape.of(n, n, 128, decode_only=True) for n in (1, 4, 16, 64, 256)]
     shapes += [StepShape.of(n, min(n, 256), 128, decode_only=False) for n in (16, 32, 128, 512, 2048)]
     chosen = programs.StepPrograms(static=True)
-    telling = chosen.telling(shapes)
-    assert list(map(str, telling)) == [
+    bounding = chosen.bounding(shapes)
+    assert list(map(str, bounding)) == [
         "decode_256_full", "mixed_2048x256_full_hidden", "decode_4_filtered_x8", "mixed_128x128_full",
     ]  # fmt: skip
-    deferred = Upkeep("sample_deferred", 256)
-    figures_of = dict(zip((*telling, deferred), [figures(0, 0, code) for code in (100, 200, 10, 20, 5)], strict=True))
-    names = [deferred, Upkeep("set_slots", 8), *chosen.all(shapes)]
+    deferred = AuxProgram("sample_deferred", 256)
+    figures_of = dict(zip((*bounding, deferred), [figures(0, 0, code) for code in (100, 200, 10, 20, 5)], strict=True))
+    names = [deferred, AuxProgram("set_slots", 8), *chosen.all(shapes)]
     pending = 5 + 12 * 100 + 15 * 10 + 6 * 200 + 8 * 20  # upkeep, decodes by two bounds, prompts by two bounds
     assert runner.needs_of(names, figures_of).code == 335 + math.ceil(1.25 * pending)
-    in_order = [figures_of[name] for name in figures_of if name in telling]
-    assert runner.needs_of(telling, dict(zip(telling, in_order, strict=True))).code == 330
+    in_order = [figures_of[name] for name in figures_of if name in bounding]
+    assert runner.needs_of(bounding, dict(zip(bounding, in_order, strict=True))).code == 330
     assert runner.needs_of(names, {}).total == 0
-    only = {telling[0]: figures(0, 0, 7)}
-    assert runner.needs_of([*telling, deferred], only).code == 7 + 1.25 * 4 * 7
+    only = {bounding[0]: figures(0, 0, 7)}
+    assert runner.needs_of([*bounding, deferred], only).code == 7 + 1.25 * 4 * 7
 
 
 def test_plans_ask_what_the_check_asks():

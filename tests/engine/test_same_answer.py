@@ -226,10 +226,10 @@ def test_calls_are_short_while_a_client_streams(model_folders):
 def test_paused_and_gone_on(model_folders, alone, config):
     """In the middle, twice; meanwhile it holds no pages, and others go on."""
     engine = make_engine(model_folders(CASE), rows=8, tokens=128, **config)
-    everyone = requests()
-    for one in everyone:
+    all_sequences = requests()
+    for one in all_sequences:
         engine.add_request(one)
-    names = [one.request_id for one in everyone]
+    names = [one.request_id for one in all_sequences]
     gained = {}
 
     def run(steps: int) -> None:

@@ -21,7 +21,7 @@ from jaxserve.execution.slots import (
     decode_slots,
     encode_counts,
     encode_slot,
-    padding_slot,
+    padding_slot_params,
     set_slots,
 )
 from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
@@ -60,7 +60,7 @@ def slots_of(params: list[SamplingParams], vocab: int = VOCAB, *, seeds=None, st
     rows = [encode_slot(i, *each) for i, each in enumerate(rows)]
     for at in range(0, len(rows), SLOTS_PER_CALL):
         some = rows[at : at + SLOTS_PER_CALL]
-        padding = [padding_slot(len(params))] * (SLOTS_PER_CALL - len(some))
+        padding = [padding_slot_params(len(params))] * (SLOTS_PER_CALL - len(some))
         slots = jit_set_slots(slots, jnp.asarray(np.stack(some + padding)))
     return slots
 
@@ -511,7 +511,7 @@ def test_a_slot_is_taken_over_whole():
         top_k=3, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), presence_penalty=1.0, min_tokens=5, max_tokens=9
     )
     slots = slots_of([full] * 3, stop_ids=[tuple(range(MAX_STOP_TOKENS))] * 3, seeds=[5] * 3)
-    rows = [encode_slot(1, GREEDY, 0, (), 4)] + [padding_slot(3)] * (SLOTS_PER_CALL - 1)
+    rows = [encode_slot(1, GREEDY, 0, (), 4)] + [padding_slot_params(3)] * (SLOTS_PER_CALL - 1)
     after = jit_set_slots(slots, jnp.asarray(np.stack(rows)))
     plain = slots_of([GREEDY] * 3, prompt_lens=[4] * 3)
 
@@ -537,7 +537,7 @@ def test_counting_tokens():
     assert np.flatnonzero(in_prompt[1]).tolist() == [7]
     # The next owner of a penalty row counts from zero, whatever its slot. Padding and plain sequences clear no row.
     rows = [encode_slot(0, penal, 0, (), 0, penalty_row=2), encode_slot(1, GREEDY, 0, (), 0)]
-    rows += [padding_slot(2)] * (SLOTS_PER_CALL - len(rows))
+    rows += [padding_slot_params(2)] * (SLOTS_PER_CALL - len(rows))
     slots = jit_set_slots(slots, jnp.asarray(np.stack(rows)))
     assert not np.asarray(slots.counts)[2].any()
     assert not np.asarray(slots.in_prompt)[2].any()

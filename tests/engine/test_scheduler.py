@@ -273,7 +273,7 @@ def test_how_long_a_request_that_waits_for_pages_is_delayed(monkeypatch, max_tok
 
 
 def test_those_that_were_preempted_are_not_passed():
-    """Newcomers do not pass one that was preempted: they would take the pages that running ones need to grow."""
+    """New requests do not pass one that was preempted: they would take the pages that running ones need to grow."""
     simulation = Simulation(num_pages=21, page_size=4, budget=64, prefix_caching=False)
     first = simulation.add([0] * 30, max_tokens=40)
     second = simulation.add([1] * 30, max_tokens=40)
@@ -386,7 +386,7 @@ def test_every_decode_fits_in_a_step_whatever_the_budget():
 
 
 def test_a_part_of_the_pages_is_kept_for_those_that_run():
-    """One page in a hundred is not given to newcomers, unless nobody runs."""
+    """One page in a hundred is not given to new requests, unless nobody runs."""
     simulation = Simulation(num_pages=301, page_size=1, budget=1000, prefix_caching=False)
     alone = simulation.add([0] * 300, max_tokens=0)
     simulation.step()
@@ -695,7 +695,7 @@ def test_pages_behind_a_window_are_given_up_one_after_the_other(monkeypatch):
 
 
 def test_a_newcomer_is_looked_up_once():
-    """A step that could sample several tokens a row asks first whether a newcomer can begin, then places it."""
+    """A step that could sample several tokens a row asks first whether a new request can begin, then places it."""
     simulation = Simulation(num_pages=40, page_size=4, max_num_seqs=4, budget=256)
     simulation.add([5] * 5, max_tokens=100)
     simulation.step()
@@ -707,16 +707,16 @@ def test_a_newcomer_is_looked_up_once():
 
 
 def test_a_newcomer_finds_no_page_that_was_evicted_since_it_was_looked_up():
-    """The rows of running sequences get their pages between the first lookup and the newcomer's turn."""
+    """The rows of running sequences get their pages between the first lookup and the new request's turn."""
     simulation = Simulation(num_pages=12, page_size=4, max_num_seqs=2, budget=256)
     shared = [1, 2, 3, 4] * 4
-    newcomers = 0
+    new_sequences = 0
     simulation.add(shared, max_tokens=1)
     simulation.drain()
     simulation.add([5] * 5, max_tokens=34)
     while simulation.scheduler.has_work:
-        if not simulation.scheduler.waiting and len(simulation.scheduler.running) < 2 and newcomers < 9:
-            newcomers += 1
+        if not simulation.scheduler.waiting and len(simulation.scheduler.running) < 2 and new_sequences < 9:
+            new_sequences += 1
             simulation.add([*shared, 0], max_tokens=3)
         simulation.step(4)
     assert simulation.blocks.evictions

@@ -27,7 +27,7 @@ KINDS = ["step", "take_all", "sample_deferred", "score_prompt", "set_slots"]
 class NullStage:
     """A stage whose devices do nothing."""
 
-    num_slots = nobody = SLOTS
+    num_slots = padding_slot = SLOTS
     deferred_sizes = (4,)
     _on_cpu = True
     returned = StageRunner.returned

@@ -15,7 +15,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import verifying
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.signatures import Upkeep
+from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.verifying import VerifyingRunner
 from jaxserve.pallas_kernels import ops
 from jaxserve.types import Grammar
@@ -197,7 +197,7 @@ def test_compiled_programs_are_few(model_folders):
     names = list(engine.runner.executables)
     steps = [name for name in names if isinstance(name, StepProgram)]
     assert [(step.shape.decode_only, step.keeps_hidden, step.proposals) for step in steps] == [(False, True, 15)]
-    others = {(name.kind, name.size) for name in names if isinstance(name, Upkeep)}
+    others = {(name.kind, name.size) for name in names if isinstance(name, AuxProgram)}
     assert {("propose", 1), ("propose", 3), ("sample_deferred", 64), ("score_prompt", 64)} <= others
     assert not {("propose", 8), ("sample_deferred", 32)} & others
     engine.runner.frozen = True

@@ -86,7 +86,7 @@ def test_outputs_count_too():
     for _ in range(1000):
         seq = queue.pop()
         spent[seq.request.tenant] += seq.max_tokens
-        queue.settle(seq, seq.max_tokens)
+        queue.correct_charge(seq, seq.max_tokens)
     assert spent["long"] == pytest.approx(spent["short"], abs=2 * 5000 + QUANTUM)
 
 
@@ -94,7 +94,7 @@ def test_what_was_spent_while_nobody_else_waited_is_forgotten():
     queue = Waiting()
     for arrival in range(100):
         queue.push(sequence(arrival, "alone", tokens=5000))
-        queue.settle(queue.pop(), 5000)
+        queue.correct_charge(queue.pop(), 5000)
     fill(queue, sequence(200, "alone", tokens=10), sequence(201, "other", tokens=10))
     assert [seq.request.tenant for seq in drain(queue)] == ["alone", "other"]
 

@@ -47,7 +47,7 @@ def settings(folder, **changes) -> EngineConfig:
 def test_memory_is_that_of_the_engine(folder, target, devices):
     config = settings(folder, kv_pages=100, tensor_parallel_size=devices, max_num_batched_tokens=128)
     engine = Engine.load(config, progress=False)
-    names = engine.runner.programs.telling(engine.shapes)
+    names = engine.runner.programs.bounding(engine.shapes)
     engine.runner.compile(names)
     runner = engine.runner
     needs = engine.runner.needs(engine.shapes)

@@ -8,12 +8,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_layer_norm,
     read_max_position,
     read_mlp,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import read_activation, read_sliding, windows_of
 from jaxserve.models.rope import UNTURNED, read_rope
@@ -33,7 +33,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
     return ModelConfig(
         family="cohere",
-        layers=alike(hf, attention, mlp, norm=norm, residual="parallel"),
+        layers=uniform_layers(hf, attention, mlp, norm=norm, residual="parallel"),
         logit_scale=hf.take("logit_scale", 0.0625),
         **read_shared(hf, tied=True, norm=norm, max_position=max_position, ropes={"default": rope}),
     )
@@ -52,7 +52,7 @@ def _read_second(hf: HFConfig) -> ModelConfig:
     rope = read_rope(hf, read_max_position(hf, 8192), interleaved=True)
     return ModelConfig(
         family="cohere2",
-        layers=alike(
+        layers=uniform_layers(
             hf,
             read_attention(hf, qkv_bias=bias, out_bias=bias),
             read_mlp(hf, activation=read_activation(hf, "silu")),

@@ -8,12 +8,12 @@ from jaxserve.models.families.glm4_moe import SHARED
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.qwen2_moe import EXPERTS, MLP
 from jaxserve.models.rope import read_rope
@@ -42,7 +42,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
     mixture = MLPSpec(size=size, activation=dense.activation, experts=experts)
     first, last, step = (hf.take(f"moe_layer_{key}", default) for key, default in _LAYERS.items())
-    plain = alike(hf, read_attention(hf, kv_heads=4), dense, norm=norm)
+    plain = uniform_layers(hf, read_attention(hf, kv_heads=4), dense, norm=norm)
     last = len(plain) - 1 if last == -1 else last
     layers = tuple(
         LayerSpec(attention=layer.attention, mlp=mixture, norm=norm)

@@ -7,12 +7,12 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.olmo import POST_NAMES
 from jaxserve.models.families.shared import KINDS, read_activation, read_sliding, windows_of
@@ -32,7 +32,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     sliding = read_sliding(hf, 4) if window else [False] * count
     attention = read_attention(hf, qk_norm=QKNormSpec(norm=norm))
     ropes = {"default": read_rope(hf, read_max_position(hf)), "none": UNTURNED}
-    layers = alike(
+    layers = uniform_layers(
         hf,
         attention,
         read_mlp(hf, activation=read_activation(hf, "silu")),

@@ -7,12 +7,12 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
-    alike,
     read_attention,
     read_layer_norm,
     read_max_position,
     read_mlp,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
@@ -62,7 +62,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     mlp = read_mlp(hf, size=size, gated=False, bias=bias, activation=read_activation(hf, "gelu"))
     return ModelConfig(
         family="falcon",
-        layers=alike(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm, residual=residual),
+        layers=uniform_layers(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm, residual=residual),
         **read_shared(hf, tied=True, norm=norm, ropes={"default": read_rope(hf, read_max_position(hf))}),
     )
 

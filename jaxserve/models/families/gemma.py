@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_norm, read_shared
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_shared,
+    uniform_layers,
+)
 from jaxserve.models.spec import MLPSpec, ModelConfig
 
 
@@ -20,7 +28,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     norm = read_norm(hf, offset=1.0)
     attention = read_attention(hf, head_dim=256, qkv_bias=bias, out_bias=bias)
-    layers = alike(hf, attention, read_gemma_mlp(hf), norm=norm)
+    layers = uniform_layers(hf, attention, read_gemma_mlp(hf), norm=norm)
     shared = read_shared(hf, tied=True, longest=8192, norm=norm)
     return ModelConfig(family="gemma", layers=layers, embed_scale=hf.take("hidden_size") ** 0.5, **shared)
 

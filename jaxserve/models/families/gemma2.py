@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.gemma import read_gemma_mlp
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_norm, read_shared
+from jaxserve.models.families.llama import IGNORED, NAMES, read_attention, read_norm, read_shared, uniform_layers
 from jaxserve.models.families.shared import read_sliding, windows_of
 from jaxserve.models.spec import ModelConfig
 
@@ -39,7 +39,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     windows = windows_of(read_sliding(hf, 2), window)
     return ModelConfig(
         family="gemma2",
-        layers=alike(hf, attention, read_gemma_mlp(hf), windows, norm=norm, residual="sandwich"),
+        layers=uniform_layers(hf, attention, read_gemma_mlp(hf), windows, norm=norm, residual="sandwich"),
         embed_scale=hf.take("hidden_size") ** 0.5,
         logit_softcap=read_cap(hf, "final_logit_softcapping", 30.0),
         **read_shared(hf, tied=True, longest=8192, norm=norm),

@@ -9,7 +9,14 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.gemma import read_gemma_mlp
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES, read_cap
-from jaxserve.models.families.llama import IGNORED, alike, read_attention, read_max_position, read_norm, read_shared
+from jaxserve.models.families.llama import (
+    IGNORED,
+    read_attention,
+    read_max_position,
+    read_norm,
+    read_shared,
+    uniform_layers,
+)
 from jaxserve.models.families.shared import read_ropes, read_sliding, windows_of
 from jaxserve.models.spec import ModelConfig, QKNormSpec
 
@@ -40,7 +47,7 @@ def read_gemma3(hf: HFConfig) -> ModelConfig:
     }
     return ModelConfig(
         family="gemma3",
-        layers=alike(hf, attention, read_gemma_mlp(hf), windows, ropes, norm=norm, residual="sandwich"),
+        layers=uniform_layers(hf, attention, read_gemma_mlp(hf), windows, ropes, norm=norm, residual="sandwich"),
         embed_scale=hf.take("hidden_size") ** 0.5,
         logit_softcap=read_cap(hf, "final_logit_softcapping", None),
         **read_shared(hf, tied=True, norm=norm, max_position=max_position, ropes=of_kinds),

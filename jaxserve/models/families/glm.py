@@ -10,12 +10,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import read_activation
 from jaxserve.models.rope import read_rope
@@ -34,7 +34,7 @@ def _read(family: str, residual: Residual, hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, partial=0.5, head_dim=128, interleaved=True)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
-    layers = alike(hf, attention, mlp, norm=norm, residual=residual)
+    layers = uniform_layers(hf, attention, mlp, norm=norm, residual=residual)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family=family, layers=layers, **shared)
 

@@ -10,12 +10,12 @@ from jaxserve.models.families.deepseek import MTP
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.qwen2_moe import EXPERTS, MLP
 from jaxserve.models.rope import read_rope
@@ -53,7 +53,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     mixture = read_deepseek_experts(hf, dense)
     layers = tuple(
         LayerSpec(attention=layer.attention, mlp=dense if i < first else mixture, norm=norm)
-        for i, layer in enumerate(alike(hf, attention, dense, norm=norm))
+        for i, layer in enumerate(uniform_layers(hf, attention, dense, norm=norm))
     )
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, partial=0.5)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import alike, read_attention, read_layer_norm, read_mlp, read_shared
+from jaxserve.models.families.llama import read_attention, read_layer_norm, read_mlp, read_shared, uniform_layers
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import UNTURNED
 from jaxserve.models.spec import AttentionSpec, LayerSpec, LearnedPositions, ModelConfig
@@ -37,7 +37,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     norm = read_layer_norm(hf, "layer_norm_epsilon")
     attention = read_attention(hf, qkv_bias=True, out_bias=True)
     scale = attention.softmax_scale if hf.take("scale_attn_weights", True) else 1.0
-    layers = alike(hf, replace(attention, scale=scale), mlp, norm=norm)
+    layers = uniform_layers(hf, replace(attention, scale=scale), mlp, norm=norm)
     if hf.take("scale_attn_by_inverse_layer_idx", False):
         layers = tuple(_scaled(layer, scale / (i + 1)) for i, layer in enumerate(layers))
     return ModelConfig(

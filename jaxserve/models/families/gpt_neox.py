@@ -5,12 +5,12 @@ from __future__ import annotations
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
-    alike,
     read_attention,
     read_layer_norm,
     read_max_position,
     read_mlp,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
@@ -37,7 +37,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     residual = "parallel_two_norms" if hf.take("use_parallel_residual", True) else "pre"
     return ModelConfig(
         family="gpt_neox",
-        layers=alike(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm, residual=residual),
+        layers=uniform_layers(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm, residual=residual),
         **read_shared(hf, norm=norm, ropes={"default": read_rope(hf, max_position, partial=0.25)}),
     )
 

@@ -7,11 +7,11 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import read_sliding, windows_of
 from jaxserve.models.rope import read_rope
@@ -60,7 +60,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, theta=THETA, absent=YARN)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
-    return ModelConfig(family="gpt_oss", layers=alike(hf, attention, mlp, windows, norm=norm), **shared)
+    return ModelConfig(family="gpt_oss", layers=uniform_layers(hf, attention, mlp, windows, norm=norm), **shared)
 
 
 FAMILY = Family("gpt_oss", ("GptOssForCausalLM",), _read, GPT_OSS_NAMES, IGNORED)

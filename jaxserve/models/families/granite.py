@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared
+from jaxserve.models.families.llama import IGNORED, NAMES, read_attention, read_mlp, read_shared, uniform_layers
 from jaxserve.models.spec import ModelConfig
 
 
@@ -15,7 +15,7 @@ def read_granite(hf: HFConfig, family: str = "granite") -> ModelConfig:
     mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
     return ModelConfig(
         family=family,
-        layers=alike(hf, attention, mlp, residual_scale=hf.take("residual_multiplier", 1.0)),
+        layers=uniform_layers(hf, attention, mlp, residual_scale=hf.take("residual_multiplier", 1.0)),
         embed_scale=hf.take("embedding_multiplier", 1.0),
         logit_scale=1.0 / hf.take("logits_scaling", 1.0),
         **read_shared(hf),

@@ -7,12 +7,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ModelConfig, QKNormSpec
@@ -48,7 +48,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         stretched = theta * alpha ** (attention.head_dim / (attention.head_dim - 2))
         kept = {key: value for key, value in parameters.items() if key not in (*UNUSED, "type", "rope_type")}
         parameters = {"rope_theta": stretched} | kept
-    layers = alike(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))), norm=norm)
+    layers = uniform_layers(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))), norm=norm)
     rope = read_rope(hf, max_position, parameters=parameters)
     return ModelConfig(family="hunyuan", layers=layers, **read_shared(hf, norm=norm, ropes={"default": rope}))
 

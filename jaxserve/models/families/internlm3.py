@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_norm, read_shared
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_shared,
+    uniform_layers,
+)
 from jaxserve.models.spec import ModelConfig
 
 
@@ -13,7 +21,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     norm = read_norm(hf, 1e-5)
     bias = bool(hf.take("mlp_bias", False))
     attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", False)), out_bias=bias)
-    layers = alike(hf, attention, read_mlp(hf, bias=bias), norm=norm)
+    layers = uniform_layers(hf, attention, read_mlp(hf, bias=bias), norm=norm)
     return ModelConfig(family="internlm3", layers=layers, **read_shared(hf, norm=norm))
 
 

@@ -99,7 +99,7 @@ def read_mlp(hf: HFConfig, **choices: Any) -> MLPSpec:
     return MLPSpec(size=hf.take("intermediate_size"), activation=activation, **choices)
 
 
-def alike(
+def uniform_layers(
     hf: HFConfig,
     attention: AttentionSpec,
     mlp: MLPSpec,
@@ -144,7 +144,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
     mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
-    return ModelConfig(family="llama", layers=alike(hf, attention, mlp), **read_shared(hf))
+    return ModelConfig(family="llama", layers=uniform_layers(hf, attention, mlp), **read_shared(hf))
 
 
 # The first conversions, made before transformers had the model, use the second name.

@@ -13,12 +13,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.rope import UNTURNED, read_rope
 from jaxserve.models.spec import (
@@ -70,7 +70,7 @@ def _read(hf: HFConfig) -> ModelConfig:
 
     layers = tuple(
         replace(layer, attention=attention_of(turning[i]), mlp=mixture if i in mixed else dense)
-        for i, layer in enumerate(alike(hf, attention, plain, norm=norm))
+        for i, layer in enumerate(uniform_layers(hf, attention, plain, norm=norm))
     )
     ropes = {"default": read_rope(hf, read_max_position(hf, 131072), theta=THETA, interleaved=True)}
     ropes["none"] = replace(UNTURNED, query_scale=_query_scale(hf))

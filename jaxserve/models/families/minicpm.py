@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_norm, read_shared
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_shared,
+    uniform_layers,
+)
 from jaxserve.models.spec import ModelConfig
 
 
@@ -17,7 +25,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
     return ModelConfig(
         family="minicpm",
-        layers=alike(hf, attention, read_mlp(hf), norm=norm, residual_scale=depth),
+        layers=uniform_layers(hf, attention, read_mlp(hf), norm=norm, residual_scale=depth),
         embed_scale=hf.take("scale_emb", 1.0),
         logit_scale=hf.take("dim_model_base", hf.take("hidden_size")) / hf.take("hidden_size"),
         **read_shared(hf, tied=True, norm=norm),

@@ -8,20 +8,20 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
     read_windows,
+    uniform_layers,
 )
 from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ModelConfig, QueryScale
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    layers = alike(hf, read_attention(hf, kv_heads=8), read_mlp(hf), read_windows(hf, used=True))
+    layers = uniform_layers(hf, read_attention(hf, kv_heads=8), read_mlp(hf), read_windows(hf, used=True))
     return ModelConfig(family="ministral", layers=layers, **read_shared(hf, longest=131072))
 
 
@@ -49,7 +49,7 @@ def read_ministral3(hf: HFConfig) -> ModelConfig:
     window = hf.take("sliding_window", None)
     hf.ignore("layer_types")
     windows = [window] * hf.take("num_hidden_layers")
-    layers = alike(hf, read_attention(hf, head_dim=128, kv_heads=8), read_mlp(hf), windows, norm=norm)
+    layers = uniform_layers(hf, read_attention(hf, head_dim=128, kv_heads=8), read_mlp(hf), windows, norm=norm)
     return ModelConfig(
         family="ministral3",
         layers=layers,

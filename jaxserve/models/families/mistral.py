@@ -2,12 +2,20 @@
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_shared,
+    read_windows,
+    uniform_layers,
+)
 from jaxserve.models.spec import ModelConfig
 
 
 def read_mistral(hf: HFConfig) -> ModelConfig:
-    layers = alike(hf, read_attention(hf, kv_heads=8), read_mlp(hf), read_windows(hf, used=True))
+    layers = uniform_layers(hf, read_attention(hf, kv_heads=8), read_mlp(hf), read_windows(hf, used=True))
     return ModelConfig(family="mistral", layers=layers, **read_shared(hf, longest=131072))
 
 

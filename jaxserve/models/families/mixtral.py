@@ -5,13 +5,13 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
     read_windows,
+    uniform_layers,
 )
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ExpertsSpec, ModelConfig
@@ -32,7 +32,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.values.setdefault("sliding_window", None)
     windows = read_windows(hf, used=True)
     norm = read_norm(hf, 1e-5)
-    layers = alike(hf, read_attention(hf, kv_heads=8), read_mlp(hf, experts=experts), windows, norm=norm)
+    layers = uniform_layers(hf, read_attention(hf, kv_heads=8), read_mlp(hf, experts=experts), windows, norm=norm)
     max_position = read_max_position(hf, 131072)
     ropes = {"default": read_rope(hf, max_position, theta=1e6)}
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)

@@ -8,12 +8,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import KINDS, read_activation, read_sliding, windows_of
 from jaxserve.models.rope import read_rope
@@ -36,7 +36,7 @@ def _read_ernie(hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, theta=500000.0, interleaved=True)
     attention = read_attention(hf, head_dim=128, kv_heads=2, qkv_bias=bias, out_bias=bias)
-    layers = alike(hf, attention, read_mlp(hf, bias=bias), norm=norm)
+    layers = uniform_layers(hf, attention, read_mlp(hf, bias=bias), norm=norm)
     shared = read_shared(hf, tied=True, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="ernie4_5", layers=layers, **shared)
 
@@ -46,7 +46,7 @@ def _read_helium(hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf, 4096)
     rope = read_rope(hf, max_position, theta=100000.0, interleaved=True)
     attention = read_attention(hf, head_dim=128, qkv_bias=bool(hf.take("attention_bias", False)))
-    layers = alike(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))), norm=norm)
+    layers = uniform_layers(hf, attention, read_mlp(hf, bias=bool(hf.take("mlp_bias", False))), norm=norm)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="helium", layers=layers, **shared)
 
@@ -56,7 +56,7 @@ def _read_arcee(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     activation = read_activation(hf, "relu2")
     mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", False)), activation=activation)
-    layers = alike(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm)
+    layers = uniform_layers(hf, read_attention(hf, qkv_bias=bias, out_bias=bias), mlp, norm=norm)
     return ModelConfig(family="arcee", layers=layers, **read_shared(hf, longest=4096, norm=norm))
 
 
@@ -66,7 +66,7 @@ def _read_cwm(hf: HFConfig) -> ModelConfig:
     hf.values.setdefault("layer_types", [KINDS[i % 4 > 0] for i in range(count)])
     windows = windows_of(read_sliding(hf, 4), hf.take("sliding_window", 8192))
     mlp = read_mlp(hf, bias=bool(hf.take("mlp_bias", False)))
-    layers = alike(hf, read_attention(hf, head_dim=128, kv_heads=8), mlp, windows, norm=norm)
+    layers = uniform_layers(hf, read_attention(hf, head_dim=128, kv_heads=8), mlp, windows, norm=norm)
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, absent=CWM_ROPE, theta=1e6)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})

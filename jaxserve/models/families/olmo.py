@@ -8,12 +8,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import read_activation, read_ropes, read_sliding, windows_of
 from jaxserve.models.spec import AttentionSpec, ModelConfig, NormSpec, QKNormSpec
@@ -29,7 +29,9 @@ def _read_first(hf: HFConfig) -> ModelConfig:
     norm = NormSpec(kind="layer", eps=1e-5, scale=False)
     attention = read_attention(hf, clip=hf.take("clip_qkv", None), qkv_bias=bias, out_bias=bias)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
-    return ModelConfig(family="olmo", layers=alike(hf, attention, mlp, norm=norm), **read_shared(hf, norm=norm))
+    return ModelConfig(
+        family="olmo", layers=uniform_layers(hf, attention, mlp, norm=norm), **read_shared(hf, norm=norm)
+    )
 
 
 def _attention(hf: HFConfig) -> AttentionSpec:
@@ -40,7 +42,7 @@ def _attention(hf: HFConfig) -> AttentionSpec:
 def _read_second(hf: HFConfig) -> ModelConfig:
     norm = read_norm(hf, 1e-5)
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
-    layers = alike(hf, _attention(hf), mlp, norm=norm, residual="post")
+    layers = uniform_layers(hf, _attention(hf), mlp, norm=norm, residual="post")
     return ModelConfig(family="olmo2", layers=layers, **read_shared(hf, norm=norm))
 
 
@@ -50,7 +52,7 @@ def _read_third(hf: HFConfig) -> ModelConfig:
     sliding = read_sliding(hf, 4)
     windows = windows_of(sliding, hf.take("sliding_window", 4096))
     ropes = ["sliding" if slides else "full" for slides in sliding]
-    layers = alike(hf, _attention(hf), mlp, windows, ropes, norm=norm, residual="post")
+    layers = uniform_layers(hf, _attention(hf), mlp, windows, ropes, norm=norm, residual="post")
     of_kinds = read_ropes(hf, read_max_position(hf), theta=500000.0)
     return ModelConfig(family="olmo3", layers=layers, **read_shared(hf, norm=norm, ropes=of_kinds))
 

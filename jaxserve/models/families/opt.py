@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import alike, read_attention, read_mlp, read_shared
+from jaxserve.models.families.llama import read_attention, read_mlp, read_shared, uniform_layers
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import UNTURNED
 from jaxserve.models.spec import LearnedPositions, ModelConfig, NormSpec
@@ -43,7 +43,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
     return ModelConfig(
         family="opt",
-        layers=alike(hf, attention, mlp, norm=norm, residual="pre" if before else "post_ln"),
+        layers=uniform_layers(hf, attention, mlp, norm=norm, residual="pre" if before else "post_ln"),
         embed_size=None if size in (None, hidden) else size,
         learned_positions=LearnedPositions(rows=max_position + OFFSET, offset=OFFSET),
         **read_shared(hf, tied=True, norm=last, max_position=max_position, ropes={"default": UNTURNED}),

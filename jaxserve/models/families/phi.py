@@ -7,12 +7,12 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
-    alike,
     read_attention,
     read_layer_norm,
     read_max_position,
     read_mlp,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
@@ -40,7 +40,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     rope = read_rope(hf, read_max_position(hf), partial=0.5)
     return ModelConfig(
         family="phi",
-        layers=alike(hf, attention, mlp, norm=norm, residual="parallel"),
+        layers=uniform_layers(hf, attention, mlp, norm=norm, residual="parallel"),
         head_bias=True,
         **read_shared(hf, norm=norm, ropes={"default": rope}),
     )

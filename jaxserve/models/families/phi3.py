@@ -8,12 +8,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_norm,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ModelConfig
@@ -35,7 +35,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         hf.expect(key, False)
     norm = read_norm(hf, 1e-5)
     windows = [window] * hf.take("num_hidden_layers")
-    layers = alike(hf, read_attention(hf), read_mlp(hf), windows, norm=norm)
+    layers = uniform_layers(hf, read_attention(hf), read_mlp(hf), windows, norm=norm)
     rope = read_rope(hf, max_position, partial=1.0)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="phi3", layers=layers, **shared)

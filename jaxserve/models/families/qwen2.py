@@ -3,7 +3,15 @@
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_shared,
+    read_windows,
+    uniform_layers,
+)
 from jaxserve.models.spec import ModelConfig
 
 
@@ -15,7 +23,7 @@ def read_qwen_windows(hf: HFConfig) -> list[int | None]:
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    layers = alike(hf, read_attention(hf, qkv_bias=True), read_mlp(hf), read_qwen_windows(hf))
+    layers = uniform_layers(hf, read_attention(hf, qkv_bias=True), read_mlp(hf), read_qwen_windows(hf))
     return ModelConfig(family="qwen2", layers=layers, **read_shared(hf, longest=32768))
 
 

@@ -5,7 +5,15 @@ from typing import Any
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_shared, read_windows
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_shared,
+    read_windows,
+    uniform_layers,
+)
 from jaxserve.models.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.routing import Router
 
@@ -59,7 +67,7 @@ def _read_windows(hf: HFConfig) -> list[int | None]:
 
 def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bool(hf.take("qkv_bias", True)))
-    layers = alike(hf, attention, read_mlp(hf), _read_windows(hf))
+    layers = uniform_layers(hf, attention, read_mlp(hf), _read_windows(hf))
     mixture = read_experts(hf, shared_size=hf.take("shared_expert_intermediate_size"), shared_gate=True)
     layers = with_experts(hf, layers, mixture)
     return ModelConfig(family="qwen2_moe", layers=layers, **read_shared(hf, longest=32768))

@@ -2,7 +2,15 @@
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_mlp, read_norm, read_shared
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_shared,
+    uniform_layers,
+)
 from jaxserve.models.families.qwen2 import read_qwen_windows
 from jaxserve.models.spec import ModelConfig, QKNormSpec
 
@@ -10,7 +18,7 @@ from jaxserve.models.spec import ModelConfig, QKNormSpec
 def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     attention = read_attention(hf, head_dim=128, qk_norm=QKNormSpec(norm=read_norm(hf)), qkv_bias=bias, out_bias=bias)
-    layers = alike(hf, attention, read_mlp(hf), read_qwen_windows(hf))
+    layers = uniform_layers(hf, attention, read_mlp(hf), read_qwen_windows(hf))
     return ModelConfig(family="qwen3", layers=layers, **read_shared(hf, longest=32768))
 
 

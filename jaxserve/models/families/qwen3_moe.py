@@ -5,12 +5,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_mlp,
     read_norm,
     read_shared,
     read_windows,
+    uniform_layers,
 )
 from jaxserve.models.families.qwen2_moe import EXPERTS, read_experts, with_experts
 from jaxserve.models.spec import ModelConfig, QKNormSpec
@@ -22,7 +22,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     attention = read_attention(hf, kv_heads=4, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
     hf.ignore("max_window_layers")  # only the dense models read it
     windows = read_windows(hf, used=bool(hf.take("use_sliding_window", False)))
-    layers = alike(hf, attention, read_mlp(hf), windows)
+    layers = uniform_layers(hf, attention, read_mlp(hf), windows)
     layers = with_experts(hf, layers, read_experts(hf))
     return ModelConfig(family="qwen3_moe", layers=layers, **read_shared(hf, longest=32768))
 

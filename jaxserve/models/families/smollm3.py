@@ -8,11 +8,11 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_max_position,
     read_mlp,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import KINDS, read_sliding, windows_of
 from jaxserve.models.rope import UNTURNED, read_rope
@@ -34,7 +34,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
     max_position = read_max_position(hf, 32768)
     ropes = {"default": read_rope(hf, max_position, theta=2e6), "none": UNTURNED}
-    layers = alike(
+    layers = uniform_layers(
         hf,
         read_attention(hf, kv_heads=4, qkv_bias=bias, out_bias=bias),
         read_mlp(hf, bias=bool(hf.take("mlp_bias", False))),

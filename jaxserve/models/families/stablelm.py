@@ -8,12 +8,12 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
     IGNORED,
     NAMES,
-    alike,
     read_attention,
     read_layer_norm,
     read_max_position,
     read_mlp,
     read_shared,
+    uniform_layers,
 )
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
@@ -39,7 +39,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     mlp = read_mlp(hf, activation=read_activation(hf, "silu"))
     max_position = read_max_position(hf, 4096)
     rope = read_rope(hf, max_position, partial=0.25)
-    layers = alike(hf, attention, mlp, norm=norm, residual=residual)
+    layers = uniform_layers(hf, attention, mlp, norm=norm, residual=residual)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes={"default": rope})
     return ModelConfig(family="stablelm", layers=layers, **shared)
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
-from jaxserve.models.families.llama import IGNORED, NAMES, alike, read_attention, read_layer_norm, read_mlp, read_shared
+from jaxserve.models.families.llama import (
+    IGNORED,
+    NAMES,
+    read_attention,
+    read_layer_norm,
+    read_mlp,
+    read_shared,
+    uniform_layers,
+)
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.spec import ModelConfig
 
@@ -32,7 +40,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         window = None
     mlp = read_mlp(hf, gated=False, bias=bias, activation=read_activation(hf, "gelu_pytorch_tanh"))
     attention = read_attention(hf, kv_heads=2, qkv_bias=bias, out_bias=bias)
-    layers = alike(hf, attention, mlp, [window] * hf.take("num_hidden_layers"), norm=norm)
+    layers = uniform_layers(hf, attention, mlp, [window] * hf.take("num_hidden_layers"), norm=norm)
     return ModelConfig(family="starcoder2", layers=layers, **read_shared(hf, tied=True, longest=4096, norm=norm))
 
 

@@ -15,8 +15,8 @@ from jaxserve.adapters.adapter import Adapter
 from jaxserve.execution import commands
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import COPIES, STATE_COPIES, CacheLayout, KVCache
-from jaxserve.execution.signatures import CREATE_CACHE, TABLE_COPIES, TABLE_UPDATES, ProgramName, Upkeep
-from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, padding_slot
+from jaxserve.execution.signatures import CREATE_CACHE, TABLE_COPIES, TABLE_UPDATES, AuxProgram, ProgramName
+from jaxserve.execution.slots import COUNTED_PER_CALL, SLOTS_PER_CALL, SlotState, padding_slot_params
 from jaxserve.models.decoder import Decoder
 from jaxserve.scheduling.block_manager import NULL_PAGE
 from jaxserve.types import NO_PENALTY_ROW
@@ -25,7 +25,7 @@ SLOT_SIZES = (SLOTS_PER_CALL, 8 * SLOTS_PER_CALL, 64 * SLOTS_PER_CALL)  # rows p
 COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, beside the largest call
 
 
-class UpkeepCalls(commands.Commanded):
+class AuxCalls(commands.Commanded):
     """The part of a `ModelRunner` that runs programs which are not steps. They are dispatched and return at once."""
 
     model: Decoder
@@ -36,7 +36,7 @@ class UpkeepCalls(commands.Commanded):
     cache: KVCache
     stacks: AdapterStacks | None
     executables: dict[ProgramName, Compiled]
-    beside: Sequence[UpkeepCalls] = ()  # runners of other models on the same devices
+    beside: Sequence[AuxCalls] = ()  # runners of other models on the same devices
     _on_cpu: bool
     _arrays: list[jax.Array]
     _first_stack: int  # place of the pool's first array in `_arrays`
@@ -86,8 +86,8 @@ class UpkeepCalls(commands.Commanded):
         if rows:
             self.tell(commands.SetSlots, rows)
         for some, size in calls(len(rows), self.slot_sizes):
-            padding = [padding_slot(self.num_slots)] * (size - len(rows[some]))
-            self.slots = self._get(Upkeep("set_slots", size))(self.slots, np.stack(rows[some] + padding))
+            padding = [padding_slot_params(self.num_slots)] * (size - len(rows[some]))
+            self.slots = self._get(AuxProgram("set_slots", size))(self.slots, np.stack(rows[some] + padding))
 
     def count_tokens(self, counted: np.ndarray) -> None:
         """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
@@ -96,7 +96,7 @@ class UpkeepCalls(commands.Commanded):
             packed = np.full((3, size), self.model.config.vocab_size, np.int32)
             packed[0] = NO_PENALTY_ROW
             packed[:, : counted[:, some].shape[1]] = counted[:, some]
-            self.slots = self._get(Upkeep("count_tokens", size))(self.slots, packed)
+            self.slots = self._get(AuxProgram("count_tokens", size))(self.slots, packed)
 
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
         """Copies rows of the block table, as (source, target) slots, one after the other. Then writes entries of the
@@ -111,7 +111,7 @@ class UpkeepCalls(commands.Commanded):
             packed_rows[: len(rows)] = np.reshape(rows, (-1, 2))
             packed[0] = self.num_slots
             packed[:, : some.shape[1]] = some
-            self.slots = self._get(Upkeep("update_tables"))(self.slots, packed_rows, packed)
+            self.slots = self._get(AuxProgram("update_tables"))(self.slots, packed_rows, packed)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, given as (source, target), before the next step writes."""
@@ -127,7 +127,7 @@ class UpkeepCalls(commands.Commanded):
         for some, size in calls(len(pages), self.layout.copy_sizes):
             packed = np.full(size, NULL_PAGE, np.int32)
             packed[: len(pages[some])] = pages[some]
-            results.append((len(pages[some]), self._get(Upkeep("read_pages", size))(self.cache, packed)))
+            results.append((len(pages[some]), self._get(AuxProgram("read_pages", size))(self.cache, packed)))
         return results
 
     def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:
@@ -136,7 +136,7 @@ class UpkeepCalls(commands.Commanded):
         self.tell(commands.WritePages, pages, contents)
         packed = np.full(len(contents[0]), NULL_PAGE, np.int32)
         packed[: len(pages)] = pages
-        self.cache = self._get(Upkeep("write_pages", len(packed)))(self.cache, packed, contents)
+        self.cache = self._get(AuxProgram("write_pages", len(packed)))(self.cache, packed, contents)
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so
@@ -145,13 +145,13 @@ class UpkeepCalls(commands.Commanded):
             self.tell(commands.CopyStates, pairs)
             self._copy("copy_states", pairs, STATE_COPIES, self.num_slots)
 
-    def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, nobody: int) -> None:
-        """Copies within the cache in calls of `each` pairs. Unused pairs copy the place `nobody` to itself."""
+    def _copy(self, kind: str, pairs: list[tuple[int, int]], each: int, padding_slot: int) -> None:
+        """Copies within the cache in calls of `each` pairs. Unused pairs copy the place `padding_slot` to itself."""
         for at in range(0, len(pairs), each):
-            packed = np.full((2, each), nobody, np.int32)
+            packed = np.full((2, each), padding_slot, np.int32)
             some = np.asarray(pairs[at : at + each], np.int32).T
             packed[:, : some.shape[1]] = some
-            self.cache = self._get(Upkeep(kind))(self.cache, packed[0], packed[1])
+            self.cache = self._get(AuxProgram(kind))(self.cache, packed[0], packed[1])
 
     def adapter_uploads(self, place: int, adapter: Adapter | None) -> Iterator[Callable[[], None]]:
         """The calls that bring an adapter to a place of the pool, in their order; None empties the place. Each takes
@@ -171,14 +171,14 @@ class UpkeepCalls(commands.Commanded):
         self.tell(commands.WriteAdapter, target, place, a, b)
         new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
         first = self._first_stack + 1 + 2 * target
-        program = self._get(Upkeep("write_adapter", self.stacks.kind_of(target)))
+        program = self._get(AuxProgram("write_adapter", self.stacks.kind_of(target)))
         self._arrays[first : first + 2] = program(self._arrays[first : first + 2], np.int32(place), new)
 
     def write_ranks(self, place: int, ranks: np.ndarray) -> None:
         """Writes the ranks, int32 [products, parts], of a place of the pool."""
         self.tell(commands.WriteRanks, place, ranks)
         at = self._first_stack
-        self._arrays[at] = self._get(Upkeep("write_ranks"))(self._arrays[at], np.int32(place), ranks)
+        self._arrays[at] = self._get(AuxProgram("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
 
 def deferred_calls(draws: np.ndarray, sizes: list[int]) -> Iterator[tuple[int, int, int]]:
