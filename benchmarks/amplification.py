@@ -49,8 +49,8 @@ from jaxserve.server.ipc.messages import (
     Rejected,
     Submit,
     Update,
+    decode_api_server_message,
     decode_engine_message,
-    decode_front_message,
     to_frame,
 )
 from jaxserve.server.observe.metrics import Metrics
@@ -96,7 +96,7 @@ class HostEngine:
             max_model_len=CONTEXT,
         )
         with self._timed():
-            submit = decode_front_message(frame[4:])
+            submit = decode_api_server_message(frame[4:])
             assert isinstance(submit, Submit)
             requests = submit.requests("")
             params = submit.first.params
@@ -160,7 +160,7 @@ def _score(count: int) -> TokenLogprob:
 
 
 class _Wire:
-    """The front's end of a connection to a HostEngine, whose work does not count as the front's."""
+    """The API server's end of a connection to a HostEngine, whose work does not count as the API server's."""
 
     def __init__(self, client: EngineClient, engine: HostEngine):
         self._client = client
@@ -168,7 +168,7 @@ class _Wire:
         self.engine_running = 0.0  # seconds of the engine's work on this thread
 
     def write(self, frame: bytes) -> None:
-        if not isinstance(decode_front_message(frame[4:]), Submit):
+        if not isinstance(decode_api_server_message(frame[4:]), Submit):
             return
         asyncio.get_running_loop().call_soon(self._next, self._engine.submit(frame))
 
@@ -181,7 +181,7 @@ class _Wire:
             asyncio.get_running_loop().call_soon(self._next, frames)
 
 
-class Front:
+class ApiServer:
     """A server's application, with the cost of a request."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -264,7 +264,7 @@ class Front:
         return status
 
 
-def search(front: Front, path: str, examples: int, *, seconds: float = MAX_SECONDS) -> tuple[Cost, Any]:
+def search(api_server: ApiServer, path: str, examples: int, *, seconds: float = MAX_SECONDS) -> tuple[Cost, Any]:
     """The most expensive body found for an endpoint."""
     worst: tuple[Cost, Any] = (Cost(0, 0.0, 0.0), None)
 
@@ -277,7 +277,7 @@ def search(front: Front, path: str, examples: int, *, seconds: float = MAX_SECON
         nonlocal worst
         if len(msgspec.json.encode(body)) > LONGEST_BODY:
             return
-        cost = front.cost(path, body)
+        cost = api_server.cost(path, body)
         assert cost.status < 500, (path, cost)
         if cost.worst > worst[0].worst:
             worst = cost, body
@@ -287,12 +287,12 @@ def search(front: Front, path: str, examples: int, *, seconds: float = MAX_SECON
     return worst
 
 
-def steadily(front: Front, path: str, body: Any, times: int = 3) -> Cost:
+def steadily(api_server: ApiServer, path: str, body: Any, times: int = 3) -> Cost:
     """A body's cost: the least of several measurements, as other work disturbs some of them."""
-    costs = [front.cost(path, body) for _ in range(times)]
+    costs = [api_server.cost(path, body) for _ in range(times)]
     loop = min(cost.loop_seconds for cost in costs)
     engine = min(cost.engine_seconds for cost in costs)
-    return Cost(costs[0].status, loop, engine, front.cost(path, body, memory=True).memory)
+    return Cost(costs[0].status, loop, engine, api_server.cost(path, body, memory=True).memory)
 
 
 def main() -> int:
@@ -300,14 +300,14 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=300, help="bodies to try for each endpoint; %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    front = Front(load_tokenizer(DEMO))
+    api_server = ApiServer(load_tokenizer(DEMO))
     rows = []
     for path, name, body in known_worst():
-        rows.append((path, name, body, steadily(front, path, body)))
+        rows.append((path, name, body, steadily(api_server, path, body)))
     if args.examples:
         for path in ENDPOINTS:
-            _, body = search(front, path, args.examples)
-            rows.append((path, "found: " + _outline(body), body, steadily(front, path, body)))
+            _, body = search(api_server, path, args.examples)
+            rows.append((path, "found: " + _outline(body), body, steadily(api_server, path, body)))
             print(path, rows[-1][1], rows[-1][3], file=sys.stderr, flush=True)
     print("| endpoint | body | bytes | status | loop ms | engine ms | MiB |\n|---|---|---|---|---|---|---|")
     for path, name, body, cost in rows:

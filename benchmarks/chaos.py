@@ -4,16 +4,14 @@
   python benchmarks/chaos.py --rounds 4 --no-long
 
 It starts `jaxserve serve demo` with clients that never pause, and restarts it when it ends, as systemd would.
-Each round does one thing: it kills the engine (SIGKILL), kills the front, stops the engine (SIGSTOP), or answers a
+Each round does one thing: it kills the engine (SIGKILL), kills the API server, stops the engine (SIGSTOP), or answers a
 batch file onto a disk that becomes full and then has room again. The expected completions are computed beforehand by
 the engine in this process.
 
 No accepted request may be lost silently: each answer is exact, or an error that asks to retry (503 with Retry-After, or
-an error in the stream), or a broken connection if the front was killed. A retry gets the exact answer. After each round
-nothing may run or wait, no KV page may be in use, and there must be one front, one engine and one folder of temporary
-files. Prints a table in Markdown; --json FILE keeps the figures. Exits with 1 if any
-check failed.
-"""
+an error in the stream), or a broken connection if the API server was killed. A retry gets the exact answer. After each
+round nothing may run or wait, no KV page may be in use, and there must be one API server, one engine and one folder of
+temporary files. Prints a table in Markdown; --json FILE keeps the figures. Exits with 1 if any check failed."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ class Service:
             await asyncio.sleep(0.1)
 
     def engines(self) -> list[int]:
-        """The process ids of the front's children."""
+        """The process ids of the API server's children."""
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
             return [int(pid) for pid in text.split()]
@@ -141,18 +139,18 @@ class Load:
                 self.row.good["exact"] += 1
                 return
             fine = outcome.startswith("told") or outcome == "not there"  # the request was not accepted
-            fine = fine or (outcome.startswith("broken") and await self._front_ends(starts))
+            fine = fine or (outcome.startswith("broken") and await self._api_server_ends(starts))
             (self.row.good if fine else self.row.bad)[outcome] += 1
             await asyncio.sleep(0.1)
 
-    async def _front_ends(self, starts: int) -> bool:
-        """Whether the front of start number `starts` has ended, or ends within seconds: its connections close before
-        its parent is notified."""
+    async def _api_server_ends(self, starts: int) -> bool:
+        """Whether the API server of start number `starts` has ended, or ends within seconds: its connections close
+        before its parent is notified."""
         for _ in range(100):
             if self._service.starts != starts or self._service.process.poll() is not None:
                 return True
             if await asyncio.to_thread(startup.status, self._service.port, "/health") is None:
-                return True  # the front is not running
+                return True  # the API server is not running
             await asyncio.sleep(0.1)
         return False
 

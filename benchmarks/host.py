@@ -32,7 +32,7 @@ from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.block_manager import HASH_BYTES, BlockManager, hash_pages, root_hash
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.server.ipc.messages import LENGTH_BYTES, Submit, decode_front_message, to_frame
+from jaxserve.server.ipc.messages import LENGTH_BYTES, Submit, decode_api_server_message, to_frame
 from jaxserve.types import Request, SamplingParams
 
 MODEL = {
@@ -124,8 +124,8 @@ def measure_prompt(tokens: int, page_size: int = 16) -> dict[str, float]:
     request = Request(request_id="r", prompt_token_ids=prompt.tolist(), params=SamplingParams(), page_hashes=hashes)
     frame = to_frame(Submit.of([request]))
     windows = {"": (None,), " with windows": (None, 128)}
-    results = {"message": _least(lambda: decode_front_message(frame[LENGTH_BYTES:]).requests("0/"))}
-    (arrived,) = decode_front_message(frame[LENGTH_BYTES:]).requests("0/")
+    results = {"message": _least(lambda: decode_api_server_message(frame[LENGTH_BYTES:]).requests("0/"))}
+    (arrived,) = decode_api_server_message(frame[LENGTH_BYTES:]).requests("0/")
     results["sequence"] = _least(lambda: Sequence(arrived, 0, 0, 1, frozenset(), 1))
     for name, sizes in windows.items():
         count = len(sizes)

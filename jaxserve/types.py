@@ -1,4 +1,4 @@
-"""Requests and their results, as the server's front process, the engine and the offline API share them.
+"""Requests and their results, as the server's API server process, the engine and the offline API share them.
 
 Everything here is plain data and crosses the process boundary as msgpack (see `jaxserve.server.ipc.engine_server`).
 """

@@ -133,7 +133,7 @@ def test_killed_and_resumed(source, whole, model_folders, tmp_path):
     target = tmp_path / "out.jsonl"
     folder = model_folders(CASE)
     process, engine = start_and_wait(source, target, folder, more=3)
-    process.kill()  # kills only the front: the engine must notice
+    process.kill()  # kills only the API server: the engine must notice
     process.wait()
     wait_gone(engine)
     process, engine = start_and_wait(source, target, folder, more=3)

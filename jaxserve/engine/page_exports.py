@@ -26,7 +26,7 @@ from jaxserve.types import InvalidRequestError, QueueFullError, Request, Samplin
 UNSENT_BYTES = 2**26  # most bytes of one export that wait to be sent
 ALL_UNSENT_BYTES = 2**28  # of all exports
 PATIENCE = 0.005  # seconds that an engine with nothing else to do waits for a connection
-_PREFIX = "prefill/"  # of the requests' ids; those of fronts begin with a number
+_PREFIX = "prefill/"  # of the requests' ids; those of API servers begin with a number
 
 
 class AddsRequests(Protocol):

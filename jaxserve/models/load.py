@@ -384,18 +384,18 @@ def load_params(
 
         return place_stack(name, map(form, members, range(len(stack.members))), targets[name], packing)
 
-    def bounding(place: Callable[[str, Any, Any], Any]) -> Callable[[str, Any, Any], Any]:
-        def place_and_tell(name: str, host: Any, where: Any) -> Any:
+    def reporting(place: Callable[[str, Any, Any], Any]) -> Callable[[str, Any, Any], Any]:
+        def place_and_report(name: str, host: Any, where: Any) -> Any:
             placed = place(name, host, where)
             on_placed(name, placed)
             return placed
 
-        return place_and_tell
+        return place_and_report
 
     kept = packing.types if packing else BLOCK_KINDS if blocks else ()
     as_stored = () if dequantize else kept
     keep_mixed = keep_mixed and not dequantize
-    reading = source.reader, bounding(put), as_stored, keep_mixed, bounding(put_stack)
+    reading = source.reader, reporting(put), as_stored, keep_mixed, reporting(put_stack)
     flat = load_weights(source.tensors, abstract, pieces, ignored, progress, *reading)
     return unflatten_dict(flat, sep="/")
 

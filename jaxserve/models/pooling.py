@@ -2,7 +2,7 @@
 
 The devices pool hidden states (`steps.pool_rows`). The rest is small, and the host computes it in float32: the dense
 layers and the norm of sentence-transformers' modules, or the head that scores a pair of texts. `pooling_files` reads
-their weights. This file needs NumPy only, because the server's front process uses it, too.
+their weights. This file needs NumPy only, because the server's API server process uses it, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's counters and gauges, which it sends to the front together with updates."""
+"""The engine's counters and gauges, which it sends to the API server together with updates."""
 
 from __future__ import annotations
 

@@ -42,13 +42,11 @@ _SPIECE_SPACE = "\u2581"  # sentencepiece's character for a space
 class Tokenizer:
     """One model's tokenizer. Safe to use from several threads.
 
-    Attributes:
-      vocab_size: number of token ids, added tokens included (a model's own vocabulary may be padded beyond it).
-      bos_token_id: id that opens a sequence, or None.
-      eos_token_ids: ids that end a sequence, of the tokenizer and generation_config.json together, and gpt-oss's own.
-      special_ids: ids that `skip_special_tokens` leaves out of decoded text.
-      generation_defaults: sampling parameters of requests that name none.
-      template_defaults: variables of the chat template for conversations that do not set them; the server's front fills
+    Attributes: vocab_size: number of token ids, added tokens included (a model's own vocabulary may be padded beyond
+      it). bos_token_id: id that opens a sequence, or None. eos_token_ids: ids that end a sequence, of the tokenizer and
+      generation_config.json together, and gpt-oss's own. special_ids: ids that `skip_special_tokens` leaves out of
+      decoded text. generation_defaults: sampling parameters of requests that name none. template_defaults: variables of
+      the chat template for conversations that do not set them; the server's API server fills
         them in.
       escape_special_tokens: encode special tokens in the text of users and tools as text (see `foreign_text`).
       longest_token: most characters of one token; None if an unknown token can stand for any number of them.

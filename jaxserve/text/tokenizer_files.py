@@ -73,7 +73,7 @@ def _read_with_transformers(path: Path) -> Any:
 
 
 class KeptTokenizer:
-    """A tokenizer of a bundle, which is used without importing transformers: that takes half of a front's start.
+    """A tokenizer of a bundle, which is used without importing transformers: that takes half of an API server's start.
 
     Has what `Tokenizer` asks of a tokenizer of transformers, as transformers had read it when the bundle was made. Only
     chat templates need transformers, which is imported at the first one or by `warm`.

@@ -41,7 +41,7 @@ async def load_adapter(http: Request) -> Response:
     fields = body.lora_name, str(path), body.base_model_name, body.load_inplace
     try:
         await state.client.change_adapter(LoadAdapter, *fields)
-        await state.all_fronts_know()
+        await state.all_api_servers_know()
     except AdapterError as error:
         raise APIError(400, str(error), param="lora_path") from None
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -53,7 +53,7 @@ async def unload_adapter(http: Request) -> Response:
     body = await read_body(http, _unload_decoder)
     try:
         await state.client.change_adapter(UnloadAdapter, body.lora_name)
-        await state.all_fronts_know()
+        await state.all_api_servers_know()
     except AdapterError as error:
         raise APIError(404, str(error), param="lora_name", code="model_not_found") from None
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

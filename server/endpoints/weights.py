@@ -87,7 +87,7 @@ def _state(http: Request) -> ServerState:
 
 
 async def _change(state: ServerState, kind: Callable[..., Any], *fields: Any) -> None:
-    """Has the engine make a change, and waits until all fronts know. Raises APIError if nothing has changed."""
+    """Has the engine make a change, and waits until all API servers know. Raises APIError if nothing has changed."""
     try:
         await state.client.change_weights(kind, *fields)
     except EngineDeadError:
@@ -98,7 +98,7 @@ async def _change(state: ServerState, kind: Callable[..., Any], *fields: Any) ->
         raise APIError(400, str(error)) from None
     except RuntimeError as error:
         raise APIError(500, f"{error}; the server's log has the details", code="internal_error") from error
-    await state.all_fronts_know()
+    await state.all_api_servers_know()
 
 
 def _json(value: Any) -> Response:

@@ -21,7 +21,7 @@ REFUSAL = (
 
 
 class Connections:
-    """Counts the open connections of all fronts, idle ones included, in total and per client address.
+    """Counts the open connections of all API servers, idle ones included, in total and per client address.
 
     Attributes:
       limit: most connections in total, apart from RESERVE more.

@@ -1,4 +1,4 @@
-"""Counts that limits are checked against: of one front, or of all fronts of a server together."""
+"""Counts that limits are checked against: of one API server, or of all API servers of a server together."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from jaxserve.server.http.keys import ApiKey
 
-_HASHED = 2**16  # cells of a front for names that are not known beforehand; see SharedCounts
+_HASHED = 2**16  # cells of an API server for names that are not known beforehand; see SharedCounts
 _BYTES = 8  # of a cell, a signed number
 CONNECTIONS = "connections"
 BODY_BYTES = "body_bytes"
 STREAMS = "streams"
-BEATS = "beats"  # grows while a front's event loop turns
+BEATS = "beats"  # grows while an API server's event loop turns
 LIMITED_PATHS = "/profile", "/reset_prefix_cache"  # their "counts" add up to the time of the latest call
-KNOWN = "known"  # what a front knows of the engine; see `ServerState.all_fronts_know`
+KNOWN = "known"  # what an API server knows of the engine; see `ServerState.all_api_servers_know`
 
 
 def requests_of(key: ApiKey) -> str:
@@ -38,37 +38,36 @@ def names_of(keys: Sequence[ApiKey]) -> list[str]:
 
 
 class Counts:
-    """Counts by name, of a server's only front."""
+    """Counts by name, of a server's only API server."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, number: int) -> None:
-        """Adds `number`, which may be negative, to this front's count."""
+        """Adds `number`, which may be negative, to this API server's count."""
         self._counts[name] += number
         if not self._counts[name]:
             del self._counts[name]
 
     def total(self, name: str) -> int:
-        """The sum of all fronts' counts."""
+        """The sum of all API servers' counts."""
         return self._counts[name]
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps other fronts from counting between a check and what follows from it. Nothing may wait inside."""
+        """Keeps other API servers from counting between a check and what follows from it. Nothing may wait inside."""
         return contextlib.nullcontext()
 
     def each(self, name: str) -> list[int]:
-        """Every front's count."""
+        """Every API server's count."""
         return [self._counts[name]]
 
 
 class SharedCounts(Counts):
-    """Counts by name, of several processes: a file in shared memory with a row of cells for each front.
+    """Counts by name, of several processes: a file in shared memory with a row of cells for each API server.
 
-    A front writes only to its own row; the row of a front that was killed is cleared (`clear`). Names that are not in
-    `names` share _HASHED cells, by a hash that clients cannot predict because it depends on the folder's random name:
-    two of the at most some thousand clients' addresses rarely meet in a cell, and then count together.
-    """
+    An API server writes only to its own row; the row of an API server that was killed is cleared (`clear`). Names that
+    are not in `names` share _HASHED cells, by a hash that clients cannot predict because it depends on the folder's
+    random name: two of the at most some thousand clients' addresses rarely meet in a cell, and then count together."""
 
     def __init__(self, path: str, names: Sequence[str], row: int, rows: int):
         self._cells = {name: number for number, name in enumerate(names)}
@@ -108,6 +107,6 @@ class SharedCounts(Counts):
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def clear(self, row: int) -> None:
-        """Forgets the counts of a front that has ended."""
+        """Forgets the counts of an API server that has ended."""
         begin = row * self._width
         self._numbers[begin : begin + self._width] = memoryview(bytes(self._width * _BYTES)).cast("q")

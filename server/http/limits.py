@@ -1,4 +1,4 @@
-"""Limits on what requests cost the front: memory for bodies, threads for texts, completions per key.
+"""Limits on what requests cost the API server: memory for bodies, threads for texts, completions per key.
 
 The limits on a single request's fields are in `jaxserve.limits`.
 """
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """Memory of the request bodies of all fronts, each from its first byte until its request reaches the engine."""
+    """Memory of the request bodies of all API servers, each from its first byte until its request reaches the
+    engine."""
 
     def __init__(self, longest: int, counts: Counts | None = None):
         self.longest = longest

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The operator's settings of one front; the flags of `jaxserve serve` take their defaults from here.
+    """The operator's settings of one API server; the flags of `jaxserve serve` take their defaults from here.
 
     Attributes:
       model_names: names of the model for clients; the first is the default and the metrics' `model_name` label.

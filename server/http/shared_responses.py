@@ -1,4 +1,5 @@
-"""The latest responses of /v1/responses for all fronts of a server, in a database file in the server's own folder."""
+"""The latest responses of /v1/responses for all API servers of a server, in a database file in the server's own
+folder."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from jaxserve.server.http.response_store import MAX_STORED_BYTES, EventLog, Resp
 from jaxserve.server.http.sse import event
 
 _FOLLOW_SECONDS = 0.02  # between two looks for new events of a response
-_CANCEL_SECONDS = 0.05  # between two looks whether another front wants a response stopped
-_BUSY_SECONDS = 10.0  # to wait for another front's transaction, each of which takes milliseconds
+_CANCEL_SECONDS = 0.05  # between two looks whether another API server wants a response stopped
+_BUSY_SECONDS = 10.0  # to wait for another API server's transaction, each of which takes milliseconds
 _TABLES = """
     CREATE TABLE IF NOT EXISTS responses (
         name TEXT PRIMARY KEY, size INTEGER, owner TEXT, background INTEGER, has_log INTEGER,
@@ -25,18 +26,18 @@ _TABLES = """
     CREATE TABLE IF NOT EXISTS outputs (item TEXT PRIMARY KEY, name TEXT) WITHOUT ROWID;
     CREATE INDEX IF NOT EXISTS outputs_by_name ON outputs (name);
     CREATE TABLE IF NOT EXISTS events (name TEXT, number INTEGER, data BLOB, PRIMARY KEY (name, number)) WITHOUT ROWID;
-"""  # `maker`: the front that still works on the response
+"""  # `maker`: the API server that still works on the response
 
 
 class SharedResponseStore(ResponseStore):
-    """A store that all fronts have in common. It loses nothing when a front ends, but what this front was making in the
-    background, which the process that supervises fronts marks as failed (`abandon`).
+    """A store that all API servers have in common. It loses nothing when an API server ends, but what this API server
+    was making in the background, which the process that supervises API servers marks as failed (`abandon`).
 
     Every call is a transaction of a file that is never synchronized with the disk: it lives no longer than the server.
     """
 
     def __init__(self, path: str, limit: int, number: int, max_bytes: int = MAX_STORED_BYTES):
-        """`number`: this front's."""
+        """`number`: this API server's."""
         super().__init__(limit, max_bytes)
         self._number = number
         self._stopper: asyncio.Task[None] | None = None
@@ -123,7 +124,7 @@ class SharedResponseStore(ResponseStore):
             await asyncio.sleep(_CANCEL_SECONDS)
 
     async def stop(self, name: str) -> None:
-        """Stops the task that makes a response, in whichever front, and waits until it has ended."""
+        """Stops the task that makes a response, in whichever API server, and waits until it has ended."""
         if name in self._tasks:
             await super().stop(name)
             return
@@ -135,7 +136,7 @@ class SharedResponseStore(ResponseStore):
         return bool(self.run("SELECT 1 FROM responses WHERE name = ? AND maker IS NOT NULL", name))
 
     def abandon(self, number: int) -> None:
-        """Marks what a front was making when it ended as failed."""
+        """Marks what an API server was making when it ended as failed."""
         with self.transaction():
             for name, response in self.run("SELECT name, response FROM responses WHERE maker = ?", number):
                 error = {"code": "server_error", "message": "the server's process that made this response has ended"}
@@ -152,7 +153,7 @@ class SharedResponseStore(ResponseStore):
 
 
 class SharedEventLog(EventLog):
-    """The events of a response, which clients can follow from any front."""
+    """The events of a response, which clients can follow from any API server."""
 
     def __init__(self, store: SharedResponseStore, name: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the handlers of one front share, and helpers that read requests and fit prompts to the model."""
+"""What the handlers of one API server share, and helpers that read requests and fit prompts to the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TURN = 200_000  # characters that a thread tokenizes at a time for one request
 
 @dataclass
 class ServerState:
-    """The state of one front.
+    """The state of one API server.
 
     Attributes:
       tokenizer: None until it is loaded.
@@ -53,8 +53,8 @@ class ServerState:
       leaving: the server is about to drain, and says so at /ready; it still takes new requests.
       draining: the server is shutting down and takes no new requests.
       created: seconds since the epoch; the `created` of models.
-      number: of this front among several; None if it is the only one.
-      counts: what limits count, over all fronts.
+      number: of this API server among several; None if it is the only one.
+      counts: what limits count, over all API servers.
     """
 
     settings: ServerSettings
@@ -136,16 +136,16 @@ class ServerState:
         )
 
     def _tell_engine(self, info: Ready) -> None:
-        """Publishes what this front knows of the engine, as a number that is not 0."""
+        """Publishes what this API server knows of the engine, as a number that is not 0."""
         self.metrics.on_ready(info)
         adapters = sorted(f"{one.name} {one.digest}" for one in info.adapters)
         known = zlib.crc32(repr((adapters, info.sleep_level, info.weights)).encode()) + 1
         self.counts.add(KNOWN, known - self._known_engine)
         self._known_engine = known
 
-    async def all_fronts_know(self, seconds: float = 1.0) -> None:
-        """Waits until the other fronts know of the engine what this one knows. Those that are starting, or hang for
-        `seconds`, are not waited for; they ask the engine before they serve."""
+    async def all_api_servers_know(self, seconds: float = 1.0) -> None:
+        """Waits until the other API servers know of the engine what this one knows. Those that are starting, or hang
+        for `seconds`, are not waited for; they ask the engine before they serve."""
         deadline = time.monotonic() + seconds
         while set(self.counts.each(KNOWN)) - {0, self._known_engine} and time.monotonic() < deadline:
             await asyncio.sleep(0.002)

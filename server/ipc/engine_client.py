@@ -1,4 +1,4 @@
-"""The front's end of the connection to the engine's process: requests go out, updates come in as async streams."""
+"""The API server's end of the connection to the engine's process: requests go out, updates come in as async streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EngineStatus = Literal["loading", "ready", "restarting", "dead"]
 
 
 class EngineClient:
-    """One front's connection to an engine process, and to the next one after that died. Belongs to one event loop.
+    """One API server's connection to an engine process, and to the next one after that died. Belongs to one event loop.
 
     Attributes:
       info: the latest `Ready` message; None before the first.
@@ -258,7 +258,7 @@ class EngineClient:
             self._send(messages.AskPool())
         return await asyncio.shield(self._pool)
 
-    def _send(self, message: messages.FrontMessage) -> None:
+    def _send(self, message: messages.ApiServerMessage) -> None:
         if self._writer is not None and self.error is None:
             self._writer.write(messages.to_frame(message))
 

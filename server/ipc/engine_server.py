@@ -1,10 +1,9 @@
-"""The engine's end of the connections to the fronts: typed msgpack messages in frames, over a unix socket.
+"""The engine's end of the connections to the API servers: typed msgpack messages in frames, over a unix socket.
 
-The engine listens, and any number of fronts connect (`jaxserve.server.ipc.engine_client`). Each front gets one `Update`
-per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. If more than
-`connected_front.MAX_BACKLOG` bytes wait for a front, the loop makes no steps, or disconnects this front if there are
-others.
-"""
+The engine listens, and any number of API servers connect (`jaxserve.server.ipc.engine_client`). Each API server gets
+one `Update` per step that concerns it. Threads read and write the sockets; the engine itself runs in one plain loop. If
+more than `api_server_connection.MAX_BACKLOG` bytes wait for an API server, the loop makes no steps, or disconnects this
+API server if there are others."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from jaxserve.checkpoints.files import clipped
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
-from jaxserve.server.ipc.connected_front import ConnectedFront
+from jaxserve.server.ipc.api_server_connection import ApiServerConnection
 from jaxserve.server.ipc.weight_changes import UpdateChecked, WeightChange, WeightChanges
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput
 
 log = logging.getLogger("jaxserve.engine")
 
-BACKLOG_SECONDS = 0.01  # between two checks whether a front's backlog has shrunk
+BACKLOG_SECONDS = 0.01  # between two checks whether an API server's backlog has shrunk
 TAKE_SECONDS = 0.01  # for messages between two steps
 TIDY_SECONDS = 0.002  # between two pieces of an idle engine's own work
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities go into one message, so that no message takes long to read
@@ -103,20 +102,20 @@ def change_adapters(
     return None
 
 
-Message = messages.FrontMessage | AdapterRead | UpdateChecked
+Message = messages.ApiServerMessage | AdapterRead | UpdateChecked
 
 
 class EngineServer:
-    """Serves one engine to the fronts that connect to a unix socket.
+    """Serves one engine to the API servers that connect to a unix socket.
 
-    Fronts may connect before the engine has loaded. `run` sends them `Ready`, `fail` sends them `Failed`.
+    API servers may connect before the engine has loaded. `run` sends them `Ready`, `fail` sends them `Failed`.
     """
 
     def __init__(self, socket_path: str):
-        self._inbox: queue.SimpleQueue[tuple[ConnectedFront, Message | None] | None]
+        self._inbox: queue.SimpleQueue[tuple[ApiServerConnection, Message | None] | None]
         self._inbox = queue.SimpleQueue()
-        self._fronts: dict[int, ConnectedFront] = {}
-        self._fronts_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
+        self._api_servers: dict[int, ApiServerConnection] = {}
+        self._api_servers_lock = threading.Lock()  # guards _fronts and _greeting, which the accepting thread uses too
         self._greeting: messages.EngineMessage | None = None
         self._draining = False
         self._changes: WeightChanges
@@ -129,7 +128,7 @@ class EngineServer:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def run(self, engine: EngineLike, ready: messages.Ready) -> None:
-        """The loop: take messages, step, deliver. Returns when drained; losing the last front drains as well."""
+        """The loop: take messages, step, deliver. Returns when drained; losing the last API server drains as well."""
         self._announce(ready)
         self._changes = WeightChanges(engine, ready.weights)
         threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
@@ -152,15 +151,17 @@ class EngineServer:
         self._inbox.put(None)
 
     def fail(self, message: str, patience: float = 5.0) -> bool:
-        """Tells every front that the engine is dead. Waits up to `patience` seconds for a front; False if none came."""
+        """Tells every API server that the engine is dead. Waits up to `patience` seconds for an API server; False if
+        none came."""
         self._announce(messages.Failed(message))
         deadline = time.monotonic() + patience
-        while not self._fronts and time.monotonic() < deadline:
+        while not self._api_servers and time.monotonic() < deadline:
             time.sleep(0.05)
-        return bool(self._fronts)
+        return bool(self._api_servers)
 
     def end_process(self, message: str) -> None:
-        """Tells every front that the engine is dead, and ends the process, whose engine may wait for its devices."""
+        """Tells every API server that the engine is dead, and ends the process, whose engine may wait for its
+        devices."""
         self.fail(message, patience=0.0)
         self.close()
         os._exit(1)
@@ -168,10 +169,10 @@ class EngineServer:
     def close(self) -> None:
         self._closed.set()
         self._listener.close()
-        with self._fronts_lock:
-            fronts = list(self._fronts.values())
-        for front in fronts:
-            front.close(seconds=2.0)
+        with self._api_servers_lock:
+            api_servers = list(self._api_servers.values())
+        for api_server in api_servers:
+            api_server.close(seconds=2.0)
 
     def _accept(self) -> None:
         number = 0
@@ -181,48 +182,48 @@ class EngineServer:
             except OSError as error:
                 if self._closed.is_set():
                     return
-                log.error("cannot take a front's connection: %s", error)
+                log.error("cannot take an API server's connection: %s", error)
                 time.sleep(BEAT_SECONDS)  # the cause, such as too many open files, may pass
                 continue
-            with self._fronts_lock:
-                front = self._fronts[number] = ConnectedFront(number, connection, self._inbox)
+            with self._api_servers_lock:
+                api_server = self._api_servers[number] = ApiServerConnection(number, connection, self._inbox)
                 if self._greeting is not None:
-                    front.send(self._greeting)
+                    api_server.send(self._greeting)
             number += 1
 
     def _beat(self, engine: EngineLike) -> None:
-        """Sends `Beat` to every front, every BEAT_SECONDS until `close`."""
+        """Sends `Beat` to every API server, every BEAT_SECONDS until `close`."""
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
             if (began := self._turn_began) is not None and (engine.compiling or self._changes.running):
                 self._turn_began = began = now
             beat = messages.Beat(0.0 if began is None else now - began)
-            with self._fronts_lock:
-                for front in self._fronts.values():
-                    front.send(beat)
+            with self._api_servers_lock:
+                for api_server in self._api_servers.values():
+                    api_server.send(beat)
 
     def _announce(self, message: messages.EngineMessage) -> None:
-        with self._fronts_lock:
+        with self._api_servers_lock:
             self._greeting = message
-            for front in self._fronts.values():
-                front.send(message)
+            for api_server in self._api_servers.values():
+                api_server.send(message)
 
     def _held_up(self) -> bool:
-        """Whether the only front must read before the engine may make another step. Of several fronts, one that does
-        not read loses its connection instead, because the others must not wait for it."""
-        with self._fronts_lock:
-            behind = [front for front in self._fronts.values() if front.is_behind]
-            if len(self._fronts) == 1:
+        """Whether the only API server must read before the engine may make another step. Of several API servers, one
+        that does not read loses its connection instead, because the others must not wait for it."""
+        with self._api_servers_lock:
+            behind = [api_server for api_server in self._api_servers.values() if api_server.is_behind]
+            if len(self._api_servers) == 1:
                 return bool(behind)
-        for front in behind:
-            log.error("front %d has not read for too long; its requests end", front.number)
-            front.cut()
+        for api_server in behind:
+            log.error("API server %d has not read for too long; its requests end", api_server.number)
+            api_server.cut()
         return False
 
     def _take_messages(self, engine: EngineLike, held_up: bool, tidies: bool = False) -> None:
         """Handles the messages that have arrived; if the engine has work, only those of TAKE_SECONDS, as thousands of
-        requests may arrive at once. Waits for one if the engine is idle, at most until statistics are due. If a front
-        is held up, waits at most BACKLOG_SECONDS; if the engine `tidies` up, at most TIDY_SECONDS."""
+        requests may arrive at once. Waits for one if the engine is idle, at most until statistics are due. If a API
+        server is held up, waits at most BACKLOG_SECONDS; if the engine `tidies` up, at most TIDY_SECONDS."""
         timeout = TIDY_SECONDS if tidies else None
         if self._stats_due is not None:
             due = max(0.0, self._stats_due - time.monotonic())
@@ -247,61 +248,63 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(self, engine: EngineLike, front: ConnectedFront, message: Message | None) -> None:
+    def _handle(self, engine: EngineLike, api_server: ApiServerConnection, message: Message | None) -> None:
         match message:
             case messages.Submit():
-                self._add(engine, front, message)
+                self._add(engine, api_server, message)
             case messages.Abort(targets):
                 for request_id, index in targets:
-                    _forget(front, request_id, index)
-                    self._changes.drop(front, request_id)
-                    engine.abort(f"{front.number}/{request_id}", index)
+                    _forget(api_server, request_id, index)
+                    self._changes.drop(api_server, request_id)
+                    engine.abort(f"{api_server.number}/{request_id}", index)
                 self._stats_due = self._stats_due or time.monotonic()
             case messages.Pause(request_id, paused):
-                engine.pause(f"{front.number}/{request_id}", paused)
+                engine.pause(f"{api_server.number}/{request_id}", paused)
             case messages.Profile(steps):
                 engine.profile(steps)
             case messages.ResetPrefixCache():
                 engine.reset_prefix_cache()
             case messages.AskPool():
-                front.send(messages.Pool(engine.pool()))
+                api_server.send(messages.Pool(engine.pool()))
             case messages.LoadAdapter() | messages.UnloadAdapter() | AdapterRead():
-                self._change_adapters(engine, front, message)
+                self._change_adapters(engine, api_server, message)
             case messages.Sleep() | messages.WakeUp() | messages.UpdateWeights() | UpdateChecked():
-                self._ask_for_change(engine, front, message)
+                self._ask_for_change(engine, api_server, message)
             case messages.Drain():
                 self._draining = True
             case None:
-                self._changes.drop(front)
-                for request_id in front.running:
-                    engine.abort(f"{front.number}/{request_id}")
-                front.close(seconds=0.0)
-                with self._fronts_lock:
-                    del self._fronts[front.number]
-                    self._draining = self._draining or not self._fronts
+                self._changes.drop(api_server)
+                for request_id in api_server.running:
+                    engine.abort(f"{api_server.number}/{request_id}")
+                api_server.close(seconds=0.0)
+                with self._api_servers_lock:
+                    del self._api_servers[api_server.number]
+                    self._draining = self._draining or not self._api_servers
 
-    def _change_adapters(self, engine: EngineLike, front: ConnectedFront, message: AdapterChange) -> None:
-        """Loads or unloads an adapter. A thread reads its files, and then puts an AdapterRead into the inbox. Fronts
-        learn of the change before the answer."""
+    def _change_adapters(self, engine: EngineLike, api_server: ApiServerConnection, message: AdapterChange) -> None:
+        """Loads or unloads an adapter. A thread reads its files, and then puts an AdapterRead into the inbox. API
+        servers learn of the change before the answer."""
         try:
-            changed = change_adapters(engine, message, lambda read: self._inbox.put((front, read)))
+            changed = change_adapters(engine, message, lambda read: self._inbox.put((api_server, read)))
         except Exception as error:  # whatever an adapter's files hold, the engine goes on
             if not isinstance(error, ValueError | OSError):
                 log.exception("an adapter could not be loaded")
-            front.send(messages.ChangeDone(message.ticket, clipped(str(error) or type(error).__name__)))
+            api_server.send(messages.ChangeDone(message.ticket, clipped(str(error) or type(error).__name__)))
             return
         if changed is not None:
             assert isinstance(self._greeting, messages.Ready)
             self._announce(msgspec.structs.replace(self._greeting, adapters=changed))
-            front.send(messages.ChangeDone(message.ticket))
+            api_server.send(messages.ChangeDone(message.ticket))
 
-    def _ask_for_change(self, engine: EngineLike, front: ConnectedFront, message: WeightChange | UpdateChecked) -> None:
+    def _ask_for_change(
+        self, engine: EngineLike, api_server: ApiServerConnection, message: WeightChange | UpdateChecked
+    ) -> None:
         """Notes a change of the weights; `_change_weights` makes it. Ends all running requests if it aborts them."""
-        if not self._changes.ask(front, message, lambda checked: self._inbox.put((front, checked))):
+        if not self._changes.ask(api_server, message, lambda checked: self._inbox.put((api_server, checked))):
             return
-        with self._fronts_lock:
-            fronts = list(self._fronts.values())
-        for one in fronts:
+        with self._api_servers_lock:
+            api_servers = list(self._api_servers.values())
+        for one in api_servers:
             for request_id in list(one.running):
                 engine.abort(f"{one.number}/{request_id}")
                 text = "the request was ended, because the engine's weights are replaced or put aside; try again"
@@ -313,93 +316,93 @@ class EngineServer:
         read, runs too."""
         if not self._changes.waits:
             return
-        with self._fronts_lock:
-            runs = engine.has_work or any(front.running for front in self._fronts.values())
-        for front, submit in self._changes.make(at_rest=not runs, announce=self._announce_weights):
-            self._add(engine, front, submit)
+        with self._api_servers_lock:
+            runs = engine.has_work or any(api_server.running for api_server in self._api_servers.values())
+        for api_server, submit in self._changes.make(at_rest=not runs, announce=self._announce_weights):
+            self._add(engine, api_server, submit)
 
     def _announce_weights(self) -> None:
         assert isinstance(self._greeting, messages.Ready)
         state = {"sleep_level": self._changes.level, "weights": self._changes.served}
         self._announce(msgspec.structs.replace(self._greeting, **state))
 
-    def _add(self, engine: EngineLike, front: ConnectedFront, submit: messages.Submit) -> None:
-        """Adds all requests of a message to the engine, or none. The front's number makes their ids unique."""
+    def _add(self, engine: EngineLike, api_server: ApiServerConnection, submit: messages.Submit) -> None:
+        """Adds all requests of a message to the engine, or none. The API server's number makes their ids unique."""
         name = submit.first.request_id
-        prefix = f"{front.number}/"
+        prefix = f"{api_server.number}/"
         try:
             if self._draining:
                 raise QueueFullError("the engine is shutting down")
-            if self._changes.holds(front, submit):
+            if self._changes.holds(api_server, submit):
                 return
             requests = submit.requests(prefix)
             engine.add_requests(requests)
             for request in requests:
-                front.running[request.request_id.removeprefix(prefix)] = set(range(request.params.n))
+                api_server.running[request.request_id.removeprefix(prefix)] = set(range(request.params.n))
             if submit.first.params.grammar is None:
-                front.send(messages.Accepted(name))
+                api_server.send(messages.Accepted(name))
         except InvalidRequestError as error:
-            front.send(messages.Rejected(name, str(error), error.param, error.code))
+            api_server.send(messages.Rejected(name, str(error), error.param, error.code))
         except QueueFullError as error:
-            front.send(messages.Rejected(name, str(error), code=messages.QUEUE_FULL))
+            api_server.send(messages.Rejected(name, str(error), code=messages.QUEUE_FULL))
         except Exception as error:  # an unexpected error in one request must not affect the others
             log.exception("a request could not be added")
-            front.send(
+            api_server.send(
                 messages.Rejected(name, f"the engine could not take the request: {error}", code=messages.INTERNAL_ERROR)
             )
 
     def _deliver(self, output: StepOutput) -> None:
-        """Sends each front the updates of its own requests, if there are any."""
-        with self._fronts_lock:
-            fronts = list(self._fronts.values())
-        for front in fronts:
-            if not front.running and len(fronts) > 1:
+        """Sends each API server the updates of its own requests, if there are any."""
+        with self._api_servers_lock:
+            api_servers = list(self._api_servers.values())
+        for api_server in api_servers:
+            if not api_server.running and len(api_servers) > 1:
                 continue
-            mine = output.of(f"{front.number}/")
+            mine = output.of(f"{api_server.number}/")
             for update in mine.updates:
                 if update.finish_reason is not None:
-                    _forget(front, update.request_id, update.index)
+                    _forget(api_server, update.request_id, update.index)
             for update in mine.updates:
-                _send_scores(front, update)
+                _send_scores(api_server, update)
             if len(mine):
-                _send_output(front, mine)
+                _send_output(api_server, mine)
 
     def _send_stats(self, engine: EngineLike) -> None:
         stats = engine.stats()
-        with self._fronts_lock:
-            for front in self._fronts.values():
-                front.send(messages.Update(StepOutput(), stats))
+        with self._api_servers_lock:
+            for api_server in self._api_servers.values():
+                api_server.send(messages.Update(StepOutput(), stats))
         self._stats_due = time.monotonic() + STATS_SECONDS if engine.has_work else None
 
 
-def _forget(front: ConnectedFront, request_id: str, index: int | None) -> None:
-    running = front.running.get(request_id, set())
+def _forget(api_server: ApiServerConnection, request_id: str, index: int | None) -> None:
+    running = api_server.running.get(request_id, set())
     running.discard(index)  # type: ignore[arg-type]
     if index is None or not running:
-        front.running.pop(request_id, None)
+        api_server.running.pop(request_id, None)
 
 
-def _send_scores(front: ConnectedFront, update: SequenceUpdate) -> None:
+def _send_scores(api_server: ApiServerConnection, update: SequenceUpdate) -> None:
     """Sends an update's prompt log-probabilities ahead of it in messages of MAX_SCORED; the last ones stay in it."""
     scores = update.prompt_logprobs
     while scores is not None and len(scores) > MAX_SCORED:
         ahead = SequenceUpdate(update.request_id, update.index, [], prompt_logprobs=scores[:MAX_SCORED])
-        front.send(messages.Update(StepOutput(updates=[ahead])))
+        api_server.send(messages.Update(StepOutput(updates=[ahead])))
         update.prompt_logprobs = scores = scores[MAX_SCORED:]
 
 
-def _send_output(front: ConnectedFront, output: StepOutput) -> None:
+def _send_output(api_server: ApiServerConnection, output: StepOutput) -> None:
     """Sends an output in one frame, or in halves if it is too long. An update that fits in no frame becomes an error
     that ends its completion."""
     try:
-        front.send(messages.Update(output))
+        api_server.send(messages.Update(output))
     except ValueError as error:
         updates = list(output)
         if len(updates) == 1:
             lost = updates[0]
             updates = [SequenceUpdate(lost.request_id, lost.index, [], "error", error=str(error))]
-            front.send(messages.Update(StepOutput(updates=updates)))
+            api_server.send(messages.Update(StepOutput(updates=updates)))
         else:
             half = len(updates) // 2
-            _send_output(front, StepOutput(updates=updates[:half]))
-            _send_output(front, StepOutput(updates=updates[half:]))
+            _send_output(api_server, StepOutput(updates=updates[:half]))
+            _send_output(api_server, StepOutput(updates=updates[half:]))

@@ -1,4 +1,4 @@
-"""The messages between a front and the engine's process, and how they are framed.
+"""The messages between an API server and the engine's process, and how they are framed.
 
 A frame is a 4-byte little-endian length, then a message of that many bytes in msgpack.
 """
@@ -25,7 +25,7 @@ INVALID = "invalid"  # ChangeDone.code: what was asked for is not possible
 _LENGTH = struct.Struct("<I")
 
 
-# front -> engine
+# API server -> engine
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -80,8 +80,8 @@ class AskPool(msgspec.Struct, tag="ask_pool"):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
-    """Asks the engine to read a LoRA adapter and to serve it; see `ServedAdapter`. `ticket` is the front's number for
-    the answer. `replaces`: an adapter that is served under this name is replaced, which is an error otherwise."""
+    """Asks the engine to read a LoRA adapter and to serve it; see `ServedAdapter`. `ticket` is the API server's number
+    for the answer. `replaces`: an adapter that is served under this name is replaced, which is an error otherwise."""
 
     ticket: int
     name: str
@@ -99,8 +99,8 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
 
 class Sleep(msgspec.Struct, tag="sleep"):
     """Asks the engine to free its devices' memory once its requests have ended; see `Weights.sleep`. New requests are
-    refused from now on. `ticket` is the front's number for the answer. `aborts`: running requests end with an error.
-    Nothing happens if they have not ended after `timeout` seconds."""
+    refused from now on. `ticket` is the API server's number for the answer. `aborts`: running requests end with an
+    error. Nothing happens if they have not ended after `timeout` seconds."""
 
     ticket: int
     level: int = 1
@@ -130,7 +130,7 @@ class Drain(msgspec.Struct, tag="drain"):
     """Asks the engine to refuse new requests, finish the others, and exit."""
 
 
-# engine -> front
+# engine -> API server
 
 
 class ServedWeights(msgspec.Struct, frozen=True):
@@ -150,7 +150,7 @@ class ServedWeights(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", kw_only=True):
-    """The engine has loaded. Holds the facts about it that a front needs."""
+    """The engine has loaded. Holds the facts about it that an API server needs."""
 
     model_folder: str
     tokenizer_folder: str
@@ -174,7 +174,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
 
 
 class Update(msgspec.Struct, tag="update"):
-    """The part of a step's output that concerns one front, or new statistics with an empty output."""
+    """The part of a step's output that concerns one API server, or new statistics with an empty output."""
 
     output: StepOutput
     stats: EngineStats | None = None
@@ -226,18 +226,18 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-FrontMessage = (
+ApiServerMessage = (
     Submit | Abort | Pause | Profile | ResetPrefixCache | AskPool | LoadAdapter | UnloadAdapter | Sleep | WakeUp
     | UpdateWeights | Drain
 )  # fmt: skip
 EngineMessage = Ready | Update | Pool | Accepted | Rejected | ChangeDone | Beat | Failed
 
-decode_front_message = msgspec.msgpack.Decoder(FrontMessage).decode
+decode_api_server_message = msgspec.msgpack.Decoder(ApiServerMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def to_frame(message: FrontMessage | EngineMessage) -> bytes:
+def to_frame(message: ApiServerMessage | EngineMessage) -> bytes:
     """A message as a frame. Raises ValueError if the message is longer than MAX_FRAME."""
     body = _encode(message)
     if len(body) > MAX_FRAME:

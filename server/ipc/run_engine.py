@@ -17,7 +17,7 @@ from jaxserve.server.ipc.engine_server import TIDY_SECONDS, EngineServer
 
 log = logging.getLogger("jaxserve.engine")
 
-LAST_SECONDS = 3.0  # for an engine's own work once it is drained; the front waits a little longer
+LAST_SECONDS = 3.0  # for an engine's own work once it is drained; the API server waits a little longer
 DEFAULT_ENGINE = "jaxserve.engine.engine:Engine"
 
 
@@ -32,7 +32,7 @@ def run_engine(
     `weights`: those of an engine that has died, which this one replaces.
 
     `engine_class` is "module:Class"; the class has the interface `EngineLike` and a class method `load(config)`. The
-    socket listens before anything is loaded, so that a front can connect and learn why loading failed.
+    socket listens before anything is loaded, so that an API server can connect and learn why loading failed.
     """
     server = EngineServer(socket_path)
     try:

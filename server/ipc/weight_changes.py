@@ -1,4 +1,5 @@
-"""Sleep, and new weights, while fronts are connected: a change waits until no request runs, and new ones wait for it.
+"""Sleep, and new weights, while API servers are connected: a change waits until no request runs, and new ones wait for
+it.
 
 So all tokens of a request come from the same weights. Requests that come while new weights are awaited are held back
 and then computed with these; before a sleep they are refused.
@@ -17,7 +18,7 @@ from typing import Any
 from jaxserve.adapters.reading import FileReader
 from jaxserve.checkpoints.files import clipped, contents_of
 from jaxserve.server.ipc import messages
-from jaxserve.server.ipc.connected_front import ConnectedFront
+from jaxserve.server.ipc.api_server_connection import ApiServerConnection
 from jaxserve.types import QueueFullError
 
 log = logging.getLogger("jaxserve.engine")
@@ -40,9 +41,10 @@ class UpdateChecked:
 
 @dataclass
 class _Asked:
-    """A change that waits, and the front that asked for it. `deadline`: time.monotonic() at which it is given up."""
+    """A change that waits, and the API server that asked for it. `deadline`: time.monotonic() at which it is given
+    up."""
 
-    front: ConnectedFront
+    api_server: ApiServerConnection
     message: WeightChange
     deadline: float
 
@@ -61,7 +63,7 @@ class WeightChanges:
         self._engine, self._weights = engine, getattr(engine, "weights", None)
         self._most = getattr(getattr(engine, "config", None), "max_waiting", None) or MAX_HELD
         self._asked: _Asked | None = None
-        self._held: list[tuple[ConnectedFront, messages.Submit]] = []
+        self._held: list[tuple[ApiServerConnection, messages.Submit]] = []
         self._reader, self._checks = FileReader(), ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     @property
@@ -78,7 +80,10 @@ class WeightChanges:
         return None if self._asked is None else max(0.0, self._asked.deadline - time.monotonic())
 
     def ask(
-        self, front: ConnectedFront, message: WeightChange | UpdateChecked, then: Callable[[UpdateChecked], object]
+        self,
+        api_server: ApiServerConnection,
+        message: WeightChange | UpdateChecked,
+        then: Callable[[UpdateChecked], object],
     ) -> bool:
         """Notes a change that is possible; answers any other. The files of new weights are looked at first, by a thread
         that then calls `then`, whose message comes back here. Returns whether running requests are to be aborted."""
@@ -98,10 +103,10 @@ class WeightChanges:
                         raise message.error
                     message = message.asked
         except Exception as error:
-            front.send(_failure(message, error))
+            api_server.send(_failure(message, error))
             return False
         patience = 0.0 if isinstance(message, messages.WakeUp) else message.timeout
-        self._asked = _Asked(front, message, time.monotonic() + patience)
+        self._asked = _Asked(api_server, message, time.monotonic() + patience)
         return not isinstance(message, messages.WakeUp) and message.aborts
 
     def _check(self, asked: messages.UpdateWeights, then: Callable[[UpdateChecked], object]) -> None:
@@ -116,7 +121,7 @@ class WeightChanges:
             found = error
         then(UpdateChecked(asked, found))
 
-    def holds(self, front: ConnectedFront, submit: messages.Submit) -> bool:
+    def holds(self, api_server: ApiServerConnection, submit: messages.Submit) -> bool:
         """Whether a new request must wait for new weights, in which case it is kept. Raises QueueFullError for one that
         cannot wait, because the engine is about to sleep or too many wait already."""
         if self._asked is None:
@@ -125,20 +130,20 @@ class WeightChanges:
             raise QueueFullError("the engine is about to sleep; try again after it was woken up")
         if sum(len(one.prompts) for _, one in self._held) + len(submit.prompts) > self._most:
             raise QueueFullError(f"{self._most} requests are waiting for new weights already; try again later")
-        self._held.append((front, submit))
+        self._held.append((api_server, submit))
         return True
 
-    def drop(self, front: ConnectedFront, request_id: str | None = None) -> None:
-        """Forgets the requests of a front that has gone, or a request whose client has gone."""
+    def drop(self, api_server: ApiServerConnection, request_id: str | None = None) -> None:
+        """Forgets the requests of an API server that has gone, or a request whose client has gone."""
         self._held = [
             (one, submit)
             for one, submit in self._held
-            if one is not front or (request_id is not None and request_id not in _names(submit))
+            if one is not api_server or (request_id is not None and request_id not in _names(submit))
         ]
 
-    def make(self, *, at_rest: bool, announce: Callable[[], None]) -> list[tuple[ConnectedFront, messages.Submit]]:
+    def make(self, *, at_rest: bool, announce: Callable[[], None]) -> list[tuple[ApiServerConnection, messages.Submit]]:
         """Makes the change that waits if the engine is `at_rest`, or gives it up if its time is over. Returns the
-        requests that were held back. `announce` tells all fronts of the new state, before the answer."""
+        requests that were held back. `announce` tells all API servers of the new state, before the answer."""
         asked = self._asked
         if asked is None or not (at_rest or time.monotonic() > asked.deadline):
             return []
@@ -149,7 +154,7 @@ class WeightChanges:
         else:
             answer = _failure(asked.message, QueueFullError("requests were still running when the time was over"))
         self._asked = None
-        asked.front.send(answer)
+        asked.api_server.send(answer)
         held = self._held
         self._held = []
         return held

@@ -22,13 +22,13 @@ QUIET_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/pool"}
 class Access:
     """Records each request. It is the outermost middleware, so that it sees the answers of all others."""
 
-    def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None, front: int | None = None):
-        """`front`: the number of this front if the server has several; None: lines do not name it."""
+    def __init__(self, app: ASGIApp, model: str, log_lines: bool, tracer: Tracer | None, api_server: int | None = None):
+        """`api_server`: the number of this API server if the server has several; None: lines do not name it."""
         self.app = app
         self._model = model
         self._log_lines = log_lines
         self._tracer = tracer
-        self._more = {} if front is None else {"front": front}
+        self._more = {} if api_server is None else {"front": api_server}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

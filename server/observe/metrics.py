@@ -1,9 +1,9 @@
-"""Prometheus metrics: gauges and counters from the engine's statistics, histograms from what the front observes.
+"""Prometheus metrics: gauges and counters from the engine's statistics, histograms from what the API server observes.
 
-If a server has several fronts, prometheus_client keeps what each of them observes in files (its multiprocess mode), and
-each front adds up all files, also those of fronts that have ended. Only the process that starts them (see
-`jaxserve.server.process.fronts`) counts the engine's statistics, and writes them to a file that all fronts read.
-"""
+If a server has several API servers, prometheus_client keeps what each of them observes in files (its multiprocess
+mode), and each API server adds up all files, also those of API servers that have ended. Only the process that starts
+them (see `jaxserve.server.process.api_servers`) counts the engine's statistics, and writes them to a file that all API
+servers read."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class EngineTotals(msgspec.Struct):
       stats: the latest statistics, with counters continued from engine to engine.
       past: what the counters were when the present engine began.
       restarts: engines that were started where one had died.
-      front_restarts: fronts that were started where one had died; None if the server has one front.
+      front_restarts: API servers that were started where one had died; None if the server has one API server.
     """
 
     stats: EngineStats = msgspec.field(default_factory=EngineStats)
@@ -125,11 +125,10 @@ _decode_totals = msgspec.msgpack.Decoder(EngineTotals).decode
 
 
 class Metrics:
-    """The metrics of one front. `prefix` begins every name, as in `jaxserve:num_requests_running`.
+    """The metrics of one API server. `prefix` begins every name, as in `jaxserve:num_requests_running`.
 
-    `shared`: a folder, if the server has several fronts. It has the file `totals` with an EngineTotals in msgpack, and
-    is where prometheus_client keeps its files.
-    """
+    `shared`: a folder, if the server has several API servers. It has the file `totals` with an EngineTotals in msgpack,
+    and is where prometheus_client keeps its files."""
 
     def __init__(self, model_name: str, prefix: str = "jaxserve", shared: Path | None = None):
         self.registry = CollectorRegistry()
@@ -229,7 +228,7 @@ class Metrics:
             "counter", "engine_restarts", "Starts of an engine's process where another one had died", totals.restarts
         )
         if totals.front_restarts is not None:
-            text = "Starts of a front's process where another one had died"
+            text = "Starts of an API server's process where another one had died"
             yield self._family("counter", "front_restarts", text, totals.front_restarts)
         yield self._family("counter", "compile_seconds", "Seconds spent compiling programs", stats.compile_seconds)
         yield self._histogram_family("iteration_tokens_total", "Tokens that a step computed", {(): stats.step_tokens})

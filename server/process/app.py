@@ -70,13 +70,13 @@ _ROUTES = [
 
 
 def build_app(state: ServerState) -> Starlette:
-    """The application of one front: the process that serves HTTP and passes requests to the engine's process."""
+    """The application of one API server: the process that serves HTTP and passes requests to the engine's process."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
     if settings.access_log or tracer is not None:
         watch = Middleware(
-            Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, front=state.number
+            Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, api_server=state.number
         )
         middleware.insert(0, watch)
     if not settings.api_keys:

@@ -1,4 +1,4 @@
-"""The engine's process: `EngineProcess` starts and ends it from the front, `main` is what runs in it.
+"""The engine's process: `EngineProcess` starts and ends it from the API server, `main` is what runs in it.
 
 It is started through `jaxserve.entry` and reads its settings from standard input. The parent keeps standard input open
 while it lives; the end of standard input means that the parent has gone.
@@ -116,9 +116,9 @@ class EngineProcess:
 
 
 def main() -> int:
-    """Runs the engine until it is drained, its last front has disconnected, or its parent has ended."""
+    """Runs the engine until it is drained, its last API server has disconnected, or its parent has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
+        signal.signal(number, signal.SIG_IGN)  # the API server decides when the engine ends
     end_with_parent()
     log_to_stderr(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Starts a server (port, engine process, HTTP front) and stops it in order."""
+"""Starts a server (port, engine process, HTTP API server) and stops it in order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
+from jaxserve.server.process.api_server import ApiServer, HttpOptions, OwnEngine, allow_files
+from jaxserve.server.process.api_server_process import ApiServerLaunch
+from jaxserve.server.process.api_servers import MOST_FRONTS, serve_api_servers
 from jaxserve.server.process.engine_process import EngineProcess
-from jaxserve.server.process.front import Front, HttpOptions, OwnEngine, allow_files
-from jaxserve.server.process.front_process import FrontLaunch
-from jaxserve.server.process.fronts import MOST_FRONTS, serve_fronts
 from jaxserve.text.chat_template import read_chat_template
 from jaxserve.text.tokenizer import TEMPLATE_INPUTS
 
@@ -65,7 +65,7 @@ def serve(
     for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
     file or a template's text. `engine` is a process that `jaxserve.start` has started. `settings` are fields of
     ServerSettings. Raises ValueError or OSError for a certificate, a key file or a chat template that cannot be
-    used, and ValueError for a number of fronts that is out of range.
+    used, and ValueError for a number of API servers that is out of range.
     """
     log_to_stderr(logging.INFO)
     if config.max_waiting is None:
@@ -108,11 +108,11 @@ def serve(
         cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class, engine) as process:
         if api_server_count == 1:
-            server = Front(uvicorn_config, state, OwnEngine(process), config, shares_listener=fd is not None)
+            server = ApiServer(uvicorn_config, state, OwnEngine(process), config, shares_listener=fd is not None)
             server.run(sockets=[listener])
             failure = server.failure
         else:
-            launch = FrontLaunch.of(
+            launch = ApiServerLaunch.of(
                 config,
                 own,
                 options,
@@ -123,7 +123,7 @@ def serve(
                 count=api_server_count,
                 listener=listener.fileno(),
             )
-            failure = serve_fronts(launch, process)
+            failure = serve_api_servers(launch, process)
     if failure is not None:
         say(f"jaxserve: {failure}")
         return 1

@@ -23,7 +23,7 @@ class SocketFolder:
 
     Attributes:
       socket_path: where the engine is to listen.
-      shared: a folder for files that several fronts share; it does not exist yet.
+      shared: a folder for files that several API servers share; it does not exist yet.
     """
 
     def __init__(self) -> None:

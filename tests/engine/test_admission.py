@@ -15,7 +15,7 @@ from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.server.ipc.messages import MAX_FRAME, Submit, decode_front_message, to_frame
+from jaxserve.server.ipc.messages import MAX_FRAME, Submit, decode_api_server_message, to_frame
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
 
 
@@ -51,7 +51,7 @@ def test_what_requests_share_travels_once_and_is_checked_once(monkeypatch):
     checks = []
     check = SamplingParams._check_words
     monkeypatch.setattr(SamplingParams, "_check_words", lambda self: (checks.append(1), check(self)))
-    taken = decode_front_message(frame[4:]).requests("7/")
+    taken = decode_api_server_message(frame[4:]).requests("7/")
     assert len(checks) == 1
     assert [request.request_id for request in taken] == [f"7/r{i}" for i in range(1024)]
     assert len({id(request.params) for request in taken}) == 1
@@ -66,7 +66,7 @@ def test_prompts_travel_as_arrays():
     ]
     frame = to_frame(Submit.of(given))
     assert len(frame) < 4 * 1003 + 500
-    taken = decode_front_message(frame[4:]).requests("0/")
+    taken = decode_api_server_message(frame[4:]).requests("0/")
     assert all(isinstance(request.prompt_token_ids, array) for request in taken)
     assert [list(one.prompt_token_ids) for one in taken] == [one.prompt_token_ids for one in given]
     assert [one.page_hashes for one in taken] == [one.page_hashes for one in given]

@@ -81,7 +81,7 @@ def decode(tmp_path, *ports, name="decode", config=None, **serve):
 
 
 def engine_of(server):
-    """The engine's process of a server with one front."""
+    """The engine's process of a server with one API server."""
     pid = server.process.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
@@ -115,12 +115,12 @@ def expected(tmp_path_factory):
         return ask_all(server, bodies())
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_answers_of_two_servers(fronts, expected, tmp_path):
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_answers_of_two_servers(api_servers, expected, tmp_path):
     port = free_port()
     with (
         prefill(tmp_path, port) as first,
-        decode(tmp_path, port, api_server_count=fronts) as server,
+        decode(tmp_path, port, api_server_count=api_servers) as server,
     ):
         wait_until(lambda: up(server) == 1, 20)
         assert ask_all(server, bodies()) == expected

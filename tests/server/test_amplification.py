@@ -25,25 +25,25 @@ MOST_SECONDS = 5 * amplification.MAX_SECONDS  # a slow processor takes up to fou
 
 
 @pytest.fixture(scope="module")
-def front():
-    return amplification.Front(load_tokenizer(DEMO))
+def api_server():
+    return amplification.ApiServer(load_tokenizer(DEMO))
 
 
 @pytest.mark.parametrize(("path", "name", "body"), KNOWN, ids=[f"{path}: {name}" for path, name, _ in KNOWN])
-def test_the_worst_that_is_known(front, path, name, body):
+def test_the_worst_that_is_known(api_server, path, name, body):
     assert len(json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()) <= amplification.LONGEST_BODY
-    cost = amplification.steadily(front, path, body, times=2)
+    cost = amplification.steadily(api_server, path, body, times=2)
     assert cost.status < 500
     assert cost.loop_seconds < MOST_SECONDS
     assert cost.engine_seconds < MOST_SECONDS
     assert cost.memory < amplification.MAX_BYTES
 
 
-def test_costs_are_measured(front):
+def test_costs_are_measured(api_server):
     """The measure itself: a body that is dear to decode shows on the loop, and what it allocates in the memory."""
     body = {"prompt": "a", "unknown": [{}] * 10}
-    cheap = amplification.steadily(front, "/v1/completions", body, times=2)
-    dear = amplification.steadily(front, "/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 64}, times=2)
+    cheap = amplification.steadily(api_server, "/v1/completions", body, times=2)
+    dear = amplification.steadily(api_server, "/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 64}, times=2)
     assert cheap.status == dear.status == 200
     assert dear.loop_seconds > 3 * cheap.loop_seconds > 0
     assert dear.engine_seconds > 3 * cheap.engine_seconds > 0
@@ -52,17 +52,17 @@ def test_costs_are_measured(front):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", amplification.ENDPOINTS)
-def test_a_short_search_finds_nothing_dearer(front, path):
-    _, body = amplification.search(front, path, 8)
-    cost = amplification.steadily(front, path, body, times=2)
+def test_a_short_search_finds_nothing_dearer(api_server, path):
+    _, body = amplification.search(api_server, path, 8)
+    cost = amplification.steadily(api_server, path, body, times=2)
     assert cost.worst < MOST_SECONDS, json.dumps(body)[:2000]
     assert cost.memory < amplification.MAX_BYTES, json.dumps(body)[:2000]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", amplification.ENDPOINTS)
-def test_a_long_search_finds_nothing_dearer(front, path):
-    _, body = amplification.search(front, path, 300)
-    cost = amplification.steadily(front, path, body, times=3)
+def test_a_long_search_finds_nothing_dearer(api_server, path):
+    _, body = amplification.search(api_server, path, 300)
+    cost = amplification.steadily(api_server, path, body, times=3)
     assert cost.worst < MOST_SECONDS, json.dumps(body)[:2000]
     assert cost.memory < amplification.MAX_BYTES, json.dumps(body)[:2000]

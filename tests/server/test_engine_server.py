@@ -1,4 +1,5 @@
-"""Front and engine in one process, joined by a real socket: several fronts, bad frames, fronts that do not read."""
+"""API server and engine in one process, joined by a real socket: several API servers, bad frames, API servers that do
+not read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import tokenizers_for_tests as kinds
 from fake_engine import ParrotEngine, SlowEngine
 
 from jaxserve.config import EngineConfig
-from jaxserve.server.ipc import connected_front, engine_client, engine_server, messages
+from jaxserve.server.ipc import api_server_connection, engine_client, engine_server, messages
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.engine_server import EngineServer
 from jaxserve.server.ipc.messages import Ready, Submit, frame_length, to_frame
@@ -81,7 +82,7 @@ def config(tmp_path):
     return EngineConfig(model=str(tmp_path))
 
 
-def test_fronts_with_the_same_request_ids_are_kept_apart(path, config):
+def test_api_servers_with_the_same_request_ids_are_kept_apart(path, config):
     async def run():
         first = await connected(path)
         second = await connected(path)
@@ -168,7 +169,7 @@ def test_bad_frames_cost_only_their_sender(path, config):
 
 @pytest.mark.slow
 def test_a_front_that_does_not_read_holds_up_the_work_and_loses_nothing(path, config, monkeypatch):
-    monkeypatch.setattr(connected_front, "MAX_BACKLOG", 2000)
+    monkeypatch.setattr(api_server_connection, "MAX_BACKLOG", 2000)
     wanted = 10 * 20_000
 
     def read_all(raw: socket.socket) -> int:
@@ -320,13 +321,13 @@ def test_frames_are_bounded(monkeypatch):
         frame_length(b"\xff\xff\x00\x00")
     sent = []
 
-    class Front:
+    class ApiServer:
         def send(self, message):
             sent.append(messages.decode_engine_message(to_frame(message)[4:]))
 
     updates = [SequenceUpdate("r", i, [70_000] * 100) for i in range(5)]
     updates.append(SequenceUpdate("r", 5, [70_000] * 1000))
-    engine_server._send_output(Front(), StepOutput(updates=updates))
+    engine_server._send_output(ApiServer(), StepOutput(updates=updates))
     received = [update for message in sent for update in message.output]
     assert [update.index for update in received] == [0, 1, 2, 3, 4, 5]
     assert all(len(update.token_ids) == 100 for update in received[:5])
@@ -383,9 +384,9 @@ def test_a_writer_that_fails_ends_the_connection():
             return getattr(ours, name)
 
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    front = connected_front.ConnectedFront(0, Connection(), inbox)
-    front.send(READY)
-    assert inbox.get(timeout=20) == (front, None)
+    api_server = api_server_connection.ApiServerConnection(0, Connection(), inbox)
+    api_server.send(READY)
+    assert inbox.get(timeout=20) == (api_server, None)
     assert theirs.recv(1) == b""
     theirs.close()
     ours.close()

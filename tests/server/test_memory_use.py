@@ -58,12 +58,12 @@ def test_memory_beside_weights_and_cache(server):
 
 def test_who_imports_what(server):
     """JAX's library is in the engine's process alone, and nobody has what serving does not need."""
-    front = server.process.pid
-    everybody = {process: mapped(process) for process in memory.family(front)}
+    api_server = server.process.pid
+    everybody = {process: mapped(process) for process in memory.family(api_server)}
     assert len(everybody) == 2
-    assert not any("jax" in name for name in everybody[front])
-    assert any(name.startswith("libjax") for name in everybody.pop(front) | set().union(*everybody.values()))
-    for process in memory.family(front):
+    assert not any("jax" in name for name in everybody[api_server])
+    assert any(name.startswith("libjax") for name in everybody.pop(api_server) | set().union(*everybody.values()))
+    for process in memory.family(api_server):
         assert not [name for name in mapped(process) if re.search(r"torch|tensorstore|tensorflow", name)]
 
 

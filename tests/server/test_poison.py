@@ -47,7 +47,7 @@ def test_it_fails_alone(start_server):
     assert [one.result() for one in others] == [{text} for text in undisturbed]
     for i, answer in enumerate(poisoned):
         # A stream begins when the engine accepts its request. The status is still free to tell of the failure where
-        # the front reads the acceptance and the failure together.
+        # the API server reads the acceptance and the failure together.
         has_begun = i % 2 == 0 and answer.status_code == 200
         assert has_begun or answer.status_code == 500
         text = answer.text.removeprefix("data: ").partition("\n")[0] if has_begun else answer.text

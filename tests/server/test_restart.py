@@ -17,7 +17,7 @@ import pytest
 import tokenizers_for_tests as kinds
 from serving import HERE, ROOT, free_port, wait_until
 
-from jaxserve.server.process.front import Front
+from jaxserve.server.process.api_server import ApiServer
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 BODY = {"model": "test-model", "prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
@@ -128,12 +128,12 @@ def test_without_restarts_the_server_ends_with_its_engine(start_server):
 @pytest.mark.timeout(200)
 def test_watchdog(start_server):
     """A step that does not end, and a process that is stopped, are ended; a step that compiles is not, nor is an engine
-    whose front was stopped."""
+    whose API server was stopped."""
     server = start_server("MarkedEngine", config={"max_model_len": 2048}, watchdog_seconds=4.0)
     compiling = ask(server, SHORT | {"prompt": [68, 1]})
     assert compiling.status_code == 200, compiling.text
     streams = Streams(server, 1, max_tokens=200)
-    server.process.send_signal(signal.SIGSTOP)  # the front, which is not the engine's fault
+    server.process.send_signal(signal.SIGSTOP)  # the API server, which is not the engine's fault
     time.sleep(6)
     server.process.send_signal(signal.SIGCONT)
     assert "error" not in streams.join()[0].text
@@ -169,7 +169,7 @@ def test_a_task_of_the_server_that_fails_ends_it():
     async def fail():
         raise KeyError("unexpected")
 
-    server = Front.__new__(Front)
+    server = ApiServer.__new__(ApiServer)
     server.failure = None
     server.should_exit = False
     asyncio.run(server._guard(fail()))

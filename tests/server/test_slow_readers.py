@@ -60,7 +60,7 @@ def test_long_prompt_logprobs_are_written_beside_the_loop():
 
 @pytest.mark.slow
 def test_a_client_that_hardly_reads(start_server):
-    """Its request pauses, so that the front holds little for it; and all of the answer comes once it does read."""
+    """Its request pauses, so that the API server holds little for it; and all of the answer comes once it does read."""
     count = 30_000
     server = start_server(config={"max_model_len": 2 * count})
     body = {"model": "test-model", "prompt": [50, 51], "max_tokens": count, "ignore_eos": True, "stream": True}

@@ -40,7 +40,7 @@ def test_headers_come_while_a_request_waits(queued):
 
 
 def test_errors_before_acceptance_have_their_status(start_server, http, demo_server):
-    """The checks of front and engine, a queue that is full, and a grammar that does not compile."""
+    """The checks of API server and engine, a queue that is full, and a grammar that does not compile."""
     assert http.post("/v1/completions", json={"prompt": [5] * 300, "stream": True}).status_code == 400
     full = start_server("QueueEngine", config={"max_model_len": 200_000, "max_waiting": 1})
     with full.http().stream("POST", "/v1/completions", json={**LONG, "stream": True}):

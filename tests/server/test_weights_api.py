@@ -16,7 +16,7 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 from serving import DEMO, SMALL, running_server, wait_until
-from test_fronts import children, of_each_front, ready_of_each, wait_all_ready
+from test_api_servers import children, of_each_api_server, ready_of_each, wait_all_ready
 
 from jaxserve.checkpoints.safetensors import read_folder
 
@@ -266,7 +266,8 @@ def test_an_engine_that_died_comes_back_with_the_new_weights(server):
 
 @pytest.mark.timeout(300)
 def test_several_fronts(root, tmp_path):
-    """All fronts refuse requests while the engine sleeps, and answer with the new weights once they are replaced."""
+    """All API servers refuse requests while the engine sleeps, and answer with the new weights once they are
+    replaced."""
     options = {"config": SMALL, "admin_key": "admin", "weights_root": str(root), "access_log": True}
     with running_server(DEMO, tmp_path / "log", engine=None, api_server_count=2, **options) as server:
         wait_all_ready(server, 2)
@@ -279,7 +280,7 @@ def test_several_fronts(root, tmp_path):
                 return error.code
 
         def answers() -> set[str]:
-            return {one for some in of_each_front(server, ask, 2).values() for one in some}
+            return {one for some in of_each_api_server(server, ask, 2).values() for one in some}
 
         (before,) = answers()
         for name in ("a", "b"):

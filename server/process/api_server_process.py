@@ -1,4 +1,5 @@
-"""The process of one of several fronts. `jaxserve.server.process.fronts` starts it, and `main` is what runs in it.
+"""The process of one of several API servers. `jaxserve.server.process.api_servers` starts it, and `main` is what runs
+in it.
 
 It is started through `jaxserve.entry` and reads its settings from standard input. Like the engine's process, it ends
 with its parent.
@@ -31,30 +32,30 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
+from jaxserve.server.process.api_server import ApiServer, HttpOptions, allow_files
 from jaxserve.server.process.engine_process import end_with_parent, watch_parent
-from jaxserve.server.process.front import Front, HttpOptions, allow_files
 from jaxserve.types import EngineDeadError
 
-CANNOT_GO_ON = 3  # exit code after an error that other fronts would meet, too
+CANNOT_GO_ON = 3  # exit code after an error that other API servers would meet, too
 BEAT_SECONDS = 1.0  # between two beats of the event loop
 _AGAIN_SECONDS = 0.1  # before another attempt to reach an engine
-_PATIENCE = 10.0  # seconds that a front which replaces another one leaves to the others before it listens
+_PATIENCE = 10.0  # seconds that an API server which replaces another one leaves to the others before it listens
 _COUNTS = "counts"
 _RESPONSES = "responses.sqlite"
 
 
-class FrontLaunch(msgspec.Struct, kw_only=True):
+class ApiServerLaunch(msgspec.Struct, kw_only=True):
     """The line of JSON that the parent writes to standard input.
 
     Attributes:
       config, settings, options: the fields of EngineConfig, ServerSettings and HttpOptions.
       socket_path: where the engine listens.
-      shared: the folder of the files that all fronts share.
+      shared: the folder of the files that all API servers share.
       created: seconds since the epoch; when the server was started.
-      shares_listener: see `Front`.
-      count: number of fronts.
+      shares_listener: see `ApiServer`.
+      count: number of API servers.
       listener: file descriptor of the listening socket.
-      number: of this front, from 0.
+      number: of this API server, from 0.
       again: it replaces one that has ended.
     """
 
@@ -71,7 +72,7 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     again: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, settings: ServerSettings, options: HttpOptions, **fields: Any) -> FrontLaunch:
+    def of(cls, config: EngineConfig, settings: ServerSettings, options: HttpOptions, **fields: Any) -> ApiServerLaunch:
         return cls(config=asdict(config), settings=asdict(settings), options=asdict(options), **fields)
 
     def server_settings(self) -> ServerSettings:
@@ -129,8 +130,9 @@ class SharedEngine:
             await asyncio.sleep(BEAT_SECONDS)
 
 
-class _SharedFront(Front):
-    """One of several fronts. If it replaces another one, it listens only when it can serve, because the others can."""
+class _SharedApiServer(ApiServer):
+    """One of several API servers. If it replaces another one, it listens only when it can serve, because the others
+    can."""
 
     def __init__(self, *args: Any, again: bool, **options: Any):
         super().__init__(*args, **options)
@@ -169,7 +171,7 @@ def main() -> int:
     end_with_parent()
     log_to_stderr(logging.INFO)
     log_to_stdout()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontLaunch)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiServerLaunch)
     watch_parent()
     settings = launch.server_settings()
     metrics = Metrics(settings.model_name, settings.metrics_prefix, Path(launch.shared))
@@ -178,7 +180,7 @@ def main() -> int:
     )
     state.responses = launch.responses()
     allow_files(settings)
-    front = _SharedFront(
+    api_server = _SharedApiServer(
         HttpOptions(**launch.options).config(state),
         state,
         SharedEngine(launch.socket_path),
@@ -187,10 +189,10 @@ def main() -> int:
         again=launch.again,
     )
     with _TakingTurns(fileno=launch.listener) as listener:
-        front.run(sockets=[listener])
-    if front.failure is None:
+        api_server.run(sockets=[listener])
+    if api_server.failure is None:
         return 0
-    say(f"jaxserve: {front.failure}")
+    say(f"jaxserve: {api_server.failure}")
     return CANNOT_GO_ON
 
 

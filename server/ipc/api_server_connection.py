@@ -1,4 +1,4 @@
-"""The engine's end of the connection to one front, with a thread that reads and a thread that writes."""
+"""The engine's end of the connection to one API server, with a thread that reads and a thread that writes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxserve.server.ipc import messages
 
 log = logging.getLogger("jaxserve.engine")
 
-MAX_BACKLOG = 64 * 2**20  # bytes queued for one front; above this the engine makes no steps
+MAX_BACKLOG = 64 * 2**20  # bytes queued for one API server; above this the engine makes no steps
 
 
-class ConnectedFront:
-    """One connected front. One thread puts its messages into the loop's inbox, another sends it what is queued.
+class ApiServerConnection:
+    """One connected API server. One thread puts its messages into the loop's inbox, another sends it what is queued.
 
     Attributes:
-      running: request id -> completions that have not ended, under the ids that the front chose.
+      running: request id -> completions that have not ended, under the ids that the API server chose.
     """
 
     def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue):
@@ -33,9 +33,9 @@ class ConnectedFront:
         self._backlog = 0  # bytes that are queued or being written
         self._closing = False
         self._changed = threading.Condition()
-        self._writer = threading.Thread(target=self._write, name=f"front-{number}-write", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"api-server-{number}-write", daemon=True)
         self._writer.start()
-        threading.Thread(target=self._read, name=f"front-{number}-read", daemon=True).start()
+        threading.Thread(target=self._read, name=f"api-server-{number}-read", daemon=True).start()
 
     def send(self, message: messages.EngineMessage) -> None:
         """Queues a message; never blocks."""
@@ -50,7 +50,7 @@ class ConnectedFront:
         return self._backlog > MAX_BACKLOG
 
     def cut(self) -> None:
-        """Ends the connection. The loop learns of it as if the front had gone."""
+        """Ends the connection. The loop learns of it as if the API server had gone."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -68,11 +68,11 @@ class ConnectedFront:
                 while (message := read_message(stream)) is not None:
                     self._inbox.put((self, message))
         except (OSError, ValueError) as error:
-            log.warning("front %d: %s", self.number, error)
+            log.warning("API server %d: %s", self.number, error)
         except Exception:
-            log.exception("front %d cannot be read any more", self.number)
+            log.exception("API server %d cannot be read any more", self.number)
         finally:
-            self._inbox.put((self, None))  # tells the loop that this front has gone, for whatever reason
+            self._inbox.put((self, None))  # tells the loop that this API server has gone, for whatever reason
 
     def _write(self) -> None:
         try:
@@ -88,21 +88,21 @@ class ConnectedFront:
                 with self._changed:
                     self._backlog -= len(data)
         except OSError:
-            pass  # the front has gone
+            pass  # the API server has gone
         except Exception:
-            log.exception("front %d cannot be written to any more", self.number)
+            log.exception("API server %d cannot be written to any more", self.number)
         finally:
             with self._changed:
                 closing = self._closing
-            if not closing:  # writing failed: this ends the front's wait and this front's reading thread
+            if not closing:  # writing failed: this ends the API server's wait and this API server's reading thread
                 self.cut()
 
 
-def read_message(stream: BinaryIO) -> messages.FrontMessage | None:
+def read_message(stream: BinaryIO) -> messages.ApiServerMessage | None:
     """The next message; None at the end of the stream. Raises ValueError for bytes that are not a message."""
     header = stream.read(messages.LENGTH_BYTES)
     if len(header) < messages.LENGTH_BYTES:
         return None
     length = messages.frame_length(header)
     body = stream.read(length)
-    return messages.decode_front_message(body) if len(body) == length else None
+    return messages.decode_api_server_message(body) if len(body) == length else None

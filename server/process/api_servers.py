@@ -1,11 +1,10 @@
-"""Several fronts for one engine: the process that holds the listening socket, and starts and ends all others.
+"""Several API servers for one engine: the process that holds the listening socket, and starts and ends all others.
 
-All fronts accept connections from one socket that they inherit. It stays open while one of them is replaced, and what
-waits in it is taken by the others; sockets of their own (SO_REUSEPORT) would lose the connections that wait for a front
-that dies. What fronts know in common is in files of a private folder: counts that limits are checked against
-(`http/counts.py`), stored responses (`http/shared_responses.py`), metrics (`observe/metrics.py`). So fronts never wait
-for this process.
-"""
+All API servers accept connections from one socket that they inherit. It stays open while one of them is replaced, and
+what waits in it is taken by the others; sockets of their own (SO_REUSEPORT) would lose the connections that wait for a
+API server that dies. What API servers know in common is in files of a private folder: counts that limits are checked
+against (`http/counts.py`), stored responses (`http/shared_responses.py`), metrics (`observe/metrics.py`). So API
+servers never wait for this process."""
 
 from __future__ import annotations
 
@@ -26,30 +25,30 @@ from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.http.counts import BEATS
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.observe.metrics import TOTALS, EngineTotals
+from jaxserve.server.process.api_server_process import CANNOT_GO_ON, ApiServerLaunch
 from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess
-from jaxserve.server.process.front_process import CANNOT_GO_ON, FrontLaunch
 from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.types import EngineDeadError
 
 log = logging.getLogger("jaxserve.server")
 
 MOST_FRONTS = 64
-_LOOK_SECONDS = 1.0  # between two checks whether a front hangs
-_ATTEMPTS = 3  # fronts in succession that may end before their event loop runs
+_LOOK_SECONDS = 1.0  # between two checks whether an API server hangs
+_ATTEMPTS = 3  # API servers in succession that may end before their event loop runs
 
 
-def serve_fronts(launch: FrontLaunch, process: EngineProcess) -> str | None:
-    """Serves until a signal ends it; returns why it ended if it failed. `launch` is what all fronts have in common.
+def serve_api_servers(launch: ApiServerLaunch, process: EngineProcess) -> str | None:
+    """Serves until a signal ends it; returns why it ended if it failed. `launch` is what all API servers have in
+    common.
 
-    A front that dies, or whose event loop stands still, is replaced; so is an engine, within its limits. The first
-    signal drains the fronts and then the engine, the second one ends all processes at once.
-    """
+    An API server that dies, or whose event loop stands still, is replaced; so is an engine, within its limits. The
+    first signal drains the API servers and then the engine, the second one ends all processes at once."""
     os.mkdir(launch.shared, mode=0o700)
     return asyncio.run(_Fronts(launch, process).run())
 
 
 class _Fronts:
-    def __init__(self, launch: FrontLaunch, engine: EngineProcess):
+    def __init__(self, launch: ApiServerLaunch, engine: EngineProcess):
         self._launch = launch
         self._engine = engine
         self._settings = launch.server_settings()
@@ -65,13 +64,13 @@ class _Fronts:
             asyncio.get_running_loop().add_signal_handler(number, self._end)
         self._write_totals()
         keeping = asyncio.create_task(self._guard(self._keep_engine()))
-        fronts = [asyncio.create_task(self._guard(self._keep(number))) for number in range(self._launch.count)]
+        api_servers = [asyncio.create_task(self._guard(self._keep(number))) for number in range(self._launch.count)]
         await self._ended.wait()
-        self._signal_fronts(signal.SIGTERM)
+        self._signal_api_servers(signal.SIGTERM)
         settings = self._settings
-        await asyncio.wait(fronts, timeout=settings.drain_delay + settings.drain_seconds + 4 * FLUSH_SECONDS)
-        self._signal_fronts(signal.SIGKILL)
-        await asyncio.wait(fronts)
+        await asyncio.wait(api_servers, timeout=settings.drain_delay + settings.drain_seconds + 4 * FLUSH_SECONDS)
+        self._signal_api_servers(signal.SIGKILL)
+        await asyncio.wait(api_servers)
         keeping.cancel()
         if not self._client.is_ready:
             self._engine.kill()  # it reads no message before it has loaded
@@ -81,12 +80,12 @@ class _Fronts:
 
     def _end(self) -> None:
         if self._ended.is_set():
-            self._signal_fronts(signal.SIGKILL)
+            self._signal_api_servers(signal.SIGKILL)
             self._engine.__exit__(SystemExit)
             os._exit(1)
         self._ended.set()
 
-    def _signal_fronts(self, number: int) -> None:
+    def _signal_api_servers(self, number: int) -> None:
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
@@ -133,7 +132,7 @@ class _Fronts:
         os.replace(new, path)
 
     async def _keep(self, number: int) -> None:
-        """Starts a front, and another one whenever it has ended, until the server ends."""
+        """Starts an API server, and another one whenever it has ended, until the server ends."""
         attempts = 0
         again = False
         while not self._ended.is_set():
@@ -148,27 +147,29 @@ class _Fronts:
                 return
             attempts = 0 if began else attempts + 1
             if code == CANNOT_GO_ON or attempts == _ATTEMPTS:
-                raise OSError(f"front {number} cannot go on; what it wrote says why")
-            log.error("front %d ended with code %d; starting another one", number, code)
+                raise OSError(f"API server {number} cannot go on; what it wrote says why")
+            log.error("API server %d ended with code %d; starting another one", number, code)
             self._totals.front_restarts = (self._totals.front_restarts or 0) + 1
             self._write_totals()
             again = True
 
     async def _start(self, number: int, again: bool) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            *entry.command("jaxserve.server.process.front_process", python=sys.executable),
+            *entry.command("jaxserve.server.process.api_server_process", python=sys.executable),
             stdin=asyncio.subprocess.PIPE,
             env=entry.child_environment() | {"PROMETHEUS_MULTIPROC_DIR": self._launch.shared},
             pass_fds=[self._launch.listener],
         )
         assert process.stdin is not None
         launch = msgspec.structs.replace(self._launch, number=number, again=again)
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")  # a front that has ended already is noticed later
+        process.stdin.write(
+            msgspec.json.encode(launch) + b"\n"
+        )  # an API server that has ended already is noticed later
         return process
 
     async def _watch(self, number: int, process: asyncio.subprocess.Process) -> int:
-        """Waits for a front to end, and returns its exit code. Kills it if its event loop stands still for too long,
-        counted in turns of this one's, so that a machine that sleeps is not mistaken for it."""
+        """Waits for an API server to end, and returns its exit code. Kills it if its event loop stands still for too
+        long, counted in turns of this one's, so that a machine that sleeps is not mistaken for it."""
         beats = 0
         still = 0
         while True:
@@ -178,5 +179,5 @@ class _Fronts:
             still = still + 1 if now == beats else 0
             beats = now
             if beats and 0 < self._settings.watchdog_seconds < still * _LOOK_SECONDS:
-                log.error("front %d has stood still for %d s", number, still)
+                log.error("API server %d has stood still for %d s", number, still)
                 process.kill()

@@ -1,4 +1,4 @@
-"""One front: serves HTTP on a listening socket, and passes requests to an engine."""
+"""One API server: serves HTTP on a listening socket, and passes requests to an engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HttpOptions:
     ssl_keyfile: str | None = None
 
     def config(self, state: ServerState) -> uvicorn.Config:
-        """uvicorn's settings of a front. Raises ValueError for a certificate that cannot be used."""
+        """uvicorn's settings of an API server. Raises ValueError for a certificate that cannot be used."""
         config = uvicorn.Config(
             build_app(state),
             lifespan="off",
@@ -98,7 +98,7 @@ def allow_files(settings: ServerSettings) -> None:
 
 
 class EngineOfFront(Protocol):
-    """What a front does about the engine that it is connected to."""
+    """What an API server does about the engine that it is connected to."""
 
     async def load(self, state: ServerState) -> Ready:
         """Connects, and waits for the engine to load. Raises EngineDeadError if it cannot."""
@@ -110,12 +110,12 @@ class EngineOfFront(Protocol):
         """Disconnects for good, after the last request."""
 
     def kill(self) -> None:
-        """Ends what this front has started at once."""
+        """Ends what this API server has started at once."""
 
 
 @dataclass
 class OwnEngine:
-    """The engine of a server with one front, which starts, supervises and drains it."""
+    """The engine of a server with one API server, which starts, supervises and drains it."""
 
     process: EngineProcess
 
@@ -144,7 +144,7 @@ class OwnEngine:
         self.process.__exit__(SystemExit)
 
 
-class Front(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """A uvicorn server that also keeps its connection to the engine, and drains.
 
     Attributes:

@@ -1,10 +1,10 @@
-"""Requests per second of trivially short answers with one and with several fronts, and what the processes used.
+"""Requests per second of trivially short answers with one and with several API servers, and what the processes used.
 
-    python benchmarks/fronts.py --counts 1,2 --seconds 10
+    python benchmarks/api_servers.py --counts 1,2 --seconds 10
 
-The engine is the tests' stand-in that repeats the prompt, so that fronts and clients are all that costs anything. A
-request asks for one token over a connection that stays open. Prints a line for each number of fronts: requests per
-second, and the seconds of processor time per second of all fronts, of the engine and of the clients.
+The engine is the tests' stand-in that repeats the prompt, so that API servers and clients are all that costs anything. A
+request asks for one token over a connection that stays open. Prints a line for each number of API servers: requests per
+second, and the seconds of processor time per second of all API servers, of the engine and of the clients.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def measure(count: int, clients: int, seconds: float) -> dict[str, float]:
         pid = server.process.pid
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         engine = next(child for child in children if "engine_process" in Path(f"/proc/{child}/cmdline").read_text())
-        fronts = [pid, *(child for child in children if child != engine)]
+        api_servers = [pid, *(child for child in children if child != engine)]
         asyncio.run(load(server.port, clients, 1.0))
-        groups = {"fronts": fronts, "engine": [engine], "clients": [os.getpid()]}
+        groups = {"API servers": api_servers, "engine": [engine], "clients": [os.getpid()]}
         before = {name: sum(map(processor_seconds, group)) for name, group in groups.items()}
         begin = time.monotonic()
         answered = asyncio.run(load(server.port, clients, seconds))
@@ -73,13 +73,13 @@ def measure(count: int, clients: int, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--counts", default="1,2", help="numbers of fronts, with commas between them")
+    parser.add_argument("--counts", default="1,2", help="numbers of API servers, with commas between them")
     parser.add_argument("--clients", type=int, default=32, help="connections, each with one request at a time")
     parser.add_argument("--seconds", type=float, default=10.0)
     args = parser.parse_args()
     for count in map(int, args.counts.split(",")):
         result = measure(count, args.clients, args.seconds)
-        print(f"{count} front(s):", ", ".join(f"{name} {value:.2f}" for name, value in result.items()), flush=True)
+        print(f"{count} API server(s):", ", ".join(f"{name} {value:.2f}" for name, value in result.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several fronts for one engine: they share the listening socket, limits, responses and metrics; each may die."""
+"""Several API servers for one engine: they share the listening socket, limits, responses and metrics; each may die."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ SLOWLY = "SAYSLOWLY(" + "word " * 400 + ")SAY"
 
 
 def children(server: ServerUnderTest) -> dict[str, list[int]]:
-    """The processes that a server started, by "front" and "engine", in the order of their start."""
+    """The processes that a server started, by "API server" and "engine", in the order of their start."""
     pid = server.process.pid
-    found = {"front": [], "engine": []}
+    found = {"api_server": [], "engine": []}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):  # it may have ended meanwhile
             command = Path(f"/proc/{child}/cmdline").read_text()
-            if match := re.search(r"(front|engine)_process", command):
+            if match := re.search(r"(api_server|engine)_process", command):
                 found[match[1]].append(int(child))
     return found
 
 
-def fronts(server) -> list[int]:
-    return children(server)["front"]
+def api_servers(server) -> list[int]:
+    return children(server)["api_server"]
 
 
-def of_each_front(server, ask, count: int) -> dict[int, list]:
-    """`ask(client)` over new connections until each front has answered one; the results by the number of the front."""
+def of_each_api_server(server, ask, count: int) -> dict[int, list]:
+    """`ask(client)` over new connections until each API server has answered one; the results by the number of the API
+    server."""
     answers: dict[int, list] = {}
 
     def ask_again() -> bool:
@@ -55,15 +56,15 @@ def of_each_front(server, ask, count: int) -> dict[int, list]:
             request_id = f"probe-{time.monotonic_ns()}"
             with httpx.Client(base_url=server.url, timeout=30, headers={"X-Request-Id": request_id}) as client:
                 answer = ask(client)
-            answers.setdefault(front_of(server, request_id), []).append(answer)
+            answers.setdefault(api_server_of(server, request_id), []).append(answer)
         return len(answers) == count
 
     wait_until(ask_again, seconds=20, message="some front was never reached")
     return answers
 
 
-def front_of(server, request_id: str) -> int:
-    """The front that answered a request, from the access log."""
+def api_server_of(server, request_id: str) -> int:
+    """The API server that answered a request, from the access log."""
     found: list[int] = []
 
     def logged() -> bool:
@@ -77,13 +78,13 @@ def front_of(server, request_id: str) -> int:
 
 
 def wait_all_ready(server, count: int) -> None:
-    """Until every front has said that it is ready."""
+    """Until every API server has said that it is ready."""
     wait_until(lambda: server.log.read_text().count("ready: ") >= count, seconds=60)
 
 
 @pytest.fixture(scope="module")
 def two(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
-    """Two fronts, an engine at 20 ms a token, and limits."""
+    """Two API servers, an engine at 20 ms a token, and limits."""
     folder = tmp_path_factory.mktemp("two")
     keys = folder / "keys"
     keys.write_text("limited someone 3\nother other\n")
@@ -107,15 +108,15 @@ ADMIN = {"Authorization": "Bearer admin", "Content-Type": "application/json"}
 
 
 class TestLimits:
-    """What one front may do depends on what all of them do."""
+    """What one API server may do depends on what all of them do."""
 
     @pytest.mark.slow
     def test_processes(self, two):
-        assert {kind: len(found) for kind, found in children(two).items()} == {"front": 2, "engine": 1}
+        assert {kind: len(found) for kind, found in children(two).items()} == {"api_server": 2, "engine": 1}
 
     @pytest.mark.slow
     def test_every_front_is_reached(self, two):
-        of_each_front(two, lambda client: client.get("/v1/models", headers=OTHER), 2)
+        of_each_api_server(two, lambda client: client.get("/v1/models", headers=OTHER), 2)
 
     def test_a_key(self, two):
         with contextlib.ExitStack() as stack:
@@ -123,12 +124,14 @@ class TestLimits:
                 client = stack.enter_context(httpx.Client(base_url=two.url, timeout=30, headers=LIMITED))
                 stream = stack.enter_context(client.stream("POST", "/v1/completions", json=LONG | {"stream": True}))
                 assert stream.status_code == 200
-            refused = of_each_front(two, lambda client: client.post("/v1/completions", json=BODY, headers=LIMITED), 2)
+            refused = of_each_api_server(
+                two, lambda client: client.post("/v1/completions", json=BODY, headers=LIMITED), 2
+            )
             for answers in refused.values():
                 for answer in answers:
                     assert answer.status_code == 429
                     assert answer.json()["error"]["code"] == "too_many_requests"
-            load = of_each_front(two, lambda client: client.get("/load", headers=ADMIN).json(), 2)
+            load = of_each_api_server(two, lambda client: client.get("/load", headers=ADMIN).json(), 2)
             assert {answer["server_load"] for answers in load.values() for answer in answers} == {3}
 
         def served() -> bool:
@@ -137,7 +140,7 @@ class TestLimits:
         wait_until(served)
 
     def test_many_at_once(self, two):
-        """Exactly as many as allowed, however they spread over fronts."""
+        """Exactly as many as allowed, however they spread over API servers."""
 
         async def run() -> list[int]:
             async with contextlib.AsyncExitStack() as stack:
@@ -155,7 +158,9 @@ class TestLimits:
             for _ in range(8):
                 client = stack.enter_context(httpx.Client(base_url=two.url, timeout=30, headers=OTHER))
                 stack.enter_context(client.stream("POST", "/v1/completions", json=LONG | {"stream": True}))
-            refused = of_each_front(two, lambda client: client.post("/v1/completions", json=BODY, headers=OTHER), 2)
+            refused = of_each_api_server(
+                two, lambda client: client.post("/v1/completions", json=BODY, headers=OTHER), 2
+            )
             assert {answer.status_code for answers in refused.values() for answer in answers} == {503}
 
     @pytest.mark.slow
@@ -174,7 +179,7 @@ class TestLimits:
             return client.post("/reset_prefix_cache", headers=ADMIN).status_code
 
         begin = time.monotonic()
-        codes = [code for answers in of_each_front(two, reset, 2).values() for code in answers]
+        codes = [code for answers in of_each_api_server(two, reset, 2).values() for code in answers]
         assert 1 <= codes.count(200) <= 1 + (time.monotonic() - begin)
         assert set(codes) == {200, 429}
 
@@ -192,7 +197,7 @@ def three(tiny_model_folder, tmp_path_factory) -> Iterator[ServerUnderTest]:
 
 
 class TestResponses:
-    """Those of one front are known to all."""
+    """Those of one API server are known to all."""
 
     @pytest.mark.slow
     def test_conversation(self, three):
@@ -202,23 +207,23 @@ class TestResponses:
             body = {"model": "test-model", "input": "SAY(two)SAY", "previous_response_id": first.id}
             return client.post("/v1/responses", json=body)
 
-        answers = [one for found in of_each_front(three, go_on, 3).values() for one in found]
+        answers = [one for found in of_each_api_server(three, go_on, 3).values() for one in found]
         assert {answer.status_code for answer in answers} == {200}
         ((tokens),) = {answer.json()["usage"]["input_tokens"] for answer in answers}
         assert tokens > first.usage.input_tokens, "the conversation was not found"
         three.openai().responses.delete(first.id)
-        gone = of_each_front(three, lambda client: client.get(f"/v1/responses/{first.id}").status_code, 3)
+        gone = of_each_api_server(three, lambda client: client.get(f"/v1/responses/{first.id}").status_code, 3)
         assert {code for codes in gone.values() for code in codes} == {404}
 
     @pytest.mark.slow
     def test_background(self, three):
-        """Any front shows its events, and can stop it."""
+        """Any API server shows its events, and can stop it."""
         body = {"model": "test-model", "input": SLOWLY, "background": True, "stream": True}
         with httpx.stream("POST", three.url + "/v1/responses", json=body, timeout=30) as stream:
             lines = stream.iter_lines()
             name = json.loads(next(line for line in lines if line.startswith("data: ")).removeprefix("data: "))
         name = name["response"]["id"]
-        states = of_each_front(three, lambda client: client.get(f"/v1/responses/{name}").json()["status"], 3)
+        states = of_each_api_server(three, lambda client: client.get(f"/v1/responses/{name}").json()["status"], 3)
         assert {state for found in states.values() for state in found} <= {"queued", "in_progress"}
         events: list[str] = []
 
@@ -242,10 +247,10 @@ class TestResponses:
     def test_background_of_a_front_that_dies(self, three):
         body = {"model": "test-model", "input": SLOWLY, "background": True}
         names = [httpx.post(three.url + "/v1/responses", json=body).json()["id"] for _ in range(2)]
-        killed = fronts(three)
+        killed = api_servers(three)
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: len(set(fronts(three)) - set(killed)) == 3)
+        wait_until(lambda: len(set(api_servers(three)) - set(killed)) == 3)
         three.wait_ready()
         for name in names:
             answer = httpx.get(f"{three.url}/v1/responses/{name}").json()
@@ -309,8 +314,8 @@ def test_a_front_that_is_killed(start_server):
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
-        keeps = busy_front(server)
-        (victim,) = set(fronts(server)) - {keeps}
+        keeps = busy_api_server(server)
+        (victim,) = set(api_servers(server)) - {keeps}
         os.kill(victim, signal.SIGKILL)
         while server.log.read_text().count("ready: ") < 3:
             after = totals(server)
@@ -330,8 +335,8 @@ def test_a_front_that_is_killed(start_server):
     assert server.stop() == 0
 
 
-def busy_front(server) -> int:
-    """The front that holds the only request that is long, by its connections from clients that stay."""
+def busy_api_server(server) -> int:
+    """The API server that holds the only request that is long, by its connections from clients that stay."""
 
     def established() -> set[int]:
         found = set()
@@ -340,7 +345,7 @@ def busy_front(server) -> int:
             for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
             if line.split()[1].endswith(f":{server.port:04X}") and line.split()[3] == "01"
         }
-        for pid in fronts(server):
+        for pid in api_servers(server):
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if (match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd))) and match[1] in inodes:
@@ -358,16 +363,16 @@ def busy_front(server) -> int:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed(start_server):
-    """It is started once, and every front recovers."""
+    """It is started once, and every API server recovers."""
     server = start_server("SlowEngine", access_log=True, api_server_count=3, config={"max_model_len": 2048})
     wait_all_ready(server, 3)
-    of_each_front(server, lambda client: client.post("/v1/completions", json=BODY), 3)
+    of_each_api_server(server, lambda client: client.post("/v1/completions", json=BODY), 3)
     before = totals(server)
     (engine,) = children(server)["engine"]
     os.kill(engine, signal.SIGKILL)
     wait_until(lambda: children(server)["engine"] not in ([], [engine]))
     wait_until(lambda: all(v == [200] * len(v) for v in ready_of_each(server).values()), seconds=30)
-    answers = of_each_front(server, lambda client: client.post("/v1/completions", json=BODY).status_code, 3)
+    answers = of_each_api_server(server, lambda client: client.post("/v1/completions", json=BODY).status_code, 3)
     assert {code for codes in answers.values() for code in codes} == {200}
     after = totals(server)
     assert not {name for name, value in before.items() if after[name] < value}
@@ -382,7 +387,7 @@ def ready_of_each(server, count: int = 3) -> dict[int, list[int]]:
         client.post("/v1/completions", json=BODY)  # is in the access log, as /ready is not
         return client.get("/ready").status_code
 
-    return of_each_front(server, ask, count)
+    return of_each_api_server(server, ask, count)
 
 
 @pytest.mark.slow
@@ -390,10 +395,10 @@ def test_a_front_that_hangs_is_replaced(start_server):
     """The others go on meanwhile."""
     server = start_server("SlowEngine", access_log=True, api_server_count=2, watchdog_seconds=2.0)
     wait_all_ready(server, 2)
-    hanging = fronts(server)[0]
+    hanging = api_servers(server)[0]
     os.kill(hanging, signal.SIGSTOP)
     answered = 0
-    while hanging in fronts(server):
+    while hanging in api_servers(server):
         with contextlib.suppress(httpx.ReadTimeout):
             answered += httpx.post(server.url + "/v1/completions", json=BODY, timeout=10).status_code == 200
     assert answered > 5
@@ -404,7 +409,7 @@ def test_a_front_that_hangs_is_replaced(start_server):
 
 @pytest.mark.slow
 def test_sigterm_drains(start_server):
-    """Running requests of all fronts end by themselves; then all processes do, the engine last."""
+    """Running requests of all API servers end by themselves; then all processes do, the engine last."""
     server = start_server("SlowEngine", access_log=True, api_server_count=2)
     wait_all_ready(server, 2)
     answers: list[httpx.Response] = []
@@ -427,7 +432,7 @@ def test_sigterm_drains(start_server):
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {50}
     assert server.process.wait(20) == 0
-    for pid in (*found["front"], *found["engine"]):
+    for pid in (*found["api_server"], *found["engine"]):
         assert not Path(f"/proc/{pid}").exists()
     assert "Traceback" not in server.log.read_text()
 
@@ -442,7 +447,7 @@ def test_all_end_with_their_parent(start_server, monkeypatch, request):
     assert list(folder.glob("jaxserve-*/shared/responses.sqlite"))
     server.process.kill()
     server.process.wait()
-    for pid in (*found["front"], *found["engine"]):
+    for pid in (*found["api_server"], *found["engine"]):
         status = Path(f"/proc/{pid}/status")
         wait_until(lambda status=status: not status.exists() or "zombie" in status.read_text(), seconds=20)
     assert start_server().stop() == 0  # which removes the folder that was left
@@ -459,8 +464,8 @@ def test_what_no_front_can_do_ends_the_server(start_server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_real_engine(tmp_path):
-    """OpenAI's client streams the same from every front. Adapters that one front loads are known to all, at once and to
-    the next engine, too."""
+    """OpenAI's client streams the same from every API server. Adapters that one API server loads are known to all, at
+    once and to the next engine, too."""
     save_adapter(tmp_path / "a", 0, rank=4)
     config = SMALL | {"enable_lora": True, "max_loras": 8, "max_lora_rank": 8, "max_cpu_loras": 16, "kv_pages": 200}
     options = {"config": config, "admin_key": "admin", "lora_root": str(tmp_path), "access_log": True}
@@ -477,7 +482,7 @@ def test_the_real_engine(tmp_path):
                     return "not found"
                 return "".join(chunk.choices[0].text for chunk in chunks)
 
-            return {text for texts in of_each_front(server, ask, 2).values() for text in texts}
+            return {text for texts in of_each_api_server(server, ask, 2).values() for text in texts}
 
         (plain,) = streamed("test-model")
         for name in ("x", "y", "z"):
