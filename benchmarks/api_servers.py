@@ -2,10 +2,9 @@
 
     python benchmarks/api_servers.py --counts 1,2 --seconds 10
 
-The engine is the tests' stand-in that repeats the prompt, so that API servers and clients are all that costs anything. A
-request asks for one token over a connection that stays open. Prints a line for each number of API servers: requests per
-second, and the seconds of processor time per second of all API servers, of the engine and of the clients.
-"""
+The engine is the tests' stand-in that repeats the prompt, so that API servers and clients are all that costs anything.
+A request asks for one token over a connection that stays open. Prints a line for each number of API servers: requests
+per second, and the seconds of processor time per second of all API servers, of the engine and of the clients."""
 
 from __future__ import annotations
 

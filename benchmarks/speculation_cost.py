@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--chance", type=float, default=0.75, help="that a proposal is kept if those before it were")
     parser.add_argument("--proposals", type=int, default=3)
     args = parser.parse_args()
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         setattr(speculator, name, 0)
     print(
         "| model | a token | a check | its draft | host | speed, predicted | measured |\n|---|---|---|---|---|---|---|"

@@ -62,7 +62,7 @@ def measure(proposals: int) -> None:
     """Prints how many tokens a check yields when every row gets so many proposals, on windows of held-out text."""
     from jaxserve.speculation import speculator
 
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         setattr(speculator, name, 0)
     tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "demo" / "tokenizer.json"))
     texts = [text for name, text in read_sources().items() if is_heldout(name)]

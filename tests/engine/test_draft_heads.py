@@ -40,7 +40,7 @@ SETTINGS = {"rows": 4, "tokens": 32, "max_model_len": 96}
 @pytest.fixture
 def eager(monkeypatch):
     """As many proposals as can be."""
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         monkeypatch.setattr(speculator, name, 0)
 
 

@@ -103,7 +103,7 @@ class Oracle(Method):
     ],
 )
 def test_the_same_tokens(case, options, errors, model_folders, monkeypatch):
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         monkeypatch.setattr(speculator, name, 0)  # as many proposals as can be
     settings = {"rows": 4, "tokens": 32, "max_model_len": 96, **options}
     plain = make_engine(model_folders(case), **settings)
@@ -293,7 +293,7 @@ def test_an_engine_learns_from_outputs(model_folders):
 )
 def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch):
     """A draft that is the target itself is always right, at any temperature; another one is mostly wrong."""
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         monkeypatch.setattr(speculator, name, 0)
     settings = {"rows": 4, "tokens": 32, "max_model_len": 96, **options}
     plain = make_engine(model_folders(target), **settings)

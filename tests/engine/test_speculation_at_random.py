@@ -112,7 +112,7 @@ OPTIONS: list[dict] = [{}, {"kv_pages": 24}, {"async_scheduling": False}, {"pref
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_requests_have_the_same_answers(count, model_folders, monkeypatch):
     """The requests are dealt out to all methods and settings; each is answered without speculation, too."""
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         monkeypatch.setattr(speculator, name, 0)  # as many proposals as can be
     monkeypatch.setattr(speculator, "FEW_ROWS", 8)
     asked = requests(count)
@@ -253,7 +253,13 @@ def test_sampling_follows_the_model(drafter, engines, model, monkeypatch):
 
 
 def speculate(drafter, engines, most, monkeypatch):
-    for name, value in (("LEAST_CHANCE", 0), ("LOOK_AGAIN", 0), ("REST", 0), ("LONGEST_REST", 0), ("FEW_ROWS", 8)):
+    for name, value in (
+        ("MIN_ACCEPTANCE", 0),
+        ("RETRY_TOKENS", 0),
+        ("COOLDOWN", 0),
+        ("MAX_COOLDOWN", 0),
+        ("FEW_ROWS", 8),
+    ):
         monkeypatch.setattr(speculator, name, value)
     path = (most[()][0],)
     for _ in range(2):

@@ -90,7 +90,7 @@ def outcome(results):
     ],
 )
 def test_the_same_tokens(method, errors, options, model_folders, monkeypatch):
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         monkeypatch.setattr(speculator, name, 0)
     monkeypatch.setattr(speculator, "FEW_ROWS", 12)
     settings = {"rows": 6, "tokens": 64, "max_model_len": 96, **options}
@@ -112,7 +112,7 @@ def test_the_same_tokens(method, errors, options, model_folders, monkeypatch):
 @pytest.mark.slow
 def test_forced_text_takes_few_steps(model_folders, monkeypatch):
     """Nothing repeats, so that all proposals are what the grammar forces."""
-    monkeypatch.setattr(speculator, "LEAST_CHANCE", 0)
+    monkeypatch.setattr(speculator, "MIN_ACCEPTANCE", 0)
     schema = {"type": "object", "properties": {"a": {"const": "a rather long text that nobody chose"}}}
     schema |= {"required": ["a"], "additionalProperties": False}
     asked = {"grammar": Grammar("json", json.dumps(schema)), "max_tokens": 80, "temperature": 0.0}

@@ -31,7 +31,7 @@ FEW_PAGES = {"kv_pages": 24}
 @pytest.fixture
 def eager(monkeypatch):
     """As many proposals as can be, whether they pay or not."""
-    for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
         monkeypatch.setattr(speculator, name, 0)
     monkeypatch.setattr(speculator, "FEW_ROWS", 8)
 

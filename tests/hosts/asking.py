@@ -62,7 +62,7 @@ if __name__ == "__main__":
     runner.listener = counting
     if llm.engine.speculator is not None:
         llm.engine.speculator.set_times(None)  # as many proposals as can be, whatever pays
-        for name in ("LEAST_CHANCE", "LOOK_AGAIN", "REST", "LONGEST_REST"):
+        for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
             setattr(speculator, name, 0)
     found = answers(llm)
     told["proposals"] = llm.engine.stats().spec_proposed

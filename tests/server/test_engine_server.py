@@ -361,7 +361,7 @@ def test_an_engine_that_cannot_handle_what_it_hears_lets_the_front_know(path, co
         def fail(body):
             raise RecursionError("too deep")
 
-        monkeypatch.setattr(messages, "decode_front_message", fail)
+        monkeypatch.setattr(messages, "decode_api_server_message", fail)
         with pytest.raises(EngineDeadError, match="ended"):
             await asyncio.wait_for(tokens_of(client, request("a", max_tokens=10_000)), 20)
         await until(lambda: not engine.has_work)
