@@ -151,8 +151,8 @@ class EngineConfig:
       prefill_servers: where they wait, each "host:port". Only for the role decode.
       prefill_min_tokens: prompts with fewer tokens that are not cached here are computed here.
       prefill_timeout: most seconds that a request waits for pages before its prompt is computed here.
-      deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one CPU and others
-        of its kind. Devices, settings and models for which this is not known are refused.
+      deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one CPU and
+        others of its kind. Devices, settings and models for which this is not known are refused.
       platform: what JAX runs on. "auto": what it finds, but the CPU of a machine with an accelerator is refused, unless
         the environment variable JAX_PLATFORMS asks for it.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.

@@ -256,8 +256,8 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--forbid-compile", action="store_true",
                        help="once ready, fail instead of compiling (for tests)")  # fmt: skip
     group.add_argument("--deterministic", action="store_true",
-                       help="the same bits of tokens and log-probabilities for a request whatever else runs, on one CPU "
-                       "and others of its kind; refused where this is not known")  # fmt: skip
+                       help="the same bits of tokens and log-probabilities for a request whatever else runs, on one "
+                       "CPU and others of its kind; refused where this is not known")  # fmt: skip
     group.add_argument("--no-kernel-timing", dest="kernel_timing", action="store_false",
                        help="do not measure which kernels multiply fastest when a device is new; take an "
                        "estimate")  # fmt: skip
