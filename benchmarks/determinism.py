@@ -1,8 +1,6 @@
 """Runs the same requests under random schedules, and counts those whose tokens or log-probabilities differ in any bit.
 
-    python benchmarks/determinism.py --requests 2000 --schedules 10 --dtype bfloat16 --deterministic kernels
-    python benchmarks/determinism.py --requests 200 --schedules 6 --deterministic verify --quantization int8 \
-        --matmul-backend xla --attention-backend xla
+    python benchmarks/determinism.py --requests 2000 --schedules 10 --dtype bfloat16 --deterministic
 
 A schedule is an engine with its own number of rows, chunks, pages, calls, caching and speculation, in which the
 requests arrive in a random order and at random times. Half of the schedules have too few pages, so that requests are
@@ -54,9 +52,8 @@ def make_requests(count: int, vocab: int) -> list[Request]:
     return made
 
 
-def make_schedule(number: int, verifies: bool = False) -> dict[str, Any]:
-    """The settings of a schedule. The first is the plainest: one request at a time. verifies: they decode ahead, each
-    by another window, instead of speculation."""
+def make_schedule(number: int) -> dict[str, Any]:
+    """The settings of a schedule. The first is the plainest: one request at a time."""
     if number == 0:
         return {"max_num_seqs": 1, "prefix_caching": False, "decode_steps": 1, "max_num_batched_tokens": 256}
     rng = np.random.default_rng(1000 + number)
@@ -72,9 +69,7 @@ def make_schedule(number: int, verifies: bool = False) -> dict[str, Any]:
     }
     if number % 2:
         options["kv_pages"] = max(LONGEST + 64, rows * 64) // options["page_size"]
-    if verifies:
-        options["deterministic_window"] = int(rng.integers(1, 17))
-    elif number % 3 == 0:
+    if number % 3 == 0:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": int(rng.integers(2, 8))}
     return options
 
@@ -97,9 +92,7 @@ def answer(arguments: argparse.Namespace) -> None:
     config = EngineConfig(
         model=arguments.model, dtype=arguments.dtype, quantization=arguments.quantization,
         matmul_backend=arguments.matmul_backend, kv_cache_dtype=arguments.kv_cache_dtype, max_model_len=LONGEST,
-        attention_backend=arguments.attention_backend, tensor_parallel_size=arguments.tensor_parallel_size,
-        **({"deterministic": True, "deterministic_mode": mode} if (mode := arguments.deterministic) else {}),
-        **({"kv_pages": 2000} | options),
+        deterministic=arguments.deterministic, **({"kv_pages": 2000} | options),
     )  # fmt: skip
     engine = Engine.load(config, progress=False)
     done = {json.loads(line)["id"] for line in file.read_text().splitlines() if line.endswith("}")}
@@ -132,10 +125,9 @@ def run_schedule(number: int, arguments: argparse.Namespace, folder: Path, kill:
     file = folder / f"{number}.jsonl"
     file.touch()
     flags = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in PASSED]
-    mode = arguments.deterministic
-    flags += ["--deterministic", mode] if mode else []
+    flags += ["--deterministic"] * arguments.deterministic
     for attempt in range(2 if kill else 1):
-        given = make_schedule(number, mode == "verify") | {"order": 10 * number + attempt, "file": str(file)}
+        given = make_schedule(number) | {"order": 10 * number + attempt, "file": str(file)}
         command = [sys.executable, __file__, *flags, "--child", json.dumps(given)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
@@ -151,14 +143,11 @@ def run_schedule(number: int, arguments: argparse.Namespace, folder: Path, kill:
         file.write_text(text[: text.rfind("\n") + 1])  # without the line in whose middle the process was killed
     answers = {one["id"]: one for one in map(json.loads, file.read_text().splitlines())}
     assert len(answers) == arguments.requests, f"schedule {number} answered {len(answers)}"
-    print(number, make_schedule(number, mode == "verify"), told[-2] if len(told) > 1 else "", flush=True)
+    print(number, make_schedule(number), told[-2] if len(told) > 1 else "", flush=True)
     return answers
 
 
-PASSED = (
-    "requests", "model", "dtype", "quantization", "matmul-backend", "attention-backend", "kv-cache-dtype",
-    "tensor-parallel-size",
-)  # fmt: skip
+PASSED = ("requests", "model", "dtype", "quantization", "matmul-backend", "kv-cache-dtype")
 
 
 def main() -> None:
@@ -170,9 +159,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--matmul-backend", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--deterministic", nargs="?", const="kernels", choices=("kernels", "verify"), help="the mode")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--no-kill", action="store_true", help="let every process end by itself")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

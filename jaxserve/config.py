@@ -151,11 +151,8 @@ class EngineConfig:
       prefill_servers: where they wait, each "host:port". Only for the role decode.
       prefill_min_tokens: prompts with fewer tokens that are not cached here are computed here.
       prefill_timeout: most seconds that a request waits for pages before its prompt is computed here.
-      deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one kind of
-        processor. Settings and models for which this is not known are refused.
-      deterministic_mode: how. "kernels": every kernel adds in an order of the row's own, on one CPU. "verify": tokens
-        are decoded ahead, and count once a step of one fixed shape has computed them again (docs/determinism.md).
-      deterministic_window: most tokens that a sequence decodes ahead of such a step, 1 to 16.
+      deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one CPU and
+        others of its kind. Devices, settings and models for which this is not known are refused.
       platform: what JAX runs on. "auto": what it finds, but the CPU of a machine with an accelerator is refused, unless
         the environment variable JAX_PLATFORMS asks for it.
       profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
@@ -231,8 +228,6 @@ class EngineConfig:
     prefill_min_tokens: int = 256
     prefill_timeout: float = 10.0
     deterministic: bool = False
-    deterministic_mode: Literal["kernels", "verify"] = "kernels"
-    deterministic_window: int = 15
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     profile_dir: str | None = None
     seed: int = 0
@@ -257,15 +252,8 @@ class EngineConfig:
 
     @property
     def num_proposals(self) -> int:
-        """Most tokens that are proposed for a sequence in a step, by speculative decoding or by decoding ahead."""
-        if self.verifies:
-            return self.deterministic_window
+        """Most tokens that speculative decoding proposes for a sequence in a step."""
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
-
-    @property
-    def verifies(self) -> bool:
-        """Whether tokens are decoded ahead and verified (`deterministic_mode`)."""
-        return self.deterministic and self.deterministic_mode == "verify"
 
     @property
     def schedules_ahead(self) -> bool:
@@ -306,7 +294,6 @@ class EngineConfig:
             ("host_id", 0, 2**12 - 1),
             ("command_port", 1, 2**16 - 1),
             ("decode_steps", 1, MAX_TOKENS_PER_CALL),
-            ("deterministic_window", 1, MAX_TOKENS_PER_CALL),
             ("max_loras", 1, 256),
             ("max_lora_rank", 1, 512),
             ("max_cpu_loras", self.max_loras, 2**16),
@@ -353,8 +340,6 @@ class EngineConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.deterministic_mode != "kernels" and not self.deterministic:
-            raise ConfigError(f"deterministic_mode {self.deterministic_mode} needs deterministic (--deterministic)")
 
     def _check_hosts(self) -> None:
         if type(self.host_timeout) not in (int, float) or not 1 <= self.host_timeout <= 3600:

@@ -240,6 +240,7 @@ def test_version(call):
         ),
         (["generate", "demo", "x", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["generate", "demo", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["generate", "demo", "x", "--deterministic-mode", "verify"], "unrecognized arguments: --deterministic-mode"),
         (["batch", "a"], "the following arguments are required: output"),
     ],
 )

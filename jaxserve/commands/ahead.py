@@ -17,7 +17,6 @@ from jaxserve.devices.targets import target_devices, target_memory
 from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
-from jaxserve.engine.verify_mode import runner_kind
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.runner import ModelRunner
@@ -88,8 +87,7 @@ def plan_ahead(config: EngineConfig, target: str) -> Planned:
     forms = unflatten_dict(abstract_weights(plan.decoder, plan.folder, plan.mesh, config), sep="/")
     rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
     options: Any = {"max_tokens_per_call": config.decode_steps, "proposals": config.num_proposals}
-    kind = runner_kind(config, ModelRunner, forms, plan.decoder, plan.mesh)
-    runner = kind(plan.decoder, forms, plan.mesh, *rows, **options)
+    runner = ModelRunner(plan.decoder, forms, plan.mesh, *rows, **options)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     cost = StepCost.of(forms, plan.model, devices[0], num_devices(plan.mesh), plan.dtype)

@@ -257,12 +257,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
                        help="once ready, fail instead of compiling (for tests)")  # fmt: skip
     group.add_argument("--deterministic", action="store_true",
                        help="the same bits of tokens and log-probabilities for a request whatever else runs, on one "
-                       "kind of processor; refused where this is not known")  # fmt: skip
-    flag("--deterministic-mode", field="deterministic_mode",
-         help="with --deterministic. kernels: every kernel keeps an order of its own for each row, on one CPU. verify: "
-         "tokens are decoded ahead, and count once a step of one fixed shape has computed them again")  # fmt: skip
-    flag("--deterministic-window", field="deterministic_window", type=int, metavar="TOKENS",
-         help="most tokens that a sequence decodes ahead of such a step, 1 to 16")  # fmt: skip
+                       "CPU and others of its kind; refused where this is not known")  # fmt: skip
     group.add_argument("--no-kernel-timing", dest="kernel_timing", action="store_false",
                        help="do not measure which kernels multiply fastest when a device is new; take an "
                        "estimate")  # fmt: skip

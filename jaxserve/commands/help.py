@@ -87,9 +87,7 @@ TOPICS = {
     "lora": Topic(
         "LoRA adapters", "enable-lora lora-modules max-loras", "max-lora-rank lora-dtype max-cpu-loras lora-root"
     ),
-    "determinism": Topic(
-        "The same bits for the same request", "deterministic", "deterministic-mode deterministic-window"
-    ),
+    "determinism": Topic("The same bits for the same request", "deterministic"),
     "pooling": Topic("Embeddings and scores", "task", "pooling score-tokens score-prompt"),
     "vllm": Topic("Flags of vLLM for what is so without them", "", "async-scheduling"),
 }

@@ -27,20 +27,6 @@ from jaxserve.pallas_kernels.ops import embed, matmul
 from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
 
-Total = Callable[[jax.Array, Any], jax.Array]  # as `jax.lax.psum`
-
-
-def ordered_sum(x: jax.Array, axes: Any) -> jax.Array:
-    """`jax.lax.psum` in one order for all elements, that of the devices, with float32 sums.
-
-    An all-reduce may add an element's parts in an order that follows from its place: the devices of a ring begin with
-    different pieces. Among n devices this receives n / 2 times as many bytes."""
-    parts = jax.lax.all_gather(x, axes)
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total = total + part.astype(jnp.float32)
-    return total.astype(x.dtype)
-
 
 def quant_specs(w: QuantArray | BlockArray, axes: PartitionSpec, mesh: Mesh) -> QuantArray | BlockArray:
     """PartitionSpecs of the arrays of a quantized weight [..., out, in]; `axes` are the mesh axes of its own axes, or
@@ -88,12 +74,11 @@ def quant_matmul_sharded(
     axes: tuple[str | None, str | None],
     count: jax.Array | None = None,
     parts: bool = False,
-    total: Total = jax.lax.psum,
 ) -> jax.Array:
     """`jaxserve.pallas_kernels.ops.quant_matmul` on each device for its part of the weight, which has logical `axes`.
     With `parts` the result has the form of `Parts.sums`, with one part if the inputs are split.
 
-    If the inputs are split, each device accumulates in float32, and `total` adds the partial sums in the dtype of x. If
+    If the inputs are split, each device accumulates in float32, and the partial sums are added in the dtype of x. If
     the weight wants its inputs rounded to 8 bits, each device rounds its part with scales of its own. This is a finer
     grid than on one device, and no maximum needs to be exchanged. Static scales are the same on all devices.
     """
@@ -104,7 +89,7 @@ def quant_matmul_sharded(
         y = multiply(x, w, (None, None), *count, **({"parts": True} if parts else {}))
         if inputs is None:
             return y
-        y = total(Parts(y).whole(x.dtype) if parts else y.astype(x.dtype), inputs)
+        y = jax.lax.psum(Parts(y).whole(x.dtype) if parts else y.astype(x.dtype), inputs)
         return y[None] if parts else y
 
     counts = () if count is None else (count,)
@@ -122,13 +107,11 @@ def rows_spec(w: QuantArray | BlockArray, inputs: MeshAxes, dtype: Any) -> Quant
     return QuantRows(split, PartitionSpec() if w.activations.static else split, dtype)
 
 
-def matmul_sharded(
-    mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None], total: Total = jax.lax.psum
-) -> jax.Array:
+def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | None, str | None]) -> jax.Array:
     """`jaxserve.pallas_kernels.ops.matmul` for a weight with logical `axes` that is split over the devices.
 
-    XLA handles split outputs. If the inputs are split, each device accumulates in float32, and `total` adds the partial
-    sums in the dtype of x. XLA:GPU would send float32, which is twice the traffic.
+    XLA handles split outputs. If the inputs are split, each device accumulates in float32, and the partial sums are
+    added in the dtype of x. XLA:GPU would send float32, which is twice the traffic.
     """
     split = spec(*axes)
     inputs = split[1]
@@ -136,7 +119,7 @@ def matmul_sharded(
         return matmul(x, w)
 
     def local(x: jax.Array, w: jax.Array) -> jax.Array:
-        return total(matmul(x, w).astype(x.dtype), inputs)
+        return jax.lax.psum(matmul(x, w).astype(x.dtype), inputs)
 
     in_specs = (PartitionSpec(None, inputs), split)
     return on_each_device(local, mesh, in_specs, PartitionSpec())(x, w)
@@ -145,10 +128,10 @@ def matmul_sharded(
 def experts_sharded(
     mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
     w: ExpertWeights, *, count: jax.Array | None = None, stacks: ExpertStacks | None = None,
-    places: jax.Array | None = None, total: Total = jax.lax.psum, **options: Any,
+    places: jax.Array | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
-    each of these. `total` adds the devices' partial results in the dtype of x. Groups of devices with different tokens
+    each of these. The devices' partial results are added in the dtype of x. Groups of devices with different tokens
     give all their tokens to all devices, and get the results of their own."""
     everywhere = PartitionSpec()
     groups = num_groups(mesh)
@@ -170,7 +153,7 @@ def experts_sharded(
         y = y.astype(x.dtype)
         if groups > 1:
             y = jax.lax.psum_scatter(y, GROUPS, tiled=True)
-        return total(y, MODEL_AXES)
+        return jax.lax.psum(y, MODEL_AXES)
 
     def specs(weight: Any, *logical: str) -> Any:
         of_plain = spec(*logical)
@@ -202,12 +185,10 @@ def stack_specs(stacks: ExpertStacks | None) -> Any:
 @dataclass(frozen=True)
 class FusedSharded:
     """The functions of `kernels`, a module like `jaxserve.pallas_kernels.fused_triton`. Each device runs them for its
-    part of the heads and of the MLP's width. All devices compute the norms, because each needs the whole result.
-    `total` adds their parts of a product."""
+    part of the heads and of the MLP's width. All devices compute the norms, because each needs the whole result."""
 
     mesh: Mesh
     kernels: Any
-    total: Total = jax.lax.psum
 
     def add_norm(
         self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
@@ -252,7 +233,7 @@ class FusedSharded:
         """As `Ops.product`. If the inputs are split, the result has one part, which is the sum over the devices."""
         out, inputs = spec(*axes)
         if inputs is not None:
-            return matmul_sharded(self.mesh, x, w, axes, self.total)[None]
+            return matmul_sharded(self.mesh, x, w, axes)[None]
         specs = (PartitionSpec(), PartitionSpec(out, None))
         return self._run(self.kernels.product, specs, PartitionSpec(None, None, out), x, w)
 

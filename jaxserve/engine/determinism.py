@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import is_split
-from jaxserve.engine import verify_mode
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.panels import is_matrix
 from jaxserve.models.spec import AttentionSpec, ModelConfig
@@ -30,13 +29,9 @@ from jaxserve.pallas_kernels.types import MixedArray, PanelArray
 
 def ordered(decoder: Decoder, config: EngineConfig, mesh: Mesh, *, pools: bool) -> Decoder:
     """The decoder, with operations that keep the promise. `pools`: the model embeds or scores. Raises ConfigError, with
-    all reasons, if the promise cannot be kept with these settings. Where tokens are verified, the decoder is the usual
-    one (`verify_mode`)."""
-    if config.verifies:
-        verify_mode.check(decoder, config, mesh, pools=pools)
-        return decoder
+    all reasons, if the promise cannot be kept with these settings."""
     if reasons := list(_reasons(decoder, config, mesh, pools)):
-        raise ConfigError(f"deterministic must be False, or deterministic_mode verify: {'; '.join(reasons)}")
+        raise ConfigError(f"deterministic must be False: {'; '.join(reasons)}")
     attention = partial(cpu_attention.paged_attention, one_order=True)
     return decoder.clone(ops=replace(decoder.ops, paged_attention=attention))
 
@@ -44,7 +39,10 @@ def ordered(decoder: Decoder, config: EngineConfig, mesh: Mesh, *, pools: bool) 
 def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) -> Iterator[str]:
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
-        yield f"products in plain XLA on a {platform.upper()} may differ with the number of rows (use one CPU)"
+        yield (
+            f"the same bits are promised on one CPU only; on a {platform.upper()}, products in plain XLA may differ "
+            "with the number of rows"
+        )
         return
     if is_split(mesh):
         yield "several devices add their parts in plain XLA, in no promised order (tensor_parallel_size must be 1)"
@@ -72,11 +70,8 @@ def _other_attention(model: ModelConfig, config: EngineConfig) -> str:
     return f"attention_backend must be auto or cpu, got {config.attention_backend}"
 
 
-def check_weights(params: Any, config: EngineConfig, mesh: Mesh) -> None:
-    """Raises ConfigError if a matrix is not in panels: other products add differently for other numbers of rows. Where
-    tokens are verified, `verify_mode` knows which are possible."""
-    if config.verifies:
-        return verify_mode.check_weights(params, mesh)
+def check_weights(params: Any) -> None:
+    """Raises ConfigError if a matrix is not in panels: other products add differently for other numbers of rows."""
 
     def is_weight(x: Any) -> bool:
         return not isinstance(x, dict)
@@ -89,7 +84,7 @@ def check_weights(params: Any, config: EngineConfig, mesh: Mesh) -> None:
     if others:
         kind = type(jax.tree.leaves(flat[others[0]], is_leaf=is_weight)[0]).__name__
         raise ConfigError(
-            f"deterministic must be False, or deterministic_mode verify, for these weights: {len(others)} matrices, "
-            f"{others[0]} first, are not in panels on this CPU but in the form {kind}. Formats with groups of 64 "
-            "inputs and more, GGUF and floats become panels; --dequantize makes floats of any"
+            f"deterministic must be False for these weights: {len(others)} matrices, {others[0]} first, are not in "
+            f"panels on this CPU but in the form {kind}. Formats with groups of 64 inputs and more, GGUF and floats "
+            "become panels; --dequantize makes floats of any"
         )

@@ -61,7 +61,7 @@ from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import Sampler, StepPlan
-from jaxserve.speculation.speculator import Models, Proposer, make_speculator
+from jaxserve.speculation.speculator import Models, Speculator, make_speculator
 from jaxserve.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class Engine:
         for request_id, reason in failed.items():
             output.updates += ended(self, request_id, reason, "model")
 
-    def _propose(self, speculator: Proposer, output: StepOutput) -> None:
+    def _propose(self, speculator: Speculator, output: StepOutput) -> None:
         """Proposes tokens for the next step if that may pay. The steps that its sequences are in must be committed for
         that, and so must a step that checks proposals when it is its sequences' turn again."""
         scheduler = self.scheduler
@@ -338,7 +338,7 @@ class Engine:
         copies = plan.table_copies
         updates = plan.table_updates
         running = self.scheduler.running
-        batches = list(batches_of(plan.rows, running, self.runner.programs.of_steps(self.shapes), self._cost))
+        batches = list(batches_of(plan.rows, running, self.shapes, self._cost))
         for batch in batches:
             room = batch.shape.table_updates
             self.runner.update_tables(copies, updates[:, room:])

@@ -18,7 +18,7 @@ from jaxserve.config import MAX_TOKENS_PER_CALL, ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
 from jaxserve.devices.platforms import check_platform
-from jaxserve.engine import data_parallel, streaming, verify_mode
+from jaxserve.engine import data_parallel, streaming
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.held_weights import HeldWeights
@@ -131,7 +131,7 @@ def load_models(
             decoder, _ = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
             prepared.check_kernels(plan.decoder.ops, decoder.ops)
     if config.deterministic:
-        check_weights(params, config, mesh)
+        check_weights(params)
     heap.trim()
     log.info("loaded %s in %.1f s", config.model, time.perf_counter() - start)
     log.info("%s", memory.describe_weights(params))
@@ -142,8 +142,8 @@ def load_models(
     if (head := load_head(config, plan)) is not None:
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
-    usual = ModelRunner if num_groups(mesh) == 1 else GroupRunner
-    runner = verify_mode.runner_kind(config, usual, params, decoder, mesh)(decoder, params, mesh, *rows, **options)
+    kind = ModelRunner if num_groups(mesh) == 1 else GroupRunner
+    runner = kind(decoder, params, mesh, *rows, **options)
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
@@ -322,8 +322,6 @@ def make_scheduler(
 
 def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> list[StepShape]:
     """The buckets of steps. No bucket is larger than the largest possible step."""
-    if config.verifies:
-        return verify_mode.buckets(config, plan.one_page, cost)
     tokens = memory.max_batched_tokens(config)
     if cost is not None:
         tokens = min(tokens, config.max_num_seqs * plan.longest)

@@ -33,7 +33,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status
 from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.waiting import Waiting
-from jaxserve.speculation.speculator import Proposer
+from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import Request, SamplingParams, SequenceUpdate, StepOutput
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Steps(Protocol):
     beams: Beams
     in_flight: deque[InFlightStep]
     runner: ModelRunner
-    speculator: Proposer | None
+    speculator: Speculator | None
     adapters: Adapters | None
     counters: EngineStats
     hosts: FirstHost | None

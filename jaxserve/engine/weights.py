@@ -26,7 +26,7 @@ from jaxserve.engine.page_fingerprint import weights_digest
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.identity import difference
-from jaxserve.speculation.speculator import Proposer
+from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import InvalidRequestError, QueueFullError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class OfWeights(Protocol):
     config: EngineConfig
     runner: ModelRunner
     hosts: FirstHost | None
-    speculator: Proposer | None
+    speculator: Speculator | None
 
     @property
     def has_work(self) -> bool: ...

@@ -112,9 +112,9 @@ class MeasuredChunk:
 
     @classmethod
     def of(cls, config: EngineConfig, cost: StepCost | None, sizes: Sequence[int]) -> MeasuredChunk | None:
-        """None where the chunk stays as it is: on CPU, with a chunk that was asked for, with `deterministic`, and in
-        pipelines, where the time between two results is not that of a step."""
-        if cost is None or config.prefill_chunk is not None or config.deterministic:
+        """None where the chunk stays as it is: on CPU, with a chunk that was asked for, and in pipelines, where the
+        time between two results is not that of a step."""
+        if cost is None or config.prefill_chunk is not None:
             return None
         return None if config.pipeline_parallel_size > 1 else cls(cost, config.latency_goal(on_cpu=False), sizes)
 

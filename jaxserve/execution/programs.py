@@ -166,10 +166,6 @@ class StepPrograms:
             return []
         return [Sampler.GREEDY, Sampler.FILTERED, Sampler.FULL] if self.static else [Sampler.ANY]
 
-    def of_steps(self, shapes: Sequence[StepShape]) -> list[StepShape]:
-        """The buckets among which steps are divided."""
-        return list(shapes)
-
     def lengths(self, shapes: Sequence[StepShape], rows: int, sampler: Sampler) -> Sequence[int]:
         """Numbers of tokens that each of `rows` decoding rows may sample in one call, ascending."""
         decodes = [shape for shape in shapes if shape.decode_only]

@@ -76,10 +76,8 @@ class ModelRunner(AuxCalls):
     """
 
     signatures_kind: type[Signatures] = Signatures
-    programs_kind: type[StepPrograms] = StepPrograms
     num_stages = 1  # of a pipeline
     streamed_bytes = 0  # of weights that each step copies to each device
-    decodes_ahead = False  # proposals are made in the slots, see `verifying`
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class ModelRunner(AuxCalls):
         costly = model.ops.draw is None
         pools = pooling is not None
         kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
-        self.programs = self.programs_kind(static=static, most=max_tokens_per_call, **kinds)
+        self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
         self.pooling = pooling
         self._proposals = proposals
         self.drafter = drafter
@@ -182,7 +180,6 @@ class ModelRunner(AuxCalls):
             self.penalty_rows,
             proposals=self._proposals,
             feature_size=None if self.drafter is None else self.drafter.config.hidden_size,
-            decodes_ahead=self.decodes_ahead,
         )
         slots = str(jax.eval_shape(self._make_slots))
         stale = [

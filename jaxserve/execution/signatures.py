@@ -92,7 +92,6 @@ class Signatures:
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
       drafter: a draft head; None: there is none.
       stacks: the pool of LoRA adapters; None: there is none.
-      run: the function of steps, as `steps.run_step`.
     """
 
     model: Decoder
@@ -108,7 +107,6 @@ class Signatures:
     drafter: Drafter | None = None
     stacks: AdapterStacks | None = None
     make_slots: Callable[[], SlotState] | None = None
-    run: Callable[..., steps.StepResult] = steps.run_step
 
     def of(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
@@ -135,7 +133,7 @@ class Signatures:
     def step(self, program: StepProgram) -> Signature:
         """The signature of a step, see `steps.run_step`."""
         step = partial(
-            self.run,
+            steps.run_step,
             model=self.model,
             shape=program.shape,
             layout=self.layout,
@@ -176,12 +174,10 @@ class Signatures:
         packed = self._host(rows, DEFERRED_WORDS + -(-self.model.config.vocab_size // 32))
         return Signature(self._with_params(sample), (1,), (self.params, self.slots, packed), self._everywhere)
 
-    def score_prompt(self, tokens: int, each: int | None = None) -> Signature:
-        """`each`: rows of logits at a time; None: as `steps.scored_words` says."""
+    def score_prompt(self, tokens: int) -> Signature:
         shape = (tokens, self.model.config.hidden_size)
         hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self._everywhere)
-        most, usual = steps.scored_words(tokens, self.on_cpu)
-        each = usual if each is None else each
+        most, each = steps.scored_words(tokens, self.on_cpu)
         score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self.on_cpu)
         arguments = self.params, hidden, self._host(1 + (2 if self.stacks is None else 3) * most)
         return Signature(self._with_params(score), (), arguments, self._everywhere)

@@ -103,8 +103,6 @@ class SlotState(NamedTuple):
     # [slots, proposals + 1, hidden] for a draft head (`drafting`): first the feature of the last computed token, or of
     # a deferred row those of the tokens behind which it samples
     features: jax.Array | None = None
-    # int32 [slots, proposals]: tokens that `verifying.decode_ahead` has drawn to follow those of a slot
-    ahead: jax.Array | None = None
 
     def last_token(self, slot: jax.Array) -> jax.Array:
         """The latest token of each slot, int32 [rows]. It is -1 after a stop token: the sequence samples no more."""
@@ -131,11 +129,10 @@ def create_slots(
     zeros: Callable[..., jax.Array] = jnp.zeros,
     proposals: int = 0,
     feature_size: int | None = None,
-    decodes_ahead: bool = False,
 ) -> SlotState:
     """Empty slots. A sequence has up to `table_width` pages, and `penalty_rows` sequences can have penalties at a time.
     `zeros` allocates the large arrays. proposals: most tokens that are proposed for a sequence in a step. feature_size:
-    of a draft head's features; None: there is no such head. decodes_ahead: proposals are made in the slots."""
+    of a draft head's features; None: there is no such head."""
     rows = num_slots + 1
     return SlotState(
         progress=jnp.zeros((rows, 2), jnp.int32),
@@ -145,7 +142,6 @@ def create_slots(
         in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
         hidden=jnp.zeros((rows, proposals + 1, hidden_size), dtype),
         features=None if feature_size is None else jnp.zeros((rows, proposals + 1, feature_size), dtype),
-        ahead=jnp.zeros((rows, proposals), jnp.int32) if decodes_ahead else None,
     )
 
 

@@ -84,7 +84,6 @@ def run_step(
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
         return _decode_loop(advance, cache, slots, batch, num_new, most, ends_early=num_groups(mesh) == 1)
     if proposals:
-        options["keeps_hidden"] = keeps_hidden
         return _verify(params, cache, slots, batch, num_new, proposals=proposals, **options)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
     sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
@@ -206,7 +205,7 @@ def _advance(
 def _verify(
     params, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array,
     *, proposals: int, model: Decoder, shape: StepShape, layout: CacheLayout, mesh: Mesh, sampler: Sampler,
-    drafter: Drafter | None, keeps_hidden: bool,
+    drafter: Drafter | None,
 ) -> StepResult:  # fmt: skip
     """One pass of the model over a batch whose rows end with |`num_new`| - 1 proposals. A row samples behind its last
     token that is no proposal and behind each proposal, and keeps the draws of `verify.Draws.kept`. Keys and values of
@@ -245,8 +244,7 @@ def _verify(
         slots = _count(each, slots, jnp.where(kept, slot[:, None], padding_slot).reshape(-1))
     scores = None if sampled.scores is None else sampled.scores[draws.places].swapaxes(0, 1)
     load = None if out.expert_load is None else out.expert_load[None]
-    whole = replicate(out.hidden, mesh) if keeps_hidden else None
-    return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), whole, cache, slots)
+    return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), None, cache, slots)
 
 
 def _if_any(wanted: jax.Array, drawn: Callable[[], Sampled], sampler: Sampler) -> Sampled:

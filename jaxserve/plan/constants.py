@@ -17,7 +17,7 @@ from jaxserve.plan.roofline import Constants
 # The settings on which rates depend, beside quantization and the dtype.
 RATE_SETTINGS = (
     "quantization", "dtype", "kv_cache_dtype", "page_size", "dequantize", "attention_backend", "matmul_backend",
-    "activation_quantization", "deterministic", "deterministic_mode",
+    "activation_quantization", "deterministic",
 )  # fmt: skip
 
 Known = Mapping[str, Mapping[str, Constants]]  # kind of device -> form of weights -> constants

@@ -190,8 +190,6 @@ def _refuse(config: EngineConfig) -> None:
     speculation = config.speculative_config
     if speculation is not None:
         raise ConfigError(f"plan does not count the steps of speculation ({speculation.method}); leave the setting out")
-    if config.verifies:
-        raise ConfigError("plan does not count tokens that are decoded ahead; leave out --deterministic-mode")
     data_parallel.check_settings(config)
     if config.cpu_offload_gib:
         raise ConfigError("plan does not count weights in host memory; leave out --cpu-offload-gib")

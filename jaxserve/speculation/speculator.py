@@ -12,7 +12,6 @@ import numpy as np
 from jaxserve.config import EngineConfig, SpeculativeConfig
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.verifying import VerifyingRunner
 from jaxserve.grammars.grammar import Matcher
 from jaxserve.scheduling.row_choice import next_decodes
 from jaxserve.scheduling.running_table import RunningTable
@@ -23,7 +22,6 @@ from jaxserve.scheduling.step_plan import Rows, StepPlan
 from jaxserve.speculation.draft_head import DraftHead
 from jaxserve.speculation.draft_model import DraftModel
 from jaxserve.speculation.ngram import Ngram, Suffix
-from jaxserve.speculation.own_decodes import OwnDecodes
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import StepTimes
 
@@ -291,7 +289,6 @@ def _draft_head(config: SpeculativeConfig, models: Models) -> Method:
     return DraftHead(models.target, models.shapes, config.num_speculative_tokens)
 
 
-Proposer = Speculator | OwnDecodes
 METHODS: dict[str, Callable[[SpeculativeConfig, Models], Method]] = {
     "ngram": lambda config, _: Ngram(config.prompt_lookup_min, config.prompt_lookup_max),
     "suffix": lambda config, _: Suffix(config.prompt_lookup_min, config.prompt_lookup_max),
@@ -301,10 +298,8 @@ METHODS: dict[str, Callable[[SpeculativeConfig, Models], Method]] = {
 }
 
 
-def make_speculator(config: EngineConfig, scheduler: Scheduler, models: Models) -> Proposer | None:
-    """What proposes tokens, by the settings; None: nothing does."""
-    if isinstance(models.target, VerifyingRunner):
-        return OwnDecodes(models.target, models.shapes, config.num_proposals)
+def make_speculator(config: EngineConfig, scheduler: Scheduler, models: Models) -> Speculator | None:
+    """The speculator that the settings ask for; None: they ask for none."""
     given = config.speculative_config
     if given is None:
         return None

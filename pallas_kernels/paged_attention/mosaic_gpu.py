@@ -42,7 +42,7 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "softcap", "decode_only", "one_order", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "softcap", "decode_only", "interpret"))
 def paged_attention(
     q: jax.Array,
     pages: KVPages,
@@ -57,19 +57,16 @@ def paged_attention(
     sinks: jax.Array | None = None,
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
-    one_order: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `reference.paged_attention`. With `one_order` no prompt's row is divided, so that a query's result depends
-    only on the tokens that it sees, bit for bit. `interpret`: a plgpu.InterpretGPUParams, to run on CPU."""
+    """See `reference.paged_attention`. `interpret`: a plgpu.InterpretGPUParams, to run on CPU."""
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     options["first_page"] = jnp.asarray(first_page, jnp.int32)
     decode = _decode_by_triton if q.shape[-1] % 64 else partial(_decode, interpret=interpret)
     decoded = decode(q, pages, block_tables, kv_len, num_decodes, decode_only=decode_only, **options)
     if decode_only:
         return decoded
-    options |= {"interpret": interpret, "divides": not one_order}
-    return prompts(decoded, q, pages, block_tables, q_start, kv_len, num_decodes, **options)
+    return prompts(decoded, q, pages, block_tables, q_start, kv_len, num_decodes, interpret=interpret, **options)
 
 
 def _decode(q, pages, block_tables, kv_len, num_decodes, *, decode_only, **options):

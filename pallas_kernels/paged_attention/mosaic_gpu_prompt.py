@@ -75,10 +75,8 @@ def prompts(
     scale: float,
     window: int | None,
     softcap: float | None,
-    divides: bool = True,
 ) -> jax.Array:
-    """Returns `out` with the tokens of rows from num_decodes on filled in. See `reference.paged_attention`. `divides`:
-    several programs may share the tokens that a long row attends to."""
+    """Returns `out` with the tokens of rows from num_decodes on filled in. See `reference.paged_attention`."""
     tokens, _, group, head_dim = q.shape
     q = jnp.pad(q, [(0, -tokens % 8), (0, 0), (0, 0), (0, 0)])  # the engine's batches already have multiples of eight
     tuned = tuning.lookup("prompts", "mosaic_gpu", **tuning.of_attention(q, pages.data, block_tables), tokens=tokens)
@@ -88,7 +86,7 @@ def prompts(
     codes = None if pages.scale is None else pages.data.dtype
     tile = PromptTile(*sizes, q.dtype, scale, window, softcap, interpret, codes)
     rows = min(kv_len.shape[0], tokens)
-    most = most_parts(rows * pages.kv_heads * tile.shares, q.shape[0]) if divides else 1
+    most = most_parts(rows * pages.kv_heads * tile.shares, q.shape[0])
     items, tiles = prompt_items(tile.tokens, block, window, q.shape[0], most, q_start, kv_len, num_decodes)
     slots = rows * most if most > 1 else 0
     results = launch(tile, slots, items, block_tables, first_page, q, pages)

@@ -365,7 +365,7 @@ def compile_largest(found: Size, layers: dict, guess: int) -> tuple[Needs, Model
     config leave some of the layers; asserts what the programs hold."""
     runner, params = found.runner(found.case.config | layers, guess)
     figures = {}
-    for name in runner.programs.telling(found.shapes):
+    for name in runner.programs.bounding(found.shapes):
         compiled = runner.lower(name).compile()
         check(runner, compiled, params, name.shape)
         figures[name] = said = compiled.memory_analysis()

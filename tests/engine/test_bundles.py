@@ -64,7 +64,7 @@ def tokens_of(config: EngineConfig) -> list[list[int]]:
 
 
 def served_without_compiler(config: EngineConfig) -> list[list[int]]:
-    names = "model", *SMALL, "tensor_parallel_size", "quantization", "deterministic", "deterministic_mode"
+    names = "model", *SMALL, "tensor_parallel_size", "quantization", "deterministic"
     given = {name: getattr(config, name) for name in names}
     command = [sys.executable, "-c", SERVE, str(Path(__file__).parent), json.dumps(given)]
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
@@ -103,7 +103,7 @@ def test_a_bundle_is_served_by_another_process_without_a_compiler(made):
         ("llama3_gqa", {"quantization": "int8"}),
         ("llama3_gqa", {"quantization": "int4", "tensor_parallel_size": 2}),
         ("mixtral_experts", {}),
-        ("llama3_gqa", {"deterministic": True, "deterministic_mode": "verify", "tensor_parallel_size": 2}),
+        ("llama3_gqa", {"deterministic": True}),
     ],
 )
 def test_other_forms_of_weights_and_several_devices(case, settings, tmp_path):

@@ -1,11 +1,14 @@
 """With `deterministic` a request's tokens and log-probabilities are the same bits, whatever else runs."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from engines import Completion, drain, generate, make_engine, request
 from first_difference import Tracer, first_difference
 
-from jaxserve.config import ConfigError
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.engine.determinism import ordered
 
 pytestmark = pytest.mark.compiles
 
@@ -150,3 +153,14 @@ def test_equal_requests_without_a_seed_get_equal_answers(model_folders):
 def test_what_is_not_known_is_refused(case, options, reason, model_folders):
     with pytest.raises(ConfigError, match=reason):
         make_engine(model_folders(case), deterministic=True, **options)
+
+
+def test_accelerators_are_refused():
+    """The message says where the promise holds, and names no setting that would keep it elsewhere."""
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    with pytest.raises(ConfigError) as refused:
+        ordered(None, EngineConfig(model="x", deterministic=True), mesh, pools=False)
+    assert str(refused.value) == (
+        "deterministic must be False: the same bits are promised on one CPU only; on a GPU, products in plain XLA may "
+        "differ with the number of rows"
+    )

@@ -13,15 +13,11 @@ from jaxserve.records import unpack_bits
 BODY = {"model": "test-model", "max_tokens": 12, "logprobs": 1, "temperature": 0.8, "n": 2, "stop": ["the"]}
 
 
-VERIFY = {"deterministic_mode": "verify", "attention_backend": "xla"}
-
-
-@pytest.fixture(scope="module", params=[{}, pytest.param(VERIFY, marks=pytest.mark.slow)])
-def recorded(tmp_path_factory, request):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record")
     file = folder / "requests.jsonl"
     options = {"model": "demo", "dtype": "bfloat16", "deterministic": True, "max_num_seqs": 4, "kv_pages": 200}
-    options |= request.param
     with running_server(folder, folder / "log", engine=None, config=options, record=str(file)) as server:
         ask = lambda i: httpx.post(server.url + "/v1/completions", json=BODY | {"prompt": f"Once {i}"}, timeout=120)  # noqa: E731
         with ThreadPoolExecutor(4) as threads:
