@@ -33,7 +33,7 @@ from jaxserve.bundles.programs import Program
 from jaxserve.config import EngineConfig
 from jaxserve.devices import executables
 from jaxserve.devices.compile_cache import KEPT, without_compile_cache
-from jaxserve.devices.mesh import on_one_cpu
+from jaxserve.devices.mesh import num_groups, on_one_cpu
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import ProgramName
 from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, tuning
@@ -59,7 +59,11 @@ class ProgramCache:
         """The programs for this runner below the folder of JAX's compilation cache. None where there is no private
         folder, or for engines whose programs depend on more than is compared here: with drafts, adapters, weights in
         host memory, or on several hosts."""
-        plain = type(runner) is ModelRunner and runner.drafter is None and runner.stacks is None
+        if not isinstance(runner, ModelRunner):
+            return None
+        plain = (
+            num_groups(runner.mesh) == 1 and runner.drafter is None and runner.stacks is None and not runner.streamed
+        )
         if cache is None or os.environ.get(OFF) or not plain or config.num_hosts > 1:
             return None
         opened = open_cache(cache / "programs")

@@ -29,7 +29,6 @@ from jaxserve.engine.prepared import Prepared
 from jaxserve.execution import commands
 from jaxserve.execution.layer_uploads import HOST
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.streaming_runner import StreamingRunner
 from jaxserve.hosts.identity import checkpoint_files
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params, read_model, trust
@@ -211,7 +210,7 @@ class HeldWeights(commands.Commanded):
         self, runner: ModelRunner, plan: ModelPlan, files: Checkpoint | None, stored: np.dtype | None
     ) -> list[jax.Array]:
         config = self._config
-        if isinstance(runner, StreamingRunner):
+        if runner.streamed is not None:
             return streaming.read_anew(config, plan, runner, files)
         params = make_params(
             runner.model, plan.folder, runner.mesh, config, progress=False, source=files, stored=stored

@@ -30,8 +30,7 @@ from jaxserve.engine.role import begin_role
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
-from jaxserve.execution.group_runner import GroupRunner
-from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
+from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
@@ -142,8 +141,7 @@ def load_models(
     if (head := load_head(config, plan)) is not None:
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
-    kind = ModelRunner if num_groups(mesh) == 1 else GroupRunner
-    runner = kind(decoder, params, mesh, *rows, **options)
+    runner = ModelRunner(decoder, params, mesh, *rows, **options)
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
@@ -240,7 +238,7 @@ def load_runners(config: EngineConfig) -> tuple[list[Any], HeldWeights]:
     enable_compile_cache()
     loaded = LoadedPipeline.load(config, None, progress=False, static=None)
     heap.trim()
-    assert isinstance(loaded.runner, HostPipelineRunner)
+    assert isinstance(loaded.runner, PipelineRunner)
     loaded.runner.sizing_of = partial(loaded.sizing, config)
     return [loaded.runner], HeldWeights(config, loaded.plan, loaded.runner.here)
 

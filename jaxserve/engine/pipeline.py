@@ -14,15 +14,14 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.devices.mesh import by_host, num_devices, num_groups
+from jaxserve.devices.mesh import by_host, num_devices
 from jaxserve.engine.combinations import check_combined, check_lookup
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import commands, memory
-from jaxserve.execution.group_stage_runner import GroupStageRunner
-from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
-from jaxserve.execution.pipeline_runner import PipelineRunner
-from jaxserve.execution.stage_runner import StageRunner
+from jaxserve.execution.host_transport import HostTransport
+from jaxserve.execution.pipeline_runner import LocalTransport, PipelineRunner
+from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
@@ -66,8 +65,11 @@ class LoadedPipeline:
             runners.append(runner)
             layers = f"layers {stage.begin} to {stage.end - 1}{'' if _is_here(own) else ', on another host'}"
             log.info("stage %d of %d: %s; %s", number + 1, len(stages), layers, memory.describe_weights(loaded))
-        kind = PipelineRunner if config.num_hosts == 1 else HostPipelineRunner
-        return cls(plan, params, kind(runners, plan.one_page))
+        transport = LocalTransport(runners) if config.num_hosts == 1 else HostTransport(runners)
+        pipeline = PipelineRunner(runners, plan.one_page, transport)
+        if isinstance(transport, HostTransport):
+            transport.take_everywhere = pipeline.take_all
+        return cls(plan, params, pipeline)
 
     def sizing(self, config: EngineConfig, shapes: Sequence[StepShape]) -> PipelineSizing:
         """Chooses the pages. Each stage's budget includes what is on its way from the stage before. Must be called
@@ -121,7 +123,7 @@ class PipelineSizing:
         its number."""
         pages = min(one.layout.num_pages for one in self._runner.here)
         found = [pages, min(part.longest for part in self._parts), not changed]
-        pages, self.longest, unchanged = self._runner.least(found)
+        pages, self.longest, unchanged = self._runner.transport.least(found)
         for one in self._runner.stages:
             blocks = -(-self.longest // one.layout.page_size)
             if (one.layout.num_pages, one.max_len) != (pages, blocks * one.layout.page_size):
@@ -137,7 +139,7 @@ def _load_stage(
     *,
     progress: bool,
     static: bool | None,
-) -> tuple[StageRunner, dict[str, Any]]:
+) -> tuple[ModelRunner, dict[str, Any]]:
     """The runner of a stage on its devices, with a cache of a single page, and its parameters."""
     mesh = mesh_of(config, devices)
     sizes: Any = {"page_size": plan.one_page.page_size, "kv_dtype": plan.one_page.dtype}
@@ -150,9 +152,8 @@ def _load_stage(
     else:
         params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
-    kind = StageRunner if num_groups(mesh) == 1 else GroupStageRunner
     options: Any = {"max_tokens_per_call": 1, "static": static, "proposals": config.num_proposals}
-    runner = kind(decoder, params, mesh, config.max_num_seqs, rows, **options)
+    runner = ModelRunner(decoder, params, mesh, config.max_num_seqs, rows, **options)
     one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
     runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
     return runner, params

@@ -20,7 +20,8 @@ from jaxserve.engine.combinations import check_combined
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import MOST, move_to_host
-from jaxserve.execution.streaming_runner import HostLayer, StreamingRunner
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.streamed_layers import HostLayer, StreamedLayers
 from jaxserve.jax_pools import HOST_POOL, USUAL_HOST_POOL
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
@@ -137,7 +138,7 @@ class _Parts:
 
 def load_streaming(
     config: EngineConfig, devices: list[jax.Device] | None, *, progress: bool, static: bool | None
-) -> tuple[ModelPlan, dict[str, Any], StreamingRunner]:
+) -> tuple[ModelPlan, dict[str, Any], ModelRunner]:
     """Reads a model, with its last layers into host memory one by one. Returns its parameters too, with the shapes of
     those in host memory. Raises ConfigError or CheckpointError."""
     plan = ModelPlan.of(config, devices, checks=True)
@@ -160,7 +161,8 @@ def load_streaming(
     decoder, read = parts.read(resident, progress=progress)
     log.info("%s", memory.describe_weights(read))
     rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
-    runner = StreamingRunner(decoder.clone(stage=resident), read, layers, plan.mesh, *rows, static=static)
+    options: Any = {"max_tokens_per_call": 1, "static": static, "streamed": StreamedLayers(layers)}
+    runner = ModelRunner(decoder.clone(stage=resident), read, plan.mesh, *rows, **options)
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     log.info(
         "%d of %d layers are in host memory, %s per device; %d of them are on the devices at a time",
@@ -169,18 +171,18 @@ def load_streaming(
     return plan, params | read, runner
 
 
-def read_anew(
-    config: EngineConfig, plan: ModelPlan, runner: StreamingRunner, source: Checkpoint | None
-) -> list[jax.Array]:
-    """Other weights for a runner, as `StreamingRunner.weights`. One of the layers for host memory is on the devices at
+def read_anew(config: EngineConfig, plan: ModelPlan, runner: ModelRunner, source: Checkpoint | None) -> list[jax.Array]:
+    """Other weights for a runner, as `ModelRunner.weights`. One of the layers for host memory is on the devices at
     a time. plan: with the other weights' folder."""
     parts = _Parts(config, plan, source, {config.matmul_backend: plan.decoder}, {})
     on_host = list[jax.Array]()
-    for layer in runner.layers:
+    assert runner.streamed is not None
+    layers = runner.streamed.layers
+    for layer in layers:
         number = layer.number
         _, read = parts.read(Part(range(number, number + 1), around=False), progress=False)
         on_host += map(move_to_host, jax.tree.leaves(read[f"layers_{number}"]))
-    _, read = parts.read(Part(range(runner.layers[0].number), around=True), progress=False)
+    _, read = parts.read(Part(range(layers[0].number), around=True), progress=False)
     return runner.bundled(read) + on_host
 
 

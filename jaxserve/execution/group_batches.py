@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.execution.cost import StepCost
-from jaxserve.execution.group_runner import GatheredRows
+from jaxserve.execution.device_groups import GatheredRows
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.step_buffer import StepBatch, fitting, pack, split_mixed
 from jaxserve.execution.step_shape import StepShape

@@ -18,30 +18,45 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered, Traced
 
+from jaxserve.adapters.adapter import Adapter
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
 from jaxserve.devices.command_buffers import compiler_options, why_static
 from jaxserve.devices.jax_versions import with_int4_arguments
-from jaxserve.devices.mesh import on_one_cpu, replicated
+from jaxserve.devices.mesh import num_groups, on_one_cpu, replicated
 from jaxserve.execution import commands, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
-from jaxserve.execution.aux_programs import AuxCalls, deferred_calls
-from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.device_groups import DeviceGroups, GatheredRows, calls
+from jaxserve.execution.kv_cache import STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
 from jaxserve.execution.program_needs import needs_of
 from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.signatures import CREATE_SLOTS, AuxProgram, ProgramName, Signatures, draft_programs
-from jaxserve.execution.slots import NO_ADAPTER, SlotState, create_slots
+from jaxserve.execution.signatures import (
+    CREATE_CACHE,
+    CREATE_SLOTS,
+    AuxProgram,
+    ProgramName,
+    Signatures,
+    draft_programs,
+)
+from jaxserve.execution.slots import COUNTED_PER_CALL, NO_ADAPTER, SLOTS_PER_CALL, SlotState, create_slots
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.execution.streamed_layers import StreamedLayers
 from jaxserve.models.adapter_targets import AdapterTargets, PoolSizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
+from jaxserve.models.stages import Stage
 from jaxserve.pallas_kernels import cpu, lowered_kernels
 from jaxserve.pallas_kernels.parts import Row, value_of
+from jaxserve.scheduling.block_manager import NULL_PAGE
+from jaxserve.scheduling.step_plan import Sampler
 
 log = logging.getLogger(__name__)
+
+SLOT_SIZES = (SLOTS_PER_CALL, 8 * SLOTS_PER_CALL, 64 * SLOTS_PER_CALL)  # rows per call of `set_slots`
+COUNT_SIZES = (COUNTED_PER_CALL, 16 * COUNTED_PER_CALL)  # tokens per call of `count_tokens`, beside the largest call
 
 
 class KeptPrograms(Protocol):
@@ -56,16 +71,17 @@ class KeptPrograms(Protocol):
     def keep(self, name: ProgramName, compiled: Compiled) -> None: ...
 
 
-class ModelRunner(AuxCalls):
-    """Owns the parameters, the cache and the slots on the devices, and the programs that change them.
+class ModelRunner(commands.Commanded):
+    """Owns the parameters, the cache and the slots on the devices of one mesh, and the programs that change them. The
+    model is a whole one, or a stage of a pipeline; the mesh is one group of devices or several (`device_groups`).
 
     Methods that run programs dispatch them and return at once; reading a result waits for the devices. Each of these
     calls is also passed to `listener`, unless it is None, as a command with which another runner can repeat the call.
     `watcher` gets the sampled tokens of each call that samples, which the devices may still be computing.
 
     Args:
-      num_slots: sequences that can run at a time.
-      penalty_rows: sequences with penalties that can run at a time.
+      num_slots: sequences that can run at a time, on each group of devices.
+      penalty_rows: sequences with penalties that can run at a time, on each group of devices.
       max_tokens_per_call: tokens that a row may sample in one call.
       static: programs are specialised to what the host knows, see `programs`; None: they are where they must be
         (`command_buffers.why_static`).
@@ -73,11 +89,11 @@ class ModelRunner(AuxCalls):
       drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
       adapters: the pool of LoRA adapters; None: there is none. The model must have been made for adapters.
+      streamed: the last layers of the model, whose weights are in host memory. `model` and `params` are then those of
+        the layers before them, and a step waits until these layers are being computed. None: there are none.
     """
 
-    signatures_kind: type[Signatures] = Signatures
     num_stages = 1  # of a pipeline
-    streamed_bytes = 0  # of weights that each step copies to each device
 
     def __init__(
         self,
@@ -93,6 +109,7 @@ class ModelRunner(AuxCalls):
         proposals: int = 0,
         drafter: Drafter | None = None,
         adapters: PoolSizes | None = None,
+        streamed: StreamedLayers | None = None,
     ):
         self.model = model
         self.mesh = mesh
@@ -119,13 +136,16 @@ class ModelRunner(AuxCalls):
             self.stacks = AdapterStacks(AdapterTargets.of(model, mesh), adapters, mesh)
             self._unbundle = self.stacks.unbundling(self._unbundle)
             self._arrays = self._arrays + self.stacks.create()
+        self.streamed = streamed
         self.layout: CacheLayout
+        self.groups: DeviceGroups
         self.slots: SlotState
         self.cache: KVCache
         self.compile_seconds = 0.0
         self.watcher: Callable[[jax.Array], None] | None = None
         self._hidden: jax.Array | None = None  # hidden states of the latest step that kept them
         self.copies_pages = False  # True: `compile` prepares `read_pages` and `write_pages`
+        self.beside: Sequence[ModelRunner] = ()  # runners of other models on the same devices
         self.frozen = False  # True: compiling a program raises RuntimeError
         self.compiling = False
         self.kept: KeptPrograms | None = None  # None: programs are compiled in each start
@@ -139,7 +159,17 @@ class ModelRunner(AuxCalls):
     @property
     def padding_slot(self) -> int:
         """The number of the slot that no sequence owns."""
-        return self.num_slots
+        return self.groups.padding_slot
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of a pipeline that this is; None: the model is whole."""
+        return self.model.stage if isinstance(self.model.stage, Stage) else None
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that each step copies to each device."""
+        return 0 if self.streamed is None else self.streamed.device_bytes
 
     @property
     def params(self) -> Any:
@@ -148,13 +178,16 @@ class ModelRunner(AuxCalls):
 
     @property
     def weights(self) -> list[jax.Array]:
-        """The parameters as programs take them, and behind them the pool of adapters. New ones must have the same
-        forms."""
-        return list(self._arrays)
+        """The parameters as programs take them, behind them the pool of adapters, and behind it weights in host memory.
+        New ones must have the same forms."""
+        return [*self._arrays, *([] if self.streamed is None else self.streamed.weights)]
 
     @weights.setter
     def weights(self, arrays: list[jax.Array]) -> None:
-        self._arrays = arrays
+        count = len(self._arrays)
+        self._arrays = arrays[:count]
+        if self.streamed is not None:
+            self.streamed.set_weights(arrays[count:])
 
     @property
     def pool_arrays(self) -> list[jax.Array]:
@@ -168,6 +201,9 @@ class ModelRunner(AuxCalls):
         """Sets the size of the cache, and the most blocks of a sequence, for programs that are compiled from now on.
         Compiled programs that depend on other sizes are dropped."""
         self.layout = layout
+        if self.streamed is not None:
+            self.streamed.places = list(layout.places(self.model.config.layers))
+        self.groups = DeviceGroups(num_groups(self.mesh), self.num_slots, self.penalty_rows, layout.num_pages)
         self.max_len = max_blocks * layout.page_size
         config = self.model.config
         self._make_slots = partial(
@@ -206,8 +242,11 @@ class ModelRunner(AuxCalls):
         self.create_cache()
 
     def release(self) -> None:
-        """Frees weights, cache and slots, until there are new weights and `allocate` is called."""
+        """Frees weights, cache and slots, until there are new weights and `allocate` is called. Weights in host memory
+        stay there."""
         self.tell(commands.Release)
+        if self.streamed is not None:
+            self.streamed.uploads.clear()
         for x in jax.tree.leaves((self._arrays, self.cache, self.slots)):
             x.delete()
         self._hidden = None
@@ -239,8 +278,9 @@ class ModelRunner(AuxCalls):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters on each device."""
-        return sum(layouts.device_bytes(x) for x in self._arrays)
+        """Bytes of the parameters on each device, with room for those that are copied to it."""
+        room = 0 if self.streamed is None else self.streamed.room_bytes
+        return sum(layouts.device_bytes(x) for x in self._arrays) + room
 
     @property
     def slot_bytes(self) -> int:
@@ -254,48 +294,75 @@ class ModelRunner(AuxCalls):
 
     # Dispatch
 
-    def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
-        """Runs one step over int32 [program.shape.words]; see `steps.run_step`."""
+    def step(
+        self, program: StepProgram, packed: np.ndarray, x: jax.Array | None = None
+    ) -> tuple[Sampled, jax.Array | None]:
+        """Runs one step over int32 [program.shape.words]; see `steps.run_step`. With several groups of devices `packed`
+        is [groups, words], see `DeviceGroups`, and hidden states of all groups follow each other. x: from the stage
+        before, in the last stage of a pipeline."""
         self.tell(commands.Step, program, packed)
-        result = self._get(program)(self._arrays, self.cache, self.slots, packed)
-        self.cache = result.cache
+        buffers = self.groups.step_buffers(program.shape, packed)
+        if self.streamed is None:
+            given = () if x is None else (x,)
+            result = self._get(program)(self._arrays, self.cache, self.slots, buffers, *given)
+            self.cache = result.cache
+        else:
+            result = self.streamed.step(self, program, buffers)
         self.slots = result.slots
         self._hidden = result.hidden
         self._show(result.drawn)
-        return result.drawn, result.hidden
+        return self.groups.side_by_side(result.drawn), result.hidden
+
+    def advance(self, shape: StepShape, packed: np.ndarray, x: jax.Array | None) -> jax.Array:
+        """Runs the part of a step of a stage that is not the last; returns what the next stage reads. x: from the stage
+        before; None: there is none."""
+        given = () if x is None else (x,)
+        buffers = self.groups.step_buffers(shape, packed)
+        result = self._get(stage_program(shape))(self._arrays, self.cache, self.slots, buffers, *given)
+        self.cache = result.cache
+        self.slots = result.slots
+        return result.x
+
+    def take(self, kind: str, slot: np.ndarray, tokens: jax.Array) -> None:
+        """Notes tokens of the last stage, see `stage_steps.take_tokens`. `kind`: which of its programs. Slots and
+        tokens of several groups follow each other."""
+        local = slot if self.groups.count == 1 else self.groups.slot(slot).astype(np.int32)
+        self.slots = self._get(AuxProgram(kind, len(slot) // self.groups.count))(self.slots, local, tokens)
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
-        its results. draws: int32 [n, DEFERRED_WORDS], and masks [n, words], as in `steps.sample_deferred`."""
+        its results; with several groups of devices one result for all. draws: int32 [n, DEFERRED_WORDS], and masks [n,
+        words], as in `steps.sample_deferred`."""
         self.tell(commands.SampleDeferred, draws, masks)
         given = np.concatenate([draws, masks], axis=1)
-        drawn = []
-        for at, end, size in deferred_calls(draws, self.deferred_sizes):
-            packed = np.zeros((size, given.shape[1]), np.int32)
-            packed[:, 0] = self.num_slots
-            packed[: end - at] = given[at:end]
+        results = []
+        for some, size in self.groups.deferred_calls(draws, self.deferred_sizes):
+            packed = self.groups.deferred_draws(given, some, size)
             one, self.slots = self._get(AuxProgram("sample_deferred", size))(self._arrays, self.slots, packed)
-            drawn.append((end - at, one))
+            results.append((some, size, one))
             self._show(one)
-        return drawn
+        return self.groups.in_order(len(draws), results)
 
-    def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
+    def returned(self, draws: np.ndarray, results: list[tuple[int, Sampled]]) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        """Of each call of `sample_deferred` the slots of its draws, the padding slot for padding, and the tokens."""
+        tokens = [x for _, one in results for x in arrays_of(one.tokens)]
+        for (some, size), one in zip(self.groups.deferred_calls(draws, self.deferred_sizes), tokens, strict=True):
+            yield self.groups.deferred_slots(draws, some, size), one
+
+    def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> Any:
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
         kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states. places [n]: the
         places of the rows' adapters, or -1; None: no row has one."""
         self.tell(commands.ScorePrompt, rows, targets, places)
         hidden = self._hidden
         assert hidden is not None, "the latest step kept no hidden states"
-        tokens = hidden.shape[0]
+        tokens = hidden.shape[0] // self.groups.count
         most, _ = steps.scored_words(tokens, self._on_cpu)
-        given = [rows, targets]
+        columns = [rows, targets]
         if self.stacks is not None:
-            given.append(np.full(len(rows), NO_ADAPTER) if places is None else places)
-        packed = np.zeros(1 + len(given) * most, np.int32)
-        packed[0] = len(rows)
-        for column, values in zip(packed[1:].reshape(-1, most), given, strict=True):
-            column[: len(rows)] = values
-        return self._get(AuxProgram("score_prompt", tokens))(self._arrays, hidden, packed)
+            columns.append(np.full(len(rows), NO_ADAPTER) if places is None else places)
+        packed, in_order = self.groups.scored_rows(tokens, most, columns)
+        return in_order(self._get(AuxProgram("score_prompt", tokens))(self._arrays, hidden, packed))
 
     def propose(self, name: AuxProgram, slots: np.ndarray, count: int) -> jax.Array:
         """Proposes `count` tokens for each of these slots [n] with a program of `draft_programs`; see
@@ -311,7 +378,134 @@ class ModelRunner(AuxCalls):
         if self.watcher is not None:
             self.watcher(drawn.tokens)
 
+    # Between steps
+
+    @property
+    def slot_sizes(self) -> list[int]:
+        """The numbers of rows for which `set_slots` is compiled. Accelerators fill any number of slots in one call. A
+        row takes 4 KiB, so there are sizes between a few slots and all."""
+        sizes = [size for size in SLOT_SIZES if size < self.num_slots]
+        return [SLOTS_PER_CALL] if self._on_cpu else [*sizes, max(self.num_slots, SLOTS_PER_CALL)]
+
+    @property
+    def count_sizes(self) -> list[int]:
+        """The numbers of tokens for which `count_tokens` is compiled. The largest takes the longest sequence."""
+        if self._on_cpu:
+            return [COUNTED_PER_CALL]
+        return [size for size in COUNT_SIZES if size < self.max_len] + [max(self.max_len, COUNTED_PER_CALL)]
+
+    def set_slots(self, rows: list[np.ndarray]) -> None:
+        """Writes the sampling parameters of slots. Each row is the result of `encode_slot`."""
+        if rows:
+            self.tell(commands.SetSlots, rows)
+        for size, packed in self.groups.slot_rows(rows, self.slot_sizes):
+            self.slots = self._get(AuxProgram("set_slots", size))(self.slots, packed)
+
+    def count_tokens(self, counted: np.ndarray) -> None:
+        """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
+        self.tell(commands.CountTokens, counted)
+        for size, packed in self.groups.counted_tokens(counted, self.count_sizes, self.model.config.vocab_size):
+            self.slots = self._get(AuxProgram("count_tokens", size))(self.slots, packed)
+
+    def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
+        """Copies rows of the block table, as (source, target) slots, one after the other. Then writes entries of the
+        table, int32 [3, n] of (slot, index, page)."""
+        if not copies and not entries.size:
+            return
+        self.tell(commands.UpdateTables, copies, entries)
+        for given in self.groups.table_changes(copies, entries):
+            self.slots = self._get(AuxProgram("update_tables"))(self.slots, *given)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages, given as (source, target), before the next step writes."""
+        if not pairs:
+            return
+        self.tell(commands.CopyPages, pairs)
+        for sources, targets in self.groups.page_pairs(pairs):
+            self.cache = self._get(AuxProgram("copy_pages"))(self.cache, sources, targets)
+
+    def read_pages(self, pages: list[int]) -> list[tuple[int, list[jax.Array]]]:
+        """The contents of pages after the steps dispatched so far, in calls of `CacheLayout.copy_sizes`: the number of
+        pages that a call read, and the arrays with their contents first, see `CacheLayout.contents`."""
+        self.tell(commands.ReadPages, pages)
+        results = []
+        for some, size in calls(len(pages), self.layout.copy_sizes):
+            packed = np.full(size, NULL_PAGE, np.int32)
+            packed[: len(pages[some])] = pages[some]
+            results.append((len(pages[some]), self._get(AuxProgram("read_pages", size))(self.cache, packed)))
+        return results
+
+    def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:
+        """Writes contents as `read_pages` has returned them to pages, in one call. There is room for one of
+        `CacheLayout.copy_sizes` pages in `contents`, which must not change any more: the copy may be under way."""
+        self.tell(commands.WritePages, pages, contents)
+        packed = np.full(len(contents[0]), NULL_PAGE, np.int32)
+        packed[: len(pages)] = pages
+        self.cache = self._get(AuxProgram("write_pages", len(packed)))(self.cache, packed, contents)
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies recurrent states between slots and snapshots, given as (source, target), after the steps dispatched so
+        far. Unused pairs copy the padding slot to itself."""
+        if not pairs:
+            return
+        self.tell(commands.CopyStates, pairs)
+        for at in range(0, len(pairs), STATE_COPIES):
+            packed = np.full((2, STATE_COPIES), self.num_slots, np.int32)
+            some = np.asarray(pairs[at : at + STATE_COPIES], np.int32).T
+            packed[:, : some.shape[1]] = some
+            self.cache = self._get(AuxProgram("copy_states"))(self.cache, packed[0], packed[1])
+
+    def adapter_uploads(self, place: int, adapter: Adapter | None) -> Iterator[Callable[[], None]]:
+        """The calls that bring an adapter to a place of the pool, in their order; None empties the place. Each takes
+        far less than a step, and steps may be dispatched between them. Until the last one, the place adds nothing."""
+        assert self.stacks is not None, "there is no pool of adapters"
+        yield partial(self.write_ranks, place, self.stacks.ranks_of({}))
+        if adapter is None:
+            return
+        for number, target in enumerate(self.stacks.targets):
+            if (found := adapter.matrices.get(target.path)) is not None:
+                yield partial(self.write_adapter, number, place, found.a, found.b)
+        yield partial(self.write_ranks, place, self.stacks.ranks_of(adapter.matrices))
+
+    def write_adapter(self, target: int, place: int, a: np.ndarray, b: np.ndarray) -> None:
+        """Writes an adapter's matrices for one product, see `Matrices`, to a place of the pool."""
+        assert self.stacks is not None
+        self.tell(commands.WriteAdapter, target, place, a, b)
+        new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
+        first = self._first_stack + 1 + 2 * target
+        program = self._get(AuxProgram("write_adapter", self.stacks.kind_of(target)))
+        self._arrays[first : first + 2] = program(self._arrays[first : first + 2], np.int32(place), new)
+
+    def write_ranks(self, place: int, ranks: np.ndarray) -> None:
+        """Writes the ranks, int32 [products, parts], of a place of the pool."""
+        self.tell(commands.WriteRanks, place, ranks)
+        at = self._first_stack
+        self._arrays[at] = self._get(AuxProgram("write_ranks"))(self._arrays[at], np.int32(place), ranks)
+
     # Compilation
+
+    @contextmanager
+    def room_to_compile(self, names: Sequence[ProgramName]) -> Iterator[None]:
+        """On accelerators frees the caches on these devices while any of these programs is compiled, and creates them
+        again, empty. XLA:GPU tries a product in several ways on the device, and fails without memory for its operands
+        and results."""
+        frees = not self._on_cpu and any(name not in self.executables for name in names)
+        freed = [one for one in (self, *self.beside) if frees and "cache" in vars(one)]
+        for one in freed:
+            one.free_cache()
+        try:
+            yield
+        finally:
+            for one in freed:
+                one.create_cache()
+
+    def free_cache(self) -> None:
+        vars(self).pop("cache", None)
+
+    def create_cache(self) -> None:
+        """Creates the cache again, empty, if `free_cache` has freed it."""
+        if "cache" not in vars(self):
+            self.cache = self._get(CREATE_CACHE)()
 
     @property
     def num_executables(self) -> int:
@@ -340,8 +534,21 @@ class ModelRunner(AuxCalls):
         upkeep += self.draft_programs(shapes)
         if self.stacks is not None:
             upkeep += [AuxProgram("write_ranks"), *(AuxProgram("write_adapter", kind) for kind in self.stacks.kinds)]
+        if self.stage is not None and not self.stage.is_last:
+            return self._names_of_stage(upkeep, shapes)
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
-        return [*upkeep, *by_size, *self._others(shapes)]
+        streamed = [] if self.streamed is None else self.streamed.programs(shapes)
+        return [*upkeep, *by_size, *self._others(shapes), *streamed]
+
+    def _names_of_stage(self, upkeep: list[AuxProgram], shapes: Sequence[StepShape]) -> list[ProgramName]:
+        """The names of the programs of a stage that is not the last: it samples nothing, and takes what the last one
+        has sampled."""
+        names: list[ProgramName] = [name for name in upkeep if name.kind != "count_tokens"]
+        checking = {program.shape for program in self.programs.all(shapes) if program.proposals}
+        for kind, some in (("take_tokens", shapes), ("take_checked", checking)):
+            names += [AuxProgram(kind, rows) for rows in sorted({shape.rows for shape in some})]
+        names += [AuxProgram("take_deferred", size) for size in self.deferred_sizes]
+        return [*names, *sorted(map(stage_program, shapes), key=lambda part: -part.shape.tokens)]
 
     def draft_programs(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The names of the programs that propose with a draft head; see `signatures.draft_programs`."""
@@ -349,7 +556,12 @@ class ModelRunner(AuxCalls):
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs that need the most memory, one of each kind, and of some that bound others."""
-        return [*self.programs.bounding(shapes), *self._others(shapes)]
+        last_of_kinds = [[shape for shape in shapes if shape.decode_only is decodes][-1:] for decodes in (True, False)]
+        large = [shape for some in last_of_kinds for shape in some]
+        if self.stage is not None and not self.stage.is_last:
+            return list(map(stage_program, large))
+        streamed = [] if self.streamed is None else self.streamed.programs(large)
+        return [*self.programs.bounding(shapes), *self._others(shapes), *streamed]
 
     def _others(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs beside the steps that multiply with the output head."""
@@ -467,10 +679,20 @@ class ModelRunner(AuxCalls):
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
         model = self.model, self.mesh, self.layout, params, self._unbundle
         kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
-        kinds["pooling"] = self.pooling
+        kinds |= {"pooling": self.pooling, "streamed": self.streamed}
         lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
         kinds["make_slots"] = partial(self._make_slots, **lazily)
-        return self.signatures_kind(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
+        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
+
+
+def stage_program(shape: StepShape) -> StepProgram:
+    """The one program of a bucket in a stage that samples nothing."""
+    return StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False)
+
+
+def arrays_of(rows: Any) -> list[jax.Array]:
+    """The arrays on the devices of a result that the host reads: with several groups [groups * calls, rows]."""
+    return rows.arrays if isinstance(rows, GatheredRows) else [rows]
 
 
 def _device_bytes(x: jax.Array) -> int:

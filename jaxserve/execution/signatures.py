@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.devices.mesh import replicated
-from jaxserve.execution import drafting, steps
+from jaxserve.devices.mesh import by_group, for_each_group, num_groups, replicated, spans_hosts
+from jaxserve.execution import drafting, stage_steps, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.kv_cache import (
     COPIES,
@@ -29,6 +29,7 @@ from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
+from jaxserve.models.stages import Stage
 from jaxserve.scheduling.step_plan import Sampler
 
 TABLE_UPDATES = 512  # block-table entries per call of `update_tables`
@@ -79,9 +80,18 @@ class Signature(NamedTuple):
     results: Any
 
 
+class SplitsSteps(Protocol):
+    """Makes several programs of a step; see `streamed_layers`."""
+
+    def signature(self, of: Signatures, program: StepProgram) -> Signature: ...
+
+
 @dataclass(frozen=True)
 class Signatures:
-    """Describes programs for one model, cache and number of slots.
+    """Describes programs for one model, or a stage of one, on one mesh, with one cache and number of slots.
+
+    In a stage that is not the first, a step takes one more argument: x [tokens, hidden], from the stage before.
+    Programs for several groups of devices are made from those of one (`_of_all_groups`).
 
     Attributes:
       params: abstract arrays that hold the parameters. `unbundle` makes the model's parameter tree from them.
@@ -92,6 +102,7 @@ class Signatures:
       proposals: most tokens that are proposed for a row; 0: there is no speculation.
       drafter: a draft head; None: there is none.
       stacks: the pool of LoRA adapters; None: there is none.
+      streamed: layers whose weights are in host memory; None: there are none.
     """
 
     model: Decoder
@@ -107,12 +118,19 @@ class Signatures:
     drafter: Drafter | None = None
     stacks: AdapterStacks | None = None
     make_slots: Callable[[], SlotState] | None = None
+    streamed: SplitsSteps | None = None
 
     def of(self, name: ProgramName) -> Signature:
+        made = self._of_one_group(name)
+        return made if num_groups(self.mesh) == 1 else self._of_all_groups(name, made)
+
+    def _of_one_group(self, name: ProgramName) -> Signature:
         if isinstance(name, StepProgram):
-            return self.step(name)
+            return self.step(name) if self.streamed is None else self.streamed.signature(self, name)
         if name.sampler is not None:
             return self.propose(name.size, name.sampler, name.passes)
+        if name.kind.startswith("take_"):
+            return self.take(name)
         upkeep: dict[str, Callable[[int], Signature]] = {
             "set_slots": self.set_slots,
             "count_tokens": self.count_tokens,
@@ -132,7 +150,7 @@ class Signatures:
 
     def step(self, program: StepProgram) -> Signature:
         """The signature of a step, see `steps.run_step`."""
-        step = partial(
+        step: Callable[..., Any] = partial(
             steps.run_step,
             model=self.model,
             shape=program.shape,
@@ -145,65 +163,81 @@ class Signatures:
             proposals=program.proposals,
             drafter=self.drafter if program.drafts else None,
         )
-        everywhere: Any = self._everywhere
+        everywhere: Any = self.everywhere
         hidden = everywhere if program.keeps_hidden else None
-        caches: Any = self._cache_sharding
-        results = steps.StepResult(everywhere, hidden, caches, everywhere)
-        arguments = self.params, self._cache, self.slots, self._host(program.shape.words)
-        return Signature(self._with_params(step), (1, 2), arguments, results)
+        caches: Any = self.cache_sharding
+        results: Any = steps.StepResult(everywhere, hidden, caches, everywhere)
+        arguments: tuple[Any, ...] = (self.params, self.cache, self.slots, self.host(program.shape.words))
+        stage = self.model.stage
+        if isinstance(stage, Stage) and not stage.is_first:
+            size = self.model.config.hidden_size
+            x = jax.ShapeDtypeStruct((program.shape.tokens, size), self.model.dtype, sharding=self.everywhere)
+            arguments = (*arguments, x)
+        if isinstance(stage, Stage) and not stage.is_last:
+            options: Any = {"model": self.model, "shape": program.shape, "layout": self.layout, "mesh": self.mesh}
+            step = partial(stage_steps.run_stage, **options)
+            results = stage_steps.StageResult(everywhere, caches, everywhere)
+        return Signature(self.with_params(step), (1, 2), arguments, results)
+
+    def take(self, name: AuxProgram) -> Signature:
+        """The signature of `stage_steps.take_tokens`, after a step, one that checks proposals, or deferred draws."""
+        most = {"take_tokens": (1,), "take_checked": (1 + self.proposals,), "take_deferred": ()}[name.kind]
+        tokens = jax.ShapeDtypeStruct((*most, name.size), jnp.int32, sharding=self.everywhere)
+        arguments = self.slots, self.host(name.size), tokens
+        return Signature(stage_steps.take_tokens, (0,), arguments, self.everywhere)
 
     def propose(self, rows: int, sampler: Sampler, passes: int) -> Signature:
         """The signature of `drafting.propose`."""
         assert self.drafter is not None
         options: Any = {"model": self.model, "drafter": self.drafter, "layout": self.layout, "mesh": self.mesh}
         options |= {"sampler": sampler, "passes": passes, "static": self.static}
-        arguments = self.params, self._cache[-1], self.slots, self._host(2 + rows)
-        results = self._everywhere, self._cache_sharding[-1]
-        return Signature(self._with_params(partial(drafting.propose, **options)), (1,), arguments, results)
+        arguments = self.params, self.cache[-1], self.slots, self.host(2 + rows)
+        results = self.everywhere, self.cache_sharding[-1]
+        return Signature(self.with_params(partial(drafting.propose, **options)), (1,), arguments, results)
 
     def set_slots(self, rows: int) -> Signature:
-        return Signature(set_slots, (0,), (self.slots, self._host(rows, SLOT_WORDS)), self._everywhere)
+        return Signature(set_slots, (0,), (self.slots, self.host(rows, SLOT_WORDS)), self.everywhere)
 
     def count_tokens(self, tokens: int) -> Signature:
-        return Signature(count_tokens, (0,), (self.slots, self._host(3, tokens)), self._everywhere)
+        return Signature(count_tokens, (0,), (self.slots, self.host(3, tokens)), self.everywhere)
 
     def sample_deferred(self, rows: int) -> Signature:
         sampler = Sampler.FULL if self.static else Sampler.ANY
         options: Any = {"model": self.model, "mesh": self.mesh, "sampler": sampler, "proposals": self.proposals}
         sample = partial(steps.sample_deferred, **options)
-        packed = self._host(rows, DEFERRED_WORDS + -(-self.model.config.vocab_size // 32))
-        return Signature(self._with_params(sample), (1,), (self.params, self.slots, packed), self._everywhere)
+        packed = self.host(rows, DEFERRED_WORDS + -(-self.model.config.vocab_size // 32))
+        return Signature(self.with_params(sample), (1,), (self.params, self.slots, packed), self.everywhere)
 
     def score_prompt(self, tokens: int) -> Signature:
         shape = (tokens, self.model.config.hidden_size)
-        hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self._everywhere)
+        hidden = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.everywhere)
         most, each = steps.scored_words(tokens, self.on_cpu)
         score = partial(steps.score_prompt, model=self.model, mesh=self.mesh, each=each, on_cpu=self.on_cpu)
-        arguments = self.params, hidden, self._host(1 + (2 if self.stacks is None else 3) * most)
-        return Signature(self._with_params(score), (), arguments, self._everywhere)
+        arguments = self.params, hidden, self.host(1 + (2 if self.stacks is None else 3) * most)
+        return Signature(self.with_params(score), (), arguments, self.everywhere)
 
     def update_tables(self, _: int) -> Signature:
-        arguments = self.slots, self._host(TABLE_COPIES, 2), self._host(3, TABLE_UPDATES)
-        return Signature(steps.update_tables, (0,), arguments, self._everywhere)
+        arguments = self.slots, self.host(TABLE_COPIES, 2), self.host(3, TABLE_UPDATES)
+        return Signature(steps.update_tables, (0,), arguments, self.everywhere)
 
     def copy_pages(self, _: int) -> Signature:
         copy = partial(copy_pages, **self._pages)
-        return Signature(copy, (0,), (self._cache, self._host(COPIES), self._host(COPIES)), self._cache_sharding)
+        return Signature(copy, (0,), (self.cache, self.host(COPIES), self.host(COPIES)), self.cache_sharding)
 
     def read_pages(self, count: int) -> Signature:
         results = [x.sharding for x in self.layout.contents(self.mesh, count)]
-        return Signature(partial(read_pages, **self._pages), (), (self._cache, self._host(count)), results)
+        return Signature(partial(read_pages, **self._pages), (), (self.cache, self.host(count)), results)
 
     def write_pages(self, count: int) -> Signature:
-        arguments = self._cache, self._host(count), self.layout.contents(self.mesh, count)
-        return Signature(partial(write_pages, **self._pages), (0,), arguments, self._cache_sharding)
+        arguments = self.cache, self.host(count), self.layout.contents(self.mesh, count)
+        return Signature(partial(write_pages, **self._pages), (0,), arguments, self.cache_sharding)
 
     def copy_states(self, _: int) -> Signature:
         states = self.layout.states
         assert states is not None
         copy = partial(copy_states, layers=states.layers, arrays=states.num_arrays)
-        arguments = self._cache, self._host(STATE_COPIES), self._host(STATE_COPIES)
-        return Signature(copy, (0,), arguments, self._cache_sharding)
+        arguments = self.cache, self.host(STATE_COPIES), self.host(STATE_COPIES)
+        return Signature(copy, (0,), arguments, self.cache_sharding)
 
     def write_adapter(self, kind: int) -> Signature:
         assert self.stacks is not None
@@ -215,10 +249,10 @@ class Signatures:
 
     def create_slots(self, _: int) -> Signature:
         assert self.make_slots is not None
-        return Signature(self.make_slots, (), (), self._everywhere)
+        return Signature(self.make_slots, (), (), self.everywhere)
 
     def create_cache(self, _: int) -> Signature:
-        return Signature(partial(self.layout.empty, self.mesh), (), (), self._cache_sharding)
+        return Signature(partial(self.layout.empty, self.mesh), (), (), self.cache_sharding)
 
     @property
     def _pages(self) -> dict[str, Any]:
@@ -227,20 +261,58 @@ class Signatures:
         return {"depth": layout.groups.depth, "arrays": layout.num_arrays, "draft": self.drafter is not None}
 
     @property
-    def _everywhere(self) -> NamedSharding:
+    def everywhere(self) -> NamedSharding:
         return replicated(self.mesh)
 
     @property
-    def _cache(self) -> list:
+    def cache(self) -> list:
         return self.layout.abstract(self.mesh)
 
     @property
-    def _cache_sharding(self) -> list[NamedSharding]:
+    def cache_sharding(self) -> list[NamedSharding]:
         return self.layout.shardings(self.mesh)
 
-    def _host(self, *shape: int) -> jax.ShapeDtypeStruct:
+    def host(self, *shape: int) -> jax.ShapeDtypeStruct:
         """The abstract form of an int32 array that comes from the host."""
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.everywhere)
 
-    def _with_params(self, function: Callable) -> Callable:
+    def with_params(self, function: Callable) -> Callable:
         return lambda arrays, *rest: function(self.unbundle(arrays), *rest)
+
+    # Several groups of devices
+
+    def _of_all_groups(self, name: ProgramName, made: Signature) -> Signature:
+        """A program of all groups, made from that of one.
+
+        If the groups span several hosts, every host gives a program the whole of each array that comes from the host,
+        and a group takes its part on its devices: JAX accepts NumPy arrays of several processes only whole. And what
+        the host reads is gathered, so that it is whole on every host."""
+        groups = num_groups(self.mesh)
+
+        def of_all(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            assert isinstance(x.sharding, NamedSharding)
+            place = by_group(self.mesh, x.sharding.spec)
+            return jax.ShapeDtypeStruct((groups * x.shape[0], *x.shape[1:]), x.dtype, sharding=place)
+
+        given = tuple(one if one is self.params else jax.tree.map(of_all, one) for one in made.arguments)
+        run = for_each_group(made.function, self.mesh, given)
+        results = jax.tree.map(lambda place: by_group(self.mesh, place.spec), made.results)
+        if spans_hosts(self.mesh):
+            given = tuple(map(self._whole_from_host, given))
+            results = self._whole_for_host(name, results)
+        return Signature(run, made.donated, given, results)
+
+    def _whole_from_host(self, argument: Any) -> Any:
+        """The same argument, on all devices if it comes from the host: a single array of integers, as hidden states
+        are floats, and others are trees."""
+        if not isinstance(argument, jax.ShapeDtypeStruct) or argument.dtype != jnp.int32:
+            return argument
+        return jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=self.everywhere)
+
+    def _whole_for_host(self, name: ProgramName, results: Any) -> Any:
+        """The places of a program's results, everywhere for those that the host reads."""
+        if isinstance(name, StepProgram):
+            return results._replace(drawn=self.everywhere)
+        if name.kind == "sample_deferred":
+            return self.everywhere, results
+        return self.everywhere if name.kind == "score_prompt" else results

@@ -24,13 +24,10 @@ from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost
-from jaxserve.execution.group_runner import GroupRunner
-from jaxserve.execution.group_stage_runner import GroupStageRunner
 from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import AuxProgram, ProgramName
-from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.load import trust
@@ -239,9 +236,7 @@ def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -
     penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
     most = config.decode_steps if stage is None else 1
     options: Any = {"max_tokens_per_call": most, "adapters": plan.adapter_pool(config)}
-    kinds = (ModelRunner, GroupRunner) if stage is None else (StageRunner, GroupStageRunner)
-    kind = kinds[num_groups(plan.mesh) > 1]
-    runner = kind(decoder, tree, plan.mesh, config.max_num_seqs, penalized, **options)
+    runner = ModelRunner(decoder, tree, plan.mesh, config.max_num_seqs, penalized, **options)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return runner

@@ -20,7 +20,8 @@ from jaxserve.execution.cost import LINK
 from jaxserve.execution.layer_uploads import HOST
 from jaxserve.execution.memory import stored_bytes
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.streaming_runner import BEGIN, HostLayer, StreamingRunner
+from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.streamed_layers import BEGIN, HostLayer, StreamedLayers
 from jaxserve.models.stages import Part
 from jaxserve.scheduling.step_plan import Sampler
 
@@ -36,14 +37,16 @@ def no_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def streaming_runner(folder, target: str, scheme: str, layers: int = 4) -> StreamingRunner:
+def streaming_runner(folder, target: str, scheme: str, layers: int = 4) -> ModelRunner:
     """A runner of the shape that has all layers but the first in host memory."""
     whole, params = make_runner(folder, target, *PLATFORMS[target], layers, scheme, **LLAMA_70B)
     tree = whole.forms
     resident = {name: part for name, part in tree.items() if name == "layers_0" or not name.startswith("layers_")}
     hosted = [HostLayer.of(i, whole.model, tree[f"layers_{i}"]) for i in range(1, layers)]
     decoder = whole.model.clone(stage=Part(range(1), around=True))
-    runner = StreamingRunner(decoder, resident, hosted, whole.mesh, whole.num_slots, 64)
+    runner = ModelRunner(
+        decoder, resident, whole.mesh, whole.num_slots, 64, max_tokens_per_call=1, streamed=StreamedLayers(hosted)
+    )
     runner.set_cache_size(whole.layout, whole.max_len // whole.layout.page_size)
     assert len(flatten_dict(tree)) == len(params)
     return runner
@@ -85,8 +88,8 @@ def test_programs(target, scheme, step, tmp_path):
     """A layer's program takes the weights of one layer, and updates its cache in place; the others take none of it."""
     runner = streaming_runner(tmp_path, target, scheme)
     shape = SHAPES[step]
-    assert len(runner.kinds) == 1
-    layer = runner.layers[0].device_bytes
+    assert len(runner.streamed.kinds) == 1
+    layer = runner.streamed.layers[0].device_bytes
     layout = runner.layout
     array = layout.abstract(runner.mesh)[0].data  # has the pages of all layers
     pages, cache = (x // layout.num_shards(runner.mesh) for x in (stored_bytes(array), array.size))

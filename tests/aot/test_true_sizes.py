@@ -26,7 +26,6 @@ from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
-from jaxserve.execution.group_runner import GroupRunner
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs, size
 from jaxserve.execution.runner import ModelRunner, needs_of
@@ -257,8 +256,7 @@ class Size:
         """Of a model with other layers, and a cache of so many pages."""
         plan, params = self._read(config)
         rows = self.settings.max_num_seqs, memory.penalty_rows(self.settings, plan.model)
-        kind = ModelRunner if num_groups(plan.mesh) == 1 else GroupRunner
-        runner = kind(plan.decoder, unflatten_dict(params, sep="/"), plan.mesh, *rows)
+        runner = ModelRunner(plan.decoder, unflatten_dict(params, sep="/"), plan.mesh, *rows)
         runner.set_cache_size(replace(plan.one_page, num_pages=guess), -(-plan.longest // plan.one_page.page_size))
         return runner, params
 

@@ -30,8 +30,7 @@ from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.memory import Budget, Needs, size
 from jaxserve.execution.programs import StepProgram
-from jaxserve.execution.runner import needs_of
-from jaxserve.execution.stage_runner import StageRunner
+from jaxserve.execution.runner import ModelRunner, needs_of
 from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.quantized import arranged, quantized_abstract
@@ -71,7 +70,7 @@ class Made:
     """A stage with its runner, whose weights and cache exist as shapes only."""
 
     stage: Stage
-    runner: StageRunner
+    runner: ModelRunner
     params: dict[str, Any]
 
 
@@ -101,7 +100,7 @@ class Pipeline:
         params = arranged(plain, mesh, plan.dtype, "auto")
         rows = memory.penalty_rows(settings, plan.model) if stage.is_last else 0
         tree = unflatten_dict(params, sep="/")
-        runner = StageRunner(decoder, tree, mesh, settings.max_num_seqs, rows, max_tokens_per_call=1)
+        runner = ModelRunner(decoder, tree, mesh, settings.max_num_seqs, rows, max_tokens_per_call=1)
         layout = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers), num_pages=pages)
         runner.set_cache_size(layout, -(-plan.longest // layout.page_size))
         return Made(stage, runner, params)

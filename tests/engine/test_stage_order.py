@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.execution import host_pipeline_runner, pipeline_runner
-from jaxserve.execution.host_pipeline_runner import HostPipelineRunner
+from jaxserve.execution import host_transport
+from jaxserve.execution.device_groups import DeviceGroups
+from jaxserve.execution.host_transport import HostTransport
+from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.slots import SLOT_WORDS
-from jaxserve.execution.stage_runner import StageRunner
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.stages import Stage
 from jaxserve.scheduling.step_plan import Sampler
 
 SLOTS = 6
@@ -30,20 +32,21 @@ class NullStage:
     num_slots = padding_slot = SLOTS
     deferred_sizes = (4,)
     _on_cpu = True
-    returned = StageRunner.returned
+    groups = DeviceGroups(1, SLOTS, 0, 1)
+    programs = penalty_rows = None
 
     def __init__(self, number: int, count: int):
         self.mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=number)]), number=number)
         layer = SimpleNamespace(mlp=SimpleNamespace(experts=None))
         self.model = SimpleNamespace(config=SimpleNamespace(hidden_size=4, layers=[layer] * count), dtype=np.float32)
-        self.stage = SimpleNamespace(layers=[number])
+        self.stage = Stage(number, number + 1, count)
 
-    def finish(self, program, packed, x):
-        return host_pipeline_runner.Sampled(np.zeros((1, SLOTS), np.int32), None), None
+    def step(self, program, packed, x):
+        return host_transport.Sampled(np.zeros((1, SLOTS), np.int32), None), None
 
     def sample_deferred(self, draws, masks):
-        words = host_pipeline_runner.SCORE_WORDS
-        drawn = host_pipeline_runner.Sampled(np.zeros(4, np.int32), np.zeros((4, words), np.int32))
+        words = host_transport.SCORE_WORDS
+        drawn = host_transport.Sampled(np.zeros(4, np.int32), np.zeros((4, words), np.int32))
         return [(min(4, len(draws) - at), drawn) for at in range(0, len(draws), 4)]
 
     def advance(self, *_):
@@ -77,11 +80,13 @@ def pipeline(count, monkeypatch):
     """The runners of all hosts, and the transfers of each stage so far."""
     runners = []
     logs = [[] for _ in range(count)]
-    monkeypatch.setattr(pipeline_runner, "by_group", lambda mesh, rest: None)
     for number, log in enumerate(logs):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)
-        monkeypatch.setattr(host_pipeline_runner, "MeshLink", lambda a, b, log=log: RecordedLink(a, b, log))
-        runners.append(HostPipelineRunner([NullStage(i, count) for i in range(count)], None))
+        monkeypatch.setattr(host_transport, "MeshLink", lambda a, b, log=log: RecordedLink(a, b, log))
+        stages = [NullStage(i, count) for i in range(count)]
+        transport = HostTransport(stages)
+        runners.append(PipelineRunner(stages, None, transport))
+        transport.take_everywhere = runners[-1].take_all
     return runners, logs
 
 

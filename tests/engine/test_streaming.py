@@ -72,22 +72,22 @@ def test_the_same_answers(engine, deep_folders, monkeypatch):
 def test_where_weights_are(engine):
     """The first layers are on the devices, the last ones in host memory, and the sum of memory says so."""
     runner = engine.runner
-    assert [layer.number for layer in runner.layers] == [2, 3, 4]
-    assert {x.sharding.memory_kind for layer in runner.layers for x in layer.arrays} == {HOST}
+    assert [layer.number for layer in runner.streamed.layers] == [2, 3, 4]
+    assert {x.sharding.memory_kind for layer in runner.streamed.layers for x in layer.arrays} == {HOST}
     held = {name for name in runner.params if name.startswith("layers_")}
     assert held == {"layers_0", "layers_1"}
-    layer = sum(map(device_bytes, runner.layers[0].arrays))
+    layer = sum(map(device_bytes, runner.streamed.layers[0].arrays))
     assert runner.streamed_bytes == 3 * layer
     assert runner.weight_bytes == sum(map(device_bytes, runner.weights)) - layer  # two of three layers
     assert engine._sizing.budget.weights == runner.weight_bytes
-    assert len(runner.kinds) == 1  # equal layers share a program
+    assert len(runner.streamed.kinds) == 1  # equal layers share a program
 
 
 def test_after_a_failed_step(engine):
     """A step that fails at a layer leaves the wrong layers on the devices; the next one begins at the first again."""
     asked = [request(str(i), prompt[:30], max_tokens=8) for i, prompt in enumerate(PROMPTS)]
     expected = [one.token_ids for one in generate(engine, *asked)]
-    take = engine.runner.uploads.take
+    take = engine.runner.streamed.uploads.take
     calls = 0
     failed = engine.counters.failed_steps
 
@@ -99,9 +99,9 @@ def test_after_a_failed_step(engine):
         return take(number)
 
     engine.reset_prefix_cache()
-    engine.runner.uploads.take = failing
+    engine.runner.streamed.uploads.take = failing
     made = generate(engine, *asked)
-    del engine.runner.uploads.take
+    del engine.runner.streamed.uploads.take
     assert engine.counters.failed_steps == failed + 1
     assert [one.token_ids for one in made] == expected
 
@@ -115,8 +115,8 @@ def test_weights_are_put_aside_and_replaced(engine, deep_folders, tmp_path):
     before = generate(engine, asked)[0].token_ids
     compiled = runner.num_executables
     for level in (1, 2):
-        on_devices = [*runner._arrays, *jax.tree.leaves(runner.cache), *runner.uploads._present[-1].arrays]
-        on_host = [x for layer in runner.layers for x in layer.arrays]
+        on_devices = [*runner._arrays, *jax.tree.leaves(runner.cache), *runner.streamed.uploads._present[-1].arrays]
+        on_host = [x for layer in runner.streamed.layers for x in layer.arrays]
         engine.weights.sleep(level)
         assert all(x.is_deleted() for x in on_devices)
         assert {x.is_deleted() for x in on_host} == {level == 2}
@@ -134,7 +134,7 @@ def test_weights_are_put_aside_and_replaced(engine, deep_folders, tmp_path):
     engine.weights.sleep()
     engine.weights.update(folder)
     assert generate(engine, asked)[0].token_ids == before
-    assert {x.sharding.memory_kind for layer in runner.layers for x in layer.arrays} == {HOST}
+    assert {x.sharding.memory_kind for layer in runner.streamed.layers for x in layer.arrays} == {HOST}
     assert (runner.num_executables, engine.weights.version) == (compiled, 2)
 
 
@@ -184,7 +184,7 @@ def test_uploads_of_sharded_arrays():
 )
 def test_other_models(case, layers, options, deep_folders):
     made = check_equal(deep_folders(case, layers), options, {})
-    assert len(made.runner.layers) == (layers if options["cpu_offload_gib"] == 1 else 3)
+    assert len(made.runner.streamed.layers) == (layers if options["cpu_offload_gib"] == 1 else 3)
 
 
 @SLOW
@@ -214,7 +214,7 @@ def test_layers_in_two_forms(devices, tmp_path):
     path = gguf_files.write_gguf(Path(checkpoints.__file__).parent / "demo", tmp_path / "model.gguf", form)
     engine = check_equal(path, SOME, {"tensor_parallel_size": devices})
     # Several devices have no blocks: there both forms become 8-bit codes with equal groups.
-    assert engine.runner._parts_of == ([0, 1, 0] if devices == 1 else [0, 0, 0])
+    assert engine.runner.streamed._parts_of == ([0, 1, 0] if devices == 1 else [0, 0, 0])
 
 
 @SLOW

@@ -1,7 +1,7 @@
 """How much code a plain request runs: one stream of a plain dense model, in the API server and in the engine.
 
 Somebody who reads the engine for the first time reads these files (ARCHITECTURE.md has their order). The bounds are
-what is reached, so that the way does not grow. `pytest -s` prints the files with their functions. """
+what is reached, so that the way does not grow. `pytest -s` prints the files with their functions."""
 
 from __future__ import annotations
 
