@@ -63,7 +63,7 @@ class HostCopy:
         return made
 
 
-class HeldWeights(commands.Commanded):
+class HeldWeights(commands.Commanded, calls=commands.OF_WEIGHTS):
     """The weights of a model and of its draft on this process's devices.
 
     Args:
@@ -98,7 +98,6 @@ class HeldWeights(commands.Commanded):
         """Copies to host memory what must not be lost when the devices' memory is freed: at level 1 all weights, at
         level 2 only adapters, which are not read again. Weights that are in host memory anyway stay there at level 1,
         and are freed at level 2."""
-        self.tell(commands.KeepWeights, level)
         arrays = [one.weights if level == 1 else one.pool_arrays for one in self._runners]
         self._kept = [[x if _is_on_host(x) else HostCopy.of(x) for x in some] for some in arrays]
         if level == 2:
@@ -107,7 +106,6 @@ class HeldWeights(commands.Commanded):
 
     def bring_back(self) -> None:
         """Brings all weights back that `keep` has kept."""
-        self.tell(commands.BringBackWeights)
         for runner, kept in zip(self._runners, self._kept, strict=True):
             runner.weights = _back(kept)
         self._kept = []
@@ -131,7 +129,6 @@ class HeldWeights(commands.Commanded):
         """What must be the same on all hosts before any of them reads new weights: the digests of the files. Raises
         ConfigError, CheckpointError or OSError for files that cannot be used here, as far as that is known before
         weights are read."""
-        self.tell(commands.CheckWeights, folder)
         path = self._plan.folder if folder is None else Path(folder)
         self.check_model(path)
         return checkpoint_files(str(path), None, "checkpoint", weights=self._config.load_format != "dummy")
@@ -143,7 +140,6 @@ class HeldWeights(commands.Commanded):
 
         Raises CheckpointError or ConfigError for weights that cannot take the place of the present ones.
         """
-        self.tell(commands.ReadWeights, source)
         if not self._kept:
             for runner in self._runners:  # the cache fills the memory that the present weights leave
                 runner.free_cache()
@@ -158,7 +154,6 @@ class HeldWeights(commands.Commanded):
 
     def take(self) -> None:
         """Replaces the weights by those that were read. Adapters stay."""
-        self.tell(commands.TakeWeights)
         for i, (runner, read, forms) in enumerate(zip(self._runners, self._new, self._forms, strict=True)):
             if self._kept:
                 pool = _back(self._kept[i][len(self._kept[i]) - (len(forms) - len(read)) :])
@@ -171,7 +166,6 @@ class HeldWeights(commands.Commanded):
 
     def drop(self) -> None:
         """Forgets weights that were read."""
-        self.tell(commands.DropWeights)
         self._new = []
         self._create_caches()
 

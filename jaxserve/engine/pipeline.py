@@ -103,14 +103,14 @@ class PipelineSizing:
         self.longest = min(part.longest for part in parts)
 
     def begin(self) -> None:
-        self._runner.tell(commands.BeginPages, self._shapes)
+        self._runner.announce(commands.BeginPages(self._shapes))
         for part in self._parts:
             part.begin()
         self._level(changed=False)
 
     def finish(self, shapes: Sequence[StepShape]) -> bool:
         """As `Sizing.finish`, for all stages."""
-        self._runner.tell(commands.FinishPages, list(shapes))
+        self._runner.announce(commands.FinishPages(list(shapes)))
         changed = [part.finish(shapes) for part in self._parts]
         if not self._level(any(changed)):
             return False

@@ -1,13 +1,13 @@
 """The host's calls to the devices, as small typed messages.
 
-Another process with the same model can run them (`Commanded.run`), and its devices then compute the same as here. A
-runner passes each command to its listener before dispatching it. Messages are msgpack; arrays are sent as dtype, shape
-and bytes.
+Another process with the same model can run them (`Commanded.run`), and its devices then compute the same as here.
+Messages are msgpack; arrays are sent as dtype, shape and bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, ClassVar
 
 import msgspec
@@ -185,8 +185,20 @@ Long = Prepare | OfWeights  # these may take long
 Command = Step | SampleDeferred | ScorePrompt | Propose | Change | Long | TakeAll
 
 
+OF_WEIGHTS = (KeepWeights, BringBackWeights, CheckWeights, ReadWeights, TakeWeights, DropWeights)
+OF_MODELS = (
+    Step, SampleDeferred, ScorePrompt, Propose, SetSlots, CountTokens, UpdateTables, CopyPages, CopyStates, ReadPages,
+    WritePages, WriteAdapter, WriteRanks, SetPages, Allocate, Release, Compile,
+)  # fmt: skip
+OF_PIPELINES = (
+    Step, SampleDeferred, ScorePrompt, TakeAll, SetSlots, CountTokens, UpdateTables, CopyPages, Allocate, Release,
+    CompileStages,
+)  # fmt: skip
+
+
 class Commanded:
-    """A runner whose calls are commands.
+    """A runner whose calls are commands. A subclass names them (`calls`): each of these methods then passes its command
+    to the listener before it does anything, unless the command asks for nothing.
 
     Attributes:
       listener: gets each command before it is dispatched; None: nobody listens.
@@ -194,14 +206,39 @@ class Commanded:
 
     listener: Callable[[Command], None] | None = None
 
-    def tell(self, kind: type, *fields: Any) -> None:
-        """Tells the listener of a call."""
+    def __init_subclass__(cls, calls: Sequence[Any], **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for kind in calls:
+            setattr(cls, kind.method, _announced(kind, vars(cls)[kind.method]))
+
+    def announce(self, command: Command) -> None:
         if self.listener is not None:
-            self.listener(kind(*fields))
+            self.listener(command)
 
     def run(self, command: Command) -> Any:
         """Repeats the call of another runner whose listener received this command. Returns what the method returns."""
         return getattr(self, command.method)(*(getattr(command, field) for field in command.__struct_fields__))
+
+
+def _announced(kind: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    fields = kind.__struct_fields__
+
+    @wraps(method)
+    def call(self: Commanded, *arguments: Any, **named: Any) -> Any:
+        if self.listener is not None:
+            given = {name: value for name, value in named.items() if name in fields}
+            command = kind(*arguments[: len(fields)], **given)
+            if not _asks_for_nothing(command):
+                self.announce(command)
+        return method(self, *arguments, **named)
+
+    return call
+
+
+def _asks_for_nothing(command: Command) -> bool:
+    """Whether a command has fields, all of which are empty."""
+    values = [getattr(command, field) for field in command.__struct_fields__]
+    return bool(values) and all(isinstance(one, list | np.ndarray) and not np.size(one) for one in values)
 
 
 def encode(command: Command) -> bytes:

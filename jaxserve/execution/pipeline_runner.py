@@ -67,7 +67,7 @@ class Transport(Protocol):
         """The least of each number on all hosts of the pipeline."""
 
 
-class PipelineRunner(commands.Commanded):
+class PipelineRunner(commands.Commanded, calls=commands.OF_PIPELINES):
     """The stages of a model, with the methods of a `ModelRunner` that an engine uses.
 
     Args:
@@ -149,14 +149,12 @@ class PipelineRunner(commands.Commanded):
 
     def allocate(self) -> None:
         """Allocates the caches and the slots of all stages. Existing ones are freed first."""
-        self.tell(commands.Allocate)
         self.transport.clear()
         for one in self.here:
             one.allocate()
 
     def release(self) -> None:
         """Frees weights, caches and slots, see `ModelRunner.release`."""
-        self.tell(commands.Release)
         self.transport.clear()
         for one in self.here:
             one.release()
@@ -186,7 +184,6 @@ class PipelineRunner(commands.Commanded):
     def compile(self, names: Sequence[StageProgram], on_done: Callable[[], None] = lambda: None) -> None:
         """Compiles these programs, several at a time, unless they are compiled already. `on_done` is called after each,
         in any thread."""
-        self.tell(commands.CompileStages, list(names))
         jobs = self.transport.jobs(names)
         on_cpu = self._last.mesh.devices.flat[0].platform == "cpu"
 
@@ -205,44 +202,33 @@ class PipelineRunner(commands.Commanded):
     def step(self, program: StepProgram, packed: np.ndarray) -> tuple[Sampled, jax.Array | None]:
         """Runs one step through all stages; see `ModelRunner.step`. Returns the last stage's results. Hidden states may
         be only a shape, if the last stage is on another host."""
-        self.tell(commands.Step, program, packed)
         return self.transport.step(program, packed)
 
     def sample_deferred(self, draws: np.ndarray, masks: np.ndarray) -> list[tuple[int, Sampled]]:
         """As `ModelRunner.sample_deferred`, in the last stage."""
-        self.tell(commands.SampleDeferred, draws, masks)
         return self.transport.sample_deferred(draws, masks)
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray, places: np.ndarray | None = None) -> jax.Array:
-        self.tell(commands.ScorePrompt, rows, targets, places)
         return self.transport.score_prompt(rows, targets, places)
 
     def take_all(self) -> None:
         """Takes everything that the last stage has sampled, on all hosts."""
-        self.tell(commands.TakeAll)
         self.transport.take_all()
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
-        if rows:
-            self.tell(commands.SetSlots, rows)
         self.transport.forget([int(row[SLOT]) for row in rows])
         for one in self.here:
             one.set_slots(rows)
 
     def count_tokens(self, counted: np.ndarray) -> None:
-        self.tell(commands.CountTokens, counted)
         if self._last in self.here:
             self._last.count_tokens(counted)
 
     def update_tables(self, copies: list[tuple[int, int]], entries: np.ndarray) -> None:
-        if copies or entries.size:
-            self.tell(commands.UpdateTables, copies, entries)
         for one in self.here:
             one.update_tables(copies, entries)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            self.tell(commands.CopyPages, pairs)
         for one in self.here:
             one.copy_pages(pairs)
 

@@ -71,7 +71,7 @@ class KeptPrograms(Protocol):
     def keep(self, name: ProgramName, compiled: Compiled) -> None: ...
 
 
-class ModelRunner(commands.Commanded):
+class ModelRunner(commands.Commanded, calls=commands.OF_MODELS):
     """Owns the parameters, the cache and the slots on the devices of one mesh, and the programs that change them. The
     model is a whole one, or a stage of a pipeline; the mesh is one group of devices or several (`device_groups`).
 
@@ -230,12 +230,10 @@ class ModelRunner(commands.Commanded):
 
     def set_pages(self, pages: int, max_blocks: int) -> None:
         """`set_cache_size` with the present layout and this number of pages."""
-        self.tell(commands.SetPages, pages, max_blocks)
         self.set_cache_size(replace(self.layout, num_pages=pages), max_blocks)
 
     def allocate(self) -> None:
         """Allocates the cache and the slots. Existing ones are freed first."""
-        self.tell(commands.Allocate)
         self.free_cache()  # the old and the new one may not fit together
         vars(self).pop("slots", None)
         self.slots = self._get(CREATE_SLOTS)()
@@ -244,7 +242,6 @@ class ModelRunner(commands.Commanded):
     def release(self) -> None:
         """Frees weights, cache and slots, until there are new weights and `allocate` is called. Weights in host memory
         stay there."""
-        self.tell(commands.Release)
         if self.streamed is not None:
             self.streamed.uploads.clear()
         for x in jax.tree.leaves((self._arrays, self.cache, self.slots)):
@@ -300,7 +297,6 @@ class ModelRunner(commands.Commanded):
         """Runs one step over int32 [program.shape.words]; see `steps.run_step`. With several groups of devices `packed`
         is [groups, words], see `DeviceGroups`, and hidden states of all groups follow each other. x: from the stage
         before, in the last stage of a pipeline."""
-        self.tell(commands.Step, program, packed)
         buffers = self.groups.step_buffers(program.shape, packed)
         if self.streamed is None:
             given = () if x is None else (x,)
@@ -333,7 +329,6 @@ class ModelRunner(commands.Commanded):
         """Samples the tokens of deferred rows, in calls of `deferred_sizes`. Returns each call's number of draws and
         its results; with several groups of devices one result for all. draws: int32 [n, DEFERRED_WORDS], and masks [n,
         words], as in `steps.sample_deferred`."""
-        self.tell(commands.SampleDeferred, draws, masks)
         given = np.concatenate([draws, masks], axis=1)
         results = []
         for some, size in self.groups.deferred_calls(draws, self.deferred_sizes):
@@ -353,7 +348,6 @@ class ModelRunner(commands.Commanded):
         """Packed log-probabilities of the tokens `targets` [n] at `rows` [n] of the hidden states that the latest step
         kept; int32 [at least n, SCORE_WORDS]. n is at most the number of these hidden states. places [n]: the
         places of the rows' adapters, or -1; None: no row has one."""
-        self.tell(commands.ScorePrompt, rows, targets, places)
         hidden = self._hidden
         assert hidden is not None, "the latest step kept no hidden states"
         tokens = hidden.shape[0] // self.groups.count
@@ -367,7 +361,6 @@ class ModelRunner(commands.Commanded):
     def propose(self, name: AuxProgram, slots: np.ndarray, count: int) -> jax.Array:
         """Proposes `count` tokens for each of these slots [n] with a program of `draft_programs`; see
         `drafting.propose`. Returns int32 [name.passes, name.size]."""
-        self.tell(commands.Propose, name, slots, count)
         packed = np.full(2 + name.size, self.num_slots, np.int32)
         packed[:2] = (len(slots), count)
         packed[2 : 2 + len(slots)] = slots
@@ -396,14 +389,11 @@ class ModelRunner(commands.Commanded):
 
     def set_slots(self, rows: list[np.ndarray]) -> None:
         """Writes the sampling parameters of slots. Each row is the result of `encode_slot`."""
-        if rows:
-            self.tell(commands.SetSlots, rows)
         for size, packed in self.groups.slot_rows(rows, self.slot_sizes):
             self.slots = self._get(AuxProgram("set_slots", size))(self.slots, packed)
 
     def count_tokens(self, counted: np.ndarray) -> None:
         """Counts tokens of sequences in their penalty rows. counted: int32 [3, n], as from `encode_counts`."""
-        self.tell(commands.CountTokens, counted)
         for size, packed in self.groups.counted_tokens(counted, self.count_sizes, self.model.config.vocab_size):
             self.slots = self._get(AuxProgram("count_tokens", size))(self.slots, packed)
 
@@ -412,7 +402,6 @@ class ModelRunner(commands.Commanded):
         table, int32 [3, n] of (slot, index, page)."""
         if not copies and not entries.size:
             return
-        self.tell(commands.UpdateTables, copies, entries)
         for given in self.groups.table_changes(copies, entries):
             self.slots = self._get(AuxProgram("update_tables"))(self.slots, *given)
 
@@ -420,14 +409,12 @@ class ModelRunner(commands.Commanded):
         """Copies pages, given as (source, target), before the next step writes."""
         if not pairs:
             return
-        self.tell(commands.CopyPages, pairs)
         for sources, targets in self.groups.page_pairs(pairs):
             self.cache = self._get(AuxProgram("copy_pages"))(self.cache, sources, targets)
 
     def read_pages(self, pages: list[int]) -> list[tuple[int, list[jax.Array]]]:
         """The contents of pages after the steps dispatched so far, in calls of `CacheLayout.copy_sizes`: the number of
         pages that a call read, and the arrays with their contents first, see `CacheLayout.contents`."""
-        self.tell(commands.ReadPages, pages)
         results = []
         for some, size in calls(len(pages), self.layout.copy_sizes):
             packed = np.full(size, NULL_PAGE, np.int32)
@@ -438,7 +425,6 @@ class ModelRunner(commands.Commanded):
     def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:
         """Writes contents as `read_pages` has returned them to pages, in one call. There is room for one of
         `CacheLayout.copy_sizes` pages in `contents`, which must not change any more: the copy may be under way."""
-        self.tell(commands.WritePages, pages, contents)
         packed = np.full(len(contents[0]), NULL_PAGE, np.int32)
         packed[: len(pages)] = pages
         self.cache = self._get(AuxProgram("write_pages", len(packed)))(self.cache, packed, contents)
@@ -448,7 +434,6 @@ class ModelRunner(commands.Commanded):
         far. Unused pairs copy the padding slot to itself."""
         if not pairs:
             return
-        self.tell(commands.CopyStates, pairs)
         for at in range(0, len(pairs), STATE_COPIES):
             packed = np.full((2, STATE_COPIES), self.num_slots, np.int32)
             some = np.asarray(pairs[at : at + STATE_COPIES], np.int32).T
@@ -470,7 +455,6 @@ class ModelRunner(commands.Commanded):
     def write_adapter(self, target: int, place: int, a: np.ndarray, b: np.ndarray) -> None:
         """Writes an adapter's matrices for one product, see `Matrices`, to a place of the pool."""
         assert self.stacks is not None
-        self.tell(commands.WriteAdapter, target, place, a, b)
         new = self.stacks.targets[target].padded(a, b, self.stacks.sizes)
         first = self._first_stack + 1 + 2 * target
         program = self._get(AuxProgram("write_adapter", self.stacks.kind_of(target)))
@@ -478,7 +462,6 @@ class ModelRunner(commands.Commanded):
 
     def write_ranks(self, place: int, ranks: np.ndarray) -> None:
         """Writes the ranks, int32 [products, parts], of a place of the pool."""
-        self.tell(commands.WriteRanks, place, ranks)
         at = self._first_stack
         self._arrays[at] = self._get(AuxProgram("write_ranks"))(self._arrays[at], np.int32(place), ranks)
 
@@ -580,7 +563,6 @@ class ModelRunner(commands.Commanded):
         Tracing and lowering hold Python's lock. So this thread lowers one program after the other, in this order, while
         others compile what is lowered.
         """
-        self.tell(commands.Compile, list(names))
         missing = [name for name in names if self._is_missing(name)]
 
         def compile_one(name: ProgramName, lowered: Lowered) -> None:

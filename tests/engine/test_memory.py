@@ -17,9 +17,10 @@ from jaxserve import jax_pools
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import memory, programs, runner
-from jaxserve.execution.aux_programs import AuxCalls, calls
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.memory import Budget, Needs
+from jaxserve.execution.device_groups import calls
+from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
 
@@ -215,11 +216,11 @@ def test_programs_that_need_more_than_was_allowed_for_make_the_cache_smaller(sta
 
 def test_slots_are_filled_by_calls_of_about_their_number():
     """Nine new requests in 2,048 slots sent 8 MiB, which took the host 3 ms to gather."""
-    sizes = [AuxCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=False, num_slots=n)) for n in (4, 8, 64, 256, 2048)]
+    sizes = [ModelRunner.slot_sizes.fget(SimpleNamespace(_on_cpu=False, num_slots=n)) for n in (4, 8, 64, 256, 2048)]
     assert sizes == [[8], [8], [8, 64], [8, 64, 256], [8, 64, 512, 2048]]
     assert [size for _, size in calls(9, sizes[-1])] == [64]
     assert [size for _, size in calls(513, sizes[-1])] == [2048]
-    assert AuxCalls.slot_sizes.fget(SimpleNamespace(_on_cpu=True, num_slots=256)) == [8]
+    assert ModelRunner.slot_sizes.fget(SimpleNamespace(_on_cpu=True, num_slots=256)) == [8]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.config import ConfigError
-from jaxserve.engine.held_weights import Aside, HeldWeights
+from jaxserve.engine.held_weights import HeldWeights, HostCopy
 from jaxserve.types import InvalidRequestError, QueueFullError
 
 pytestmark = pytest.mark.compiles
@@ -40,7 +40,7 @@ def test_weights_are_copied_to_the_host_once():
     """JAX copies int4 from a CPU, as all numbers from other devices, and holds the copy; of others it gives a view."""
     copied, viewed = (jnp.arange(-4, 4).astype(dtype) for dtype in (jnp.int4, jnp.float32))
     for x in (copied, viewed):
-        (part,) = Aside.of(x).parts.values()
+        (part,) = HostCopy.of(x).parts.values()
         assert np.shares_memory(part, np.asarray(x)) == (x is copied)
         expected = np.asarray(x).tolist()
         x.delete()
