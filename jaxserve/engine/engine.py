@@ -11,6 +11,9 @@ One call of `Engine.advance`, without and with asynchronous scheduling:
     wait for step N
     commit step N
 
+A step is scheduled (`StepPlan`), dispatched (`InFlightStep`, in `Engine.in_flight`), and committed. If one of these
+fails, all steps in flight are forgotten, and `recovery` finds the request that is to blame.
+
 Deferred rows need masks, and these need all earlier tokens. So their sampling is dispatched after the commit of step
 N - 1, while the devices run the forward pass of step N.
 """
@@ -260,7 +263,14 @@ class Engine:
 
         A request that makes a step fail ends with an error, see `recovery`. Raises errors that no request causes.
         """
-        return self.recovery.step()
+        output = StepOutput([], [], [], [])
+        try:
+            self.advance(output)
+        except Exception as error:
+            self.recovery.failed(error, output)
+        else:
+            self.recovery.passed(output)
+        return output
 
     def advance(self, output: StepOutput) -> None:
         """One step, in the order that the module's docstring shows. Extends `output` with each committed step."""
@@ -314,8 +324,11 @@ class Engine:
         """Waits for the oldest step in flight and commits it."""
         step = self.in_flight.popleft()
         tokens = self.wait(step)
-        with self.timeline.phase("commit"), self.recovery.commit(step):
-            return self.commit(step, tokens)
+        self.recovery.before_commit(step)
+        with self.timeline.phase("commit"):
+            output = self.commit(step, tokens)
+        self.recovery.committed()
+        return output
 
     def _tokens_per_call(self) -> int:
         """How many tokens a row may sample in the next call."""

@@ -13,10 +13,9 @@ request fails by itself.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,7 +110,7 @@ class _Before:
 
 
 class Recovery:
-    """Runs the steps of one engine and handles those that fail."""
+    """What an engine does about steps that fail. The engine tells how each of its steps has ended."""
 
     def __init__(self, engine: Steps):
         self._engine = engine
@@ -127,20 +126,12 @@ class Recovery:
         """Whether suspects run alone while others wait."""
         return bool(self._trial)
 
-    def step(self) -> StepOutput:
-        """Runs one step of the engine. Raises the step's error if no request caused it."""
-        output = StepOutput([], [], [], [])
-        try:
-            self._engine.advance(output)
-        except Exception as error:
-            self._failed(error, output)
-        else:
-            if self._trial and self._passed():
-                self._next(output)
-        return output
+    def passed(self, output: StepOutput) -> None:
+        """A step has not failed. Extends `output` where that lets the next part of the suspects run."""
+        if self._trial and self._is_cleared():
+            self._next(output)
 
-    @contextlib.contextmanager
-    def commit(self, step: InFlightStep) -> Iterator[None]:
+    def before_commit(self, step: InFlightStep) -> None:
         """Remembers the state before a commit, so that a failed one can be undone."""
         running = self._engine.scheduler.running
         displaced = {}
@@ -150,12 +141,16 @@ class Recovery:
                     displaced[seq] = len(seq.tokens)
         running_batch = running.batch
         self._before = _Before(running_batch, running.known[running_batch.slot], displaced, self._engine.beams.groups)
-        yield
+
+    def committed(self) -> None:
+        """The commit has succeeded."""
         self._before = None
 
     # A step has failed
 
-    def _failed(self, error: Exception, output: StepOutput) -> None:
+    def failed(self, error: Exception, output: StepOutput) -> None:
+        """A step has failed: undoes what it did, and lets a part of its requests run. Extends `output` with the ends of
+        requests. Raises the error if no request caused it."""
         engine = self._engine
         trial = self._trial
         if engine.hosts is not None and not engine.runner.is_whole():
@@ -271,7 +266,7 @@ class Recovery:
 
     # Trials
 
-    def _passed(self) -> bool:
+    def _is_cleared(self) -> bool:
         """Whether all requests of the part that runs are cleared, or have nothing left to compute."""
         engine = self._engine
         if not engine.in_flight and engine.counters.steps == self._idle_since:

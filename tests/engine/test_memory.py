@@ -18,8 +18,8 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution import memory, programs, runner
 from jaxserve.execution.cost import StepCost
-from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.device_groups import calls
+from jaxserve.execution.memory import Budget, Needs
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
