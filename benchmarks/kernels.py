@@ -11,7 +11,7 @@ some hundred values of it with NumPy in float64; wrong results are reported and 
 their reason, and the run continues.
 
   us        median time of a call, of many that are queued together, over inputs that do not fit the cache
-            (jaxserve/bench/timing.py); * where launching the calls took as long as running them
+            (pallas_kernels/tuning/timing.py); * where launching the calls took as long as running them
   floor     the larger of: the fewest bytes that must be moved over the bandwidth of a copy, operations over the rate of
             a large matmul in 16 bits (float32 on CPU); both measured in this run
   of floor  floor / us; above 1.00 only if data stay in the cache
@@ -38,11 +38,12 @@ import jax.numpy as jnp
 import numpy as np
 from peers.kernel_backends import PEERS, Backend
 
-from jaxserve.bench import report, timing
+from jaxserve.bench import report
 from jaxserve.bench.kernel_cases import Case, first_result, largest_error, norm_error
 from jaxserve.bench.kernel_shapes import OPERATIONS, cases
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.pallas_kernels.registry import BACKENDS, Device
+from jaxserve.pallas_kernels.tuning import timing
 from jaxserve.pallas_kernels.types import default_page_size
 
 Contestant = Any  # with name, why_not and prepare, as `peers.kernel_backends.Backend`

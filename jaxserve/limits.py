@@ -1,8 +1,7 @@
 """Every limit on what one request may ask for. The checks and /openapi.json both read them from here.
 
-Limits that an operator sets are in `jaxserve.config` and `jaxserve.server.http.settings`; `jaxserve.server.http.limits`
-enforces those on a request's cost.
-"""
+Limits that an operator sets are in `jaxserve.config` and `jaxserve.server.http.settings`;
+`jaxserve.server.http.request_limits` enforces those on a request's cost."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, OTHER_NAMES, EngineConfig
-from jaxserve.hosts.environment import found_hosts
+from jaxserve.hosts.host_environment import found_hosts
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
     CompletionOutput,

@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig, LoRAModule
 from jaxserve.devices.jax_versions import has_started
 from jaxserve.engine.adapter_places import Adapters
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.following import follow, leave
+from jaxserve.engine.worker_host import follow, leave
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import FinishReason, InvalidRequestError, TokenLogprob
 

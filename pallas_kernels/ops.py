@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.delta_net import reference as delta
+from jaxserve.pallas_kernels.expert_routing import Router, route
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
@@ -21,7 +22,6 @@ from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import (
     BlockArray,
     DeltaState,

@@ -16,10 +16,10 @@ import kernels
 from peers.kernel_backends import Backend, RaggedPagedAttention, XlaDense
 
 from jaxserve.bench import kernel_shapes
-from jaxserve.bench import timing as rates
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase, WriteCase, largest_error
 from jaxserve.pallas_kernels.registry import Device, load
 from jaxserve.pallas_kernels.tuning import timing
+from jaxserve.pallas_kernels.tuning import timing as rates
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CEILINGS = {"bytes_per_s": 1e9, "flops_per_s": 1e12}

@@ -6,7 +6,7 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.scheduling.stats import EngineStats, Histogram
+from jaxserve.scheduling.engine_stats import EngineStats, Histogram
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import _FROM_STATS, Metrics
 

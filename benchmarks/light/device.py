@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxserve.bench import report, timing
+from jaxserve.bench import report
 from jaxserve.pallas_kernels.registry import BACKENDS, Device, load
+from jaxserve.pallas_kernels.tuning import timing
 from light.record import Record
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "jax-triton", "triton", "torch",

@@ -16,8 +16,8 @@ def run_kernels(record: Record, *, rehearse: bool) -> None:
     import jax
     import kernels
 
-    from jaxserve.bench import timing
     from jaxserve.pallas_kernels.registry import Device
+    from jaxserve.pallas_kernels.tuning import timing
 
     platform = Device.of(jax.devices()[0]).platform
     ceilings = best(read(record.path.parent / "run.json")) or timing.ceilings(platform)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, WriteCase
-from jaxserve.bench.timing import CHAIN, Chain, Work, in_groups
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
 from jaxserve.pallas_kernels.registry import Device, explain, load
+from jaxserve.pallas_kernels.tuning.timing import CHAIN, Chain, Work, in_groups
 from jaxserve.pallas_kernels.types import KVPages
 
 WORKSPACE_BYTES = 128 << 20  # of FlashInfer

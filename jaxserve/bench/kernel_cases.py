@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxserve.bench.timing import Work
 from jaxserve.pallas_kernels import kv_write
 from jaxserve.pallas_kernels.registry import AttentionProblem, MatmulProblem
+from jaxserve.pallas_kernels.tuning.timing import Work
 from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
 DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int4": np.dtype(ml_dtypes.int4)}

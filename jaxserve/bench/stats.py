@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.engine_stats import EngineStats
 
 PERCENTILES = (50, 90, 99)
 # Name in goodput limits and results -> title in the table; all in milliseconds.

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.bench import timing
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, first_result, largest_error
 from jaxserve.bench.kernel_shapes import cases
 from jaxserve.config import ConfigError, EngineConfig
@@ -35,7 +34,7 @@ from jaxserve.pallas_kernels import registry, tuning
 from jaxserve.pallas_kernels.device_ops import attention_key
 from jaxserve.pallas_kernels.quant_matmul import fragments, ways
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
-from jaxserve.pallas_kernels.tuning import products
+from jaxserve.pallas_kernels.tuning import products, timing
 from jaxserve.pallas_kernels.tuning.products import PLAIN, Race, short
 from jaxserve.pallas_kernels.types import default_page_size
 

@@ -27,9 +27,9 @@ import jax
 import msgspec
 from jax.stages import Compiled
 
-from jaxserve.bundles import environment, programs
+from jaxserve.bundles import environment, stored_programs
 from jaxserve.bundles.container import BundleError
-from jaxserve.bundles.programs import Program
+from jaxserve.bundles.stored_programs import Program
 from jaxserve.config import EngineConfig
 from jaxserve.devices import executables
 from jaxserve.devices.compile_cache import KEPT, without_compile_cache
@@ -82,7 +82,7 @@ class ProgramCache:
             described = msgspec.json.decode(head, type=Program)
             if hashlib.sha256(data).hexdigest() != described.file:
                 raise ValueError("it is damaged")
-            program = programs.load_one(self.runner, name, described, data)
+            program = stored_programs.load_one(self.runner, name, described, data)
             jax.monitoring.record_event(KEPT)
             return program
         except FileNotFoundError:
@@ -100,7 +100,7 @@ class ProgramCache:
         """Writes a program, unless that fails."""
         try:
             data = executables.serialize(compiled)
-            described = programs.describe(self.runner, name, compiled, hashlib.sha256(data).hexdigest())
+            described = stored_programs.describe(self.runner, name, compiled, hashlib.sha256(data).hexdigest())
             self.folder.mkdir(mode=0o700, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 file.write(msgspec.json.encode(described) + b"\n" + data)
@@ -109,7 +109,7 @@ class ProgramCache:
             log.warning("the program %s is not kept: %s", name, error)
 
     def _file(self, name: ProgramName) -> Path:
-        return self.folder / f"{name}-{_digest(programs.arguments(self.runner, name))}"
+        return self.folder / f"{name}-{_digest(stored_programs.arguments(self.runner, name))}"
 
 
 def _made_from(config: EngineConfig, runner: ModelRunner) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve import jax_pools
 from jaxserve.commands.help import CommandParser
 from jaxserve.config import CHOICES, OTHER_NAMES, ConfigError, EngineConfig, LoRAModule
-from jaxserve.hosts.environment import found_hosts
+from jaxserve.hosts.host_environment import found_hosts
 
 PAGE_SIZE_HELP = "tokens per KV page; None: 128 on TPU, else 16"
 

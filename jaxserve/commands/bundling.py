@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.stages import Compiled
 
-from jaxserve.bundles import environment, programs, weights
+from jaxserve.bundles import environment, stored_programs, stored_weights
 from jaxserve.bundles.container import (
     FORMAT,
     KERNELS,
@@ -94,7 +94,7 @@ def make_bundle(
             arrays = made.arrays
             shapes = made.shapes
             longest = made.longest
-    names = programs.names_of(runner, shapes)
+    names = stored_programs.names_of(runner, shapes)
     known = runner.executables
     compiled = {text: known[name] for text, name in names.items()}
     options = dict(flags or {})
@@ -137,8 +137,8 @@ class Making:
 
     def _fill(self, folder: Path, key: bytes | None) -> str:
         copy_model(self.model, folder / MODEL, self.config)
-        weights.write(folder, self.runner.forms, self.arrays)
-        programs.write(folder, self.runner, self.compiled, self.names)
+        stored_weights.write(folder, self.runner.forms, self.arrays)
+        stored_programs.write(folder, self.runner, self.compiled, self.names)
         device = self.runner.mesh.devices.flat[0]
         panels = on_one_cpu(self.runner.mesh) and cpu_panels.available()
         if device.platform == "cpu":

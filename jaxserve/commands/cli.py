@@ -282,7 +282,7 @@ def run_batch(args: argparse.Namespace) -> int:
 
 def _follow(config: EngineConfig) -> NoReturn:
     """What every command does on the hosts of a replica behind the first."""
-    from jaxserve.engine.following import follow, leave
+    from jaxserve.engine.worker_host import follow, leave
 
     leave(follow(config))
 

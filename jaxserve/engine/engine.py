@@ -47,22 +47,22 @@ from jaxserve.engine.in_flight import (
     fill_slots,
     program_of,
 )
+from jaxserve.engine.live_weights import Weights
 from jaxserve.engine.loading import EngineParts, load_parts, make_scheduler
 from jaxserve.engine.page_copies import PageCopies
 from jaxserve.engine.prompt_scores import PooledRows, PromptScores
 from jaxserve.engine.recovery import Recovery, ended
 from jaxserve.engine.sizing import compile_all
 from jaxserve.engine.timeline import Timeline
-from jaxserve.engine.weights import Weights
 from jaxserve.execution import memory
 from jaxserve.execution.cost import MeasuredChunk
 from jaxserve.execution.slots import NO_ADAPTER
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
 from jaxserve.scheduling.beam import Beams
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import Sampler, StepPlan
 from jaxserve.speculation.speculator import Models, Speculator, make_speculator
 from jaxserve.types import Request, StepOutput

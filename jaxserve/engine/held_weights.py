@@ -26,7 +26,7 @@ from jaxserve.engine import streaming
 from jaxserve.engine.draft_loading import load_draft, load_head
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.prepared import Prepared
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 from jaxserve.execution.layer_uploads import HOST
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.identity import checkpoint_files
@@ -63,7 +63,7 @@ class HostCopy:
         return made
 
 
-class HeldWeights(commands.Commanded, calls=commands.OF_WEIGHTS):
+class HeldWeights(runner_commands.Commanded, calls=runner_commands.OF_WEIGHTS):
     """The weights of a model and of its draft on this process's devices.
 
     Args:

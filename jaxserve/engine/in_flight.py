@@ -19,9 +19,9 @@ from jaxserve.execution.slots import encode_counts, encode_slot
 from jaxserve.execution.step_buffer import StepBatch, split
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.pooling import Pooler
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, Sampler, read_rows
 from jaxserve.types import SequenceUpdate
 

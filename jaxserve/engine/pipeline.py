@@ -18,7 +18,7 @@ from jaxserve.devices.mesh import by_host, num_devices
 from jaxserve.engine.combinations import check_combined, check_lookup
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
-from jaxserve.execution import commands, memory
+from jaxserve.execution import memory, runner_commands
 from jaxserve.execution.host_transport import HostTransport
 from jaxserve.execution.pipeline_runner import LocalTransport, PipelineRunner
 from jaxserve.execution.runner import ModelRunner
@@ -103,14 +103,14 @@ class PipelineSizing:
         self.longest = min(part.longest for part in parts)
 
     def begin(self) -> None:
-        self._runner.announce(commands.BeginPages(self._shapes))
+        self._runner.announce(runner_commands.BeginPages(self._shapes))
         for part in self._parts:
             part.begin()
         self._level(changed=False)
 
     def finish(self, shapes: Sequence[StepShape]) -> bool:
         """As `Sizing.finish`, for all stages."""
-        self._runner.announce(commands.FinishPages(list(shapes)))
+        self._runner.announce(runner_commands.FinishPages(list(shapes)))
         changed = [part.finish(shapes) for part in self._parts]
         if not self._level(any(changed)):
             return False

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxserve.bundles import environment, programs
+from jaxserve.bundles import environment, stored_programs
 from jaxserve.bundles.container import KERNELS, MODEL, STAMPS, WEIGHTS, Bundle, BundleError, is_bundle, read_key
-from jaxserve.bundles.weights import StoredWeights
+from jaxserve.bundles.stored_weights import StoredWeights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.execution.memory import Budget
@@ -127,7 +127,7 @@ class Prepared:
         start = time.perf_counter()
         try:
             self._register_kernels(runner.mesh.devices.flat[0].platform == "cpu")
-            found = programs.load(self.bundle, runner, programs.names_of(runner, shapes))
+            found = stored_programs.load(self.bundle, runner, stored_programs.names_of(runner, shapes))
         except BundleError as error:
             self.reasons.append(str(error))
             self.refuse()

@@ -27,10 +27,10 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams, Group
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.running_table import RunningBatch
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.waiting import Waiting
 from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import Request, SamplingParams, SequenceUpdate, StepOutput

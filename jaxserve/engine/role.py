@@ -19,7 +19,7 @@ from jaxserve.engine.page_fetches import PageFetches
 from jaxserve.engine.page_fingerprint import UNRELATED, weights_digest
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.hosts.environment import read_secret
+from jaxserve.hosts.host_environment import read_secret
 from jaxserve.hosts.identity import checkpoint_files
 from jaxserve.roles import messages
 from jaxserve.roles.page_listener import PageListener, listen

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxserve.scheduling.stats import Histogram
+from jaxserve.scheduling.engine_stats import Histogram
 
 log = logging.getLogger(__name__)
 

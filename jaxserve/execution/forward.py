@@ -20,8 +20,8 @@ from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
+from jaxserve.pallas_kernels.expert_routing import load
 from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
-from jaxserve.pallas_kernels.routing import load
 from jaxserve.scheduling.block_manager import Chunk
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxserve.devices.mesh import by_group
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 from jaxserve.execution.device_groups import SLOT
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.programs import StepProgram, compile_threads
@@ -67,7 +67,7 @@ class Transport(Protocol):
         """The least of each number on all hosts of the pipeline."""
 
 
-class PipelineRunner(commands.Commanded, calls=commands.OF_PIPELINES):
+class PipelineRunner(runner_commands.Commanded, calls=runner_commands.OF_PIPELINES):
     """The stages of a model, with the methods of a `ModelRunner` that an engine uses.
 
     Args:

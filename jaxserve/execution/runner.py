@@ -24,7 +24,7 @@ from jaxserve.devices import layouts
 from jaxserve.devices.command_buffers import compiler_options, why_static
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import num_groups, on_one_cpu, replicated
-from jaxserve.execution import commands, steps
+from jaxserve.execution import runner_commands, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.device_groups import DeviceGroups, GatheredRows, calls
 from jaxserve.execution.kv_cache import STATE_COPIES, CacheLayout, KVCache
@@ -71,7 +71,7 @@ class KeptPrograms(Protocol):
     def keep(self, name: ProgramName, compiled: Compiled) -> None: ...
 
 
-class ModelRunner(commands.Commanded, calls=commands.OF_MODELS):
+class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
     """Owns the parameters, the cache and the slots on the devices of one mesh, and the programs that change them. The
     model is a whole one, or a stage of a pipeline; the mesh is one group of devices or several (`device_groups`).
 

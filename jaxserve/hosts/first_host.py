@@ -18,10 +18,10 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 from jaxserve.hosts import channel, messages
-from jaxserve.hosts.environment import listen_address, read_secret
 from jaxserve.hosts.greetings import Greetings, bind
+from jaxserve.hosts.host_environment import listen_address, read_secret
 from jaxserve.hosts.identity import difference, identity_of
 from jaxserve.hosts.messages import EVERY, HostError, TokenDigests
 from jaxserve.hosts.peer import Peer
@@ -75,9 +75,9 @@ class FirstHost:
         self._send_all(messages.Start())
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def tell(self, runner: int, command: commands.Command) -> None:
+    def tell(self, runner: int, command: runner_commands.Command) -> None:
         """Has the other hosts run a call. `runner`: as in `messages.Call`. Returns at once."""
-        self._send_all(messages.Call(runner, commands.encode(command)))
+        self._send_all(messages.Call(runner, runner_commands.encode(command)))
         self._calls += 1
 
     def wait_idle(self) -> None:
@@ -86,8 +86,9 @@ class FirstHost:
             self._changed.wait_for(lambda: self._over or all(self._done(i) >= self._calls for i in self._peers))
 
     def answers(self) -> dict[str, tuple[dict[str, str], str | None]]:
-        """Waits until all hosts have answered the latest call, which must be of the kind `commands.Answered`. Returns
-        each host's name, and the fields of `messages.Answer`. A host that is lost meanwhile ends this process."""
+        """Waits until all hosts have answered the latest call, which must be of the kind `runner_commands.Answered`.
+        Returns each host's name, and the fields of `messages.Answer`. A host that is lost meanwhile ends this
+        process."""
         with self._changed:
             latest = self._calls - 1
             self._changed.wait_for(lambda: [one.call for one in self._answers.values()] == [latest] * len(self._peers))

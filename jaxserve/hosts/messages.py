@@ -31,7 +31,8 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """A call, as `jaxserve.execution.commands` encodes it. `runner`: whose; 0: the model's runner, 1: the draft model's
+    """A call, as `jaxserve.execution.runner_commands` encodes it. `runner`: whose; 0: the model's runner, 1: the draft
+    model's
     if there is one, the last number: the weights."""
 
     runner: Number

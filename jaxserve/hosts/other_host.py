@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from jaxserve.config import EngineConfig
 from jaxserve.hosts import channel, messages
-from jaxserve.hosts.environment import command_address, read_secret
 from jaxserve.hosts.first_host import GRACE_SECONDS, GREETING_SECONDS, end_process
+from jaxserve.hosts.host_environment import command_address, read_secret
 from jaxserve.hosts.identity import identity_of
 from jaxserve.hosts.messages import HostError, TokenDigests
 from jaxserve.hosts.peer import Peer

@@ -11,7 +11,7 @@ import jax
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.jax_versions import write_compile_cache_here
 from jaxserve.devices.platforms import choose_platform
-from jaxserve.hosts.environment import split_address
+from jaxserve.hosts.host_environment import split_address
 from jaxserve.hosts.messages import HostError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxserve.config import ConfigError
 from jaxserve.hosts.channel import MAX_MESSAGE, Channel
-from jaxserve.hosts.environment import split_address
 from jaxserve.hosts.greetings import Greetings, bind
+from jaxserve.hosts.host_environment import split_address
 from jaxserve.hosts.identity import difference
 from jaxserve.hosts.messages import HostError
 from jaxserve.roles import messages

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.hosts import channel
 from jaxserve.hosts.channel import MAX_MESSAGE, Channel
-from jaxserve.hosts.environment import split_address
+from jaxserve.hosts.host_environment import split_address
 from jaxserve.hosts.messages import HostError
 from jaxserve.roles import messages
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_LOGPROBS
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import DetailedUpdate, read_scores
 from jaxserve.types import InvalidRequestError, Request, SequenceUpdate, TokenLogprob
 

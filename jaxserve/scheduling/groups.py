@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager, Windows
-from jaxserve.scheduling.prefixes import Prefixes, shared_pages, uncached, unshare
+from jaxserve.scheduling.prefix_cache import Prefixes, shared_pages, uncached, unshare
 from jaxserve.scheduling.row_choice import AdmissionBudget, MicroBatches, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler

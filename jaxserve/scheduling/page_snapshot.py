@@ -11,10 +11,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.block_manager import BlockManager
+    from jaxserve.scheduling.engine_stats import EngineStats
     from jaxserve.scheduling.running_table import RunningTable
     from jaxserve.scheduling.scheduler import Scheduler
     from jaxserve.scheduling.sequence import Sequence
-    from jaxserve.scheduling.stats import EngineStats
 
 MAX_CELLS = 4096
 MAX_LISTED = 256  # sequences with a line of their own

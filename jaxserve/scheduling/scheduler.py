@@ -30,7 +30,7 @@ import numpy as np
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.page_loads import PageLoads
-from jaxserve.scheduling.prefixes import Prefixes, common_prefix, shared_pages, uncached, unshare
+from jaxserve.scheduling.prefix_cache import Prefixes, common_prefix, shared_pages, uncached, unshare
 from jaxserve.scheduling.row_choice import AdmissionBudget, MicroBatches, TokenBudget, choose_rows
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed

@@ -13,11 +13,11 @@ from jaxserve.config import EngineConfig, SpeculativeConfig
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.grammars.grammar import Matcher
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.row_choice import next_decodes
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import Rows, StepPlan
 from jaxserve.speculation.draft_head import DraftHead
 from jaxserve.speculation.draft_model import DraftModel

@@ -24,7 +24,7 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.reasoning import Splitter, ends_inside, qwen3
 from jaxserve.server.schemas.chat import ChatRequest, Conversation
 from jaxserve.server.schemas.response_format import binds_reasoning
-from jaxserve.server.tools import messages as harmony
+from jaxserve.server.tools import channel_messages as harmony
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.choice import forced_parser
 from jaxserve.text.detokenizer import StopStrings

@@ -9,7 +9,7 @@ from types import ModuleType
 import msgspec
 
 from jaxserve.grammars.grammar import WHITESPACE
-from jaxserve.server.tools import messages
+from jaxserve.server.tools import channel_messages
 from jaxserve.server.tools.choice import Mode, Tool
 from jaxserve.server.tools.syntax import Called, Syntax, call_object, one_or_more, quoted
 from jaxserve.types import Grammar, InvalidRequestError
@@ -30,7 +30,7 @@ class Thoughts(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """The answer is messages in channels, see `jaxserve.server.tools.messages`, and begins within a header.
+    """The answer is messages in channels, see `jaxserve.server.tools.channel_messages`, and begins within a header.
 
     `reasons`: messages of reasoning may come first.
     """
@@ -211,7 +211,7 @@ class _Rules:
         elif functions is None or not functions.is_forced:
             stop = f"({' | '.join(f'<[{token}]>' for token in stop_ids)})?" if stop_ids else ""
             self.answers.append(f'channel ("final" | "commentary") type? message no_end {stop}')
-        self._marks += messages.FRAME
+        self._marks += channel_messages.FRAME
         others = " | ".join(map(quoted, before))
         lines = [
             f"start: {'other* ' if frame.reasons else ''}({' | '.join(self.answers)})",

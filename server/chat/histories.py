@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.server import plugins
-from jaxserve.server.tools import messages as harmony
+from jaxserve.server.tools import channel_messages as harmony
 
 Messages = list[dict[str, Any]]
 

@@ -14,7 +14,7 @@ from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import Counts, requests_of
 from jaxserve.server.http.errors import APIError, to_api_error, unavailable
 from jaxserve.server.http.keys import ApiKey, find_key
-from jaxserve.server.http.limits import Bodies, too_long
+from jaxserve.server.http.request_limits import Bodies, too_long
 from jaxserve.server.ipc.messages import ServedWeights
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key

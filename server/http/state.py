@@ -23,7 +23,7 @@ from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
+from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.ipc.engine_client import EngineClient

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal
 
 from jaxserve.adapters.registry import AdapterError, ServedAdapter
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.messages import LoadAdapter, Sleep, UnloadAdapter, UpdateWeights, WakeUp
 from jaxserve.server.ipc.update_stream import UpdateStream, weight

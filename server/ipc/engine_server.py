@@ -23,8 +23,8 @@ import msgspec
 
 from jaxserve.adapters.registry import AdapterError, Registry, ServedAdapter
 from jaxserve.checkpoints.files import clipped
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.ipc import messages
 from jaxserve.server.ipc.api_server_connection import ApiServerConnection
 from jaxserve.server.ipc.weight_changes import UpdateChecked, WeightChange, WeightChanges

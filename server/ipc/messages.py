@@ -13,8 +13,8 @@ import msgspec
 
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_LOGPROBS
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, StepOutput
 
 MAX_FRAME = 128 * 2**20  # bytes of a message; both sides refuse longer ones

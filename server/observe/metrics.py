@@ -18,7 +18,7 @@ from prometheus_client import Histogram as ObservedHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from jaxserve.scheduling.stats import EngineStats, Histogram
+from jaxserve.scheduling.engine_stats import EngineStats, Histogram
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.request_record import note_generation
 from jaxserve.types import SamplingParams

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from jaxserve import entry
-from jaxserve.scheduling.stats import EngineStats
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.server.http.counts import BEATS
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.observe.metrics import TOTALS, EngineTotals

@@ -1,12 +1,12 @@
 """gpt-oss: the messages of the analysis channel are the reasoning, also between calls; see
-`jaxserve.server.tools.messages`."""
+`jaxserve.server.tools.channel_messages`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from jaxserve.server.reasoning import Splitter
-from jaxserve.server.tools.messages import (
+from jaxserve.server.tools.channel_messages import (
     CHANNEL,
     END,
     FRAME,

@@ -63,7 +63,9 @@ class ToolParser:
     """
 
     keeps_special_tokens: ClassVar[bool] = False  # the format's marks may be special tokens of the tokenizer
-    reads_messages: ClassVar[bool] = False  # the format is messages in channels, see `jaxserve.server.tools.messages`
+    reads_messages: ClassVar[bool] = (
+        False  # the format is messages in channels, see `jaxserve.server.tools.channel_messages`
+    )
     closing: ClassVar[str] = ""  # the mark after a JSON call; models sometimes omit the brace before it
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):

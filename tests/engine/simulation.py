@@ -16,10 +16,10 @@ from jaxserve.engine.page_copies import PageCopies
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots, most_pages
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.waiting import expected_tokens
 from jaxserve.types import Request, SamplingParams

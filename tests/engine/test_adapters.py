@@ -13,7 +13,7 @@ from engines import Completion, generate, make_engine, request
 
 from jaxserve.adapters.adapter import Adapter, load_adapter
 from jaxserve.engine import in_flight
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 from jaxserve.execution.slots import encode_slot
 from jaxserve.models.layers import Linear
 from jaxserve.models.panels import Packing
@@ -178,7 +178,7 @@ def test_quantized_bases(form):
 def test_uploads_as_commands(model_folders, monkeypatch):
     """Another runner that repeats the calls has the same adapters."""
     first, second = (adapted_engine(model_folders("llama3_gqa"), monkeypatch, 2, rows=2) for _ in range(2))
-    first.runner.listener = lambda command: second.runner.run(commands.decode(commands.encode(command)))
+    first.runner.listener = lambda command: second.runner.run(runner_commands.decode(runner_commands.encode(command)))
     upload(first, 1, GOLDENS / "llama_all")
     first.runner.listener = None
     ours, theirs = (jax.tree.map(np.asarray, engine.runner.params) for engine in (first, second))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.scheduling.block_manager import BlockManager, Chunk, StateSnapshots, page_hash, root_hash
-from jaxserve.scheduling.prefixes import common_prefix
+from jaxserve.scheduling.prefix_cache import common_prefix
 
 PAGE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # two tokens only, so that prefixes meet often

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from engines import drain, make_engine, request
 
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 
 pytestmark = pytest.mark.compiles
 
@@ -35,7 +35,7 @@ def test_a_log_gives_the_same_tokens_elsewhere(devices, model_folders):
     first, second = (make_engine(model_folders(CASE), **settings) for _ in range(2))
     log = []
     drawn = []
-    first.runner.listener = lambda command: log.append(commands.encode(command))
+    first.runner.listener = lambda command: log.append(runner_commands.encode(command))
     step = first.runner.step
 
     def spy(program, packed):
@@ -48,10 +48,10 @@ def test_a_log_gives_the_same_tokens_elsewhere(devices, model_folders):
     kinds = set()
     again = []
     for message in log:
-        command = commands.decode(message)
+        command = runner_commands.decode(message)
         kinds.add(type(command).__name__)
         result = second.runner.run(command)
-        if isinstance(command, commands.Step):
+        if isinstance(command, runner_commands.Step):
             again.append(result[0].tokens)
     assert kinds >= {"Step", "SetSlots", "CountTokens", "SampleDeferred", "CopyPages", "ScorePrompt"}
     assert len(again) == len(drawn) > 10
@@ -61,7 +61,7 @@ def test_a_log_gives_the_same_tokens_elsewhere(devices, model_folders):
 
 def test_a_message_comes_back_as_it_was():
     entries = np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1:]
-    command = commands.decode(commands.encode(commands.UpdateTables([(1, 2)], entries)))
+    command = runner_commands.decode(runner_commands.encode(runner_commands.UpdateTables([(1, 2)], entries)))
     assert command.copies == [(1, 2)]
     np.testing.assert_array_equal(command.entries, entries)
     assert command.entries.dtype == np.int32
@@ -70,4 +70,4 @@ def test_a_message_comes_back_as_it_was():
 @pytest.mark.parametrize("message", [b"", b"\x81\xa4type\xa3Nap", b"\xc1"])
 def test_what_is_no_command(message):
     with pytest.raises(msgspec.DecodeError):
-        commands.decode(message)
+        runner_commands.decode(message)

@@ -15,7 +15,7 @@ import tiny_models
 from engines import drain, generate, make_engine, request
 
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 from jaxserve.execution.signatures import AuxProgram
 
 pytestmark = pytest.mark.compiles
@@ -210,11 +210,11 @@ def test_a_log_gives_the_same_pages_elsewhere(model_folders):
     settings = {**FEW, "kv_pages": 24, "tensor_parallel_size": 2, "dtype": "bfloat16"}
     first, second = (make_engine(model_folders("tp_gqa"), **settings, **TIERS) for _ in range(2))
     log = []
-    first.runner.listener = lambda command: log.append(commands.encode(command))
+    first.runner.listener = lambda command: log.append(runner_commands.encode(command))
     for tag in "ab":
         answers(first, requests(12, tag=tag))
     kinds = set()
-    for command in map(commands.decode, log):
+    for command in map(runner_commands.decode, log):
         second.runner.run(command)
         kinds.add(type(command).__name__)
     assert kinds >= {"ReadPages", "WritePages", "Step"}

@@ -8,10 +8,10 @@ import pytest
 
 from jaxserve.scheduling import page_snapshot
 from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_snapshot import CACHED, FREE, LISTED, SHARED, pool_snapshot
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.types import Request, SamplingParams
 
 

@@ -29,7 +29,7 @@ import hostile_files
 from adapter_folders import DEMO, save_adapter
 
 from jaxserve.adapters.reading import read_matrices
-from jaxserve.bundles import weights
+from jaxserve.bundles import stored_weights
 from jaxserve.bundles.container import DIGEST, WEIGHTS, Bundle, BundleError, File, Manifest, seal
 from jaxserve.checkpoints.errors import CheckpointError, TooLongError
 from jaxserve.checkpoints.gguf import read_gguf
@@ -140,7 +140,7 @@ class OfBundle(Case):
         place = NamedSharding(self.mesh, PartitionSpec(None, None))
         arrays = [jax.device_put(np.full((4, i + 1), i, np.float32), place) for i in range(3)]
         forms = {f"p{i}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for i, x in enumerate(arrays)}
-        weights.write(self.folder, forms, arrays)
+        stored_weights.write(self.folder, forms, arrays)
         names = [WEIGHTS, "weights/00000.bin"]
         listed = {name: _file(self.folder / name) for name in names}
         manifest = Manifest(
@@ -163,7 +163,7 @@ class OfBundle(Case):
     def read(self) -> None:
         bundle = Bundle.open(self.folder)
         bundle.check(bundle.names(WEIGHTS, "weights"))
-        stored = weights.StoredWeights(bundle)
+        stored = stored_weights.StoredWeights(bundle)
         stored.forms(self.mesh)
         stored.arrays(self.mesh)
 

@@ -6,8 +6,8 @@ from engines import make_engine, request, run_all
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.speculation import speculator
 from jaxserve.speculation.draft_model import MOST_PLANS
 from jaxserve.speculation.ngram import Ngram, Suffix

@@ -13,11 +13,11 @@ from serving import free_port
 from strangers import HELLO, Strangers
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution import commands
+from jaxserve.execution import runner_commands
 from jaxserve.hosts import channel, messages
-from jaxserve.hosts.environment import SECRET
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.greetings import Greetings, bind
+from jaxserve.hosts.host_environment import SECRET
 from jaxserve.hosts.identity import identity_of
 from jaxserve.hosts.messages import EVERY, HostError
 from jaxserve.hosts.other_host import OtherHost
@@ -74,10 +74,10 @@ def group(model_folders, monkeypatch):
 
 def test_calls_reach_all(group):
     hosts = group()
-    hosts.first.tell(1, commands.Allocate())
+    hosts.first.tell(1, runner_commands.Allocate())
     for host_id in (1, 2):
         call = hosts.received(host_id, messages.Call)
-        assert (call.runner, commands.decode(call.command)) == (1, commands.Allocate())
+        assert (call.runner, runner_commands.decode(call.command)) == (1, runner_commands.Allocate())
     waiting = threading.Thread(target=hosts.first.wait_idle)
     waiting.start()
     hosts.send(1, messages.Beat(1, False))
@@ -92,10 +92,10 @@ def test_calls_reach_all(group):
 def test_answers(group):
     """Those of the latest call. A host that answers late is waited for."""
     hosts = group()
-    hosts.first.tell(0, commands.CheckWeights(None))
+    hosts.first.tell(0, runner_commands.CheckWeights(None))
     hosts.send(1, messages.Answer(0, {"file": "old"}, None))
-    hosts.first.tell(0, commands.CheckWeights("folder"))
-    assert commands.decode(hosts.received(1, messages.Call).command) == commands.CheckWeights(None)
+    hosts.first.tell(0, runner_commands.CheckWeights("folder"))
+    assert runner_commands.decode(hosts.received(1, messages.Call).command) == runner_commands.CheckWeights(None)
     found = []
     waiting = threading.Thread(target=lambda: found.append(hosts.first.answers()))
     waiting.start()
@@ -121,7 +121,7 @@ def test_a_host_that_lags(group):
     """It is alive, but has not run what it was told. One that compiles may take its time."""
     hosts = group(1.5)
     for _ in range(5):
-        hosts.first.tell(0, commands.Allocate())
+        hosts.first.tell(0, runner_commands.Allocate())
     reason = hosts.beat_until_the_end((1, messages.Beat(0, True)), (2, messages.Beat(4, False)))
     assert reason == "host 2 (127.0.0.1) is lost: it lags by more than 1.5 s"
 
@@ -159,7 +159,7 @@ def test_hosts_join_while_strangers_hold_connections(group):
         time.sleep(1)
         assert strangers[0].came > 300, "those that came first made room for later ones"
         assert threading.active_count() - threads <= 2 * 2 + 4  # two for each host, of the first host, and of the test
-        hosts.first.tell(0, commands.Allocate())
+        hosts.first.tell(0, runner_commands.Allocate())
         assert hosts.received(1, messages.Call).runner == 0
 
 

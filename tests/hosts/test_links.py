@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.hosts import channel, messages, start_jax
 from jaxserve.hosts.channel import WrongSecretError
-from jaxserve.hosts.environment import SECRET, command_address, found_hosts, read_secret
+from jaxserve.hosts.host_environment import SECRET, command_address, found_hosts, read_secret
 from jaxserve.hosts.identity import difference, identity_of
 from jaxserve.hosts.messages import EVERY, HostError, TokenDigests
 from jaxserve.hosts.peer import Peer

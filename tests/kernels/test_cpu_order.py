@@ -13,11 +13,11 @@ from jaxserve.execution.filters import EXCLUDED
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.rope_spec import RopeConfig
 from jaxserve.pallas_kernels import cpu, cpu_panels
+from jaxserve.pallas_kernels.expert_routing import Router, route
 from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
 from jaxserve.pallas_kernels.parts import Parts
-from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import DrawSettings, KVPages, QuantArray
 
 pytestmark = pytest.mark.skipif(not cpu_panels.available() or not cpu.available(), reason="no C++ compiler")

@@ -13,13 +13,13 @@ from jaxserve.checkpoints.quantized import dequantize as host_values
 from jaxserve.models.quantized import FORMS
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.device_ops import grouped_matmul_of, mixture_of
+from jaxserve.pallas_kernels.expert_routing import Router, route
 from jaxserve.pallas_kernels.experts import ExpertWeights, grouped_matmul, mixture
 from jaxserve.pallas_kernels.lora.reference import add_expert_adapters
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul.reference import dequantize
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.pallas_kernels.routing import Router, route
 from jaxserve.pallas_kernels.types import QuantArray
 
 TOKENS = 13

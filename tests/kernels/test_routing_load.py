@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.routing import load
+from jaxserve.pallas_kernels.expert_routing import load
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 9])

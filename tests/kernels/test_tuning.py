@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.bench import timing, tune
+from jaxserve.bench import tune
 from jaxserve.bench.kernel_cases import AttentionCase, MatmulCase
 from jaxserve.bundles import environment
 from jaxserve.bundles.container import KERNELS
@@ -26,7 +26,7 @@ from jaxserve.pallas_kernels.paged_attention import tpu_plan
 from jaxserve.pallas_kernels.quant_matmul import reference, tpu, ways
 from jaxserve.pallas_kernels.quant_matmul.tpu_plan import make_plan
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.pallas_kernels.tuning import Product, Table, products
+from jaxserve.pallas_kernels.tuning import Product, Table, products, timing
 from jaxserve.pallas_kernels.types import Activations
 
 HOPPER = "NVIDIA H200"

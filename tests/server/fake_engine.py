@@ -11,8 +11,8 @@ import msgspec
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.block_manager import hash_pages
+from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
-from jaxserve.scheduling.stats import EngineStats
 from jaxserve.server.chat.generation import LONG_PROMPT
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SequenceUpdate, StepOutput, TokenLogprob
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.http.body import read_bytes
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.middleware import BodyLimit
+from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.types import InvalidRequestError
 

@@ -20,7 +20,7 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, NAMES, read_max_position, read_mlp, read_norm, read_shared
 from jaxserve.models.rope import read_rope, rope_settings
 from jaxserve.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 ATTENTION = "model.layers.{i}.self_attn"
 MLP = "model.layers.{i}.mlp"

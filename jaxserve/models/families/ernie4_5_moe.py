@@ -18,7 +18,7 @@ from jaxserve.models.families.llama import (
 from jaxserve.models.families.qwen2_moe import EXPERTS, MLP
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 ERNIE_NAMES = NAMES | EXPERTS | SHARED | {"correction_row": f"{MLP}.moe_statics.e_score_correction_bias"}
 THETA = 500000.0

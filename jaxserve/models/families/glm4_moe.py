@@ -20,7 +20,7 @@ from jaxserve.models.families.llama import (
 from jaxserve.models.families.qwen2_moe import EXPERTS, MLP
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelConfig, QKNormSpec
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 SHARED = {f"shared_{role}.weight": f"{MLP}.shared_experts.{role}_proj.weight" for role in ("gate", "up", "down")}
 DEEPSEEK_MOE_NAMES = EXPERTS | SHARED | {"correction": f"{MLP}.gate.e_score_correction_bias"}

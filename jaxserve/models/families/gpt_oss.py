@@ -16,8 +16,8 @@ from jaxserve.models.families.llama import (
 from jaxserve.models.families.shared import read_sliding, windows_of
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ExpertsSpec, MLPSpec, ModelConfig
+from jaxserve.pallas_kernels.expert_routing import Router
 from jaxserve.pallas_kernels.ops import CLAMPED_ALPHA
-from jaxserve.pallas_kernels.routing import Router
 
 MLP = "model.layers.{i}.mlp"
 GPT_OSS_NAMES = NAMES | {

@@ -9,7 +9,7 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.granite import read_granite
 from jaxserve.models.families.llama import IGNORED, NAMES
 from jaxserve.models.spec import ExpertsSpec, ModelConfig
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 MOE = "model.layers.{i}.block_sparse_moe"
 GRANITE_MOE_NAMES = NAMES | {

@@ -30,7 +30,7 @@ from jaxserve.models.spec import (
     QKNormSpec,
     QueryScale,
 )
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 MLP = "model.layers.{i}.feed_forward"
 ROLES = ("gate", "up", "down")

@@ -15,7 +15,7 @@ from jaxserve.models.families.llama import (
 )
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ExpertsSpec, ModelConfig
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 MOE = "model.layers.{i}.block_sparse_moe"
 MIXTRAL_NAMES = NAMES | {

@@ -15,7 +15,7 @@ from jaxserve.models.families.llama import (
     uniform_layers,
 )
 from jaxserve.models.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
-from jaxserve.pallas_kernels.routing import Router
+from jaxserve.pallas_kernels.expert_routing import Router
 
 MLP = "model.layers.{i}.mlp"
 EXPERTS = {

@@ -1,8 +1,7 @@
 """Calls of gpt-oss, which are messages: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-See `jaxserve.server.tools.messages`. The texts of all other messages are content, those of the analysis channel too:
-`jaxserve.server.reasoning.harmony` takes these out before.
-"""
+See `jaxserve.server.tools.channel_messages`. The texts of all other messages are content, those of the analysis channel
+too: `jaxserve.server.reasoning.harmony` takes these out before."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.server.tools.base import ToolParser
+from jaxserve.server.tools.channel_messages import FUNCTIONS, Joined, MessageReader, Part, matches
 from jaxserve.server.tools.json_scan import ValueScanner
-from jaxserve.server.tools.messages import FUNCTIONS, Joined, MessageReader, Part, matches
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 __all__ = ["Parser", "matches", "syntax"]

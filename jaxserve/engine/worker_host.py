@@ -12,8 +12,8 @@ from typing import NoReturn
 from jaxserve.config import EngineConfig
 from jaxserve.engine.held_weights import HeldWeights
 from jaxserve.engine.loading import load_runners
-from jaxserve.execution import commands
-from jaxserve.hosts.environment import found_hosts
+from jaxserve.execution import runner_commands
+from jaxserve.hosts.host_environment import found_hosts
 from jaxserve.hosts.other_host import OtherHost
 from jaxserve.hosts.start_jax import start_jax, stop_jax
 
@@ -39,10 +39,10 @@ def follow(config: EngineConfig) -> int:
         host.compiles = lambda: any(runner.compiling for runner in runners)
         host.busy = False
         for call in host.calls():
-            command = commands.decode(call.command)
-            host.busy = isinstance(command, commands.Long)
+            command = runner_commands.decode(call.command)
+            host.busy = isinstance(command, runner_commands.Long)
             target = [*runners, held][call.runner]
-            if isinstance(command, commands.Answered):
+            if isinstance(command, runner_commands.Answered):
                 host.answer(*_attempt(target, command))
             else:
                 target.run(command)
@@ -55,7 +55,7 @@ def follow(config: EngineConfig) -> int:
     return 0
 
 
-def _attempt(held: HeldWeights, command: commands.Answered) -> tuple[dict[str, str], str | None]:
+def _attempt(held: HeldWeights, command: runner_commands.Answered) -> tuple[dict[str, str], str | None]:
     """What a call that may fail returns, and why it has failed; None: it has not."""
     try:
         return held.run(command) or {}, None
