@@ -32,6 +32,7 @@ from jaxserve.models.weights import abstract_params
 log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several stages
+    "deterministic": False,
     "enable_lora": False,
     "kv_offload_gib": 0,
 }

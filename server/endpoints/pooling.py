@@ -76,7 +76,9 @@ async def _embeddings(state: ServerState, http: HTTPRequest, body: EmbeddingRequ
     return Response(data, media_type="application/json")
 
 
-def _embeddings_json(head: dict, vectors: Sequence[np.ndarray], body: EmbeddingRequest, usage: dict) -> bytes:
+def _embeddings_json(
+    head: dict[str, Any], vectors: Sequence[np.ndarray], body: EmbeddingRequest, usage: dict[str, Any]
+) -> bytes:
     """The answer. Slow for many vectors of floats: call it in a thread."""
     data = []
     for index, vector in enumerate(vectors):

@@ -120,7 +120,7 @@ def _check_forms(data: bytes) -> None:
             if name in fields:
                 _check_form(name, name, fields[name])
         for name in _LISTS:
-            if name in fields and memoryview(fields[name])[:1] == b"[":
+            if name in fields and bytes(memoryview(fields[name])[:1]) == b"[":
                 for i, one in enumerate(_read_list(fields[name])):
                     _check_form(f"{name}[{i}]", name, one)
 

@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 from collections import deque
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxserve.server.ipc import messages
 
@@ -24,7 +24,7 @@ class ApiServerConnection:
       running: request id -> completions that have not ended, under the ids that the API server chose.
     """
 
-    def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue):
+    def __init__(self, number: int, connection: socket.socket, inbox: queue.SimpleQueue[Any]):
         self.number = number
         self.running: dict[str, set[int]] = {}
         self._connection = connection

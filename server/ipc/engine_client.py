@@ -54,7 +54,7 @@ class EngineClient:
         self._streams: dict[str, UpdateStream] = {}
         self._unread = 0  # sum of all streams' `unread`
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()  # set once the current engine is ready or has died
         self._lost = asyncio.Event()  # set once the current engine has died
         self._alive_at = -math.inf  # event-loop time at which the engine last made progress

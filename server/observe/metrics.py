@@ -214,7 +214,7 @@ class Metrics:
             return generate_latest(self.registry)
         self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(self._shared))
+        MultiProcessCollector(registry, path=str(self._shared))  # type: ignore[no-untyped-call]
         registry.register(self)  # type: ignore[arg-type]
         return generate_latest(registry)
 

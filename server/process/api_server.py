@@ -172,7 +172,7 @@ class ApiServer(uvicorn.Server):
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded = asyncio.Event()
-        self._tasks: set[asyncio.Task] = set()  # the event loop keeps only weak references to tasks
+        self._tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references to tasks
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves HTTP at once, while the engine loads."""

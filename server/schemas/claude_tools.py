@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.limits import MAX_TOOLS
 from jaxserve.server.http.notices import shown
-from jaxserve.server.tools.choice import MAX_TOOLS, Function, Tool
+from jaxserve.server.tools.choice import Function, Tool
 from jaxserve.types import InvalidRequestError
 
 # Type without its date -> (description, properties, required) of tools that the client runs and Anthropic defines.

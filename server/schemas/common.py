@@ -322,7 +322,7 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     return tuple(dict.fromkeys(tuple(form) for form in forms if form))
 
 
-def prompts_of(given: str | list, param: str) -> list[str | list[int]]:
+def prompts_of(given: str | list[Any], param: str) -> list[str | list[int]]:
     """The prompts in a field, one entry each. Raises InvalidRequestError for an empty or mixed list."""
     if isinstance(given, str):
         return [given]

