@@ -182,6 +182,19 @@ def test_packages_say_what_lives_there():
         assert [name for name in mentioned if name not in names] == [], document
 
 
+def test_the_core_can_be_read():
+    """The files that ARCHITECTURE.md names as the core: at most 15, and 4,000 lines, up to where it says."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text[text.index("## The core") : text.index("## Seams")]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (?:\"(\w+)\")? ?\|", table, re.MULTILINE)
+    assert 10 <= len(rows) <= 15
+    lines = 0
+    for file, end in rows:
+        source = (ROOT / file).read_text()
+        lines += (source[: source.index(f"# {end}")] if end else source).count("\n")
+    assert lines <= 4000, lines
+
+
 def test_the_rules_bite():
     """The checks of this file find violations."""
     kernels = "jaxserve.pallas_kernels.x"
