@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,8 +30,7 @@ from jaxserve.execution.device_groups import DeviceGroups, GatheredRows, calls
 from jaxserve.execution.kv_cache import STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
-from jaxserve.execution.program_needs import needs_of
-from jaxserve.execution.programs import StepProgram, StepPrograms, compile_threads
+from jaxserve.execution.programs import StepProgram, StepPrograms, bounds_code, compile_threads
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import (
     CREATE_CACHE,
@@ -679,3 +678,18 @@ def arrays_of(rows: Any) -> list[jax.Array]:
 
 def _device_bytes(x: jax.Array) -> int:
     return stored_bytes(x.addressable_shards[0].data)
+
+
+def needs_of(names: Sequence[ProgramName], compiled: Mapping[ProgramName, Any]) -> Needs:
+    """The memory that programs need, by the compiler's figures of those that are compiled. The code of each other
+    program is bounded by the smallest compiled one that is larger in every respect, else by the largest of all."""
+    code = {name: figures.generated_code_size_in_bytes for name, figures in compiled.items()}
+    upkeep = [code[name] for name in code if isinstance(name, AuxProgram)]
+
+    def bound(name: ProgramName) -> int:
+        if isinstance(name, AuxProgram):
+            return max(upkeep or code.values(), default=0)  # the compiled ones sample or have the output head
+        larger = [n for n in code if isinstance(n, StepProgram) and bounds_code(n, name)]
+        return min((code[n] for n in larger), default=max(code.values(), default=0))
+
+    return Needs.of(list(compiled.values()), [bound(name) for name in names if name not in compiled])
