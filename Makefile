@@ -76,8 +76,8 @@ format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Built from what git has, so that no file is released that somebody forgot to commit. An sdist with links would install a
-# package without three of its four folders.
+# Built from the last commit, so that a file that somebody forgot to commit is missed here. An sdist with links would
+# install a package without three of its four folders.
 release: VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 release: VENV = .venv-release
 release:
@@ -91,7 +91,7 @@ release:
 	$(call TRY,jaxserve-$(VERSION)-py3-none-any.whl)
 	$(call TRY,jaxserve-$(VERSION).tar.gz)
 
-# Installs a file of dist/ into an environment of its own, and runs the demo model outside the checkout.
+# Installs a file of dist/ into an environment of its own, and runs the demo model from there.
 define TRY
 	rm -rf $(VENV)/fresh
 	$(PYTHON) -m venv $(VENV)/fresh
