@@ -5,6 +5,7 @@
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
 # make slow    two cases of each test that is marked as slow, also of kernels; all cases, for hours: make slow CASES=
+# make release   wheel and sdist of the last commit, in dist/; each is tried in a fresh environment
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +29,7 @@ PIP_INSTALL_FOR_TESTS = $(PIP_INSTALL) --no-compile
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types format clean
+.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types format release clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -75,6 +76,32 @@ format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Built from the last commit, so that a file that somebody forgot to commit is missed here. An sdist with links would
+# install a package without three of its four folders.
+release: VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+release: VENV = .venv-release
+release:
+	rm -rf $(VENV) dist
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) build
+	mkdir $(VENV)/source
+	git archive HEAD | tar -x -C $(VENV)/source
+	$(BIN)/python -m build --outdir dist $(VENV)/source
+	! tar -tvzf dist/jaxserve-$(VERSION).tar.gz | grep ^l
+	$(call TRY,jaxserve-$(VERSION)-py3-none-any.whl)
+	$(call TRY,jaxserve-$(VERSION).tar.gz)
+
+# Installs a file of dist/ into an environment of its own, and runs the demo model from there.
+define TRY
+	rm -rf $(VENV)/fresh
+	$(PYTHON) -m venv $(VENV)/fresh
+	$(VENV)/fresh/bin/pip install --quiet --disable-pip-version-check dist/$(1)
+	cd $(VENV)/fresh && test "$$(bin/jaxserve --version)" = "jaxserve $(VERSION)"
+	cd $(VENV)/fresh && bin/jaxserve serve --help > /dev/null
+	cd $(VENV)/fresh && bin/jaxserve generate demo "def open(" --max-tokens 8 --platform cpu
+	@echo "$(1) installs and runs"
+endef
+
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e .
@@ -86,4 +113,4 @@ $(VENV)/installed-%: pyproject.toml
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) .venv*-aot .venv-replicas build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv*-aot .venv-replicas .venv-release build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxserve import entry
 
@@ -74,6 +76,14 @@ def test_every_other_file_is_package_data():
     assert listed == set(DATA)
     for pattern in set(DATA) - {"pallas_kernels/tuning/*.json"}:  # no tuned table is bundled so far
         assert any(ROOT.glob(pattern)), f"nothing matches {pattern}"
+
+
+def test_versions_agree():
+    """The package, the Helm chart and the first heading of the changelog have one version."""
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = yaml.safe_load((ROOT / "deploy" / "helm" / "jaxserve" / "Chart.yaml").read_text())
+    newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert (chart["version"], chart["appVersion"], newest and newest[1]) == (ours, ours, ours)
 
 
 @pytest.fixture
