@@ -130,7 +130,7 @@ def test_the_plan_tells_what_loading_makes(kind, tmp_path, monkeypatch):
     config = EngineConfig(model=str(path), tensor_parallel_size=2)
     decoder: Decoder = make_decoder(read_model(path), mesh, "float32")
     planned = abstract_weights(decoder, path, mesh, config)
-    loaded = flatten_dict(load.load_params(decoder, path, mesh, progress=False, blocks=True, apart=True), sep="/")
+    loaded = flatten_dict(load.load_params(decoder, path, mesh, progress=False, blocks=True, keep_mixed=True), sep="/")
 
     def form(x):
         return x.shape, x.dtype, x.sharding

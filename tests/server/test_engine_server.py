@@ -104,7 +104,7 @@ def test_a_closing_front_takes_its_requests_along(path, config):
         leaving = await connected(path)
         staying = await connected(path)
         stream = leaving.generate([request("a", max_tokens=10_000)])
-        assert await anext(stream) == []  # accepted
+        await anext(stream)  # accepted
         assert engine.has_work
         await leaving.close()
         await until(lambda: not engine.has_work)
