@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -302,7 +303,9 @@ class LLM:
                 if not isinstance(own, SamplingParams):
                     raise InvalidRequestError(f"expected SamplingParams, got {own!r:.80}", "sampling_params")
                 text, ids = encode_prompt(self.tokenizer, prompt)
-                own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
+                ends = self.tokenizer.with_eos(own.stop_token_ids, self.engine.eos_token_ids)
+                if ends != own.stop_token_ids and not own.ignore_eos:
+                    own = msgspec.structs.replace(own, stop_token_ids=ends)
                 request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
                 if (adapter := adapters[wanted]) is not None:
                     request.adapter = adapter.name
