@@ -4,6 +4,7 @@
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
+# make settings   write docs/settings.md from the settings' definitions
 # make slow    two cases of each test that is marked as slow, also of kernels; all cases, for hours: make slow CASES=
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ PIP_INSTALL_FOR_TESTS = $(PIP_INSTALL) --no-compile
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types format clean
+.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types settings format clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -73,6 +74,10 @@ types: $(VENV)/installed-lint
 	rm -rf build/types && mkdir -p build/types/jaxserve
 	cd build/types/jaxserve && ln -s ../../../jaxserve/* ../../../server ../../../checkpoints ../../../pallas_kernels .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+settings: $(VENV)/installed
+	$(BIN)/python -c "from jaxserve.commands import cli, help; serve = cli.make_parser().parse_args(['serve']); \
+	open('docs/settings.md', 'w').write(help.settings_page(serve.serve_parser))"
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .

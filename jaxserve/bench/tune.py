@@ -25,7 +25,7 @@ import numpy as np
 from jaxserve.bench import timing
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, first_result, largest_error
 from jaxserve.bench.kernel_shapes import cases
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig, default_page_size
 from jaxserve.devices.mesh import ways as parts_of
 from jaxserve.devices.targets import rates
 from jaxserve.engine.kernel_timing import name_of, problems_of, weights_of
@@ -37,7 +37,6 @@ from jaxserve.pallas_kernels.quant_matmul import fragments, ways
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
 from jaxserve.pallas_kernels.tuning import products
 from jaxserve.pallas_kernels.tuning.products import PLAIN, Race, short
-from jaxserve.pallas_kernels.types import default_page_size
 
 GAIN = 0.03  # least saving, as a fraction of the time with the default sizes
 MODEL_SECONDS = 180.0  # for all of a model

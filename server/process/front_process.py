@@ -32,7 +32,7 @@ from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
 from jaxserve.server.process.engine_process import end_with_parent, watch_parent
-from jaxserve.server.process.front import Front, HttpOptions, allow_files
+from jaxserve.server.process.front import Front, allow_files, http_config
 from jaxserve.types import EngineDeadError
 
 CANNOT_GO_ON = 3  # exit code after an error that other fronts would meet, too
@@ -47,7 +47,7 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     """The line of JSON that the parent writes to standard input.
 
     Attributes:
-      config, settings, options: the fields of EngineConfig, ServerSettings and HttpOptions.
+      config, settings: the fields of EngineConfig and ServerSettings.
       socket_path: where the engine listens.
       shared: the folder of the files that all fronts share.
       created: seconds since the epoch; when the server was started.
@@ -60,7 +60,6 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
 
     config: dict[str, Any]
     settings: dict[str, Any]
-    options: dict[str, Any]
     socket_path: str
     shared: str
     created: int
@@ -71,8 +70,8 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     again: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, settings: ServerSettings, options: HttpOptions, **fields: Any) -> FrontLaunch:
-        return cls(config=asdict(config), settings=asdict(settings), options=asdict(options), **fields)
+    def of(cls, config: EngineConfig, settings: ServerSettings, **fields: Any) -> FrontLaunch:
+        return cls(config=asdict(config), settings=asdict(settings), **fields)
 
     def server_settings(self) -> ServerSettings:
         fields: dict[str, Any] = {
@@ -179,7 +178,7 @@ def main() -> int:
     state.responses = launch.responses()
     allow_files(settings)
     front = _SharedFront(
-        HttpOptions(**launch.options).config(state),
+        http_config(state),
         state,
         SharedEngine(launch.socket_path),
         EngineConfig(**launch.config),
