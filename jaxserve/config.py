@@ -65,14 +65,13 @@ class SpeculativeConfig:
         "also what followed them in recent outputs for the same tenant; draft_model: what a smaller model with the "
         "same vocabulary samples; eagle3: an EAGLE-3 draft; mtp: the model's own head for multi-token prediction",
         rule=Rule(" or ".join(_METHODS), lambda method: method in _METHODS),
-    )
+    )  # fmt: skip
     model: str | None = setting(None, "folder or hub id of the draft model or EAGLE-3 draft")
     num_speculative_tokens: int = setting(
-        8,
-        "most tokens that are proposed for a sequence in a step",
+        8, "most tokens that are proposed for a sequence in a step",
         more="Fewer are proposed where they do not pay.",
         rule=between(1, MAX_PROPOSALS),
-    )
+    )  # fmt: skip
     prompt_lookup_min: int = setting(2, "how many of the last tokens must have stood earlier", rule=between(1, 64))
     prompt_lookup_max: int = setting(16, "how many of the last tokens are compared at most; more are preferred")
 
@@ -143,86 +142,56 @@ class EngineConfig:
     # What clients see
 
     generation_config: str = setting(
-        "auto",
-        "recommended sampling parameters: auto: the model's; none (or vllm): none; else those of "
+        "auto", "recommended sampling parameters: auto: the model's; none (or vllm): none; else those of "
         "generation_config.json in this folder",
         more="Tokens that end a sequence are always the model's.",
-        topic="api",
-        short="recommended sampling: auto, none or a folder",
-        metavar="FOLDER",
-        rule=SOME_TEXT,
-    )
+        topic="api", short="recommended sampling: auto, none or a folder", metavar="FOLDER", rule=SOME_TEXT,
+    )  # fmt: skip
     override_generation_config: Mapping[str, Any] | None = setting(
-        None,
-        'sampling parameters that replace recommended ones, for example {"temperature": 0.6}',
+        None, 'sampling parameters that replace recommended ones, for example {"temperature": 0.6}',
         more="They may be temperature, top_k, top_p, min_p and repetition_penalty.",
-        topic="api",
-        metavar="JSON",
-    )
+        topic="api", metavar="JSON",
+    )  # fmt: skip
     max_logprobs: int = setting(
-        MAX_LOGPROBS,
-        f"most alternatives for each token that a request may ask for, at most {MAX_LOGPROBS}",
-        topic="api",
-        metavar="N",
-        rule=between(0, MAX_LOGPROBS),
-    )
+        MAX_LOGPROBS, f"most alternatives for each token that a request may ask for, at most {MAX_LOGPROBS}",
+        topic="api", metavar="N", rule=between(0, MAX_LOGPROBS),
+    )  # fmt: skip
 
     # Limits of clients
 
     max_waiting: int | None = setting(
-        None,
-        "most completions in the queue; beyond it new requests get status 503; None: no limit, or in a server "
+        None, "most completions in the queue; beyond it new requests get status 503; None: no limit, or in a server "
         f"{WAITING_PER_SLOT} for each of --max-num-seqs, at least {DEFAULT_WAITING}",
         more="An empty queue takes requests of any size.",
-        topic="limits",
-        metavar="N",
-        rule=between(1, 2**31),
-    )
+        topic="limits", metavar="N", rule=between(1, 2**31),
+    )  # fmt: skip
     max_waiting_tokens: int | None = setting(
-        None,
-        "most prompt tokens in the queue; beyond it new requests get status 503; None: no limit",
-        topic="limits",
-        metavar="TOKENS",
-        rule=between(1, 2**62),
-    )
+        None, "most prompt tokens in the queue; beyond it new requests get status 503; None: no limit",
+        topic="limits", metavar="TOKENS", rule=between(1, 2**62),
+    )  # fmt: skip
 
     # Logs, metrics, traces
 
     profile_dir: str | None = setting(
         None,
         "folder for traces of JAX's profiler; adds POST /profile?steps=N to a server with --admin-key; None: no traces",
-        topic="watching",
-        flag="--profile",
-        also="--profile-dir",
-        metavar="DIR",
-    )
+        topic="watching", flag="--profile", also="--profile-dir", metavar="DIR",
+    )  # fmt: skip
 
     # Model and weights
 
     revision: str | None = setting(
-        None,
-        "branch, tag or commit of a hub id, as in org/name@NAME; None: its main branch",
-        topic="model",
-        short="branch, tag or commit of a hub id",
-        metavar="NAME",
-        rule=SOME_TEXT,
-    )
+        None, "branch, tag or commit of a hub id, as in org/name@NAME; None: its main branch",
+        topic="model", short="branch, tag or commit of a hub id", metavar="NAME", rule=SOME_TEXT,
+    )  # fmt: skip
     tokenizer: str | None = setting(
-        None,
-        "folder, GGUF file or hub id with the tokenizer; None: the model's own",
-        topic="model",
-        short="folder, GGUF file or hub id of another one",
-        metavar="MODEL",
-        rule=SOME_TEXT,
-    )
+        None, "folder, GGUF file or hub id with the tokenizer; None: the model's own",
+        topic="model", short="folder, GGUF file or hub id of another one", metavar="MODEL", rule=SOME_TEXT,
+    )  # fmt: skip
     download_dir: str | None = setting(
-        None,
-        "folder for what is downloaded from the hub; None: the hub's own cache (HF_HOME)",
-        topic="model",
-        short="folder for what is downloaded from the hub",
-        metavar="DIR",
-        rule=SOME_TEXT,
-    )
+        None, "folder for what is downloaded from the hub; None: the hub's own cache (HF_HOME)",
+        topic="model", short="folder for what is downloaded from the hub", metavar="DIR", rule=SOME_TEXT,
+    )  # fmt: skip
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         "dtype of weights, computation and cache; auto: float32 on CPU (with 16-bit weights if the checkpoint has "
@@ -230,39 +199,29 @@ class EngineConfig:
         more="A single CPU with kernels always computes in float32: there bfloat16 and float16 round all weights, and "
         "bfloat16 also rounds the inputs of products (with AVX512-BF16, products with many rows then take two thirds "
         "of the time).",
-        topic="model",
-        short="of weights, computation and cache",
-        other_values={"half": "float16", "float": "float32"},
-    )
+        topic="model", short="of weights, computation and cache", other_values={"half": "float16", "float": "float32"},
+    )  # fmt: skip
     quantization: str = setting(
         "auto",
         "format of the weights; auto: the checkpoint's; int8, int4, fp8, int8-dynamic or fp8-dynamic (rounds inputs "
         "of products too): quantize while loading; another name: require that format",
-        topic="model",
-        short="int8, int4, fp8: quantize while loading",
-        metavar="NAME",
-    )
+        topic="model", short="int8, int4, fp8: quantize while loading", metavar="NAME",
+    )  # fmt: skip
     load_format: Literal["auto", "dummy"] = setting(
-        "auto",
-        "auto: read the checkpoint; dummy: random weights, for which config.json is enough",
-        topic="model",
-        short="dummy: random weights, for tests",
-        other_values={"safetensors": "auto", "gguf": "auto"},
-    )
+        "auto", "auto: read the checkpoint; dummy: random weights, for which config.json is enough",
+        topic="model", short="dummy: random weights, for tests", other_values={"safetensors": "auto", "gguf": "auto"},
+    )  # fmt: skip
     ignore_config_keys: tuple[str, ...] = setting(
         (),
         "unsupported settings of config.json to ignore, separated by commas; only for settings that do not affect the "
         "computation",
         more="Those of a GGUF file likewise. All count as absent.",
-        topic="model",
-        metavar="KEYS",
-        rule=list_of("a list of keys"),
-    )
+        topic="model", metavar="KEYS", rule=list_of("a list of keys"),
+    )  # fmt: skip
     dequantize: bool = setting(
-        False,
-        "turn quantized weights into floats while loading: takes more memory; on CPU faster for long prompts",
+        False, "turn quantized weights into floats while loading: takes more memory; on CPU faster for long prompts",
         topic="model",
-    )
+    )  # fmt: skip
     activation_quantization: Literal["auto", "none", "checkpoint"] = setting(
         "auto",
         "whether to round the inputs of products to 8 bits for checkpoints that ask for it (W8A8); auto: on devices "
@@ -270,48 +229,34 @@ class EngineConfig:
         more="Such devices are NVIDIA GPUs, and TPUs with int8. With checkpoint, a CPU multiplies the rounded values "
         "as floats.",
         topic="model",
-    )
+    )  # fmt: skip
     bundle_key_file: str | None = setting(
         None,
         "file with the key that signs a bundle, or with which its signature is checked; None: the code of a bundle is "
         "run if nobody but this user and root can write to it",
-        topic="model",
-        metavar="FILE",
-    )
+        topic="model", metavar="FILE",
+    )  # fmt: skip
     seed: int = setting(
-        0,
-        "seed of requests without one of their own, and of dummy weights",
-        topic="model",
-        rule=A_WHOLE_NUMBER,
-    )
+        0, "seed of requests without one of their own, and of dummy weights",
+        topic="model", rule=A_WHOLE_NUMBER,
+    )  # fmt: skip
 
     # Lengths and batches
 
     max_model_len: int | None = setting(
-        None,
-        "longest prompt and output together, in tokens; None: the model's own limit; 32K: 32768",
-        topic="batches",
-        short="longest prompt and output together",
-        metavar="TOKENS",
+        None, "longest prompt and output together, in tokens; None: the model's own limit; 32K: 32768",
+        topic="batches", short="longest prompt and output together", type="tokens", metavar="TOKENS",
         rule=between(1, 2**24),
-    )
+    )  # fmt: skip
     max_num_seqs: int = setting(
-        256,
-        "most sequences in one step",
-        topic="batches",
-        usual=True,
-        metavar="N",
-        rule=between(1, 2**16),
-    )
+        256, "most sequences in one step",
+        topic="batches", usual=True, metavar="N", rule=between(1, 2**16),
+    )  # fmt: skip
     max_num_batched_tokens: int | None = setting(
-        None,
-        "most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs",
+        None, "most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs",
         more="Large GPUs have 60 GB and more.",
-        topic="batches",
-        short="most tokens in one step",
-        metavar="TOKENS",
-        rule=between(1, 2**20),
-    )
+        topic="batches", short="most tokens in one step", type="tokens", metavar="TOKENS", rule=between(1, 2**20),
+    )  # fmt: skip
     prefill_chunk: int | None = setting(
         None,
         "caps a step that computes prompts while others decode; None: 32 on CPU, else what --latency-goal-ms allows "
@@ -320,149 +265,104 @@ class EngineConfig:
         "The default on CPU grows when prompts outnumber a quarter of the decodes. Elsewhere it is at least what the "
         "devices compute in the time of reading the weights; it follows from data sheets at first (512 tokens of an 8B "
         "model on an H200), then from measured steps.",
-        topic="batches",
-        metavar="TOKENS",
-        rule=between(1, 2**20),
-    )
+        topic="batches", metavar="TOKENS", rule=between(1, 2**20),
+    )  # fmt: skip
     prompts_first: bool = setting(
         False,
         "while no client streams, give prompts whole steps, as `batch` does: more tokens a second, and tokens come "
         "later (not on CPU)",
         more="`LLM` sets it, too. It has no effect with --prefill-chunk.",
         topic="batches",
-    )
+    )  # fmt: skip
     max_penalty_seqs: int | None = setting(
-        None,
-        "most sequences with penalties in one step; None: as many as 256 MiB of token counts hold",
+        None, "most sequences with penalties in one step; None: as many as 256 MiB of token counts hold",
         more="Further ones wait. Each takes 5 bytes of device memory per token of the vocabulary; the default is at "
         "least 8.",
-        topic="batches",
-        metavar="N",
-        rule=between(1, 2**16),
-    )
+        topic="batches", metavar="N", rule=between(1, 2**16),
+    )  # fmt: skip
     decode_steps: int = setting(
-        16,
-        "most tokens that one call of the devices samples for a sequence, while no request waits",
+        16, "most tokens that one call of the devices samples for a sequence, while no request waits",
         more="It samples one while a prompt is computed. The loop runs on the devices; answers do not depend on it.",
-        topic="batches",
-        metavar="N",
-        rule=between(1, MAX_TOKENS_PER_CALL),
-    )
+        topic="batches", metavar="N", rule=between(1, MAX_TOKENS_PER_CALL),
+    )  # fmt: skip
     latency_goal_ms: float | None = setting(
-        None,
-        "longest time of such a call while a client streams, 4 times that otherwise; also sets the default of "
+        None, "longest time of such a call while a client streams, 4 times that otherwise; also sets the default of "
         f"--prefill-chunk; None: {CPU_LATENCY_GOAL_MS:g} on CPU, else {LATENCY_GOAL_MS:g}",
         more="The default is longer on CPU, where the host's work between calls takes cores from the model.",
-        topic="batches",
-        metavar="MS",
-        rule=in_range(0, 60_000),
-    )
+        topic="batches", metavar="MS", rule=in_range(0, 60_000),
+    )  # fmt: skip
     scheduling_policy: Literal["fcfs", "priority"] = setting(
-        "fcfs",
-        "fcfs ignores requests' priorities; priority serves lower values first, and preempts others",
+        "fcfs", "fcfs ignores requests' priorities; priority serves lower values first, and preempts others",
         topic="batches",
-    )
+    )  # fmt: skip
     async_scheduling: bool = setting(
-        True,
-        "wait for each step's tokens before scheduling the next step",
+        True, "wait for each step's tokens before scheduling the next step",
         topic="batches",
-    )
+    )  # fmt: skip
     forbid_compile: bool = setting(
-        False,
-        "once ready, fail instead of compiling (for tests)",
+        False, "once ready, fail instead of compiling (for tests)",
         topic="batches",
-    )
+    )  # fmt: skip
 
     # Memory and KV cache
 
     memory_utilization: float = setting(
-        0.90,
-        "of device memory, for weights, KV cache and temporaries together",
+        0.90, "of device memory, for weights, KV cache and temporaries together",
         more="On CPU, of the memory that is available at the start, of which the cache takes at most half unless "
         "--kv-pages is given.",
-        topic="memory",
-        also="--gpu-memory-utilization",
-        short="share of device memory to use",
-        metavar="FRACTION",
+        topic="memory", also="--gpu-memory-utilization", short="share of device memory to use", metavar="FRACTION",
         rule=in_range(0.05, 1.0),
-    )
+    )  # fmt: skip
     kv_pages: int | None = setting(
-        None,
-        "size of the KV cache in pages; None: as many as the memory allows, on CPU at most half of what is free",
-        topic="memory",
-        also="--num-gpu-blocks-override",
-        short="size of the KV cache (default: what fits)",
-        metavar="PAGES",
-        rule=between(2, 2**31 - 1),
-    )
+        None, "size of the KV cache in pages; None: as many as the memory allows, on CPU at most half of what is free",
+        topic="memory", also="--num-gpu-blocks-override", short="size of the KV cache (default: what fits)",
+        metavar="PAGES", rule=between(2, 2**31 - 1),
+    )  # fmt: skip
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = setting(
-        "auto",
-        "dtype of cached keys and values; fp8 and int8 have scales; auto: the computation's",
+        "auto", "dtype of cached keys and values; fp8 and int8 have scales; auto: the computation's",
         more="They have one for each head of each token.",
-        topic="memory",
-        short="of cached keys and values",
-        other_values={"bfloat16": "bf16", "fp8_e4m3": "fp8"},
-    )
+        topic="memory", short="of cached keys and values", other_values={"bfloat16": "bf16", "fp8_e4m3": "fp8"},
+    )  # fmt: skip
     prefix_caching: bool = setting(
-        True,
-        "do not reuse the KV pages of equal prompt prefixes",
-        topic="memory",
-        also="--no-enable-prefix-caching",
-        short="do not reuse equal beginnings of prompts",
-    )
+        True, "do not reuse the KV pages of equal prompt prefixes",
+        topic="memory", also="--no-enable-prefix-caching", short="do not reuse equal beginnings of prompts",
+    )  # fmt: skip
     kv_offload_gib: float = setting(
-        0.0,
-        "host memory for KV pages that the prefix cache evicts; they come back by a copy; 0: none",
+        0.0, "host memory for KV pages that the prefix cache evicts; they come back by a copy; 0: none",
         more="They come back where that is faster than to compute them.",
-        topic="memory",
-        short="host memory for evicted KV pages",
-        metavar="GIB",
-        rule=between(0.0, 2**20, "GiB"),
-    )
+        topic="memory", short="host memory for evicted KV pages", metavar="GIB", rule=between(0.0, 2**20, "GiB"),
+    )  # fmt: skip
     page_size: int | None = setting(
-        None,
-        f"{PAGE_SIZE_HELP}; prompts share cached beginnings in whole pages",
+        None, f"{PAGE_SIZE_HELP}; prompts share cached beginnings in whole pages",
         more="The default is less where a model's attention chunks (Llama 4) are no multiple of that. A larger page "
         "leaves more of a common prefix to be computed again.",
-        topic="memory",
-        also="--block-size",
-        metavar="TOKENS",
-        rule=_PAGE_SIZE,
-    )
+        topic="memory", also="--block-size", metavar="TOKENS", rule=_PAGE_SIZE,
+    )  # fmt: skip
     kv_offload_dir: str | None = setting(
         None,
         "private folder for the same pages in files, which survive a restart with the same model and settings; needs "
         "--kv-offload-gib; None: no files",
-        topic="memory",
-        metavar="DIR",
-        rule=A_FOLDER,
-    )
+        topic="memory", metavar="DIR", rule=A_FOLDER,
+    )  # fmt: skip
     kv_offload_dir_gib: float = setting(
-        32.0,
-        "most GiB of these files; the least recently used ones are deleted",
-        topic="memory",
-        metavar="GIB",
-        rule=between(0.001, 2**20, "GiB"),
-    )
+        32.0, "most GiB of these files; the least recently used ones are deleted",
+        topic="memory", metavar="GIB", rule=between(0.001, 2**20, "GiB"),
+    )  # fmt: skip
     cpu_offload_gib: float = setting(
         0.0,
         "weights of each device that stay in host memory, by layer; every step copies them to the devices, so it is "
         "slow; for models that do not fit; 0: none",
         more="They are the last layers, and are copied one ahead of the computation. A call samples one token for a "
         "sequence then, and no step is dispatched ahead.",
-        topic="memory",
-        also="--cpu-offload-gb",
-        metavar="GIB",
-        rule=between(0.0, 2**20, "GiB"),
-    )
+        topic="memory", also="--cpu-offload-gb", metavar="GIB", rule=between(0.0, 2**20, "GiB"),
+    )  # fmt: skip
     state_snapshots: int | None = setting(
         None,
         "of a model with recurrent layers: states at the ends of prompts that are kept for later requests; None: a "
         "quarter of --max-num-seqs, at least 8",
         more="Each takes the memory of a sequence's state. With 0 no prefix is reused.",
-        topic="memory",
-        rule=between(0, 2**16),
-    )
+        topic="memory", rule=between(0, 2**16),
+    )  # fmt: skip
 
     # Devices
 
@@ -470,80 +370,54 @@ class EngineConfig:
         "auto",
         "what JAX runs on; auto: what it finds, but not by mistake the CPU of a machine with an accelerator: say cpu "
         "where that is meant, here or in JAX_PLATFORMS",
-        topic="devices",
-        short="what JAX runs on",
-    )
+        topic="devices", short="what JAX runs on",
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
-        1,
-        "devices that share each layer; with several hosts all of their devices",
-        topic="devices",
-        also="-tp",
-        usual=True,
-        metavar="DEVICES",
-        rule=_DEVICES,
-    )
+        1, "devices that share each layer; with several hosts all of their devices",
+        topic="devices", also="-tp", usual=True, metavar="DEVICES", rule=_DEVICES,
+    )  # fmt: skip
     pipeline_parallel_size: int = setting(
-        1,
-        "groups of --tensor-parallel-size devices that each have some of the layers",
-        topic="devices",
-        also="-pp",
-        short="groups that each have some of the layers",
-        metavar="STAGES",
-        rule=_DEVICES,
-    )
+        1, "groups of --tensor-parallel-size devices that each have some of the layers",
+        topic="devices", also="-pp", short="groups that each have some of the layers", metavar="STAGES", rule=_DEVICES,
+    )  # fmt: skip
     data_parallel_size: int = setting(
-        1,
-        "groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of attention's "
+        1, "groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of attention's "
         "weights; all devices share the experts. --max-num-seqs, --max-num-batched-tokens and --kv-pages are of each "
         "group",
         more="And so is --max-penalty-seqs.",
-        topic="devices",
-        also="-dp",
-        short="groups with sequences of their own",
-        metavar="GROUPS",
-        rule=_DEVICES,
-    )
+        topic="devices", also="-dp", short="groups with sequences of their own", metavar="GROUPS", rule=_DEVICES,
+    )  # fmt: skip
     enable_expert_parallel: bool = setting(
         False,
         "each device has some of a mixture's experts whole, instead of a part of each; all devices share attention "
         "and dense MLPs as before",
-        topic="devices",
-        also="-ep",
-        short="each device has some experts whole",
-    )
+        topic="devices", also="-ep", short="each device has some experts whole",
+    )  # fmt: skip
     decode_context_parallel_size: int = setting(
-        1,
-        "devices that keep different tokens of the same key-value heads, so that the cache holds that many times as "
+        1, "devices that keep different tokens of the same key-value heads, so that the cache holds that many times as "
         "many; for models with fewer such heads than devices",
         more="Their number divides --tensor-parallel-size.",
-        topic="devices",
-        also="-dcp",
-        metavar="DEVICES",
-        rule=_DEVICES,
-    )
+        topic="devices", also="-dcp", metavar="DEVICES", rule=_DEVICES,
+    )  # fmt: skip
     attention_backend: str = setting(
-        "auto",
-        "kernels for attention; auto: the first that runs here, see `jaxserve kernels`",
-        topic="devices",
-        rule=_KERNELS,
-    )
+        "auto", "kernels for attention; auto: the first that runs here, see `jaxserve kernels`",
+        topic="devices", rule=_KERNELS,
+    )  # fmt: skip
     matmul_backend: str = setting(
         "auto",
         "kernels for products with quantized weights; on CPU auto rounds the products' inputs to 8 bits, and cpu does "
         "not",
         more="The inputs are rounded in blocks of 32 with a scale each. Only auto follows --activation-quantization.",
-        topic="devices",
-        rule=_KERNELS,
-    )
+        topic="devices", rule=_KERNELS,
+    )  # fmt: skip
     kernel_timing: bool = setting(
-        True,
-        "do not measure which kernels multiply fastest when a device is new; take an estimate",
+        True, "do not measure which kernels multiply fastest when a device is new; take an estimate",
         more="Else, where no table says which of its kernels a device multiplies the model's weights fastest with, a "
         "start on an accelerator times them in at most 10 s, while weights are loaded, and keeps the result in the "
         "user's cache folder (docs/kernels.md). Nothing is measured, and earlier results count no more, with several "
         "hosts, --deterministic, pipelines, --cpu-offload-gib and a named --matmul-backend.",
         topic="devices",
-    )
+    )  # fmt: skip
 
     # Several hosts
 
@@ -551,45 +425,31 @@ class EngineConfig:
         None,
         "address of the first host; auto: take the hosts from the environment of Slurm, a LeaderWorkerSet or a TPU "
         "pod on GKE; None: there is one host",
-        topic="hosts",
-        metavar="HOST:PORT",
-    )
+        topic="hosts", metavar="HOST:PORT",
+    )  # fmt: skip
     num_hosts: int = setting(1, "hosts of the replica", topic="hosts", metavar="N", rule=between(1, 2**12))
     host_id: int = setting(
-        0,
-        "which of them this is; 0: the first, which serves; the others follow it",
-        topic="hosts",
-        metavar="I",
-        rule=between(0, 2**12 - 1),
-    )
+        0, "which of them this is; 0: the first, which serves; the others follow it",
+        topic="hosts", metavar="I", rule=between(0, 2**12 - 1),
+    )  # fmt: skip
     command_host: str | None = setting(
         None,
         "address of the first host's own at which it waits for the others, where it does not have the coordinator's, "
         "as behind a load balancer; 0.0.0.0: all of its addresses; None: the coordinator's",
-        topic="hosts",
-        metavar="HOST",
-        rule=SOME_TEXT,
-    )
+        topic="hosts", metavar="HOST", rule=SOME_TEXT,
+    )  # fmt: skip
     command_port: int | None = setting(
-        None,
-        "port of the first host to which the others connect; None: the one after the coordinator's",
-        topic="hosts",
-        metavar="PORT",
-        rule=between(1, 2**16 - 1),
-    )
+        None, "port of the first host to which the others connect; None: the one after the coordinator's",
+        topic="hosts", metavar="PORT", rule=between(1, 2**16 - 1),
+    )  # fmt: skip
     host_secret_file: str | None = setting(
-        None,
-        "file with a secret of at least 16 bytes that all hosts know; None: read from JAXSERVE_HOST_SECRET",
-        topic="hosts",
-        metavar="FILE",
-    )
+        None, "file with a secret of at least 16 bytes that all hosts know; None: read from JAXSERVE_HOST_SECRET",
+        topic="hosts", metavar="FILE",
+    )  # fmt: skip
     host_timeout: float = setting(
-        20.0,
-        "a host that is silent or behind for so long ends the replica",
-        topic="hosts",
-        metavar="SECONDS",
-        rule=in_range(1, 3600, "seconds"),
-    )
+        20.0, "a host that is silent or behind for so long ends the replica",
+        topic="hosts", metavar="SECONDS", rule=in_range(1, 3600, "seconds"),
+    )  # fmt: skip
 
     # Prefill and decode on servers of their own
 
@@ -599,35 +459,24 @@ class EngineConfig:
         "servers for the pages of long prompts; both: neither",
         more="The first two need --kv-offload-gib, and a secret as hosts do.",
         topic="roles",
-    )
+    )  # fmt: skip
     prefill_listen: str | None = setting(
-        None,
-        "where a server with the role prefill waits for servers with the role decode",
-        topic="roles",
-        metavar="HOST:PORT",
-    )
+        None, "where a server with the role prefill waits for servers with the role decode",
+        topic="roles", metavar="HOST:PORT",
+    )  # fmt: skip
     prefill_servers: tuple[str, ...] = setting(
-        (),
-        "where the servers with the role prefill wait, separated by commas",
+        (), "where the servers with the role prefill wait, separated by commas",
         more="Only for the role decode.",
-        topic="roles",
-        metavar="HOST:PORT,...",
-        rule=list_of("a list of host:port", ADDRESS.fullmatch),
-    )
+        topic="roles", metavar="HOST:PORT,...", rule=list_of("a list of host:port", ADDRESS.fullmatch),
+    )  # fmt: skip
     prefill_min_tokens: int = setting(
-        256,
-        "prompts with fewer tokens that are not cached here are computed here",
-        topic="roles",
-        metavar="TOKENS",
-        rule=between(1, 2**24),
-    )
+        256, "prompts with fewer tokens that are not cached here are computed here",
+        topic="roles", metavar="TOKENS", rule=between(1, 2**24),
+    )  # fmt: skip
     prefill_timeout: float = setting(
-        10.0,
-        "most time that a request waits for pages before its prompt is computed here",
-        topic="roles",
-        metavar="SECONDS",
-        rule=in_range(0.1, 3600, "seconds"),
-    )
+        10.0, "most time that a request waits for pages before its prompt is computed here",
+        topic="roles", metavar="SECONDS", rule=in_range(0.1, 3600, "seconds"),
+    )  # fmt: skip
 
     # Speculative decoding
 
@@ -636,55 +485,38 @@ class EngineConfig:
         'speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what followed '
         "the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "
         '"model"; eagle3: by an EAGLE-3 draft; mtp: by the model\'s own head; answers stay the same',
-        topic="speculation",
-        short='for example {"method": "ngram"}',
-        metavar="JSON",
-    )
+        topic="speculation", short='for example {"method": "ngram"}', metavar="JSON",
+    )  # fmt: skip
 
     # LoRA adapters
 
     enable_lora: bool = setting(
-        False,
-        "serve LoRA adapters, each under a model name of its own",
-        topic="lora",
-        short="serve LoRA adapters beside the model",
-    )
+        False, "serve LoRA adapters, each under a model name of its own",
+        topic="lora", short="serve LoRA adapters beside the model",
+    )  # fmt: skip
     lora_modules: tuple[LoRAModule, ...] = setting(
-        (),
-        'adapters to load at start: name=path, or a JSON object such as {"name": "n", "path": "p", '
+        (), 'adapters to load at start: name=path, or a JSON object such as {"name": "n", "path": "p", '
         '"base_model_name": "m"}; needs --enable-lora',
-        topic="lora",
-        short="adapters to load at start",
-        nargs="+",
-        metavar="NAME=PATH",
-    )
+        topic="lora", short="adapters to load at start", nargs="+", metavar="NAME=PATH",
+    )  # fmt: skip
     max_loras: int = setting(
-        4,
-        "LoRA adapters on the devices at a time, and so in one batch; requests for others wait",
-        topic="lora",
-        short="adapters on the devices at a time",
-        metavar="N",
-        rule=between(1, 256),
-    )
+        4, "LoRA adapters on the devices at a time, and so in one batch; requests for others wait",
+        topic="lora", short="adapters on the devices at a time", metavar="N", rule=between(1, 256),
+    )  # fmt: skip
     max_lora_rank: int = setting(
-        16,
-        "highest rank of an adapter; each of --max-loras takes memory for it",
-        topic="lora",
-        metavar="RANK",
-        rule=between(1, 512),
-    )
+        16, "highest rank of an adapter; each of --max-loras takes memory for it",
+        topic="lora", metavar="RANK", rule=between(1, 512),
+    )  # fmt: skip
     lora_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "of adapters' matrices on the devices; auto: the model's. bfloat16 halves what a float32 model reads of them",
         topic="lora",
-    )
+    )  # fmt: skip
     max_cpu_loras: int | None = setting(
-        None,
-        "adapters in the host's memory; others are read when they are needed; None: 4 for each of --max-loras",
+        None, "adapters in the host's memory; others are read when they are needed; None: 4 for each of --max-loras",
         more="There must be at least --max-loras.",
-        topic="lora",
-        metavar="N",
-    )
+        topic="lora", metavar="N",
+    )  # fmt: skip
 
     # The same bits for the same request
 
@@ -692,53 +524,44 @@ class EngineConfig:
         False,
         "the same bits of tokens and log-probabilities for a request whatever else runs, on one kind of processor; "
         "refused where this is not known",
-        topic="determinism",
-        short="whatever else runs beside it",
-    )
+        topic="determinism", short="whatever else runs beside it",
+    )  # fmt: skip
     deterministic_mode: Literal["kernels", "verify"] = setting(
         "kernels",
         "with --deterministic. kernels: every kernel keeps an order of its own for each row, on one CPU. verify: "
         "tokens are decoded ahead, and count once a step of one fixed shape has computed them again",
         topic="determinism",
-    )
+    )  # fmt: skip
     deterministic_window: int = setting(
-        15,
-        "most tokens that a sequence decodes ahead of such a step, 1 to 16",
-        topic="determinism",
-        metavar="TOKENS",
-        rule=between(1, MAX_TOKENS_PER_CALL),
-    )
+        15, "most tokens that a sequence decodes ahead of such a step, 1 to 16",
+        topic="determinism", metavar="TOKENS", rule=between(1, MAX_TOKENS_PER_CALL),
+    )  # fmt: skip
 
     # Embeddings and scores
 
     task: Literal["auto", "generate", "embed", "score"] = setting(
-        "auto",
-        "what the model is for; auto: what its files say",
+        "auto", "what the model is for; auto: what its files say",
         more="generate: tokens; embed: embeddings; score: how well a document fits a query. The files that say it are "
         "sentence-transformers' modules.json and the name of the architecture.",
-        topic="pooling",
-        short="what the model is for",
-    )
+        topic="pooling", short="what the model is for",
+    )  # fmt: skip
     pooling: Literal["auto", "last", "mean", "cls"] = setting(
         "auto",
         "which hidden states embeddings and scores are made of; auto: what the files say, else the last token's",
         more="mean: the mean of all tokens'; cls: the first token's.",
         topic="pooling",
-    )
+    )  # fmt: skip
     score_tokens: tuple[str, ...] = setting(
-        ("no", "yes"),
-        "tokens whose odds are the score, for --task score with a model that generates",
-        topic="pooling",
-        metavar="NO,YES",
-        rule=list_of("two texts, that of no and that of yes", length=2),
-    )
+        ("no", "yes"), "tokens whose odds are the score, for --task score with a model that generates",
+        topic="pooling", metavar="NO,YES", rule=list_of("two texts, that of no and that of yes", length=2),
+    )  # fmt: skip
     score_prompt: Literal["auto", "plain", "qwen3"] = setting(
         "auto",
         "how a query and a document become a prompt; qwen3: as Qwen3-Reranker wants it; auto: plain for classifiers, "
         "else qwen3",
         more="plain: one after the other.",
         topic="pooling",
-    )
+    )  # fmt: skip
 
     @classmethod
     def usual_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:

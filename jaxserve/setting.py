@@ -7,6 +7,7 @@ Classes of settings are dataclasses whose fields `setting` makes. The flags and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -99,7 +100,8 @@ class Setting:
       rule: what values must be; None: the type says it. None as the default is always allowed.
       secret: the value is a key, which no file, record or log may hold.
       other_values: vLLM's other names of values.
-      options: further arguments of argparse's `add_argument`; `choices` may be a function that returns them.
+      options: further arguments of argparse's `add_argument`; `choices` may be a function that returns them, and `type`
+        "tokens" reads 32k and 32K.
     """
 
     name: str = ""
@@ -164,16 +166,16 @@ def setting(
     return dataclasses.field(**how, repr=not secret, metadata={"setting": known})
 
 
-_known: dict[type, dict[str, Setting]] = {}  # by class
-
-
 def settings_of(kind: type) -> dict[str, Setting]:
     """The settings of a class by name, in their order."""
-    if kind not in _known:
-        hints = typing.get_type_hints(kind)
-        found = {field.name: field.metadata.get("setting") for field in dataclasses.fields(kind)}
-        _known[kind] = {name: _named(one, name, hints[name]) for name, one in found.items() if one is not None}
-    return _known[kind]
+    return _settings_of(typing.cast(Any, kind))
+
+
+@functools.cache
+def _settings_of(kind: type) -> dict[str, Setting]:
+    hints = typing.get_type_hints(kind)
+    found = {field.name: field.metadata.get("setting") for field in dataclasses.fields(kind)}
+    return {name: _named(one, name, hints[name]) for name, one in found.items() if one is not None}
 
 
 def _named(known: Setting, name: str, hint: Any) -> Setting:

@@ -98,8 +98,8 @@ def _options(known: Setting) -> dict[str, Any]:
         options["action"] = "store_false" if known.default else "store_true"
     elif known.other_values:
         options["type"] = partial(_usual_name, known.other_values)
-    elif reader := _READERS.get(known.name) or _READERS.get(known.type):
-        options.setdefault("type", reader)
+    elif reader := _READERS.get(options.get("type", known.type)):
+        options["type"] = reader
     if callable(options.get("choices")):
         options["choices"] = options["choices"]()
     elif known.rule is not None and known.rule.values:
@@ -111,12 +111,11 @@ def _usual_name(others: Mapping[str, str], value: str) -> str:
     return others.get(value, value)
 
 
-# How the values of settings are read, by type, or by name where the type does not say it.
+# How the values of settings are read, by type, or by the word that a setting gives as the type of its flag.
 _READERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
-    "max_model_len": _tokens,
-    "max_num_batched_tokens": _tokens,
+    "tokens": _tokens,
     tuple[str, ...]: _names,
     tuple[LoRAModule, ...]: _adapter,
     Mapping[str, Any]: json_object,

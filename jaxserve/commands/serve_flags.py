@@ -29,18 +29,13 @@ class RecordSettings:
         None,
         "YAML, JSON or TOML file with flags by name and `model`, or a record that --write-lock or `jaxserve lock` "
         "wrote, which is then verified; the command line goes first",
-        topic="server",
-        short="file with flags, or a record of a deployment",
-        type=Path,
-        metavar="FILE",
-    )
+        topic="server", short="file with flags, or a record of a deployment", type=Path, metavar="FILE",
+    )  # fmt: skip
     write_lock: Path | None = setting(
         None,
         "write a record of this deployment: hashes of model, tokenizer and template, all flags, versions; never keys",
-        topic="server",
-        type=Path,
-        metavar="FILE",
-    )
+        topic="server", type=Path, metavar="FILE",
+    )  # fmt: skip
 
 
 def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
