@@ -4,6 +4,7 @@
 # make test-kernels   the kernels, and whole steps, by the compilers of GPUs and TPUs; into .venv-aot
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
+# make settings   write docs/settings.md from the settings' definitions
 # make slow    two cases of each test that is marked as slow, also of kernels; all cases, for hours: make slow CASES=
 # make release   wheel and sdist of the last commit, in dist/; each is tried in a fresh environment
 
@@ -29,7 +30,7 @@ PIP_INSTALL_FOR_TESTS = $(PIP_INSTALL) --no-compile
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types format release clean
+.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types settings format release clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -71,6 +72,10 @@ lint: $(VENV)/installed-lint
 
 types: $(VENV)/installed-lint
 	$(BIN)/mypy
+
+settings: $(VENV)/installed
+	$(BIN)/python -c "from jaxserve.commands import cli, help; serve = cli.make_parser().parse_args(['serve']); \
+	open('docs/settings.md', 'w').write(help.settings_page(serve.serve_parser))"
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .

@@ -41,10 +41,10 @@ from peers.kernel_backends import PEERS, Backend
 from jaxserve.bench import report
 from jaxserve.bench.kernel_cases import Case, first_result, largest_error, norm_error
 from jaxserve.bench.kernel_shapes import OPERATIONS, cases
+from jaxserve.config import default_page_size
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.pallas_kernels.registry import BACKENDS, Device
 from jaxserve.pallas_kernels.tuning import timing
-from jaxserve.pallas_kernels.types import default_page_size
 
 Contestant = Any  # with name, why_not and prepare, as `peers.kernel_backends.Backend`
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The operator's settings: one frozen record, checked once, handed to every part that needs it."""
+"""The operator's settings of an engine: one frozen record, checked once, handed to every part that needs it."""
 
 from __future__ import annotations
 
@@ -6,231 +6,563 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from jaxserve.config_parts import ADAPTER_NAME as ADAPTER_NAME
-from jaxserve.config_parts import MAX_PROPOSALS as MAX_PROPOSALS
-from jaxserve.config_parts import ConfigError as ConfigError
-from jaxserve.config_parts import LoRAModule as LoRAModule
-from jaxserve.config_parts import SpeculativeConfig as SpeculativeConfig
 from jaxserve.limits import DEFAULT_WAITING, MAX_LOGPROBS, WAITING_PER_SLOT
 from jaxserve.pallas_kernels.registry import BACKENDS
+from jaxserve.setting import (
+    A_FOLDER,
+    A_WHOLE_NUMBER,
+    SOME_TEXT,
+    Rule,
+    between,
+    check_settings,
+    documented,
+    in_range,
+    list_of,
+    one_of,
+    setting,
+    settings_of,
+)
+from jaxserve.setting import ConfigError as ConfigError
 from jaxserve.text.generation_defaults import check_override
 
 # defaults of `latency_goal_ms`, on accelerators and on CPU
 LATENCY_GOAL_MS = 10.0
 CPU_LATENCY_GOAL_MS = 40.0
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # values of `page_size`
+# defaults of `page_size`, on TPUs and elsewhere
+TPU_PAGE_SIZE = 128
+USUAL_PAGE_SIZE = 16
+PAGE_SIZE_HELP = f"tokens per KV page; None: {TPU_PAGE_SIZE} on TPU, else {USUAL_PAGE_SIZE}"
 MAX_TOKENS_PER_CALL = 16  # most tokens that one call of a compiled step samples for a decoding row
+MAX_PROPOSALS = 31  # most tokens that speculative decoding proposes for a sequence in a step
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")  # metrics list such names, separated by commas
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^\[\]:]+):\d{1,5}")  # host:port
-OTHER_NAMES = {  # vLLM's other names of values, by setting
-    "dtype": {"half": "float16", "float": "float32"},
-    "kv_cache_dtype": {"bfloat16": "bf16", "fp8_e4m3": "fp8"},
-    "load_format": {"safetensors": "auto", "gguf": "auto"},
-}
 AUTO_COORDINATOR = "auto"  # as the coordinator: the hosts are those of the environment
 
+_Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
+_METHODS = typing.get_args(_Method)
+_DEVICES = between(1, 2**16)
+_KERNELS = one_of("auto", *BACKENDS)
+_PAGE_SIZE = Rule(f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} tokens", lambda size: size in PAGE_SIZES)
 
+
+def default_page_size(platform: str) -> int:
+    """The default number of tokens per page. On a TPU one DMA copies a page of a head, and scales of 8-bit pages lie
+    along its 128 lanes, so pages are large. Small pages let prompts share more of their common beginnings."""
+    return TPU_PAGE_SIZE if platform == "tpu" else USUAL_PAGE_SIZE
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Settings of speculative decoding, with vLLM's names. Raises ConfigError."""
+
+    method: _Method = setting(
+        "ngram",
+        "ngram proposes what followed the last tokens where they stood earlier in the prompt or the output; suffix: "
+        "also what followed them in recent outputs for the same tenant; draft_model: what a smaller model with the "
+        "same vocabulary samples; eagle3: an EAGLE-3 draft; mtp: the model's own head for multi-token prediction",
+        rule=Rule(" or ".join(_METHODS), lambda method: method in _METHODS),
+    )  # fmt: skip
+    model: str | None = setting(None, "folder or hub id of the draft model or EAGLE-3 draft")
+    num_speculative_tokens: int = setting(
+        8, "most tokens that are proposed for a sequence in a step",
+        more="Fewer are proposed where they do not pay.",
+        rule=between(1, MAX_PROPOSALS),
+    )  # fmt: skip
+    prompt_lookup_min: int = setting(2, "how many of the last tokens must have stood earlier", rule=between(1, 64))
+    prompt_lookup_max: int = setting(16, "how many of the last tokens are compared at most; more are preferred")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
+        """From a JSON object, as in vLLM's flag --speculative-config."""
+        allowed = settings_of(cls)
+        if unknown := [name for name in given if name not in allowed]:
+            raise ConfigError(f"speculative_config must have only {', '.join(allowed)}, got {', '.join(unknown)}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "speculative_config's ")
+        between(self.prompt_lookup_min, 64).check("speculative_config's prompt_lookup_max", self.prompt_lookup_max)
+        if (self.method in ("draft_model", "eagle3")) != (self.model is not None):
+            raise ConfigError(f"speculative_config's model names a draft model, got {self.model!r} for {self.method}")
+        if not isinstance(self.model, str | None) or self.model == "":
+            raise ConfigError(f"speculative_config's model must be a folder or a hub id, got {self.model!r}")
+
+
+class LoRAModule(NamedTuple):
+    """An adapter that is loaded at start, with vLLM's names.
+
+    Attributes:
+      name: the name under which requests ask for it.
+      path: folder in PEFT's layout, or GGUF file.
+      base_model_name: the parent that `/v1/models` shows; None: the served model's name.
+      required: whether an adapter that cannot be loaded is an error. If not, it is left out.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    required: bool = True
+
+    @classmethod
+    def of(cls, given: Any) -> LoRAModule:
+        """From `name=path`, or from a JSON object as in vLLM's flag --lora-modules. Raises ConfigError."""
+        if isinstance(given, str):
+            name, _, path = given.partition("=")
+            given = {"name": name, "path": path}
+        if isinstance(given, Mapping):
+            if unknown := [name for name in given if name not in ("name", "path", "base_model_name")]:
+                raise ConfigError(f"an adapter must have only name, path and base_model_name, got {unknown[0]!r}")
+            given = given.get("name"), given.get("path"), given.get("base_model_name")
+        module = cls(*given)
+        if not isinstance(module.name, str) or not ADAPTER_NAME.fullmatch(module.name):
+            what = "letters, digits and . _ : / @ + -, at most 256"
+            raise ConfigError(f"an adapter's name must consist of {what}, got {str(module.name)[:300]!r}")
+        if not isinstance(module.path, str) or not module.path:
+            raise ConfigError(f"the adapter {module.name!r} needs a path, as in {module.name}=PATH")
+        if not isinstance(module.base_model_name, str | None):
+            raise ConfigError(f"base_model_name of {module.name!r} must be a string, got {module.base_model_name!r}")
+        return module
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Sizes are in tokens, pages or sequences, as named.
 
-    Attributes:
-      model: local folder or hub id in Hugging Face format, or "demo" for the bundled model.
-      revision: branch, tag or commit of a hub id, as after the @ of "org/name@revision"; None is its main branch.
-      tokenizer: folder, GGUF file or hub id with the tokenizer; None is the model's own.
-      download_dir: folder for what is downloaded from the hub; None is the hub's own cache.
-      generation_config: recommended sampling parameters. "auto": the model's; "none" (or "vllm", as vLLM has it): none;
-        else those of the generation_config.json in this folder. Tokens that end a sequence are always the model's.
-      override_generation_config: sampling parameters that replace recommended ones, by name: temperature, top_k, top_p,
-        min_p, repetition_penalty. None: none.
-      ignore_config_keys: unsupported settings of config.json (or of a GGUF file) that the operator knows not to affect
-        the computation. They count as absent.
-      dtype: dtype of computation and cache; "auto" is float32 on CPU, else the checkpoint's own 16-bit type. A single
-        CPU with kernels always computes in float32. There "auto" keeps 16-bit weights of the checkpoint, bfloat16 and
-        float16 round all weights, and bfloat16 also rounds the inputs of products (with AVX512-BF16, products with
-        many rows then take two thirds of the time).
-      load_format: "auto" reads the checkpoint's weights; "dummy" makes random weights from the config.
-      bundle_key_file: file with the key that the MAC of a bundle is checked with; None: a bundle is trusted if nobody
-        but this user and root can write to it.
-      max_model_len: longest prompt plus output in tokens; None is the model's own limit.
-      max_num_seqs: most sequences in one step.
-      max_num_batched_tokens: most tokens in one step (prompt chunks and decodes together); None is 2048, or 8192 on
-        GPUs with 60 GB and more.
-      prefill_chunk: caps a step that computes prompts while others decode. Decode tokens count, but prompts keep at
-        least an eighth (on CPU half, and as many tokens as decodes). None on CPU is 32, and the cap grows when prompts
-        outnumber a quarter of the decodes. None elsewhere is what the devices compute within the latency goal, or in
-        the time of reading the weights where that is longer: at first by their data sheets (512 tokens of an 8B model
-        on an H200), then by the time that such steps take.
-      prompts_first: while no client streams, steps compute as many tokens of prompts as max_num_batched_tokens allows,
-        also beside decodes. `LLM` and `jaxserve batch` set it. It has no effect on CPU, and none with a prefill_chunk.
-      max_penalty_seqs: most sequences with a repetition, presence or frequency penalty in one step; more of them wait.
-        Each takes 5 bytes of device memory per token of the vocabulary. None is what 256 MiB hold, at least 8.
-      max_waiting: most completions in the queue; a request beyond that is rejected, unless the queue is empty. None is
-        no limit for `LLM`, and `queue_limit` for a server.
-      max_waiting_tokens: the same limit in prompt tokens; None is no limit.
-      max_logprobs: most alternatives for each token that a request may ask for, at most 20.
-      scheduling_policy: "fcfs" ignores the priorities of requests; "priority" serves lower ones first, and preempts for
-        them.
-      page_size: tokens per KV page: 8, 16, 32, 64, 128 or 256. None is 128 on TPU, whose copies move whole tiles, and
-        16 elsewhere, or less where a model's attention chunks (Llama 4) are no multiple of that. Prompts share whole
-        pages, so a larger page leaves more of a common prefix to be computed again.
-      kv_cache_dtype: dtype of cached keys and values; fp8 and int8 have a scale for each head of each token.
-      kv_pages: pages of the KV cache; None sizes it from memory_utilization.
-      memory_utilization: fraction of device memory for weights, cache and temporaries together. On CPU, fraction of
-        the memory that is available at start, of which the cache takes at most half unless kv_pages is given.
-      tensor_parallel_size: devices that share each layer; with several hosts all of their devices.
-      pipeline_parallel_size: groups of so many devices, each of which has some of the layers.
-      data_parallel_size: groups of so many devices with their own sequences and copies of all weights but experts.
-        max_num_seqs, max_num_batched_tokens, max_penalty_seqs and kv_pages are those of each group.
-      decode_context_parallel_size: devices that keep different tokens of the same key-value heads, where a head is on
-        several devices; it divides tensor_parallel_size.
-      enable_expert_parallel: each device has some of a mixture's experts whole, instead of a part of each.
-      coordinator: "host:port" of the first of several hosts that serve the model together, or "auto": hosts as Slurm, a
-        LeaderWorkerSet or a TPU pod tells them in the environment. None: there is one host.
-      num_hosts, host_id: how many hosts there are, and which of them this is; 0 is the first.
-      command_host: an address that the first host has, where that is not the coordinator's, as behind a load balancer;
-        there it waits for the others. "0.0.0.0": all of its addresses. None: the coordinator's.
-      command_port: port of the first host at which it tells the others what to do; None: the one after the
-        coordinator's.
-      host_secret_file: file with a secret that all hosts know; None: the environment variable JAXSERVE_HOST_SECRET.
-      host_timeout: seconds after which a silent or slow host ends the replica.
-      quantization: format of the weights. "auto" is the checkpoint's; the name of a format requires that the checkpoint
-        has it; int8, int4 or fp8 quantizes float weights while they are loaded; int8-dynamic and fp8-dynamic round the
-        inputs of products as well.
-      dequantize: turn quantized weights into floats while they are loaded. Takes more memory; useful for comparison,
-        and on CPU when prompts matter more than decoding.
-      attention_backend: the kernels for attention: auto, or one of `jaxserve.pallas_kernels.registry.BACKENDS`.
-      matmul_backend: the kernels for products with quantized weights, likewise. On one CPU auto rounds the inputs of
-        most products to 8 bits, in blocks of 32 with a scale each; "cpu" keeps them in float32. Only auto follows
-        `activation_quantization`.
-      kernel_timing: where no table says which of its kernels a device multiplies the model's weights fastest with, a
-        start on an accelerator times them in at most 10 s, while weights are loaded, and keeps the result in the user's
-        cache folder (docs/kernels.md). Off: such a device takes what an estimate says, and earlier results count no
-        more. It is off with several hosts, deterministic, pipelines, cpu_offload_gib and a named matmul_backend.
-      activation_quantization: when to round the inputs of products whose checkpoint asks for 8 bits (W8A8). "auto":
-        where the device multiplies such numbers (NVIDIA GPUs, TPUs with int8); "none": never; "checkpoint":
-        everywhere, where on CPU the rounded values are multiplied as floats.
-      task: what the model is for. generate: tokens; embed: embeddings; score: how well a document fits a query.
-        "auto": what its files say (sentence-transformers' modules.json, the name of the architecture).
-      pooling: which of a prompt's hidden states an embedding or score is made of: that of the last token, the mean of
-        all, or that of the first token (cls). "auto": what the files say, else the last.
-      score_tokens: with task score and a model that generates, the tokens whose odds are the score: (no, yes).
-      score_prompt: how a query and a document become a prompt: "plain", one after the other, or "qwen3", the prompt of
-        Qwen3-Reranker. "auto": plain for classifiers, qwen3 for models that generate.
-      speculative_config: speculative decoding, or a mapping with its settings; None: none. Answers do not depend on it.
-      enable_lora: serve LoRA adapters beside the model.
-      max_loras: adapters whose weights are on the devices at a time, and so the most in one batch, 1 to 256. Requests
-        for others wait for a place.
-      max_lora_rank: highest rank of an adapter; all adapters take memory for it.
-      lora_dtype: dtype of adapters' matrices on the devices, to which those of files are rounded. "auto": the model's.
-      max_cpu_loras: adapters whose weights are in the host's memory, at least `max_loras`; others are read from their
-        files when they are needed. None: four times `max_loras`.
-      lora_modules: adapters to load at start, each a LoRAModule, `name=path` or a mapping with its fields.
-      async_scheduling: dispatch a step before the host knows the tokens of the step before it.
-      decode_steps: most tokens that one call of the devices samples for a decoding sequence, 1 to 16. Applies while no
-        prompt is computed and no request waits. The loop runs on the devices; answers do not depend on it.
-      latency_goal_ms: longest time of such a call while a client streams; four times that otherwise. None: 40 on CPU,
-        where the host's work between calls takes cores from the model, elsewhere 10.
-      forbid_compile: after `Engine.compile`, a step that would have to compile is an error instead of a stall.
-      prefix_caching: reuse KV pages of equal prompt prefixes.
-      state_snapshots: of a model with recurrent layers: states at the ends of prompts that are kept for later requests
-        with the same beginning. Each takes the memory of a sequence's state. None is a quarter of max_num_seqs, at
-        least 8; with 0 no prefix is reused.
-      kv_offload_gib: GiB of host memory for KV pages that the prefix cache evicts; requests with the same prefix get
-        them back by a copy where that is faster than to compute them. 0: none.
-      kv_offload_dir: folder for the same pages in files, which the next engine with the same model and settings finds;
-        only this user may enter it. None: there are no files. Needs kv_offload_gib.
-      kv_offload_dir_gib: most GiB of these files.
-      cpu_offload_gib: GiB of weights on each device that stay in host memory instead, as whole layers, the last ones of
-        the model. Every step copies them to the devices, one ahead of the computation. A call samples one token for a
-        sequence then, and no step is dispatched ahead. 0: none.
-      role: "prefill": computes prompts for other servers, and sends them the KV pages. "decode": asks such servers for
-        the pages of long prompts. "both": neither. The first two need kv_offload_gib, and a secret as hosts do.
-      prefill_listen: "host:port" at which a server with the role prefill waits for those with the role decode.
-      prefill_servers: where they wait, each "host:port". Only for the role decode.
-      prefill_min_tokens: prompts with fewer tokens that are not cached here are computed here.
-      prefill_timeout: most seconds that a request waits for pages before its prompt is computed here.
-      deterministic: a request's tokens and log-probabilities are the same bits whatever else runs, on one CPU and
-        others of its kind. Devices, settings and models for which this is not known are refused.
-      platform: what JAX runs on. "auto": what it finds, but the CPU of a machine with an accelerator is refused, unless
-        the environment variable JAX_PLATFORMS asks for it.
-      profile_dir: folder for traces of JAX's profiler (`Engine.profile`); None turns them off.
-      seed: seed of dummy weights, and of requests without a seed of their own.
+    `model` is a local folder or hub id in Hugging Face format, or "demo" for the bundled model. The other settings
+    stand in the order in which --help shows them.
     """
 
     model: str
-    revision: str | None = None
-    tokenizer: str | None = None
-    download_dir: str | None = None
-    generation_config: str = "auto"
-    override_generation_config: Mapping[str, Any] | None = None
-    ignore_config_keys: tuple[str, ...] = ()
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    bundle_key_file: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    prefill_chunk: int | None = None
-    prompts_first: bool = False
-    max_penalty_seqs: int | None = None
-    max_waiting: int | None = None
-    max_waiting_tokens: int | None = None
-    max_logprobs: int = MAX_LOGPROBS
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    page_size: int | None = None
-    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = "auto"
-    kv_pages: int | None = None
-    memory_utilization: float = 0.90
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    decode_context_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    coordinator: str | None = None
-    num_hosts: int = 1
-    host_id: int = 0
-    command_host: str | None = None
-    command_port: int | None = None
-    host_secret_file: str | None = None
-    host_timeout: float = 20.0
-    quantization: str = "auto"
-    dequantize: bool = False
-    attention_backend: str = "auto"
-    matmul_backend: str = "auto"
-    kernel_timing: bool = True
-    activation_quantization: Literal["auto", "none", "checkpoint"] = "auto"
-    task: Literal["auto", "generate", "embed", "score"] = "auto"
-    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
-    score_tokens: tuple[str, ...] = ("no", "yes")
-    score_prompt: Literal["auto", "plain", "qwen3"] = "auto"
-    speculative_config: SpeculativeConfig | None = None
-    enable_lora: bool = False
-    max_loras: int = 4
-    max_lora_rank: int = 16
-    lora_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_cpu_loras: int | None = None
-    lora_modules: tuple[LoRAModule, ...] = ()
-    async_scheduling: bool = True
-    decode_steps: int = 16
-    latency_goal_ms: float | None = None
-    forbid_compile: bool = False
-    prefix_caching: bool = True
-    state_snapshots: int | None = None
-    kv_offload_gib: float = 0.0
-    kv_offload_dir: str | None = None
-    kv_offload_dir_gib: float = 32.0
-    cpu_offload_gib: float = 0.0
-    role: Literal["both", "prefill", "decode"] = "both"
-    prefill_listen: str | None = None
-    prefill_servers: tuple[str, ...] = ()
-    prefill_min_tokens: int = 256
-    prefill_timeout: float = 10.0
-    deterministic: bool = False
-    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    profile_dir: str | None = None
-    seed: int = 0
+
+    # What clients see
+
+    generation_config: str = setting(
+        "auto", "recommended sampling parameters: auto: the model's; none (or vllm): none; else those of "
+        "generation_config.json in this folder",
+        more="Tokens that end a sequence are always the model's.",
+        topic="api", short="recommended sampling: auto, none or a folder", metavar="FOLDER", rule=SOME_TEXT,
+    )  # fmt: skip
+    override_generation_config: Mapping[str, Any] | None = setting(
+        None, 'sampling parameters that replace recommended ones, for example {"temperature": 0.6}',
+        more="They may be temperature, top_k, top_p, min_p and repetition_penalty.",
+        topic="api", metavar="JSON",
+    )  # fmt: skip
+    max_logprobs: int = setting(
+        MAX_LOGPROBS, f"most alternatives for each token that a request may ask for, at most {MAX_LOGPROBS}",
+        topic="api", metavar="N", rule=between(0, MAX_LOGPROBS),
+    )  # fmt: skip
+
+    # Limits of clients
+
+    max_waiting: int | None = setting(
+        None, "most completions in the queue; beyond it new requests get status 503; None: no limit, or in a server "
+        f"{WAITING_PER_SLOT} for each of --max-num-seqs, at least {DEFAULT_WAITING}",
+        more="An empty queue takes requests of any size.",
+        topic="limits", metavar="N", rule=between(1, 2**31),
+    )  # fmt: skip
+    max_waiting_tokens: int | None = setting(
+        None, "most prompt tokens in the queue; beyond it new requests get status 503; None: no limit",
+        topic="limits", metavar="TOKENS", rule=between(1, 2**62),
+    )  # fmt: skip
+
+    # Logs, metrics, traces
+
+    profile_dir: str | None = setting(
+        None,
+        "folder for traces of JAX's profiler; adds POST /profile?steps=N to a server with --admin-key; None: no traces",
+        topic="watching", flag="--profile", also="--profile-dir", metavar="DIR",
+    )  # fmt: skip
+
+    # Model and weights
+
+    revision: str | None = setting(
+        None, "branch, tag or commit of a hub id, as in org/name@NAME; None: its main branch",
+        topic="model", short="branch, tag or commit of a hub id", metavar="NAME", rule=SOME_TEXT,
+    )  # fmt: skip
+    tokenizer: str | None = setting(
+        None, "folder, GGUF file or hub id with the tokenizer; None: the model's own",
+        topic="model", short="folder, GGUF file or hub id of another one", metavar="MODEL", rule=SOME_TEXT,
+    )  # fmt: skip
+    download_dir: str | None = setting(
+        None, "folder for what is downloaded from the hub; None: the hub's own cache (HF_HOME)",
+        topic="model", short="folder for what is downloaded from the hub", metavar="DIR", rule=SOME_TEXT,
+    )  # fmt: skip
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "dtype of weights, computation and cache; auto: float32 on CPU (with 16-bit weights if the checkpoint has "
+        "them), else the checkpoint's 16-bit type",
+        more="A single CPU with kernels always computes in float32: there bfloat16 and float16 round all weights, and "
+        "bfloat16 also rounds the inputs of products (with AVX512-BF16, products with many rows then take two thirds "
+        "of the time).",
+        topic="model", short="of weights, computation and cache", other_values={"half": "float16", "float": "float32"},
+    )  # fmt: skip
+    quantization: str = setting(
+        "auto",
+        "format of the weights; auto: the checkpoint's; int8, int4, fp8, int8-dynamic or fp8-dynamic (rounds inputs "
+        "of products too): quantize while loading; another name: require that format",
+        topic="model", short="int8, int4, fp8: quantize while loading", metavar="NAME",
+    )  # fmt: skip
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "auto: read the checkpoint; dummy: random weights, for which config.json is enough",
+        topic="model", short="dummy: random weights, for tests", other_values={"safetensors": "auto", "gguf": "auto"},
+    )  # fmt: skip
+    ignore_config_keys: tuple[str, ...] = setting(
+        (),
+        "unsupported settings of config.json to ignore, separated by commas; only for settings that do not affect the "
+        "computation",
+        more="Those of a GGUF file likewise. All count as absent.",
+        topic="model", metavar="KEYS", rule=list_of("a list of keys"),
+    )  # fmt: skip
+    dequantize: bool = setting(
+        False, "turn quantized weights into floats while loading: takes more memory; on CPU faster for long prompts",
+        topic="model",
+    )  # fmt: skip
+    activation_quantization: Literal["auto", "none", "checkpoint"] = setting(
+        "auto",
+        "whether to round the inputs of products to 8 bits for checkpoints that ask for it (W8A8); auto: on devices "
+        "that multiply such numbers",
+        more="Such devices are NVIDIA GPUs, and TPUs with int8. With checkpoint, a CPU multiplies the rounded values "
+        "as floats.",
+        topic="model",
+    )  # fmt: skip
+    bundle_key_file: str | None = setting(
+        None,
+        "file with the key that signs a bundle, or with which its signature is checked; None: the code of a bundle is "
+        "run if nobody but this user and root can write to it",
+        topic="model", metavar="FILE",
+    )  # fmt: skip
+    seed: int = setting(
+        0, "seed of requests without one of their own, and of dummy weights",
+        topic="model", rule=A_WHOLE_NUMBER,
+    )  # fmt: skip
+
+    # Lengths and batches
+
+    max_model_len: int | None = setting(
+        None, "longest prompt and output together, in tokens; None: the model's own limit; 32K: 32768",
+        topic="batches", short="longest prompt and output together", type="tokens", metavar="TOKENS",
+        rule=between(1, 2**24),
+    )  # fmt: skip
+    max_num_seqs: int = setting(
+        256, "most sequences in one step",
+        topic="batches", usual=True, metavar="N", rule=between(1, 2**16),
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = setting(
+        None, "most tokens in one step, prompts and decodes together; None: 2048, or 8192 on large GPUs",
+        more="Large GPUs have 60 GB and more.",
+        topic="batches", short="most tokens in one step", type="tokens", metavar="TOKENS", rule=between(1, 2**20),
+    )  # fmt: skip
+    prefill_chunk: int | None = setting(
+        None,
+        "caps a step that computes prompts while others decode; None: 32 on CPU, else what --latency-goal-ms allows "
+        "by the time that such steps take",
+        more="Decode tokens count, but prompts keep at least an eighth (on CPU half, and as many tokens as decodes). "
+        "The default on CPU grows when prompts outnumber a quarter of the decodes. Elsewhere it is at least what the "
+        "devices compute in the time of reading the weights; it follows from data sheets at first (512 tokens of an 8B "
+        "model on an H200), then from measured steps.",
+        topic="batches", metavar="TOKENS", rule=between(1, 2**20),
+    )  # fmt: skip
+    prompts_first: bool = setting(
+        False,
+        "while no client streams, give prompts whole steps, as `batch` does: more tokens a second, and tokens come "
+        "later (not on CPU)",
+        more="`LLM` sets it, too. It has no effect with --prefill-chunk.",
+        topic="batches",
+    )  # fmt: skip
+    max_penalty_seqs: int | None = setting(
+        None, "most sequences with penalties in one step; None: as many as 256 MiB of token counts hold",
+        more="Further ones wait. Each takes 5 bytes of device memory per token of the vocabulary; the default is at "
+        "least 8.",
+        topic="batches", metavar="N", rule=between(1, 2**16),
+    )  # fmt: skip
+    decode_steps: int = setting(
+        16, "most tokens that one call of the devices samples for a sequence, while no request waits",
+        more="It samples one while a prompt is computed. The loop runs on the devices; answers do not depend on it.",
+        topic="batches", metavar="N", rule=between(1, MAX_TOKENS_PER_CALL),
+    )  # fmt: skip
+    latency_goal_ms: float | None = setting(
+        None, "longest time of such a call while a client streams, 4 times that otherwise; also sets the default of "
+        f"--prefill-chunk; None: {CPU_LATENCY_GOAL_MS:g} on CPU, else {LATENCY_GOAL_MS:g}",
+        more="The default is longer on CPU, where the host's work between calls takes cores from the model.",
+        topic="batches", metavar="MS", rule=in_range(0, 60_000),
+    )  # fmt: skip
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", "fcfs ignores requests' priorities; priority serves lower values first, and preempts others",
+        topic="batches",
+    )  # fmt: skip
+    async_scheduling: bool = setting(
+        True, "wait for each step's tokens before scheduling the next step",
+        topic="batches",
+    )  # fmt: skip
+    forbid_compile: bool = setting(
+        False, "once ready, fail instead of compiling (for tests)",
+        topic="batches",
+    )  # fmt: skip
+
+    # Memory and KV cache
+
+    memory_utilization: float = setting(
+        0.90, "of device memory, for weights, KV cache and temporaries together",
+        more="On CPU, of the memory that is available at the start, of which the cache takes at most half unless "
+        "--kv-pages is given.",
+        topic="memory", also="--gpu-memory-utilization", short="share of device memory to use", metavar="FRACTION",
+        rule=in_range(0.05, 1.0),
+    )  # fmt: skip
+    kv_pages: int | None = setting(
+        None, "size of the KV cache in pages; None: as many as the memory allows, on CPU at most half of what is free",
+        topic="memory", also="--num-gpu-blocks-override", short="size of the KV cache (default: what fits)",
+        metavar="PAGES", rule=between(2, 2**31 - 1),
+    )  # fmt: skip
+    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = setting(
+        "auto", "dtype of cached keys and values; fp8 and int8 have scales; auto: the computation's",
+        more="They have one for each head of each token.",
+        topic="memory", short="of cached keys and values", other_values={"bfloat16": "bf16", "fp8_e4m3": "fp8"},
+    )  # fmt: skip
+    prefix_caching: bool = setting(
+        True, "do not reuse the KV pages of equal prompt prefixes",
+        topic="memory", also="--no-enable-prefix-caching", short="do not reuse equal beginnings of prompts",
+    )  # fmt: skip
+    kv_offload_gib: float = setting(
+        0.0, "host memory for KV pages that the prefix cache evicts; they come back by a copy; 0: none",
+        more="They come back where that is faster than to compute them.",
+        topic="memory", short="host memory for evicted KV pages", metavar="GIB", rule=between(0.0, 2**20, "GiB"),
+    )  # fmt: skip
+    page_size: int | None = setting(
+        None, f"{PAGE_SIZE_HELP}; prompts share cached beginnings in whole pages",
+        more="The default is less where a model's attention chunks (Llama 4) are no multiple of that. A larger page "
+        "leaves more of a common prefix to be computed again.",
+        topic="memory", also="--block-size", metavar="TOKENS", rule=_PAGE_SIZE,
+    )  # fmt: skip
+    kv_offload_dir: str | None = setting(
+        None,
+        "private folder for the same pages in files, which survive a restart with the same model and settings; needs "
+        "--kv-offload-gib; None: no files",
+        topic="memory", metavar="DIR", rule=A_FOLDER,
+    )  # fmt: skip
+    kv_offload_dir_gib: float = setting(
+        32.0, "most GiB of these files; the least recently used ones are deleted",
+        topic="memory", metavar="GIB", rule=between(0.001, 2**20, "GiB"),
+    )  # fmt: skip
+    cpu_offload_gib: float = setting(
+        0.0,
+        "weights of each device that stay in host memory, by layer; every step copies them to the devices, so it is "
+        "slow; for models that do not fit; 0: none",
+        more="They are the last layers, and are copied one ahead of the computation. A call samples one token for a "
+        "sequence then, and no step is dispatched ahead.",
+        topic="memory", also="--cpu-offload-gb", metavar="GIB", rule=between(0.0, 2**20, "GiB"),
+    )  # fmt: skip
+    state_snapshots: int | None = setting(
+        None,
+        "of a model with recurrent layers: states at the ends of prompts that are kept for later requests; None: a "
+        "quarter of --max-num-seqs, at least 8",
+        more="Each takes the memory of a sequence's state. With 0 no prefix is reused.",
+        topic="memory", rule=between(0, 2**16),
+    )  # fmt: skip
+
+    # Devices
+
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = setting(
+        "auto",
+        "what JAX runs on; auto: what it finds, but not by mistake the CPU of a machine with an accelerator: say cpu "
+        "where that is meant, here or in JAX_PLATFORMS",
+        topic="devices", short="what JAX runs on",
+    )  # fmt: skip
+    tensor_parallel_size: int = setting(
+        1, "devices that share each layer; with several hosts all of their devices",
+        topic="devices", also="-tp", usual=True, metavar="DEVICES", rule=_DEVICES,
+    )  # fmt: skip
+    pipeline_parallel_size: int = setting(
+        1, "groups of --tensor-parallel-size devices that each have some of the layers",
+        topic="devices", also="-pp", short="groups that each have some of the layers", metavar="STAGES", rule=_DEVICES,
+    )  # fmt: skip
+    data_parallel_size: int = setting(
+        1, "groups of --tensor-parallel-size devices that each have their own sequences, cache and copy of attention's "
+        "weights; all devices share the experts. --max-num-seqs, --max-num-batched-tokens and --kv-pages are of each "
+        "group",
+        more="And so is --max-penalty-seqs.",
+        topic="devices", also="-dp", short="groups with sequences of their own", metavar="GROUPS", rule=_DEVICES,
+    )  # fmt: skip
+    enable_expert_parallel: bool = setting(
+        False,
+        "each device has some of a mixture's experts whole, instead of a part of each; all devices share attention "
+        "and dense MLPs as before",
+        topic="devices", also="-ep", short="each device has some experts whole",
+    )  # fmt: skip
+    decode_context_parallel_size: int = setting(
+        1, "devices that keep different tokens of the same key-value heads, so that the cache holds that many times as "
+        "many; for models with fewer such heads than devices",
+        more="Their number divides --tensor-parallel-size.",
+        topic="devices", also="-dcp", metavar="DEVICES", rule=_DEVICES,
+    )  # fmt: skip
+    attention_backend: str = setting(
+        "auto", "kernels for attention; auto: the first that runs here, see `jaxserve kernels`",
+        topic="devices", rule=_KERNELS,
+    )  # fmt: skip
+    matmul_backend: str = setting(
+        "auto",
+        "kernels for products with quantized weights; on CPU auto rounds the products' inputs to 8 bits, and cpu does "
+        "not",
+        more="The inputs are rounded in blocks of 32 with a scale each. Only auto follows --activation-quantization.",
+        topic="devices", rule=_KERNELS,
+    )  # fmt: skip
+    kernel_timing: bool = setting(
+        True, "do not measure which kernels multiply fastest when a device is new; take an estimate",
+        more="Else, where no table says which of its kernels a device multiplies the model's weights fastest with, a "
+        "start on an accelerator times them in at most 10 s, while weights are loaded, and keeps the result in the "
+        "user's cache folder (docs/kernels.md). Nothing is measured, and earlier results count no more, with several "
+        "hosts, --deterministic, pipelines, --cpu-offload-gib and a named --matmul-backend.",
+        topic="devices",
+    )  # fmt: skip
+
+    # Several hosts
+
+    coordinator: str | None = setting(
+        None,
+        "address of the first host; auto: take the hosts from the environment of Slurm, a LeaderWorkerSet or a TPU "
+        "pod on GKE; None: there is one host",
+        topic="hosts", metavar="HOST:PORT",
+    )  # fmt: skip
+    num_hosts: int = setting(1, "hosts of the replica", topic="hosts", metavar="N", rule=between(1, 2**12))
+    host_id: int = setting(
+        0, "which of them this is; 0: the first, which serves; the others follow it",
+        topic="hosts", metavar="I", rule=between(0, 2**12 - 1),
+    )  # fmt: skip
+    command_host: str | None = setting(
+        None,
+        "address of the first host's own at which it waits for the others, where it does not have the coordinator's, "
+        "as behind a load balancer; 0.0.0.0: all of its addresses; None: the coordinator's",
+        topic="hosts", metavar="HOST", rule=SOME_TEXT,
+    )  # fmt: skip
+    command_port: int | None = setting(
+        None, "port of the first host to which the others connect; None: the one after the coordinator's",
+        topic="hosts", metavar="PORT", rule=between(1, 2**16 - 1),
+    )  # fmt: skip
+    host_secret_file: str | None = setting(
+        None, "file with a secret of at least 16 bytes that all hosts know; None: read from JAXSERVE_HOST_SECRET",
+        topic="hosts", metavar="FILE",
+    )  # fmt: skip
+    host_timeout: float = setting(
+        20.0, "a host that is silent or behind for so long ends the replica",
+        topic="hosts", metavar="SECONDS", rule=in_range(1, 3600, "seconds"),
+    )  # fmt: skip
+
+    # Prefill and decode on servers of their own
+
+    role: Literal["both", "prefill", "decode"] = setting(
+        "both",
+        "prefill: compute prompts for servers with the role decode, and send them the KV pages; decode: ask such "
+        "servers for the pages of long prompts; both: neither",
+        more="The first two need --kv-offload-gib, and a secret as hosts do.",
+        topic="roles",
+    )  # fmt: skip
+    prefill_listen: str | None = setting(
+        None, "where a server with the role prefill waits for servers with the role decode",
+        topic="roles", metavar="HOST:PORT",
+    )  # fmt: skip
+    prefill_servers: tuple[str, ...] = setting(
+        (), "where the servers with the role prefill wait, separated by commas",
+        more="Only for the role decode.",
+        topic="roles", metavar="HOST:PORT,...", rule=list_of("a list of host:port", ADDRESS.fullmatch),
+    )  # fmt: skip
+    prefill_min_tokens: int = setting(
+        256, "prompts with fewer tokens that are not cached here are computed here",
+        topic="roles", metavar="TOKENS", rule=between(1, 2**24),
+    )  # fmt: skip
+    prefill_timeout: float = setting(
+        10.0, "most time that a request waits for pages before its prompt is computed here",
+        topic="roles", metavar="SECONDS", rule=in_range(0.1, 3600, "seconds"),
+    )  # fmt: skip
+
+    # Speculative decoding
+
+    speculative_config: SpeculativeConfig | None = setting(
+        None,
+        'speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 5}: proposes what followed '
+        "the last tokens where they stood earlier; suffix: also in recent outputs; draft_model: by a smaller "
+        '"model"; eagle3: by an EAGLE-3 draft; mtp: by the model\'s own head; answers stay the same',
+        topic="speculation", short='for example {"method": "ngram"}', metavar="JSON",
+    )  # fmt: skip
+
+    # LoRA adapters
+
+    enable_lora: bool = setting(
+        False, "serve LoRA adapters, each under a model name of its own",
+        topic="lora", short="serve LoRA adapters beside the model",
+    )  # fmt: skip
+    lora_modules: tuple[LoRAModule, ...] = setting(
+        (), 'adapters to load at start: name=path, or a JSON object such as {"name": "n", "path": "p", '
+        '"base_model_name": "m"}; needs --enable-lora',
+        topic="lora", short="adapters to load at start", nargs="+", metavar="NAME=PATH",
+    )  # fmt: skip
+    max_loras: int = setting(
+        4, "LoRA adapters on the devices at a time, and so in one batch; requests for others wait",
+        topic="lora", short="adapters on the devices at a time", metavar="N", rule=between(1, 256),
+    )  # fmt: skip
+    max_lora_rank: int = setting(
+        16, "highest rank of an adapter; each of --max-loras takes memory for it",
+        topic="lora", metavar="RANK", rule=between(1, 512),
+    )  # fmt: skip
+    lora_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "of adapters' matrices on the devices; auto: the model's. bfloat16 halves what a float32 model reads of them",
+        topic="lora",
+    )  # fmt: skip
+    max_cpu_loras: int | None = setting(
+        None, "adapters in the host's memory; others are read when they are needed; None: 4 for each of --max-loras",
+        more="There must be at least --max-loras.",
+        topic="lora", metavar="N",
+    )  # fmt: skip
+
+    # The same bits for the same request
+
+    deterministic: bool = setting(
+        False,
+        "the same bits of tokens and log-probabilities for a request whatever else runs, on one kind of processor; "
+        "refused where this is not known",
+        topic="determinism", short="whatever else runs beside it",
+    )  # fmt: skip
+
+    # Embeddings and scores
+
+    task: Literal["auto", "generate", "embed", "score"] = setting(
+        "auto", "what the model is for; auto: what its files say",
+        more="generate: tokens; embed: embeddings; score: how well a document fits a query. The files that say it are "
+        "sentence-transformers' modules.json and the name of the architecture.",
+        topic="pooling", short="what the model is for",
+    )  # fmt: skip
+    pooling: Literal["auto", "last", "mean", "cls"] = setting(
+        "auto",
+        "which hidden states embeddings and scores are made of; auto: what the files say, else the last token's",
+        more="mean: the mean of all tokens'; cls: the first token's.",
+        topic="pooling",
+    )  # fmt: skip
+    score_tokens: tuple[str, ...] = setting(
+        ("no", "yes"), "tokens whose odds are the score, for --task score with a model that generates",
+        topic="pooling", metavar="NO,YES", rule=list_of("two texts, that of no and that of yes", length=2),
+    )  # fmt: skip
+    score_prompt: Literal["auto", "plain", "qwen3"] = setting(
+        "auto",
+        "how a query and a document become a prompt; qwen3: as Qwen3-Reranker wants it; auto: plain for classifiers, "
+        "else qwen3",
+        more="plain: one after the other.",
+        topic="pooling",
+    )  # fmt: skip
+
+    @classmethod
+    def usual_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings by their names here, also where they, or their values, have vLLM's."""
+        settings = settings_of(cls)
+        names = {other: name for name, known in settings.items() for other in known.other_names}
+        found = {names.get(name, name): value for name, value in given.items()}
+        for name, value in found.items():
+            if name in settings and isinstance(value, str):
+                found[name] = settings[name].other_values.get(value, value)
+        return found
 
     @property
     def queue_limit(self) -> int:
@@ -278,48 +610,16 @@ class EngineConfig:
         return (default if self.latency_goal_ms is None else self.latency_goal_ms) / 1000
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_model_len", 1, 2**24),
-            ("max_num_seqs", 1, 2**16),
-            ("max_num_batched_tokens", 1, 2**20),
-            ("prefill_chunk", 1, 2**20),
-            ("max_penalty_seqs", 1, 2**16),
-            ("max_waiting", 1, 2**31),
-            ("max_waiting_tokens", 1, 2**62),
-            ("max_logprobs", 0, MAX_LOGPROBS),
-            ("kv_pages", 2, 2**31 - 1),
-            ("state_snapshots", 0, 2**16),
-            *((f"{kind}_parallel_size", 1, 2**16) for kind in ("tensor", "pipeline", "data", "decode_context")),
-            ("num_hosts", 1, 2**12),
-            ("host_id", 0, 2**12 - 1),
-            ("command_port", 1, 2**16 - 1),
-            ("decode_steps", 1, MAX_TOKENS_PER_CALL),
-            ("max_loras", 1, 256),
-            ("max_lora_rank", 1, 512),
-            ("max_cpu_loras", self.max_loras, 2**16),
-            ("prefill_min_tokens", 1, 2**24),
-        ):
-            value = getattr(self, name)
-            if value is None and type(self).__dataclass_fields__[name].default is None:
-                continue
-            if type(value) is not int or not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low} and {high}, got {value!r}")
-        for name in ("revision", "tokenizer", "download_dir", "generation_config", "command_host"):
-            if getattr(self, name) is not None and not (isinstance(value := getattr(self, name), str) and value):
-                raise ConfigError(f"{name} must be a string that is not empty, got {value!r}")
+        check_settings(self)
+        if self.max_cpu_loras is not None:
+            between(self.max_loras, 2**16).check("max_cpu_loras", self.max_cpu_loras)
         if (override := self.override_generation_config) is not None:
             try:
                 check_override(override)
             except ValueError as error:
                 raise ConfigError(f"override_generation_config: {error}") from None
-        keys = self.ignore_config_keys
-        if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
-            raise ConfigError(f"ignore_config_keys must be a list of keys, got {keys!r}")
-        object.__setattr__(self, "ignore_config_keys", tuple(keys))  # JSON knows no tuples
-        tokens = self.score_tokens
-        if isinstance(tokens, str) or len(tokens) != 2 or not all(isinstance(one, str) and one for one in tokens):
-            raise ConfigError(f"score_tokens must be two texts, that of no and that of yes, got {tokens!r}")
-        object.__setattr__(self, "score_tokens", tuple(tokens))
+        for name in ("ignore_config_keys", "score_tokens"):  # JSON knows no tuples
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.speculative_config, Mapping):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
@@ -328,22 +628,8 @@ class EngineConfig:
         self._check_hosts()
         self._check_offload()
         self._check_role()
-        if self.page_size not in (None, *PAGE_SIZES):
-            raise ConfigError(f"page_size must be 8, 16, 32, 64, 128 or 256 tokens, got {self.page_size}")
-        if type(self.seed) is not int:
-            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
-        if type(self.memory_utilization) not in (int, float) or not 0.05 <= self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization must be in [0.05, 1.0], got {self.memory_utilization}")
-        goal = self.latency_goal_ms
-        if goal is not None and (type(goal) not in (int, float) or not 0 <= goal <= 60_000):
-            raise ConfigError(f"latency_goal_ms must be in [0, 60000], got {goal!r}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
     def _check_hosts(self) -> None:
-        if type(self.host_timeout) not in (int, float) or not 1 <= self.host_timeout <= 3600:
-            raise ConfigError(f"host_timeout must be in [1, 3600] seconds, got {self.host_timeout!r}")
         if self.coordinator == AUTO_COORDINATOR:
             return
         if (self.num_hosts > 1) != (self.coordinator is not None):
@@ -355,12 +641,6 @@ class EngineConfig:
             raise ConfigError(f"host_id must be between 0 and num_hosts - 1 = {self.num_hosts - 1}, got {self.host_id}")
 
     def _check_offload(self) -> None:
-        for name, low in (("kv_offload_gib", 0.0), ("kv_offload_dir_gib", 0.001), ("cpu_offload_gib", 0.0)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not low <= value <= 2**20:
-                raise ConfigError(f"{name} must be between {low:g} and {2**20} GiB, got {value!r}")
-        if not isinstance(self.kv_offload_dir, str | None) or self.kv_offload_dir == "":
-            raise ConfigError(f"kv_offload_dir must be a folder, got {self.kv_offload_dir!r}")
         if self.kv_offload_dir is not None and not self.kv_offload_gib:
             raise ConfigError("kv_offload_dir needs kv_offload_gib (--kv-offload-gib): pages pass through host memory")
         if self.kv_offload_gib and not self.prefix_caching:
@@ -369,9 +649,7 @@ class EngineConfig:
             raise ConfigError("kv_offload_gib is for replicas on one host")
 
     def _check_role(self) -> None:
-        servers: Any = self.prefill_servers
-        if isinstance(servers, str) or not all(isinstance(one, str) and ADDRESS.fullmatch(one) for one in servers):
-            raise ConfigError(f"prefill_servers must be a list of host:port, got {servers!r}")
+        servers = self.prefill_servers
         object.__setattr__(self, "prefill_servers", tuple(dict.fromkeys(servers)))
         if (self.role == "decode") != bool(servers):
             raise ConfigError(f"role decode goes with prefill_servers, got {self.role} with {servers!r}")
@@ -379,8 +657,6 @@ class EngineConfig:
             raise ConfigError(f"role prefill goes with prefill_listen, got {self.role} with {self.prefill_listen!r}")
         if self.prefill_listen is not None and not ADDRESS.fullmatch(str(self.prefill_listen)):
             raise ConfigError(f"prefill_listen must be host:port, got {self.prefill_listen!r}")
-        if type(self.prefill_timeout) not in (int, float) or not 0.1 <= self.prefill_timeout <= 3600:
-            raise ConfigError(f"prefill_timeout must be in [0.1, 3600] seconds, got {self.prefill_timeout!r}")
         if self.role in ("prefill", "decode") and not self.kv_offload_gib:
             raise ConfigError(f"role {self.role} needs kv_offload_gib: pages pass through host memory")
         if self.role != "both" and (self.deterministic or self.pipeline_parallel_size > 1):
@@ -397,10 +673,3 @@ class EngineConfig:
         names = [module.name for module in modules]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"lora_modules must have names of their own, got {twice!r} twice")
-
-
-CHOICES: dict[str, tuple[str, ...]] = {  # the values of each setting that is one of a list
-    name: typing.get_args(kind)
-    for name, kind in typing.get_type_hints(EngineConfig).items()
-    if typing.get_origin(kind) is Literal
-} | dict.fromkeys(("attention_backend", "matmul_backend"), ("auto", *BACKENDS))

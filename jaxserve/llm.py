@@ -8,12 +8,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
 from jaxserve import heap
 from jaxserve.checkpoints import gguf
-from jaxserve.config import MAX_TOKENS_PER_CALL, OTHER_NAMES, EngineConfig
+from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.hosts.host_environment import found_hosts
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
@@ -33,11 +34,6 @@ from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SamplingParams, SequenceUpdate
 
-_SETTINGS = {  # names of settings in vLLM, and here
-    "gpu_memory_utilization": "memory_utilization", "block_size": "page_size", "cpu_offload_gb": "cpu_offload_gib",
-    "enable_prefix_caching": "prefix_caching", "num_gpu_blocks_override": "kv_pages",
-}  # fmt: skip
-
 
 class LLM:
     """A model to generate with, in this process.
@@ -51,11 +47,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **config: Any):
-        settings = {_SETTINGS.get(name, name): value for name, value in config.items()}
-        for name, others in OTHER_NAMES.items():
-            if settings.get(name) in others:
-                settings[name] = others[settings[name]]
-        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **{"prompts_first": True} | settings)))
+        settings = {"prompts_first": True} | EngineConfig.usual_names(config)
+        self.engine = load_engine(found_hosts(EngineConfig(model=str(model), **settings)))
         self.tokenizer = load_tokenizer(
             self.engine.model_folder,
             source=self.engine.tokenizer_folder,
@@ -302,7 +295,9 @@ class LLM:
                 if not isinstance(own, SamplingParams):
                     raise InvalidRequestError(f"expected SamplingParams, got {own!r:.80}", "sampling_params")
                 text, ids = encode_prompt(self.tokenizer, prompt)
-                own = self.tokenizer.with_eos(own, self.engine.eos_token_ids)
+                ends = self.tokenizer.with_eos(own.stop_token_ids, self.engine.eos_token_ids)
+                if ends != own.stop_token_ids and not own.ignore_eos:
+                    own = msgspec.structs.replace(own, stop_token_ids=ends)
                 request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
                 if (adapter := adapters[wanted]) is not None:
                     request.adapter = adapter.name

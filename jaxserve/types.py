@@ -169,10 +169,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if not (optional and value is None):
                 _check_number(name, value, meta, is_int)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
-            )
+        check_min_tokens(self.min_tokens, self.max_tokens)
         if self.max_tokens == 0 and self.n > 1:
             raise InvalidRequestError(f"max_tokens 0 only scores the prompt, so n must be 1, got {self.n}", "n")
         self._check_words()
@@ -381,6 +378,12 @@ def _ranges() -> dict[str, tuple[Meta, bool, bool]]:
 
 
 _RANGES = _ranges()
+
+
+def check_min_tokens(least: int, most: int | None) -> None:
+    """Raises InvalidRequestError if an output must have more tokens than it may have; None: there is no limit."""
+    if most is not None and least > most:
+        raise InvalidRequestError(f"min_tokens ({least}) must not exceed max_tokens ({most})", "min_tokens")
 
 
 def _check_number(name: str, value: object, meta: Meta, is_int: bool) -> None:

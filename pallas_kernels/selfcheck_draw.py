@@ -80,7 +80,7 @@ def noise_of(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The tokens that a row may draw, bool [vocab]."""
+    """The tokens that a row may draw, bool [vocab], as `DrawSettings` defines them."""
     x = logits.astype(np.float64)
     relative = np.exp((x - x.max()) / temperature)
     keep = np.ones(x.shape, bool)

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-PAGE_SIZES = {"tpu": 128}  # default tokens per page by platform; OTHER_PAGE_SIZE on other platforms
-OTHER_PAGE_SIZE = 16
-
 
 class KVPages(NamedTuple):
     """One layer's KV cache.
@@ -69,12 +66,6 @@ class DeltaState(NamedTuple):
 
     matrix: jax.Array
     inputs: jax.Array
-
-
-def default_page_size(platform: str) -> int:
-    """The default number of tokens per page. On a TPU one DMA copies a page of a head, and scales of 8-bit pages lie
-    along its 128 lanes, so pages are large. Small pages let prompts share more of their common beginnings."""
-    return PAGE_SIZES.get(platform, OTHER_PAGE_SIZE)
 
 
 def has_scale(dtype: Any) -> bool:

@@ -8,23 +8,30 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import pytest
+import yaml
 from engines import make_engine
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.commands.arguments import add_settings
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.config_file import ServeParser
-from jaxserve.commands.help import SHORT, TOPICS
+from jaxserve.commands.help import TOPICS, CommandParser, setting_of, settings_page
 from jaxserve.commands.serve_flags import read_serve
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.process.flags import server_options
+from jaxserve.setting import between, check_settings, documented, in_range, list_of, setting, settings_of
 
 ROOT = Path(__file__).parent.parent
+CHART = ROOT / "deploy" / "helm" / "jaxserve"
 CASE = "qwen3_tied"
 SMALL = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "256", "--kv-pages", "32"]
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
@@ -119,13 +126,13 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 
 def test_each_flag_of_serve_has_one_topic():
-    parser = parser_of("serve")
-    flags = {action.option_strings[0].lstrip("-") for action in parser._actions if action.option_strings}
-    listed = [flag for topic in TOPICS.values() for flag in topic.flags]
-    assert sorted(listed) == sorted(flags - {"h", "v", "model"})
-    usual = {flag for topic in TOPICS.values() for flag in topic.usual.split()}
-    assert 35 <= len(usual) <= 50
-    assert SHORT.keys() <= usual
+    actions = [action for action in parser_of("serve")._actions if action.option_strings]
+    flags = {action.option_strings[0]: setting_of(action) for action in actions}
+    assert {flag for flag, known in flags.items() if known is None} == {"-h", "-v", "--model"}
+    found = [known for known in flags.values() if known is not None]
+    assert {known.topic for known in found} == set(TOPICS)
+    assert 35 <= sum(known.usual for known in found) <= 50
+    assert all(known.usual for known in found if known.short)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -139,7 +146,8 @@ def test_help_of_serve_is_short_and_fits_the_terminal(call, monkeypatch, columns
     assert "--help=all" in text
     assert "--port PORT" in text
     assert "--prefill-chunk" not in text
-    assert all(f"--help={name}" in text for name, topic in TOPICS.items() if topic.usual)
+    for name in TOPICS:
+        assert (f"--help={name}\n" in text) == (name not in ("hosts", "roles", "vllm")), "topics with usual flags"
     code, more, _ = call("serve", "--help=all")
     assert max(map(len, more.splitlines())) <= columns
     assert "--prefill-chunk TOKENS" in more
@@ -163,6 +171,90 @@ def test_help_on_a_topic_and_on_a_flag(call):
     code, text, _ = call("serve", "--help=nothing")
     assert code == 0
     assert all(f"--help={name} " in text for name in TOPICS)
+
+
+def test_documents_have_the_settings_as_they_are():
+    written = (ROOT / "docs" / "settings.md").read_text()
+    assert written == settings_page(parser_of("serve")), "run `make settings`"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("port", "port"),
+        ("hosts", "num_hosts"),
+        ("dataParallelSize", "data_parallel_size"),
+        ("pipelineParallelSize", "pipeline_parallel_size"),
+        ("tensorParallelSize", "tensor_parallel_size"),
+        ("role.kind", "role"),
+        ("role.prefillServers", "prefill_servers"),
+    ],
+)
+def test_values_of_the_helm_chart_are_those_of_settings(value, name):
+    """Their defaults, lists of values and bounds."""
+    default = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for word in value.split("."):
+        default = default[word]
+        schema = schema["properties"][word]
+    known = (settings_of(ServerSettings) | settings_of(EngineConfig))[name]
+    if default is not None:  # null: computed from other values
+        assert default == (list(known.default) if isinstance(known.default, tuple) else known.default)
+    values = known.rule.values if known.rule is not None else ()
+    assert tuple(schema.get("enum", ())) == values
+    if known.rule is not None and known.rule.low is not None:
+        assert schema["minimum"] == known.rule.low
+
+
+def test_flags_in_the_helm_chart_are_those_of_serve():
+    flags = {text for action in parser_of("serve")._actions for text in action.option_strings}
+    set_by_chart = set(re.findall(r"^- (--[a-z-]+)=", (CHART / "templates" / "_helpers.tpl").read_text(), re.MULTILINE))
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    pattern = schema["properties"]["args"]["items"]["not"]["pattern"]
+    assert {"--host", "--tensor-parallel-size", "--role"} <= set_by_chart <= flags
+    names = re.search(r"--\(([a-z|-]+)\)", pattern)
+    assert names is not None
+    assert {f"--{name}" for name in names[1].split("|")} <= flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tea:
+    minutes: float = setting(3.0, "time to draw", topic="batches", also="--steep", rule=in_range(0.5, 10, "minutes"))
+    sorts: tuple[str, ...] = setting(("green",), "sorts, separated by commas", topic="batches", rule=list_of("sorts"))
+    milk: bool = setting(True, "no milk", topic="batches", also="--no-cream")
+    cup: Literal["small", "large"] = setting("small", "size of the cup", topic="batches", other_values={"big": "large"})
+    water: int | None = setting(None, "millilitres; None: what fits", topic="batches", rule=between(1, 500))
+
+
+def test_a_setting_is_said_once():
+    """Its flag, its help, its values, its check and its documentation follow from one line."""
+    parser = CommandParser(prog="tea")
+    add_settings(parser, Tea)
+    given = vars(parser.parse_args(["--steep", "5", "--sorts=mint, black", "--no-milk", "--cup", "big", "--water=20"]))
+    assert given == {"minutes": 5.0, "sorts": ("mint", "black"), "milk": False, "cup": "large", "water": 20}
+    assert Tea(**vars(parser.parse_args([]))) == Tea()
+    check_settings(Tea())
+    parser.use_topics()
+    shown = " ".join(parser.format_help().split()), " ".join(settings_page(parser).split())
+    assert "--water" not in shown[0], "only usual flags are in the short help"
+    assert "| `--water` | millilitres (default: what fits). Values: between 1 and 500. |" in shown[1]
+    for wrong, message in (
+        ({"minutes": 11}, "a tea's minutes must be in [0.5, 10] minutes, got 11"),
+        ({"minutes": "3"}, "a tea's minutes must be in [0.5, 10] minutes, got '3'"),
+        ({"sorts": "green"}, "a tea's sorts must be sorts, got 'green'"),
+        ({"cup": "huge"}, "a tea's cup must be one of small, large, got 'huge'"),
+        ({"water": True}, "a tea's water must be between 1 and 500, got True"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            check_settings(Tea(**wrong), "a tea's ")
+        assert str(refusal.value) == message
+    assert {name: known.other_names for name, known in settings_of(Tea).items() if known.other_names} == {
+        "minutes": ["steep"],
+        "milk": ["cream"],
+    }
+    about = documented(Tea).__doc__ or ""
+    assert "\n      milk: False: no milk.\n" in about
+    assert "\n      water: millilitres; None: what fits.\n" in about
 
 
 def test_help_of_other_commands_has_their_own_flags_first(call):

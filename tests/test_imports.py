@@ -157,6 +157,17 @@ def test_scheduling_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_only_the_command_line_imports_ray():
+    """Replicas on a cluster are around the engine: nothing of the engine knows of them."""
+    importers = {
+        folder_of(name)
+        for name in MODULES
+        for module, _ in imports_of(name)
+        if f"{module}.".startswith("jaxserve.ray.")
+    }
+    assert importers == {"jaxserve/ray", "jaxserve/commands"}
+
+
 def test_axes_of_the_mesh_have_names():
     """How many parts a weight has is asked of its axis (`devices.mesh.num_shards`): not all devices need to share
     it."""

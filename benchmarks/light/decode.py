@@ -28,13 +28,12 @@ import jax
 import numpy as np
 
 from jaxserve.bench.local import fixed_length, random_ids
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, default_page_size
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.memory import stored_bytes
 from jaxserve.pallas_kernels.alone import alone
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.pallas_kernels.types import default_page_size
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.types import Request
 from light import profile, recorded

@@ -38,7 +38,7 @@ def run_kernels(record: Record, *, rehearse: bool) -> None:
 def kernel_cases(platform: str, rehearse: bool) -> list[Case]:
     """The cases in turn from each operation, so that each has some when the time is over."""
     from jaxserve.bench.kernel_shapes import OPERATIONS, cases
-    from jaxserve.pallas_kernels.types import default_page_size
+    from jaxserve.config import default_page_size
 
     sizes = "small" if rehearse else "full"
     dtype = "float32" if platform == "cpu" else "bfloat16"

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, first_result, largest_error
 from jaxserve.bench.kernel_shapes import cases
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig, default_page_size
 from jaxserve.devices.mesh import num_shards
 from jaxserve.devices.targets import rates
 from jaxserve.engine.kernel_timing import name_of, problems_of, weights_of
@@ -36,7 +36,6 @@ from jaxserve.pallas_kernels.quant_matmul import fragments, ways
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
 from jaxserve.pallas_kernels.tuning import products, timing
 from jaxserve.pallas_kernels.tuning.products import PLAIN, Race, short
-from jaxserve.pallas_kernels.types import default_page_size
 
 GAIN = 0.03  # least saving, as a fraction of the time with the default sizes
 MODEL_SECONDS = 180.0  # for all of a model

@@ -39,8 +39,8 @@ PLACES = ("platform", "device", "panels")
 PLUGINS = {"gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
 CODE = (
     "config.py",
-    "config_parts.py",
     "limits.py",
+    "setting.py",
     "types.py",
     "devices",
     "execution",

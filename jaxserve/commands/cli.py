@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxserve.commands import bench, conversion, deployment, planning
-from jaxserve.commands.arguments import PAGE_SIZE_HELP, add_command, add_engine_flags, add_model, engine_config
+from jaxserve.commands.arguments import add_command, add_engine_flags, add_model, engine_config
 from jaxserve.commands.help import CommandParser
 from jaxserve.commands.serve_flags import add_record_flags, read_serve
-from jaxserve.config import EngineConfig
+from jaxserve.config import PAGE_SIZE_HELP, EngineConfig
 
 TARGET_HELP = "devices other than those of this machine, such as h200x8, a100x1 or v5e-4"
 TUNABLE = ["decode", "prompts", "matmul"]  # operations with block sizes to choose
@@ -59,8 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     def add_serve_flags(command: argparse.ArgumentParser) -> None:
         add_model(command, nargs="?")
         command.add_argument("--model", dest="named_model", metavar="MODEL", help="the model, as in vLLM's server")
-        add_record_flags(command)
         add_server_flags(command)
+        add_record_flags(command)
         add_engine_flags(command)
         command.set_defaults(serve_parser=command)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.checkpoints.hub import BUNDLE
+from jaxserve.commands.help import setting_of
 from jaxserve.config import ConfigError
 
-SECRETS = ("api_key", "admin_key", "metrics_key")  # flags whose values are keys; no file and no record has them
 _OURS = ("help", "model", "named_model", "config", "write_lock", "verbose", "target", "out")
 
 
@@ -81,7 +81,7 @@ class ServeParser:
             action = self._actions.get(flag) or self._actions.get(f"no-{flag}")
             if action is None:
                 raise ConfigError(f"{source}: there is no flag --{flag} of jaxserve serve")
-            if action.dest in SECRETS:
+            if _is_secret(action):
                 raise ConfigError(
                     f"{source}: {name} is a secret, which no such file may hold; use --api-key-file, "
                     "--admin-key-file or the environment"
@@ -109,13 +109,19 @@ class ServeParser:
         found: dict[str, Any] = {}
         for flag, action in self._actions.items():
             value = getattr(args, action.dest, action.default)
-            if value == action.default or action.dest in SECRETS or action.option_strings[0] != f"--{flag}":
+            if value == action.default or _is_secret(action) or action.option_strings[0] != f"--{flag}":
                 continue
             if isinstance(action, argparse.BooleanOptionalAction):
                 found[flag] = value
             else:
                 found[flag] = True if action.nargs == 0 else plain(value)
         return found
+
+
+def _is_secret(action: argparse.Action) -> bool:
+    """Whether a flag's values are keys, which no file and no record has."""
+    known = setting_of(action)
+    return known is not None and known.secret
 
 
 def plain(value: Any) -> Any:

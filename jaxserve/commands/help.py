@@ -7,130 +7,67 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from jaxserve.setting import PLAIN, Setting
 
 _WIDEST = 120  # columns
 _COLUMN = 34  # where texts begin
 _LONGEST_CHOICES = 30  # characters of the choices in a flag's head
 
 
-class Topic(NamedTuple):
-    """Flags that belong together, without their dashes. `usual` are those that the short help shows."""
-
-    title: str
-    usual: str
-    others: str = ""
-
-    @property
-    def flags(self) -> list[str]:
-        return self.usual.split() + self.others.split()
-
-
-TOPICS = {
-    "server": Topic(
-        "Address and processes",
-        "host port root-path api-server-count config",
-        "fd write-lock drain-delay drain-seconds engine-restarts watchdog-seconds no-ui",
-    ),
-    "api": Topic(
-        "What clients see",
-        "served-model-name chat-template tool-call-parser reasoning-parser generation-config",
-        "default-chat-template-kwargs trust-request-chat-template override-generation-config escape-special-tokens "
-        "reasoning-content max-logprobs max-completions-per-request max-stored-responses",
-    ),
-    "keys": Topic(
-        "Keys and access",
-        "api-key admin-key ssl-certfile ssl-keyfile cors-origin",
-        "api-key-file admin-key-file metrics-key open-metrics salt-by-key allowed-host weights-root",
-    ),
-    "limits": Topic(
-        "Limits of clients",
-        "request-timeout",
-        "max-waiting max-waiting-tokens max-connections max-connections-per-address max-body-bytes max-header-bytes "
-        "client-timeout",
-    ),
-    "watching": Topic(
-        "Logs, metrics, traces", "no-access-log otlp-endpoint", "metrics-prefix record record-max-bytes profile"
-    ),
-    "model": Topic(
-        "Model and weights",
-        "revision tokenizer download-dir dtype quantization load-format",
-        "ignore-config-keys dequantize activation-quantization bundle-key-file seed",
-    ),
-    "batches": Topic(
-        "Lengths and batches",
-        "max-model-len max-num-seqs max-num-batched-tokens",
-        "prefill-chunk prompts-first max-penalty-seqs decode-steps latency-goal-ms scheduling-policy "
-        "no-async-scheduling forbid-compile",
-    ),
-    "memory": Topic(
-        "Memory and KV cache",
-        "memory-utilization kv-pages kv-cache-dtype no-prefix-caching kv-offload-gib",
-        "page-size kv-offload-dir kv-offload-dir-gib cpu-offload-gib state-snapshots",
-    ),
-    "devices": Topic(
-        "Devices",
-        "platform tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel",
-        "decode-context-parallel-size attention-backend matmul-backend no-kernel-timing",
-    ),
-    "hosts": Topic(
-        "Several hosts (the same command on each, with its --host-id)",
-        "",
-        "coordinator num-hosts host-id command-host command-port host-secret-file host-timeout",
-    ),
-    "roles": Topic(
-        "Prefill and decode on servers of their own",
-        "",
-        "role prefill-listen prefill-servers prefill-min-tokens prefill-timeout",
-    ),
-    "speculation": Topic("Speculative decoding", "speculative-config"),
-    "lora": Topic(
-        "LoRA adapters", "enable-lora lora-modules max-loras", "max-lora-rank lora-dtype max-cpu-loras lora-root"
-    ),
-    "determinism": Topic("The same bits for the same request", "deterministic"),
-    "pooling": Topic("Embeddings and scores", "task", "pooling score-tokens score-prompt"),
-    "vllm": Topic("Flags of vLLM for what is so without them", "", "async-scheduling"),
+TOPICS = {  # title of each topic by its name; settings say which one is theirs
+    "server": "Address and processes",
+    "api": "What clients see",
+    "keys": "Keys and access",
+    "limits": "Limits of clients",
+    "watching": "Logs, metrics, traces",
+    "model": "Model and weights",
+    "batches": "Lengths and batches",
+    "memory": "Memory and KV cache",
+    "devices": "Devices",
+    "hosts": "Several hosts (the same command on each, with its --host-id)",
+    "roles": "Prefill and decode on servers of their own",
+    "speculation": "Speculative decoding",
+    "lora": "LoRA adapters",
+    "determinism": "The same bits for the same request",
+    "pooling": "Embeddings and scores",
+    "vllm": "Flags of vLLM for what is so without them",
 }
-# Texts of usual flags in the short help, where the beginning of the long one says too much or too little.
-SHORT = {
-    "config": "file with flags, or a record of a deployment",
-    "root-path": "path at which a proxy serves this server",
-    "api-server-count": "processes that answer HTTP",
-    "served-model-name": "names under which clients ask for the model",
-    "chat-template": "Jinja template for conversations",
-    "generation-config": "recommended sampling: auto, none or a folder",
-    "api-key": "require this bearer key (or JAXSERVE_API_KEY)",
-    "admin-key": "key of the administrator's endpoints",
-    "ssl-certfile": "serve HTTPS with this certificate chain",
-    "ssl-keyfile": "private key of the certificate",
-    "cors-origin": "origin whose pages may call the server; *: all",
-    "no-access-log": "print no line for each request",
-    "otlp-endpoint": "send OpenTelemetry traces to this address",
-    "revision": "branch, tag or commit of a hub id",
-    "tokenizer": "folder, GGUF file or hub id of another one",
-    "download-dir": "folder for what is downloaded from the hub",
-    "dtype": "of weights, computation and cache",
-    "quantization": "int8, int4, fp8: quantize while loading",
-    "load-format": "dummy: random weights, for tests",
-    "max-model-len": "longest prompt and output together",
-    "max-num-batched-tokens": "most tokens in one step",
-    "memory-utilization": "share of device memory to use",
-    "kv-pages": "size of the KV cache (default: what fits)",
-    "kv-cache-dtype": "of cached keys and values",
-    "no-prefix-caching": "do not reuse equal beginnings of prompts",
-    "kv-offload-gib": "host memory for evicted KV pages",
-    "platform": "what JAX runs on",
-    "pipeline-parallel-size": "groups that each have some of the layers",
-    "data-parallel-size": "groups with sequences of their own",
-    "enable-expert-parallel": "each device has some experts whole",
-    "speculative-config": 'for example {"method": "ngram"}',
-    "enable-lora": "serve LoRA adapters beside the model",
-    "lora-modules": "adapters to load at start",
-    "max-loras": "adapters on the devices at a time",
-    "deterministic": "whatever else runs beside it",
-    "task": "what the model is for",
-}
-_TOPIC_OF = {flag: name for name, topic in TOPICS.items() for flag in topic.flags}
+
+
+def setting_of(action: argparse.Action) -> Setting | None:
+    """The setting that a flag was made of; None if it was made of none."""
+    return getattr(action, "setting", None)
+
+
+def settings_page(parser: CommandParser) -> str:
+    """docs/settings.md: all settings of a command, as its help has them, and what there is to say beyond that."""
+    lines = [
+        "# Settings",
+        "",
+        "The flags of `jaxserve serve`, by topic; `make settings` writes this page from the settings' definitions.",
+        "Other commands have those of the engine, too. In a [file of flags](deployments.md) they have the same names.",
+        "`EngineConfig` and `LLM` have the settings of the engine with underscores, and without `no-`.",
+    ]
+    for name, title in TOPICS.items():
+        lines += ["", f"## {title}", "", "| flag | what it sets |", "|---|---|"]
+        lines += _rows(_of_topic(parser, name, usual=True) + _of_topic(parser, name, usual=False))
+    return "\n".join(lines) + "\n"
+
+
+def _rows(actions: Sequence[argparse.Action]) -> Iterator[str]:
+    for action in actions:
+        known = setting_of(action)
+        assert known is not None
+        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        text = f"{_text(action, short=False, values=False)}. {known.more}".rstrip()
+        if action.choices is not None:
+            text += f" Values: {', '.join(map(str, action.choices))}."
+        elif known.rule is not None and known.rule not in PLAIN:
+            text += f" Values: {known.rule.text}."
+        cells = [f"{names} {action.metavar or ''}".rstrip(), text]
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -141,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **options)
 
     def use_topics(self) -> None:
-        """To be called once the flags that topics list are added."""
+        """To be called once the flags of settings are added."""
         self.by_topic = True
         help_action = next(action for action in self._actions if isinstance(action, argparse._HelpAction))
         for text in help_action.option_strings:
@@ -169,8 +106,8 @@ def _short(parser: CommandParser) -> Iterator[str]:
     yield from _beginning(parser)
     for title, actions in _own_groups(parser):
         yield from _group(title, actions)
-    for name, topic in TOPICS.items():
-        yield from _group(f"{topic.title}  --help={name}", _named(parser, topic.usual.split()), short=True)
+    for name, title in TOPICS.items():
+        yield from _group(f"{title}  --help={name}", _of_topic(parser, name, usual=True), short=True)
     yield ""
     count = len(_flags(parser))
     more = f"--help=all shows all {count}, --help=kv-pages the flag --kv-pages, --help=TOPIC those of a topic: "
@@ -197,23 +134,24 @@ def _about(parser: CommandParser, word: str) -> Iterator[str]:
     if found:
         for action in found:
             yield from _entry(action)
-        if exact and (name := _TOPIC_OF.get(_name(exact[0]))):
-            yield f"\n{TOPICS[name].title}: --help={name}"
+        if exact and (known := setting_of(exact[0])) is not None:
+            yield f"\n{TOPICS[known.topic]}: --help={known.topic}"
         return
     yield f"{word!r} is no topic, and no flag has it in its name. Topics are:\n"
-    for name, topic in TOPICS.items():
-        yield f"  --help={name}".ljust(_COLUMN) + topic.title
+    for name, title in TOPICS.items():
+        yield f"  --help={name}".ljust(_COLUMN) + title
     yield "  --help=all".ljust(_COLUMN) + "All flags"
 
 
 def _topic(parser: CommandParser, name: str) -> Iterator[str]:
-    yield from _group(f"{TOPICS[name].title}  --help={name}", _named(parser, TOPICS[name].flags))
+    usual = _of_topic(parser, name, usual=True)
+    yield from _group(f"{TOPICS[name]}  --help={name}", usual + _of_topic(parser, name, usual=False))
 
 
-def _named(parser: CommandParser, names: Sequence[str]) -> list[argparse.Action]:
-    """The flags of these names that the command has, in this order."""
-    known = {_name(action): action for action in _flags(parser)}
-    return [known[name] for name in names if name in known]
+def _of_topic(parser: CommandParser, name: str, *, usual: bool) -> list[argparse.Action]:
+    """The flags of a topic that people set, or the others."""
+    known = [(action, setting_of(action)) for action in _flags(parser)]
+    return [action for action, one in known if one is not None and one.topic == name and one.usual is usual]
 
 
 def _beginning(parser: CommandParser) -> Iterator[str]:
@@ -239,11 +177,7 @@ def _own_groups(parser: CommandParser) -> Iterator[tuple[str, list[argparse.Acti
     for title, actions in [("", first._group_actions + second._group_actions)] + [
         (str(group.title).capitalize(), group._group_actions) for group in others
     ]:
-        yield title, [action for action in actions if _name(action) not in _TOPIC_OF]
-
-
-def _name(action: argparse.Action) -> str:
-    return action.option_strings[0].lstrip("-") if action.option_strings else action.dest
+        yield title, [action for action in actions if setting_of(action) is None]
 
 
 def _group(title: str, actions: Sequence[argparse.Action], *, short: bool = False) -> Iterator[str]:
@@ -280,7 +214,8 @@ def _metavar(action: argparse.Action) -> str:
     return f"[{name}]" if action.nargs == "?" else name + (" ..." if action.nargs == "+" else "")
 
 
-def _text(action: argparse.Action, short: bool) -> str:
+def _text(action: argparse.Action, short: bool, *, values: bool = True) -> str:
+    """What a flag is for, and its default; with `values` also its choices, where its head does not have them."""
     clauses = ((action.help or "") % {"default": action.default, "prog": ""}).split("; ")
     value = ",".join(action.default) if isinstance(action.default, tuple) else action.default
     silent = action.nargs == 0 or not action.option_strings or value == argparse.SUPPRESS
@@ -289,9 +224,10 @@ def _text(action: argparse.Action, short: bool) -> str:
         clauses.remove(clause)
         default = clause.removeprefix("None: ")
     if short:
-        clauses = [SHORT.get(_name(action), clauses[0])]
+        known = setting_of(action)
+        clauses = [known.short if known is not None and known.short else clauses[0]]
         default = None if action.default in (None, "auto") else default
-    elif action.choices is not None and _metavar(action) == "NAME":
+    elif values and action.choices is not None and _metavar(action) == "NAME":
         clauses.append(f"one of {', '.join(map(str, action.choices))}")
     return "; ".join(clauses) + (f" (default: {default})" if default else "")
 

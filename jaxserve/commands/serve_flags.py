@@ -5,23 +5,37 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.commands.arguments import add_settings
 from jaxserve.commands.config_file import ServeParser, is_bundle, read_config
 from jaxserve.config import ConfigError
+from jaxserve.setting import setting
 
 log = logging.getLogger(__name__)
 
 
 def add_record_flags(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("deployment")
-    group.add_argument("--config", type=Path, metavar="FILE",
-                       help="YAML, JSON or TOML file with flags by name and `model`, or a record that --write-lock or "
-                       "`jaxserve lock` wrote, which is then verified; the command line goes first")  # fmt: skip
-    group.add_argument("--write-lock", type=Path, metavar="FILE",
-                       help="write a record of this deployment: hashes of model, tokenizer and template, all flags, "
-                       "versions; never keys")  # fmt: skip
+    add_settings(command.add_argument_group("deployment"), RecordSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """Files that `serve` reads flags from, and writes them to."""
+
+    config: Path | None = setting(
+        None,
+        "YAML, JSON or TOML file with flags by name and `model`, or a record that --write-lock or `jaxserve lock` "
+        "wrote, which is then verified; the command line goes first",
+        topic="server", short="file with flags, or a record of a deployment", type=Path, metavar="FILE",
+    )  # fmt: skip
+    write_lock: Path | None = setting(
+        None,
+        "write a record of this deployment: hashes of model, tokenizer and template, all flags, versions; never keys",
+        topic="server", type=Path, metavar="FILE",
+    )  # fmt: skip
 
 
 def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

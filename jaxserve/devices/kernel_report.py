@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxserve.config import default_page_size
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, explain
-from jaxserve.pallas_kernels.types import Activations, default_page_size, stored_latent_width
+from jaxserve.pallas_kernels.types import Activations, stored_latent_width
 
 
 def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int | None = None) -> Iterator[str]:

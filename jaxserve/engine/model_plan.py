@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig, default_page_size
 from jaxserve.devices.mesh import make_mesh, tell_devices
 from jaxserve.engine.data_parallel import check_model
 from jaxserve.engine.determinism import ordered
@@ -24,7 +24,6 @@ from jaxserve.models.load import compute_dtype, find_files, make_decoder, read_m
 from jaxserve.models.pooling import Pooler
 from jaxserve.models.pooling_files import read_pooler
 from jaxserve.models.spec import ModelConfig
-from jaxserve.pallas_kernels.types import default_page_size
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
 

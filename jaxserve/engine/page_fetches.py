@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.ray.prefixes import PrefixTable
+from jaxserve.prefix_routing import PrefixTable
 from jaxserve.roles import messages
 from jaxserve.roles.prefill_server import PrefillServer, Transfer
 from jaxserve.scheduling.block_manager import BlockManager

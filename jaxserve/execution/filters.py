@@ -27,8 +27,8 @@ ROUND_BITS = 4  # bits of a threshold that a round settles, where passes over th
 
 
 def filter_logits(logits: jax.Array, settings: DrawSettings, *, unrolled: bool, bits: int = ROUND_BITS) -> jax.Array:
-    """Applies top-k, then top-p and min-p to the tokens that are left, as in transformers and vLLM. Dropped tokens
-    become EXCLUDED. Ties at a threshold are all kept.
+    """Makes the logits of tokens that may not be drawn EXCLUDED. `DrawSettings` says which these are, as transformers
+    and vLLM have it; `selfcheck_draw.kept` is the same in NumPy.
 
     logits: float32 [rows, vocab]. `unrolled` unrolls the rounds, for GPUs. Otherwise they are one loop, which compiles
     faster. bits: of a threshold that a round settles, a power of two.

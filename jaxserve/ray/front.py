@@ -15,8 +15,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from jaxserve.prefix_routing import prompt_blocks
 from jaxserve.ray.merged_metrics import merged
-from jaxserve.ray.prefixes import prompt_blocks
 from jaxserve.ray.replica import Call, Head
 
 log = logging.getLogger("jaxserve.ray")

@@ -37,7 +37,7 @@ class Call:
 
     Attributes:
       target: the path and the query, as in the request line.
-      blocks: the prompt's blocks, see `prefixes.prompt_blocks`.
+      blocks: the prompt's blocks, see `prefix_routing.prompt_blocks`.
       avoid: names of replicas to avoid while there are others.
     """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from jaxserve.ray.prefixes import PrefixTable
+from jaxserve.prefix_routing import PrefixTable
 from jaxserve.ray.replica import Call
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-import msgspec
-
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import InvalidRequestError, SamplingParams
+from jaxserve.types import InvalidRequestError
 
 
 class _Form(NamedTuple):
@@ -80,9 +78,3 @@ class FillInMiddle:
         after = [self._suffix, *suffix[self._lead :]]
         parts = [*before, *after, *self._middle] if self._middle else [*after, *before]
         return [*self._opening, *parts]
-
-    def with_ends(self, params: SamplingParams) -> SamplingParams:
-        """Adds `end_ids` to the stop tokens."""
-        if params.ignore_eos:
-            return params
-        return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *self.end_ids))

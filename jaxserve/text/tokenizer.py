@@ -18,21 +18,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
+from jaxserve.text.chat_template import TEMPLATE_INPUTS, TEMPLATE_SECONDS
 from jaxserve.text.generation_defaults import GenerationDefaults, generation_defaults
 from jaxserve.text.tokenizer_files import byte_level_alphabet
-from jaxserve.types import InvalidRequestError, SamplingParams
+from jaxserve.types import InvalidRequestError
 
-# Parameters that rendering sets itself, so clients cannot use them as the template's variables.
-TEMPLATE_INPUTS = frozenset(
-    {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
-        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-    }
-)  # fmt: skip
-TEMPLATE_SECONDS = 5.0  # longest time of rendering a chat template
 _LONG_TEXT = 1000  # characters from which encoding takes longer than the overhead of a batch
 _LETTERS = re.compile("[A-Za-z]+")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -200,14 +190,10 @@ class Tokenizer:
             return piece.removeprefix(self._continuation).encode()
         return piece.replace(_SPIECE_SPACE, " ").encode()
 
-    def with_eos(self, params: SamplingParams, known: Iterable[int]) -> SamplingParams:
-        """Adds the tokenizer's end-of-sequence ids to the stop tokens, except those that the engine knows (`known`)."""
-        if params.ignore_eos:
-            return params
-        missing = [token for token in self.eos_token_ids if token not in {*known, *params.stop_token_ids}]
-        if not missing:
-            return params
-        return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *missing))
+    def with_eos(self, stop_token_ids: Iterable[int], known: Iterable[int]) -> tuple[int, ...]:
+        """Stop tokens and the tokenizer's end-of-sequence ids, except those that the engine knows (`known`)."""
+        given = tuple(stop_token_ids)
+        return (*given, *(token for token in self.eos_token_ids if token not in {*known, *given}))
 
     # chat
 

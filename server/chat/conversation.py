@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Frame, Functions, Thoughts, answer_grammar
 from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
-from jaxserve.server.chat.histories import complete, for_template, in_turns, template_variables
+from jaxserve.server.chat.histories import for_template, rendered, template_variables
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
 from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for
@@ -24,7 +24,6 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.reasoning import Splitter, ends_inside, qwen3
 from jaxserve.server.schemas.chat import ChatRequest, Conversation
 from jaxserve.server.schemas.response_format import binds_reasoning
-from jaxserve.server.tools import channel_messages as harmony
 from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.choice import forced_parser
 from jaxserve.text.detokenizer import StopStrings
@@ -54,28 +53,30 @@ async def prepare(
     )
     max_tokens = body.output_limit()
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens, body.truncation_side)
-    room = room_for(max_tokens, len(ids), info)
-    params = await state.text_work(
-        http,
-        lambda: body.sampling_params(
+
+    def build() -> tuple[ChatRun, SamplingParams]:
+        form = body.form()
+        if form is not None and form.field == "response_format" and form_field is not None:
+            form = msgspec.structs.replace(form, field=form_field)
+        ends = tuple(body.stop_token_ids or ())
+        if not body.ignore_eos:
+            ends = tokenizer.with_eos(ends, info.eos_token_ids)
+        run = ChatRun(state, tokenizer, body, ids, form, ends)
+        params = body.sampling_params(
             tokenizer,
             info.vocab_size,
             max_tokens=max_tokens,
+            room=room_for(max_tokens, len(ids), info),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-        ),
-        short=True,
-    )
-    params = tokenizer.with_eos(params, info.eos_token_ids)
-    params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-    if params.grammar is not None and params.grammar.field == "response_format" and form_field is not None:
-        params = msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, field=form_field))
-    run = ChatRun(state, tokenizer, body, ids, params)
-    params = msgspec.structs.replace(
-        params,
-        grammar=run.grammar,
-        skip_special_tokens=params.skip_special_tokens and not run.keeps_special_tokens,
-    )
+            stop_token_ids=ends,
+            grammar=run.grammar,
+            skip_special_tokens=body.skip_special_tokens and not run.keeps_special_tokens,
+            seed=state.seed_of(body.seed),
+        )
+        return run, params
+
+    run, params = await state.text_work(http, build, short=True)
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
         stops = run.stop_strings(prompt, params)
@@ -104,16 +105,11 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered conversation. Slow: call it off the event loop.
 
-    If the template refuses the conversation, it is rendered once more as `in_turns` and `complete` rewrite it. Raises
-    InvalidRequestError if the template refuses that too, if it drops a system message, or if `fit_text` refuses.
+    Raises InvalidRequestError if the template refuses it (`histories.rendered`), or if `fit_text` does.
     """
     template = conversation.chat_template or tokenizer.chat_template or ""
     tools = conversation.template_tools()
     messages = for_template(conversation.template_messages(), tools, template)
-    if "developer" not in template or harmony.matches(template):  # gpt-oss's drops these messages but the first
-        for message in messages:
-            if message["role"] == "developer":
-                message["role"] = "system"  # the older name of this role, which every template knows
     kwargs = template_variables(tokenizer.template_defaults | conversation.template_kwargs(), tools, template)
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     foreign = ForeignText(tokenizer, [[messages[i] for i in foreign_at], tools, kwargs])
@@ -127,35 +123,9 @@ def encode_chat(
         "chat_template": conversation.chat_template,
         **kwargs,
     }
-    try:
-        text = _render(tokenizer, messages, options)
-    except InvalidRequestError as refusal:
-        turns = in_turns(messages)
-        whole = complete(tools)
-        if turns == messages and whole == tools:
-            raise
-        try:
-            text = _render(tokenizer, turns, options | {"tools": whole})
-        except InvalidRequestError:
-            raise refusal from None
+    text = rendered(tokenizer, messages, options)
     text = fit_text(text, tokenizer, info, truncate, "messages", side)
     return foreign.encode(text, conversation.add_special_tokens)
-
-
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """The prompt's text. Raises InvalidRequestError if the template refuses the messages or drops a system message."""
-    text = tokenizer.render_chat(messages, **options)
-    others = [m for m in messages if m["role"] != "system" or m["content"].strip() in text]
-    if len(others) < len(messages) and _renders_to(text, tokenizer, others, options):
-        raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
-    return text
-
-
-def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
-    try:
-        return tokenizer.render_chat(messages, **options) == text
-    except InvalidRequestError:
-        return False
 
 
 class ChatRun:
@@ -171,8 +141,15 @@ class ChatRun:
     generation: Generation | BudgetedGeneration
 
     def __init__(
-        self, state: ServerState, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int], params: SamplingParams
+        self,
+        state: ServerState,
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        prompt: list[int],
+        form: Grammar | None,
+        stop_token_ids: tuple[int, ...],
     ):
+        """`form`: the form that the client asks for. `stop_token_ids`: tokens that may end an answer."""
         self.tokenizer = tokenizer
         self.body = body
         tools, self._mode = body.choose()
@@ -194,18 +171,18 @@ class ChatRun:
         if self._tool_format is not None:
             self.keeps_special_tokens |= self._tool_format.Parser.keeps_special_tokens
         functions = None
-        if self._mode != "none" and not (self._mode == "auto" and params.use_beam_search):
+        if self._mode != "none" and not (self._mode == "auto" and body.use_beam_search):
             is_restricted = len(tools) < len(body.all_tools)
             field = "functions" if body.functions else "tools"
             functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
-        self._find_grammars(params, functions)
+        self._find_grammars(functions, form, stop_token_ids)
         self._parsers: dict[int, OutputParser] = {}
 
-    def _find_grammars(self, params: SamplingParams, functions: Functions | None) -> None:
+    def _find_grammars(self, functions: Functions | None, form: Grammar | None, stop_ids: tuple[int, ...]) -> None:
         """Sets `grammar` and `grammar_after_reasoning`."""
 
         def grammar(thoughts: Thoughts | Frame | None) -> Grammar | None:
-            return answer_grammar(params.grammar, functions, thoughts, params.stop_token_ids)
+            return answer_grammar(form, functions, thoughts, stop_ids)
 
         binds = binds_reasoning(self.body.structured_outputs)
         if self._is_framed:

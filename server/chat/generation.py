@@ -92,7 +92,6 @@ class Generation:
         adapter: ServedAdapter | None = None,
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
-        params = params if state.recorder is None else state.recorder.seeded(params)
         priority = state.priority(http, body.priority)
         cache_salt = state.cache_salt(http, body.cache_salt)
         self.requests = [

@@ -1,4 +1,4 @@
-"""Conversations as particular chat templates want them, where they differ from what most take."""
+"""Conversations as particular chat templates want them, where they differ from what most take, and their rendering."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from jaxserve.server import plugins
 from jaxserve.server.tools import channel_messages as harmony
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import InvalidRequestError
 
 Messages = list[dict[str, Any]]
 
@@ -30,7 +32,61 @@ def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, 
         messages = _calls_as_text(messages, template)
     if tools and "message['tools']" in template and not _READS_TOOLS.search(template):
         messages = _tools_in_the_system_message(messages, tools)
+    if "developer" not in template or harmony.matches(template):  # gpt-oss's drops these messages but the first
+        # the older name of this role, which every template knows
+        messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
     return messages
+
+
+def rendered(tokenizer: Tokenizer, messages: Messages, options: dict[str, Any]) -> str:
+    """The prompt's text by `Tokenizer.render_chat`, whose arguments `options` are.
+
+    If the template refuses the conversation, it is rendered once more as `in_turns` and `complete` rewrite it. Raises
+    InvalidRequestError if the template refuses that too, or if it drops a system message.
+    """
+    try:
+        return _render(tokenizer, messages, options)
+    except InvalidRequestError as refusal:
+        turns = in_turns(messages)
+        whole = complete(options["tools"])
+        if turns == messages and whole == options["tools"]:
+            raise
+        try:
+            return _render(tokenizer, turns, options | {"tools": whole})
+        except InvalidRequestError:
+            raise refusal from None
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The prompt's text. Raises InvalidRequestError if the template refuses the messages or drops a system message."""
+    text = tokenizer.render_chat(messages, **options)
+    others = [m for m in messages if m["role"] != "system" or m["content"].strip() in text]
+    if len(others) < len(messages) and _renders_to(text, tokenizer, others, options):
+        raise InvalidRequestError("this model's chat template has no place for system messages", "messages")
+    return text
+
+
+def _renders_to(text: str, tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
+    try:
+        return tokenizer.render_chat(messages, **options) == text
+    except InvalidRequestError:
+        return False
+
+
+def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with at most one system message, which comes first, and no two user messages in a row.
+
+    A later system message becomes part of the user's turn, between <system> marks.
+    """
+    turns: list[list[dict[str, Any]]] = []  # each list of messages becomes one message
+    for message in messages:
+        if message["role"] == "system" and any(turn[0]["role"] != "system" for turn in turns[:2]):
+            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        if turns and message["role"] == turns[-1][0]["role"] and message["role"] in ("system", "user"):
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [turn[0] | {"content": "\n\n".join(message["content"] for message in turn)} for turn in turns]
 
 
 def template_variables(
@@ -116,22 +172,3 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> Messages:
             message = {"role": "assistant", "content": ""}
         rewritten += others
     return rewritten
-
-
-# Rewrites conversations for chat templates that allow one system message and strictly alternating turns.
-
-
-def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with at most one system message, which comes first, and no two user messages in a row.
-
-    A later system message becomes part of the user's turn, between <system> marks.
-    """
-    turns: list[list[dict[str, Any]]] = []  # each list of messages becomes one message
-    for message in messages:
-        if message["role"] == "system" and any(turn[0]["role"] != "system" for turn in turns[:2]):
-            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
-        if turns and message["role"] == turns[-1][0]["role"] and message["role"] in ("system", "user"):
-            turns[-1].append(message)
-        else:
-            turns.append([message])
-    return [turn[0] | {"content": "\n\n".join(message["content"] for message in turn)} for turn in turns]

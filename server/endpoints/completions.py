@@ -63,19 +63,24 @@ async def _prepare(
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
 
     def prepare() -> tuple[SamplingParams, list[_Echo | None]]:
+        ends = tuple(body.stop_token_ids or ())
+        if not body.ignore_eos:
+            ends = tokenizer.with_eos((*ends, *(middle.end_ids if middle else ())), info.eos_token_ids)
         params = body.sampling_params(
             tokenizer,
             info.vocab_size,
             max_tokens=max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=prompt_logprobs,
+            stop_token_ids=ends,
+            grammar=body.form(),
+            skip_special_tokens=body.skip_special_tokens,
+            seed=state.seed_of(body.seed),
         )
         echoes: list[_Echo | None] = [None] * len(ids)
         if body.echo:
             echoes = [_Echo(tokenizer, prompt, one, body) for prompt, one in zip(prompts, ids, strict=True)]
-        if middle is not None:
-            params = middle.with_ends(params)
-        return tokenizer.with_eos(params, info.eos_token_ids), echoes
+        return params, echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)
     generation = Generation(state, tokenizer, http, ids, params, body, adapter=adapter)

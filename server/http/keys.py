@@ -10,8 +10,10 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
+if TYPE_CHECKING:  # the command line reads the type of a key without loading the server's libraries
+    from starlette.datastructures import Headers
 
 log = logging.getLogger("jaxserve.server")
 

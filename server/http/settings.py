@@ -2,91 +2,241 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import argparse
+import json
+import re
+from dataclasses import MISSING, dataclass, field
+from functools import partial
+from typing import Any
 
 from jaxserve.limits import MAX_COMPLETIONS
+from jaxserve.server import plugins
+from jaxserve.server.http.keys import ApiKey
+from jaxserve.setting import documented, setting
 
-if TYPE_CHECKING:
-    from jaxserve.server.http.keys import ApiKey
+
+def a_key(text: str) -> str:
+    """The value of a flag that is a key."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty, as everybody has that one")
+    return text
 
 
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if not re.fullmatch(r"(/[\w.~-]+)*", path, re.ASCII):
+        raise argparse.ArgumentTypeError(f"not a path of letters, digits and - . _ ~, such as /llm: {text}")
+    return path
+
+
+def _origins(text: str) -> list[str]:
+    if not text.lstrip().startswith("["):
+        return [text]
+    try:
+        origins = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
+    if not all(isinstance(origin, str) for origin in origins):
+        raise argparse.ArgumentTypeError(f"not a list of strings: {text}")
+    return origins
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The operator's settings of one API server; the flags of `jaxserve serve` take their defaults from here.
+    """The operator's settings of a server, in the order in which --help shows them.
 
-    Attributes:
-      model_names: names of the model for clients; the first is the default and the metrics' `model_name` label.
-      api_keys: accepted keys; if empty, no key is needed.
-      salt_by_key: keep prefix-cache hits within one key; None: on when there are two or more keys.
-      admin_key: key of the admin endpoints, which answer 404 without one.
-      lora_root: folder below which adapters may be loaded while the server runs; None: they may not.
-      weights_root: folder below which weights may be read that replace those of the model; None: they may not.
-      metrics_key: key for /metrics, /load and /pool, which the admin key opens too.
-      open_metrics: serve /metrics without a key.
-      max_body_bytes: longest request body.
-      max_completions_per_request: most completions of all prompts of a request together.
-      max_connections: most open connections; requests on further ones get 503.
-      max_connections_per_address: most open connections of one client; for None and 0 see `Connections`.
-      request_timeout: longest time for one request, in seconds; None: no limit.
-      max_stored_responses: most answers of /v1/responses that are kept.
-      cors_origins: origins whose pages browsers may let call the server.
-      hosts: accepted values of the Host header besides localhost, on a server without keys; None: any.
-      metrics_prefix: prefix of metric names.
-      drain_delay: time after the first signal to stop during which /ready fails and new requests are still served.
-      drain_seconds: time for running requests to finish after that.
-      engine_restarts: most restarts of an engine that died within ten minutes.
-      watchdog_seconds: an engine that has work but finishes no step for this long is restarted; 0: never.
-      tool_call_parser: a module of `jaxserve.server.tools.parsers`, "auto" (by the chat template) or "none".
-      reasoning_parser: a module of `jaxserve.server.reasoning`, "auto" or "none".
-      escape_special_tokens: read special tokens in the text of users and tools as plain text.
-      reasoning_field: name of the field for the reasoning in a chat message.
-      root_path: the path at which a proxy serves this server, such as /llm; "": there is none.
-      ui: serve the page at `/`.
-      access_log: log a line for each request.
-      record: file to which answered requests are appended, for `jaxserve replay`; None: nothing is recorded.
-      record_max_bytes: size of this file from which on nothing is recorded.
-      otlp_endpoint: URL for OpenTelemetry traces; None: no traces.
-      chat_template: source of a template that replaces the model's own.
-      default_chat_template_kwargs: variables of the chat template for requests that do not set them.
-      trust_request_chat_template: accept chat templates in requests.
-      deployment: what the answers of this server depend on (`jaxserve.deployment.record`).
+    What `jaxserve.server.process.run.serve` makes of flags is here in its final form: `chat_template` is the source of
+    a template, `api_keys` has the keys of all files, and `hosts` are the accepted values of the Host header besides
+    localhost on a server without keys; None: any. The first of `model_names` is also the metrics' `model_name` label.
+    `deployment` is what the answers of this server depend on (`jaxserve.deployment.record`).
     """
 
-    model_names: tuple[str, ...]
-    api_keys: tuple[ApiKey, ...] = ()
-    salt_by_key: bool | None = None
-    admin_key: str | None = field(default=None, repr=False)
-    lora_root: str | None = None
-    weights_root: str | None = None
-    metrics_key: str | None = field(default=None, repr=False)
-    open_metrics: bool = False
-    max_body_bytes: int = 32 * 2**20
-    max_completions_per_request: int = MAX_COMPLETIONS
-    max_connections: int = 4096
-    max_connections_per_address: int | None = None
-    request_timeout: float | None = None
-    max_stored_responses: int = 1000
-    cors_origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = None
-    metrics_prefix: str = "jaxserve"
-    drain_delay: float = 0.0
-    drain_seconds: float = 30.0
-    engine_restarts: int = 3
-    watchdog_seconds: float = 120.0
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    escape_special_tokens: bool = False
-    reasoning_field: str = "reasoning"
-    root_path: str = ""
-    ui: bool = True
-    access_log: bool = False
-    record: str | None = None
-    record_max_bytes: int = 2**30
-    otlp_endpoint: str | None = None
-    chat_template: str | None = None
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    trust_request_chat_template: bool = False
+    # Address and processes
+
+    host: str = setting("127.0.0.1", "address to listen on", topic="server", usual=True)
+    port: int = setting(8000, "port to listen on; 0: a free one", topic="server", usual=True)
+    root_path: str = setting(
+        "", "path at which a proxy serves this server, such as /llm; the proxy may take it off requests or leave it",
+        topic="server", short="path at which a proxy serves this server", type=_root_path, metavar="PATH",
+    )  # fmt: skip
+    api_server_count: int = setting(
+        1, "processes that answer HTTP, for one engine and on one port; more than 1 add a process that supervises them",
+        topic="server", short="processes that answer HTTP", metavar="N",
+    )  # fmt: skip
+    fd: int | None = setting(
+        None,
+        "file descriptor of a listening socket to use instead of --host and --port, such as 3 under a systemd socket "
+        "unit; clients then wait while the server restarts",
+        topic="server", metavar="N",
+    )  # fmt: skip
+    drain_delay: float = setting(
+        0.0,
+        "time after SIGTERM during which /ready fails and new requests are still served, so that load balancers can "
+        "take the server out",
+        topic="server", metavar="SECONDS",
+    )  # fmt: skip
+    drain_seconds: float = setting(
+        30.0, "time for running requests to finish after that", topic="server", metavar="SECONDS"
+    )
+    engine_restarts: int = setting(
+        3, "most restarts of an engine that died within ten minutes; one more death ends the server with exit code 1",
+        topic="server", metavar="N",
+    )  # fmt: skip
+    watchdog_seconds: float = setting(
+        120.0, "restart an engine that has work but finishes no step for this long, not counting compilation; 0: never",
+        topic="server", metavar="SECONDS",
+    )  # fmt: skip
+    ui: bool = setting(True, "serve no page at /", topic="server")
+
+    # What clients see
+
+    model_names: tuple[str, ...] = setting(
+        MISSING,
+        "names under which clients ask for the model; may be given several times; an answer carries the name that its "
+        "request used, metrics carry the first; None: MODEL as given",
+        topic="api", flag="--served-model-name", short="names under which clients ask for the model", action="extend",
+        nargs="+", metavar="NAME",
+    )  # fmt: skip
+    chat_template: str | None = setting(
+        None, "Jinja template for conversations, or a file that holds one; None: the model's own",
+        topic="api", short="Jinja template for conversations", metavar="FILE",
+    )  # fmt: skip
+    tool_call_parser: str = setting(
+        "auto", "format of the model's tool calls; auto: the one that the chat template shows for certain",
+        topic="api", usual=True, choices=partial(plugins.choices, "jaxserve.server.tools.parsers"),
+    )  # fmt: skip
+    reasoning_parser: str = setting(
+        "auto", "format of the model's reasoning; auto: the one that the chat template shows for certain",
+        topic="api", usual=True, choices=partial(plugins.choices, "jaxserve.server.reasoning"),
+    )  # fmt: skip
+    default_chat_template_kwargs: dict[str, Any] = setting(
+        {}, 'variables of the chat template for requests that do not set them, for example {"enable_thinking": false}',
+        topic="api", metavar="JSON",
+    )  # fmt: skip
+    trust_request_chat_template: bool = setting(False, "requests may bring a chat_template of their own", topic="api")
+    escape_special_tokens: bool = setting(
+        False, "read special tokens in prompts, user messages and tool results as plain text; the chat template and "
+        "assistant messages keep special tokens",
+        topic="api",
+    )  # fmt: skip
+    reasoning_field: str = setting(
+        "reasoning", "name the reasoning of a chat message reasoning_content instead of reasoning",
+        topic="api", flag="--reasoning-content", action="store_const", const="reasoning_content",
+    )  # fmt: skip
+    max_completions_per_request: int = setting(
+        MAX_COMPLETIONS, "most completions of one request: the number of its prompts times n",
+        topic="api", metavar="N",
+    )  # fmt: skip
+    max_stored_responses: int = setting(
+        1000, "most answers of /v1/responses that are kept in memory", topic="api", metavar="N"
+    )
+
+    # Keys and access
+
+    api_keys: tuple[ApiKey, ...] = setting(
+        (), "require this bearer key; may be given several times; also read from JAXSERVE_API_KEY, which `ps` does not "
+        "show",
+        topic="keys", flag="--api-key", short="require this bearer key (or JAXSERVE_API_KEY)", secret=True,
+        action="append", type=a_key, metavar="KEY",
+    )  # fmt: skip
+    admin_key: str | None = setting(
+        None,
+        "bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter, /v1/unload_lora_adapter, /sleep, "
+        "/wake_up, /is_sleeping and /update_weights, and for /metrics, /load and /pool; also read from "
+        "JAXSERVE_ADMIN_KEY",
+        topic="keys", short="key of the administrator's endpoints", secret=True, type=a_key, metavar="KEY",
+    )  # fmt: skip
+    ssl_certfile: str | None = setting(
+        None, "serve HTTPS with this certificate chain, in PEM format",
+        topic="keys", short="serve HTTPS with this certificate chain", metavar="FILE",
+    )  # fmt: skip
+    ssl_keyfile: str | None = setting(
+        None, "private key of the certificate; None: --ssl-certfile holds it",
+        topic="keys", short="private key of the certificate", metavar="FILE",
+    )  # fmt: skip
+    cors_origins: tuple[str, ...] = setting(
+        (), "origin whose pages browsers may let call the server, or a JSON list of them; *: all",
+        topic="keys", flag="--cors-origin", also="--allowed-origins",
+        short="origin whose pages may call the server; *: all", action="extend", type=_origins, metavar="ORIGIN",
+    )  # fmt: skip
+    api_key_file: str | None = setting(
+        None, "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority]'",
+        topic="keys", metavar="FILE",
+    )  # fmt: skip
+    admin_key_file: str | None = setting(None, "file that holds the admin key", topic="keys", metavar="FILE")
+    metrics_key: str | None = setting(
+        None,
+        "bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also read "
+        "from JAXSERVE_METRICS_KEY",
+        topic="keys", secret=True, type=a_key, metavar="KEY",
+    )  # fmt: skip
+    open_metrics: bool = setting(False, "serve /metrics without a key", topic="keys")
+    salt_by_key: bool | None = setting(
+        None, "keep prefix-cache hits within one key; None: on when there are two or more keys",
+        topic="keys", action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
+    hosts: tuple[str, ...] | None = setting(
+        None,
+        "another accepted value of the Host header, besides localhost; applies to a server without keys on a loopback "
+        "address",
+        topic="keys", flag="--allowed-host", action="append", metavar="NAME",
+    )  # fmt: skip
+    weights_root: str | None = setting(
+        None, "folder below which POST /update_weights may read weights, for example a trainer's; needs --admin-key",
+        topic="keys", metavar="DIR",
+    )  # fmt: skip
+
+    # Limits of clients
+
+    request_timeout: float | None = setting(
+        None, "longest time for one request; None: no limit", topic="limits", usual=True, metavar="SECONDS"
+    )
+    max_connections: int = setting(
+        4096, "most open connections; requests on further ones get 503", topic="limits", metavar="N"
+    )
+    max_connections_per_address: int | None = setting(
+        None,
+        "most open connections of one client address; 0: no limit; None: half of --max-connections, and no limit for "
+        "this machine, where a proxy may serve many clients",
+        topic="limits", metavar="N",
+    )  # fmt: skip
+    max_body_bytes: int = setting(32 * 2**20, "longest request body", topic="limits", metavar="BYTES")
+    max_header_bytes: int = setting(64 * 2**10, "longest request head", topic="limits", metavar="BYTES")
+    client_timeout: float = setting(
+        60.0, "time for a client to send a request's head, then its body, and to read some of the answer",
+        topic="limits", metavar="SECONDS",
+    )  # fmt: skip
+
+    # Logs, metrics, traces
+
+    access_log: bool = setting(
+        True, "do not print a line of JSON for each request",
+        topic="watching", also="--disable-uvicorn-access-log", short="print no line for each request",
+    )  # fmt: skip
+    otlp_endpoint: str | None = setting(
+        None, "send OpenTelemetry traces here, by OTLP over HTTP, for example to http://localhost:4318",
+        topic="watching", also="--otlp-traces-endpoint", short="send OpenTelemetry traces to this address",
+        metavar="URL",
+    )  # fmt: skip
+    metrics_prefix: str = setting("jaxserve", "prefix of metric names, for example vllm", topic="watching")
+    record: str | None = setting(
+        None,
+        "append every answered request to this file, with the tokens of prompt and answer, for `jaxserve replay`; only "
+        "this user can read it; None: nothing is recorded",
+        topic="watching", metavar="FILE",
+    )  # fmt: skip
+    record_max_bytes: int = setting(
+        2**30, "size of this file from which on nothing is recorded", topic="watching", metavar="BYTES"
+    )
+
+    # LoRA adapters
+
+    lora_root: str | None = setting(
+        None, "folder below which POST /v1/load_lora_adapter may load adapters; needs --enable-lora and --admin-key",
+        topic="lora", metavar="DIR",
+    )  # fmt: skip
+
     deployment: dict[str, Any] | None = field(default=None, repr=False)
 
     @property

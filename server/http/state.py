@@ -158,6 +158,10 @@ class ServerState:
             return self.fingerprint
         return f"fp_{hashlib.sha256(' '.join([self.fingerprint, *parts]).encode()).hexdigest()[:10]}"
 
+    def seed_of(self, given: int | None) -> int | None:
+        """The seed of a request: the client's, or one that the recorder draws; None: the engine derives one."""
+        return self.recorder.seed() if given is None and self.recorder is not None else given
+
     def check_template(self, chat_template: str | None) -> None:
         """Raises InvalidRequestError for a chat template in a request unless the operator allows it."""
         if chat_template is not None and not self.settings.trust_request_chat_template:

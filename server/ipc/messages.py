@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -15,7 +16,7 @@ from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
-from jaxserve.types import Request, StepOutput
+from jaxserve.types import Request, SamplingParams, StepOutput
 
 MAX_FRAME = 128 * 2**20  # bytes of a message; both sides refuse longer ones
 LENGTH_BYTES = 4
@@ -28,19 +29,32 @@ _LENGTH = struct.Struct("<I")
 # API server -> engine
 
 
+class CheckedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+    """Parameters as the engine receives them: the API server has built them, and thereby checked them."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+class SubmittedRequest(Request, kw_only=True, omit_defaults=True):
+    """A request as the engine receives it."""
+
+    params: CheckedParams
+
+
 class Submit(msgspec.Struct, tag="submit"):
     """Requests that differ only in id and prompt: the first one without its prompt, and (id, prompt, hashes of the
     prompt's pages) of each. A prompt is int32 in the machine's order: as a list, one of 131,072 tokens would take each
     side milliseconds to read and to check, and the garbage collector to visit."""
 
-    first: Request
+    first: SubmittedRequest
     prompts: list[tuple[str, bytes, bytes]]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
         first = msgspec.structs.replace(requests[0], prompt_token_ids=[], page_hashes=b"")
         prompts = [(one.request_id, array("i", one.prompt_token_ids).tobytes(), one.page_hashes) for one in requests]
-        return cls(first, prompts)
+        return cls(cast(SubmittedRequest, first), prompts)
 
     def requests(self, prefix: str) -> list[Request]:
         """All requests, with `prefix` before their ids. They share one SamplingParams object."""

@@ -15,7 +15,7 @@ from jaxserve import records
 from jaxserve.config import EngineConfig
 from jaxserve.records import Output, Record
 from jaxserve.server.observe.output import Output as Lines
-from jaxserve.types import Request, SamplingParams, SequenceUpdate, TokenLogprob
+from jaxserve.types import Request, SequenceUpdate, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,10 @@ class Recorder:
         self._full = False
         self._lines = Lines(self._file)
 
-    def seeded(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a seed, without which a sampled answer could not be repeated. A deterministic engine
-        makes the seed of the request."""
-        if params.seed is not None or not self._draws_seeds:
-            return params
-        return msgspec.structs.replace(params, seed=secrets.randbits(63))
+    def seed(self) -> int | None:
+        """A seed for a request that names none, without which a sampled answer could not be repeated. None from a
+        deterministic engine, which makes the seed of the request."""
+        return secrets.randbits(63) if self._draws_seeds else None
 
     def begin(self, requests: Sequence[Request]) -> RecordedRequests:
         return RecordedRequests(self, requests)

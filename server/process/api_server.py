@@ -45,44 +45,36 @@ def _warm(tokenizer: Tokenizer) -> None:
     threading.Thread(target=tokenizer.warm, name="tokenizer", daemon=True).start()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpOptions:
-    """Settings of HTTP connections; see the flags of the same names."""
-
-    max_header_bytes: int = 64 * 2**10
-    client_timeout: float = 60.0
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-
-    def config(self, state: ServerState) -> uvicorn.Config:
-        """uvicorn's settings of an API server. Raises ValueError for a certificate that cannot be used."""
-        config = uvicorn.Config(
-            build_app(state),
-            lifespan="off",
-            h11_max_incomplete_event_size=self.max_header_bytes,
-            ws="none",
-            access_log=False,  # jaxserve.server.observe.access writes it
-            log_config=None,  # uvicorn logs through the handlers that are set already
-            log_level=logging.INFO,
-            server_header=False,
-            timeout_keep_alive=65,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
-            ssl_certfile=self.ssl_certfile,
-            ssl_keyfile=self.ssl_keyfile,
-        )
-        if self.ssl_keyfile and not self.ssl_certfile:
-            raise ValueError("--ssl-keyfile needs --ssl-certfile")
-        try:
-            config.load()
-        except OSError as error:
-            raise ValueError(f"cannot use the certificate {self.ssl_certfile}: {error}") from error
-        # `accept` does the handshakes, so that it can count them
-        tls = config.ssl
-        config.ssl = None
-        config.http_protocol_class = functools.partial(  # type: ignore[assignment]
-            accept, connections=state.connections, client_timeout=self.client_timeout, tls=tls
-        )
-        return config
+def http_config(state: ServerState) -> uvicorn.Config:
+    """uvicorn's settings of an API server. Raises ValueError for a certificate that cannot be used."""
+    settings = state.settings
+    config = uvicorn.Config(
+        build_app(state),
+        lifespan="off",
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        ws="none",
+        access_log=False,  # jaxserve.server.observe.access writes it
+        log_config=None,  # uvicorn logs through the handlers that are set already
+        log_level=logging.INFO,
+        server_header=False,
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    if settings.ssl_keyfile and not settings.ssl_certfile:
+        raise ValueError("--ssl-keyfile needs --ssl-certfile")
+    try:
+        config.load()
+    except OSError as error:
+        raise ValueError(f"cannot use the certificate {settings.ssl_certfile}: {error}") from error
+    # `accept` does the handshakes, so that it can count them
+    tls = config.ssl
+    config.ssl = None
+    config.http_protocol_class = functools.partial(  # type: ignore[assignment]
+        accept, connections=state.connections, client_timeout=settings.client_timeout, tls=tls
+    )
+    return config
 
 
 def allow_files(settings: ServerSettings) -> None:

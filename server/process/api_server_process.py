@@ -32,7 +32,7 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
-from jaxserve.server.process.api_server import ApiServer, HttpOptions, allow_files
+from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
 from jaxserve.server.process.engine_process import end_with_parent, watch_parent
 from jaxserve.types import EngineDeadError
 
@@ -48,7 +48,7 @@ class ApiServerLaunch(msgspec.Struct, kw_only=True):
     """The line of JSON that the parent writes to standard input.
 
     Attributes:
-      config, settings, options: the fields of EngineConfig, ServerSettings and HttpOptions.
+      config, settings: the fields of EngineConfig and ServerSettings.
       socket_path: where the engine listens.
       shared: the folder of the files that all API servers share.
       created: seconds since the epoch; when the server was started.
@@ -61,7 +61,6 @@ class ApiServerLaunch(msgspec.Struct, kw_only=True):
 
     config: dict[str, Any]
     settings: dict[str, Any]
-    options: dict[str, Any]
     socket_path: str
     shared: str
     created: int
@@ -72,8 +71,8 @@ class ApiServerLaunch(msgspec.Struct, kw_only=True):
     again: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, settings: ServerSettings, options: HttpOptions, **fields: Any) -> ApiServerLaunch:
-        return cls(config=asdict(config), settings=asdict(settings), options=asdict(options), **fields)
+    def of(cls, config: EngineConfig, settings: ServerSettings, **fields: Any) -> ApiServerLaunch:
+        return cls(config=asdict(config), settings=asdict(settings), **fields)
 
     def server_settings(self) -> ServerSettings:
         fields: dict[str, Any] = {
@@ -181,7 +180,7 @@ def main() -> int:
     state.responses = launch.responses()
     allow_files(settings)
     api_server = _SharedApiServer(
-        HttpOptions(**launch.options).config(state),
+        http_config(state),
         state,
         SharedEngine(launch.socket_path),
         EngineConfig(**launch.config),

@@ -165,7 +165,7 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
     client = EngineClient()
     output = BatchOutput(file)
     dummy = config.load_format == "dummy"
-    settings = ServerSettings(model_names=(config.model,))
+    settings = ServerSettings(model_names=(config.model,), access_log=False)
     state = ServerState(settings, client, Metrics(settings.model_name))
     supervisor = Supervisor(client, engine, restarts=settings.engine_restarts, watchdog=settings.watchdog_seconds)
     try:

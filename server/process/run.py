@@ -23,31 +23,20 @@ from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
-from jaxserve.server.process.api_server import ApiServer, HttpOptions, OwnEngine, allow_files
+from jaxserve.server.process.api_server import ApiServer, OwnEngine, allow_files, http_config
 from jaxserve.server.process.api_server_process import ApiServerLaunch
 from jaxserve.server.process.api_servers import MOST_FRONTS, serve_api_servers
 from jaxserve.server.process.engine_process import EngineProcess
-from jaxserve.text.chat_template import read_chat_template
-from jaxserve.text.tokenizer import TEMPLATE_INPUTS
+from jaxserve.text.chat_template import check_variables, read_chat_template
 
 
 def serve(
     config: EngineConfig,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    fd: int | None = None,
     served_model_name: str | Sequence[str] | None = None,
     api_keys: Sequence[str] = (),
-    api_key_file: str | None = None,
     allowed_hosts: Sequence[str] = (),
-    ssl_certfile: str | None = None,
-    ssl_keyfile: str | None = None,
-    max_header_bytes: int = 64 * 2**10,
-    client_timeout: float = 60.0,
     engine_class: str = DEFAULT_ENGINE,
-    api_server_count: int = 1,
-    chat_template: str | None = None,
     engine: subprocess.Popen[bytes] | None = None,
     **settings: Any,
 ) -> int:
@@ -61,11 +50,12 @@ def serve(
 
     With `api_server_count` above 1, so many processes answer HTTP, and this one supervises them and the engine.
 
-    `port` 0 takes a free port. `fd` is an inherited listening socket; after this server stops, connections to it wait
-    for the next server. `served_model_name` is one name or several, by default `config.model`. `chat_template` is a
-    file or a template's text. `engine` is a process that `jaxserve.start` has started. `settings` are fields of
-    ServerSettings. Raises ValueError or OSError for a certificate, a key file or a chat template that cannot be
-    used, and ValueError for a number of API servers that is out of range.
+    `settings` are those of ServerSettings as --help has them: `chat_template` is a file or a template's text, and
+    `api_key_file` has keys besides `api_keys`. `fd` is an inherited listening socket; after this server stops,
+    connections to it wait for the next server. `served_model_name` is one name or several, by default `config.model`.
+    `allowed_hosts` are accepted values of the Host header. `engine` is a process that `jaxserve.start` has started.
+    Raises ValueError or OSError for a certificate, a key file or a chat template that cannot be used, and ValueError
+    for a number of API servers that is out of range.
     """
     log_to_stderr(logging.INFO)
     if config.max_waiting is None:
@@ -73,54 +63,44 @@ def serve(
     if config.num_hosts > 1:  # an engine's process that stands still keeps the other hosts waiting
         watchdog = settings.get("watchdog_seconds", ServerSettings.watchdog_seconds)
         settings["watchdog_seconds"] = watchdog and min(watchdog, config.host_timeout)
-    keys = [*map(ApiKey, api_keys), *(read_keys(api_key_file) if api_key_file else ())]
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or (config.model,))
-    template = None if chat_template is None else read_chat_template(chat_template)
-    if taken := settings.get("default_chat_template_kwargs", {}).keys() & TEMPLATE_INPUTS:
-        raise ValueError(f"default_chat_template_kwargs must not hold {min(taken)}, which is no variable of a template")
-    own = ServerSettings(
-        model_names=names,
-        api_keys=tuple(keys),
-        hosts=tuple(allowed_hosts) if is_local(host if fd is None else _host_of(fd)) else None,
-        chat_template=template,
-        **settings,
+    given = ServerSettings(model_names=names, **settings)
+    own = dataclasses.replace(
+        given,
+        api_keys=(*map(ApiKey, api_keys), *(read_keys(given.api_key_file) if given.api_key_file else ())),
+        chat_template=None if given.chat_template is None else read_chat_template(given.chat_template),
+        hosts=tuple(allowed_hosts) if is_local(given.host if given.fd is None else _host_of(given.fd)) else None,
     )
-    options = HttpOptions(
-        max_header_bytes=max_header_bytes,
-        client_timeout=client_timeout,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-    )
-    if not 1 <= api_server_count <= MOST_FRONTS:
-        raise ValueError(f"--api-server-count must be from 1 to {MOST_FRONTS}, got {api_server_count}")
+    check_variables(own.default_chat_template_kwargs, "default_chat_template_kwargs")
+    if not 1 <= own.api_server_count <= MOST_FRONTS:
+        raise ValueError(f"--api-server-count must be from 1 to {MOST_FRONTS}, got {own.api_server_count}")
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
-    uvicorn_config = options.config(state)
+    uvicorn_config = http_config(state)
     log_to_stdout()
     allow_files(own)
     try:
-        listener = bind(host, port) if fd is None else socket.socket(fileno=fd)
+        listener = bind(own.host, own.port) if own.fd is None else socket.socket(fileno=own.fd)
     except (OSError, OverflowError) as error:  # OverflowError: of a port above 65,535
-        where = f"{host}:{port}" if fd is None else f"file descriptor {fd}"
+        where = f"{own.host}:{own.port}" if own.fd is None else f"file descriptor {own.fd}"
         why = getattr(error, "strerror", None) or error
         say(f"jaxserve: cannot listen on {where}: {why}")
         return 1
     if not is_bundle(config.model):
         cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class, engine) as process:
-        if api_server_count == 1:
-            server = ApiServer(uvicorn_config, state, OwnEngine(process), config, shares_listener=fd is not None)
+        if own.api_server_count == 1:
+            server = ApiServer(uvicorn_config, state, OwnEngine(process), config, shares_listener=own.fd is not None)
             server.run(sockets=[listener])
             failure = server.failure
         else:
             launch = ApiServerLaunch.of(
                 config,
                 own,
-                options,
                 socket_path=process.socket_path,
                 shared=str(process.shared),
                 created=state.created,
-                shares_listener=fd is not None,
-                count=api_server_count,
+                shares_listener=own.fd is not None,
+                count=own.api_server_count,
                 listener=listener.fileno(),
             )
             failure = serve_api_servers(launch, process)

@@ -11,7 +11,7 @@ from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from jaxserve.server.schemas.common import AskedLogprobs, PositiveTokens, SamplingFields, SomeTokens
 from jaxserve.server.tools.call_arguments import as_object
 from jaxserve.server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
-from jaxserve.text.tokenizer import TEMPLATE_INPUTS
+from jaxserve.text.chat_template import TEMPLATE_INPUTS, check_variables
 from jaxserve.types import InvalidRequestError
 
 CUSTOM_INPUT = "input"  # the only parameter of a tool that takes free text
@@ -162,14 +162,9 @@ class Conversation(msgspec.Struct, kw_only=True):
         return [{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in self.tools]
 
     def template_kwargs(self) -> dict[str, Any]:
-        """The variables that the request gives to the template. Any others than TEMPLATE_INPUTS are allowed, because
-        templates run in a sandbox and for a limited time."""
+        """The variables that the request gives to the template."""
         kwargs = dict(self.chat_template_kwargs or {})
-        if taken := kwargs.keys() & TEMPLATE_INPUTS:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not hold {min(taken)}, which is no variable of a template",
-                "chat_template_kwargs",
-            )
+        check_variables(kwargs, "chat_template_kwargs")
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":

@@ -23,7 +23,7 @@ from jaxserve.server.schemas.response_format import (
 )
 from jaxserve.text.generation_defaults import SAMPLING
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import InvalidRequestError, SamplingParams
+from jaxserve.types import Grammar, InvalidRequestError, SamplingParams, check_min_tokens
 
 # Parameters whose defaults no model recommends, and that the engine has by the same names.
 _OTHER_SAMPLING = ("n", "presence_penalty", "frequency_penalty", "min_tokens", "use_beam_search", "length_penalty")
@@ -227,39 +227,57 @@ class SamplingFields(EngineFields, kw_only=True):
             return "off"
         return "always" if options.continuous_usage_stats else "last"
 
+    def form(self) -> Grammar | None:
+        """The form of the answer that the client asks for; None: any text."""
+        return grammar_of({name: getattr(self, name) for name in FORM_FIELDS})
+
     def sampling_params(
         self,
         tokenizer: Tokenizer,
         vocab_size: int,
         *,
         max_tokens: int | None,
+        room: int | None = None,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        stop_token_ids: tuple[int, ...],
+        grammar: Grammar | None,
+        skip_special_tokens: bool,
+        seed: int | None,
     ) -> SamplingParams:
         """The engine's parameters. A parameter that the client does not set has the model's recommended value, or
-        OpenAI's default if there is none."""
+        OpenAI's default if there is none.
+
+        What else they follow from than this body is known by now, so that they are built and checked once: `max_tokens`
+        is the client's limit and `room` what the context leaves of it, if that is known; `stop_token_ids` has all
+        tokens that end the output besides those that the engine knows; `grammar` is that of the whole output.
+        """
         given: dict[str, Any] = {}
         if not self.use_beam_search:  # beams compare the model's unmodified probabilities
             given |= tokenizer.generation_defaults.sampling()
         for name in (*SAMPLING, *_OTHER_SAMPLING):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
+        if room is not None:
+            least = given.get("min_tokens", 0)
+            check_min_tokens(least, max_tokens)
+            given["min_tokens"] = min(least, room)
         params = SamplingParams(
             **given,
             logit_bias=_logit_bias(self.logit_bias),
-            seed=self.seed,
+            seed=seed,
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             bad_words=_bad_words(self.bad_words or (), tokenizer),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens if room is None else room,
             logprobs=logprobs,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
             prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            grammar=grammar_of({name: getattr(self, name) for name in FORM_FIELDS}),
+            skip_special_tokens=skip_special_tokens,
+            grammar=grammar,
         )
         for field in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(params, field) or ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, default_page_size
 from jaxserve.devices.kernel_report import describe
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution.cache_kinds import KeysAndValues
@@ -17,7 +17,6 @@ from jaxserve.execution.kv_cache import COPIES, CacheLayout, copy_pages
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.registry import Device
-from jaxserve.pallas_kernels.types import default_page_size
 from jaxserve.scheduling.block_manager import NULL_PAGE
 
 

@@ -27,7 +27,7 @@ from jaxserve.execution.slots import (
 from jaxserve.limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.draw_noise import gumbel, noise_bits
-from jaxserve.pallas_kernels.selfcheck_draw import noise_of
+from jaxserve.pallas_kernels.selfcheck_draw import kept, noise_of
 from jaxserve.pallas_kernels.types import DrawSettings
 from jaxserve.scheduling.step_plan import read_scores
 from jaxserve.types import NO_PENALTY_ROW, SamplingParams
@@ -81,30 +81,17 @@ def row_params(count: int, **fields) -> RowParams:
 # Filters
 
 
-def check_kept(logits: np.ndarray, kept: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
-    """Whether `kept` is what the definitions say, in float64. Sums of float32 may round over the edge of top_p."""
-    x = logits.astype(np.float64)
+def check_kept(logits: np.ndarray, found: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
+    """Whether the tokens of `found` are those that `kept` defines. Sums of float32 may round over an edge."""
     rounding = 1e-5
-    candidates = np.ones(len(x), bool)
-    if 0 < top_k < len(x):
-        candidates = x >= np.sort(x)[-top_k]  # ties with the k-th stay
-    weights = np.where(candidates, np.exp(x - x.max()), 0.0)
-    probabilities = weights / weights.sum()
-    assert kept.any()
-    assert not (kept & ~candidates).any(), "kept beyond top_k"
-    lowest = x[kept].min()
-    assert (kept == (x >= lowest)).all(), "a token was kept while a more likely or equally likely one was dropped"
-    likely = probabilities >= min_p * probabilities.max() * (1 - rounding)
-    surely = probabilities >= min_p * probabilities.max() * (1 + rounding)
-    assert not (kept & ~likely).any(), "kept below min_p"
-    if top_p >= 1:
-        assert not (candidates & surely & ~kept).any(), "dropped without reason"
-        return
-    mass_above = probabilities[x > lowest].sum()
-    assert mass_above < top_p + rounding, "more was kept than top_p asks for"
-    enough = probabilities[kept].sum() >= top_p - rounding
-    dropped = candidates & surely & ~kept
-    assert enough or not dropped.any(), "less was kept than top_p asks for"
+    least, most = (
+        kept(logits, 1.0, top_k, top_p + edge if top_p < 1 else 1.0, min_p * (1 - edge))
+        for edge in (-rounding, rounding)
+    )
+    assert found.any()
+    assert not (found & ~most).any(), "more was kept than the settings ask for"
+    assert not (least & ~found).any(), "less was kept than the settings ask for"
+    assert (found == (logits >= logits[found].min())).all(), "kept while a likelier or equal one was dropped"
 
 
 @st.composite

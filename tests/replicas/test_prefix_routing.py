@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 
 import pytest
 
+from jaxserve.prefix_routing import BLOCK_BYTES, MOST_BLOCKS, PrefixTable, prompt_blocks
 from jaxserve.ray.merged_metrics import merged
-from jaxserve.ray.prefixes import BLOCK_BYTES, MOST_BLOCKS, PrefixTable, prompt_blocks
 
 SYSTEM = {"role": "system", "content": "You are a patient assistant. " * 40}
 

@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from jaxserve.prefix_routing import prompt_blocks
 from jaxserve.ray.front import Front
-from jaxserve.ray.prefixes import prompt_blocks
 from jaxserve.ray.replica import Call, Head
 
 EVENTS = [("content-type", "text/event-stream; charset=utf-8")]

@@ -121,6 +121,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 def running_server(folder: Path, log: Path, *, engine: str | None, ready: bool = True, config=None, **serve):
     port = serve.setdefault("port", free_port())
     serve.setdefault("served_model_name", "test-model")
+    serve.setdefault("access_log", False)
     if engine is not None:
         serve["engine_class"] = f"fake_engine:{engine}"
     options = {"config": {"model": str(folder), **(config or {})}, "serve": serve}

@@ -10,13 +10,22 @@ import tracemalloc
 
 import msgspec
 import pytest
+import tokenizers_for_tests as kinds
 from starlette.requests import Request
 
+from jaxserve import types
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
+from jaxserve.server.chat.conversation import prepare
 from jaxserve.server.http.body import read_bytes
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.middleware import BodyLimit
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.schemas.chat import ChatRequest
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.types import InvalidRequestError
 
@@ -258,6 +267,31 @@ def test_texts_that_wait_are_bounded():
         await asyncio.gather(*tasks)
 
     asyncio.run(run())
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [5], "min_tokens": 3}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "max_tokens": 7}
+
+
+@pytest.mark.parametrize("more", [{}, FORM, TOOLS, {"max_tokens": 2**20}])
+def test_parameters_are_built_and_checked_once(monkeypatch, more):
+    """From a chat request to what the engine gets. All that they follow from is known before."""
+    state = ServerState(ServerSettings(model_names=("m",)), EngineClient(), Metrics("m"))
+    state.tokenizer = kinds.byte_level()
+    sizes = {"vocab_size": 1000, "max_model_len": 1000, "page_size": 16, "max_num_seqs": 1}
+    state.client.info = Ready(model_folder="", tokenizer_folder="", dtype="", eos_token_ids=(7,), **sizes)
+    checked = []
+    check = types._check_number
+    monkeypatch.setattr(types, "_check_number", lambda name, *rest: (checked.append(name), check(name, *rest)))
+    body = msgspec.convert({**CHAT, **more}, ChatRequest)
+    run = asyncio.run(prepare(state, Request({"type": "http", "headers": []}), body))
+    assert checked.count("temperature") == 1
+    (request,) = run.generation.requests
+    params = request.params
+    assert params.max_tokens == min(more.get("max_tokens", 1000), 1000 - len(request.prompt_token_ids))
+    assert (params.min_tokens, params.stop_token_ids) == (3, (5, *state.tokenizer.eos_token_ids))
+    assert (params.grammar is not None) == (more in (FORM, TOOLS))
 
 
 def test_accounts_of_keyless_servers_count_nothing():

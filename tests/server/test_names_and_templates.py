@@ -18,9 +18,8 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.process.fingerprint import fingerprint
 from jaxserve.server.process.flags import server_options
 from jaxserve.server.schemas.chat import Conversation, Message
-from jaxserve.text.chat_template import read_chat_template
+from jaxserve.text.chat_template import TEMPLATE_INPUTS, read_chat_template
 from jaxserve.text.generation_defaults import GenerationDefaults
-from jaxserve.text.tokenizer import TEMPLATE_INPUTS
 from jaxserve.types import InvalidRequestError
 
 USER = [{"role": "user", "content": "Hi"}]
