@@ -36,6 +36,9 @@ enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_configure(config):
+
+
 def pytest_addoption(parser):
     parser.addoption("--most-cases", type=int, default=None, metavar="N", help="run at most N cases of each test")
 
@@ -43,7 +46,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Of what -m has chosen, --most-cases keeps at most N cases of each test, evenly spread over its parameters. Of a
-    test that is marked with `compiles` it keeps the first."""
+    test that is marked with `compiles` it keeps the first, of one that is marked with `quick` all."""
     most = config.getoption("most_cases")
     if most is None:
         return
@@ -53,6 +56,7 @@ def pytest_collection_modifyitems(config, items):
     kept = set()
     for cases in tests.values():
         count = 1 if cases[0].get_closest_marker("compiles") else min(most, len(cases))
+        count = len(cases) if cases[0].get_closest_marker("quick") else count
         kept.update(cases[i * len(cases) // count] for i in range(count))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

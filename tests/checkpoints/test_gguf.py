@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats import gguf_blocks
+from jaxserve.checkpoints.formats.gguf_fields import block_array
 from jaxserve.checkpoints.gguf import TYPES, read_gguf
 from jaxserve.checkpoints.gguf_model import GGUFTensor, open_gguf
-from jaxserve.checkpoints.quantized import dequantize
-from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.checkpoints.quantized import StoredRows, dequantize
+from jaxserve.pallas_kernels.quant_matmul.blocks import dequantize as dequantize_blocks
+from jaxserve.pallas_kernels.types import BLOCK_KINDS, QuantArray
 
 BY_PACKAGE = [kind.name for kind in TYPES.values() if kind.name.startswith("IQ") and kind.name[:3] != "IQ4"]
 QUANTIZED = [kind.name for kind in TYPES.values() if kind.name not in (*gguf_blocks.FLOATS, *BY_PACKAGE)]
@@ -50,6 +52,7 @@ def test_sizes_are_those_of_the_package():
         assert gguf.GGML_QUANT_SIZES[Kind(number)] == (kind.size, kind.nbytes)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_every_bit_of_a_quantized_weight(file, name):
     data = gguf_files.random_blocks(Kind[name], 12, 768)
@@ -64,6 +67,14 @@ def test_every_bit_of_a_quantized_weight(file, name):
     for values in (dequantize(read), tensor.read(), rows):
         values = values + np.float32(0) if name == "MXFP4" else values  # the package's table has no negative zero
         np.testing.assert_array_equal(bits(values), bits(want))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_blocks_as_devices_store_them(name):
+    data = gguf_files.random_blocks(Kind[name], 12, 768)
+    stored_blocks = block_array(StoredRows([(name, data)], np.arange(12), 768))
+    np.testing.assert_array_equal(dequantize_blocks(stored_blocks), gguf.quants.dequantize(data, Kind[name]))
 
 
 @pytest.mark.parametrize("name", BY_PACKAGE)
@@ -230,6 +241,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", BAD)
 def test_refuses(file, case):
     raw, message = BAD[case]

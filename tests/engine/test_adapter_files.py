@@ -1,9 +1,11 @@
 """Adapters' files: GGUF adapters are those of PEFT, and what cannot be served is refused with a reason."""
 
+import io
 import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from gguf_files import gguf_name, in_pairs
 from safetensors.numpy import load_file, save_file
 
+from jaxserve import entry
+from jaxserve.adapters import reading
 from jaxserve.adapters.adapter import load_adapter
 from jaxserve.adapters.reading import FileReader, read_matrices
 from jaxserve.checkpoints.errors import CheckpointError
@@ -83,6 +87,7 @@ def change(folder: Path, **settings) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -113,6 +118,7 @@ def rewrite(folder: Path, replace) -> None:
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("replace", "says"),
     [
@@ -202,6 +208,30 @@ def test_the_process_that_reads(targets, tmp_path):
     with pytest.raises(CheckpointError, match=r"has ended with signal SIGKILL"):
         reader.read_adapter(folder, found)
     assert reader.read_adapter(folder, found).keys() == mine.keys()
+
+
+def test_the_process_ends_with_its_owner(targets, tmp_path):
+    """It answers what it was asked before: matrices, an error, and that headers are whole."""
+    found = targets("llama3_gqa").changeable(RANK)
+    folder = GOLDENS / "llama_q_proj"
+    sent = io.BytesIO()
+    reading._send(sent, found)
+    for path, headers in ((folder, False), (tmp_path / "nothing", False), (folder, True)):
+        reading._send(sent, reading.Ask(str(path), headers, cpu_seconds=30.0))
+    command = entry.command("jaxserve.adapters.reading")
+    done = subprocess.run(command, input=sent.getvalue(), stdout=subprocess.PIPE, check=True, timeout=60)
+    got = io.BytesIO(done.stdout)
+    mine = read_matrices(folder, found)
+    answer = reading._receive(got, reading.Answer)
+    assert [name for name, _, _ in answer.found] == list(mine)
+    for name, *shapes in answer.found:
+        for shape, wanted in zip(shapes, mine[name], strict=True):
+            np.testing.assert_array_equal(reading._numbers(got, shape), wanted)
+    error = reading._receive(got, reading.Answer)
+    assert "nothing" in error.error
+    assert not error.of_kind
+    assert reading._receive(got, reading.Answer) == reading.Answer()
+    assert got.read() == b""
 
 
 def test_patterns(targets, tmp_path):

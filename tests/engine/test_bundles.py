@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax._src.compiler as compiler
 import numpy as np
 import pytest
 from engines import generate, request
@@ -74,14 +75,22 @@ def served_without_compiler(config: EngineConfig) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[EngineConfig, Path]:
-    """The settings of a tiny model, and a bundle of it."""
+def made(tmp_path_factory) -> tuple[EngineConfig, Path, list[list[int]]]:
+    """The settings of a tiny model, a bundle of it, and the tokens of the engine that the bundle was made of."""
     folder = tmp_path_factory.mktemp("bundles")
     build("llama3_gqa", folder / "model")
     config = EngineConfig(model=str(folder / "model"), **SMALL)
-    with mock.patch.object(selfcheck_stamps, "_passed", {STAMP}):
+    loaded = []
+    load = Engine.load
+
+    def kept(*args, **options) -> Engine:
+        loaded.append(load(*args, **options))
+        return loaded[-1]
+
+    with mock.patch.object(selfcheck_stamps, "_passed", {STAMP}), mock.patch.object(Engine, "load", kept):
         make_bundle(config, folder / "bundle")
-    return config, folder / "bundle"
+    (engine,) = loaded
+    return config, folder / "bundle", answers(engine)
 
 
 @pytest.fixture
@@ -91,8 +100,19 @@ def copy(made, tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_a_bundle_is_served_by_another_process_without_a_compiler(made):
-    config, bundle = made
-    assert served_without_compiler(replace(config, model=str(bundle))) == tokens_of(config)
+    config, bundle, tokens = made
+    assert served_without_compiler(replace(config, model=str(bundle))) == tokens
+
+
+def test_a_bundle_is_served_without_a_compiler(made, monkeypatch):
+    config, bundle, tokens = made
+
+    def refuse(*args, **options):
+        raise RuntimeError("XLA was asked to compile")
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", refuse)
+    monkeypatch.setattr(compiler, "backend_compile_and_load", refuse)
+    assert tokens_of(replace(config, model=str(bundle))) == tokens
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
 """Prompts of models with latent attention in the expanded form: the recorded answers, in one step and in parts."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
 from test_dense_models import answers
 from tiny_models import CASES
+
+from jaxserve.pallas_kernels.latent_attention import expanded, reference
+from jaxserve.pallas_kernels.types import LatentPages
 
 pytestmark = pytest.mark.compiles
 
@@ -14,6 +18,47 @@ WHOLE = [
     for case in DEEPSEEK
     for devices in (1, 2)
 ]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_both_forms_give_what_heads_of_their_own_give(dtype):
+    """A decode and two prompts, one of which continues, against float64. Codes are read as what they stand for."""
+    rank, rope, heads, nope, v_dim, page = 16, 4, 2, 8, 6, 4  # fmt: skip
+    rng = np.random.default_rng(3)
+    k_up, v_up = rng.standard_normal((heads, nope, rank)), rng.standard_normal((heads, v_dim, rank))
+    rows = [(1, 11), (7, 7), (5, 9)]  # new tokens, and all
+    tables = np.array([[1, 2, 3], [4, 5, 0], [8, 7, 6]], np.int32)
+    cached = rng.standard_normal((3, 12, rank + rope)).astype(np.float32)
+    slots = (tables[:, :, None] * page + np.arange(page)).reshape(3, 12)
+    scale = jnp.zeros((9, 2, page)) if dtype == np.int8 else None
+    pages = LatentPages(jnp.zeros((9, page, rank + rope), dtype), scale)
+    pages = reference.write_latent(pages, cached.reshape(-1, rank + rope), jnp.asarray(slots.reshape(-1)), rank=rank)
+    if scale is not None:
+        of_latent, of_rope = np.asarray(pages.scale)[tables].swapaxes(1, 2).reshape(3, 2, 12).swapaxes(0, 1)
+        codes = np.asarray(pages.data)[tables].reshape(3, 12, rank + rope)
+        stored = np.concatenate([codes[..., :rank] * of_latent[..., None], codes[..., rank:] * of_rope[..., None]], -1)
+        np.testing.assert_allclose(stored, cached, atol=0.02)
+        cached = stored
+    q = rng.standard_normal((16, heads, nope + rope)).astype(np.float32)  # three of padding
+    gold = []
+    for row, (new, length) in enumerate(rows):
+        for position in range(length - new, length):
+            seen = cached[row, : position + 1].astype(np.float64)
+            keys = np.einsum("sr,hnr->hsn", seen[:, :rank], k_up)
+            query = q[len(gold)]
+            scores = np.einsum("hn,hsn->hs", query[:, :nope], keys) + query[:, nope:] @ seen[:, rank:].T
+            weights = np.exp(scores / 3 - (scores / 3).max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            gold.append(np.einsum("hs,sr,hvr->hv", weights, seen[:, :rank], v_up))
+    starts, lengths = jnp.array([0, 1, 8, 13]), jnp.array([length for _, length in rows])
+    projections = jnp.asarray(k_up, jnp.float32), jnp.asarray(v_up, jnp.float32)
+    for expand in (False, True):
+        found = expanded.attention_of_heads(
+            reference.latent_attention, jnp.asarray(q), pages, *projections, jnp.asarray(tables), starts, lengths,
+            jnp.int32(1), scale=1 / 3, expand=expand,
+        )  # fmt: skip
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found[:13], gold, rtol=0, atol=1e-4)
 
 
 def plain_engine(folder, case, **options):

@@ -1,11 +1,13 @@
 """Files of KV pages: whole or not used, bounded, private, and found again by the next engine."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,16 @@ def test_a_disk_that_fails_costs_nothing_else(tmp_path, monkeypatch, caplog):
     assert one.write(key(1), page(1))
     assert len(list((tmp_path / "kv").glob("*/*"))) == 1
     assert one.bytes == FILE_BYTES
+
+
+def test_how_long_a_page_takes_to_read(tmp_path, monkeypatch):
+    """Measured with a file that is gone afterwards; infinite where none can be written."""
+    one = files(tmp_path / "kv")
+    assert 0 < one.seconds_to_read() < math.inf
+    assert one.bytes == 0
+    assert not list((tmp_path / "kv").glob("*/*"))
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    assert one.seconds_to_read() == math.inf
 
 
 WRITER = """

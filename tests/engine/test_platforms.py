@@ -1,19 +1,33 @@
-"""The platform that JAX runs on: a CPU beside an accelerator serves only where it was asked for."""
+"""The platform that JAX runs on: a CPU beside an accelerator serves only where it was asked for; and what kernels each
+platform gets."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices import platforms
 from jaxserve.devices.platforms import check_platform, device_files
+from jaxserve.pallas_kernels import device_ops
+from jaxserve.pallas_kernels.cpu import CpuOps
+from jaxserve.pallas_kernels.lora import cpu as cpu_lora
+from jaxserve.pallas_kernels.lora import reference as plain_lora
+from jaxserve.pallas_kernels.lora import tpu as tpu_lora
+from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.quant_matmul import tpu as tpu_matmul
+from jaxserve.pallas_kernels.registry import AttentionProblem, Device
+from jaxserve.pallas_kernels.types import QuantArray
 
 ROOT = Path(__file__).parents[2]
 BOTH = {"XLA_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8"}
@@ -127,3 +141,41 @@ def test_a_plugin_that_does_not_start_ends_the_start_with_its_error(tmp_path):
     message = refused.stderr.splitlines()[-1]
     assert "although this machine has the JAX plugin failing" in message
     assert "XLA_CLIENT_MEM_FRACTION is specified together with XLA_PYTHON_CLIENT_MEM_FRACTION" in message
+
+
+def test_kernels_of_devices_that_are_not_here():
+    """Each kind of device adds adapters by its own kernels, and splits of a model by plain operations; a TPU multiplies
+    stacks of floats by its kernel, but for float16, which Mosaic does not load."""
+    here = Device("cpu", "cpu")
+    new, old = Device("tpu", "TPU v6 lite"), Device("tpu", "TPU v4")
+    assert device_ops.adapters_of(here) is cpu_lora.add_adapters
+    assert device_ops.adapters_of(new) is tpu_lora.add_adapters
+    for device, partitioned in ((old, False), (here, True), (new, True)):
+        assert device_ops.adapters_of(device, partitioned=partitioned) is plain_lora.add_adapters
+    gpu = device_ops.adapters_of(Device("gpu", "NVIDIA H200", (9, 0)))
+    assert gpu.__module__.endswith("lora.triton" if find_spec("jax_triton") else "lora.reference")
+    assert device_ops.grouped_floats(new, jnp.bfloat16) is tpu_matmul.grouped_quant_matmul
+    assert device_ops.grouped_floats(new, jnp.float16) is None
+    assert device_ops.grouped_floats(here, jnp.float32) is None
+    problem = AttentionProblem(np.dtype("bfloat16"), np.dtype("bfloat16"), 2, 4, 128, 16)
+    ops = device_ops.choose_ops(Device("gpu", "NVIDIA H200", (9, 0)), problem)
+    assert (ops.fused is None) == (find_spec("jax_triton") is None)
+    assert isinstance(device_ops.choose_ops(here, problem), CpuOps)
+    assert type(device_ops.choose_ops(here, problem, partitioned=True)) is Ops
+
+
+def test_products_of_stacks_in_plain_xla():
+    """Each row times the weight of its expert, whose inputs may be in an order of their own."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((6, 8)).astype(np.float32)
+    codes = rng.integers(-9, 9, (3, 4, 8)).astype(np.int8)
+    scale = rng.random((3, 4, 1)).astype(np.float32)
+    order = np.stack([rng.permutation(8) for _ in range(3)]).astype(np.int32)
+    expert = [0, 0, 2, 2, 2, 2]
+    sorted_rows = np.take_along_axis(x, order[expert], axis=1)
+    stack = QuantArray(jnp.asarray(codes), jnp.asarray(scale), block=(1, 8))
+    multiply = device_ops.grouped_matmul_of(Device("cpu", "cpu"), "xla")
+    for rows, weight in ((x, jnp.asarray(codes * scale)), (sorted_rows, replace(stack, order=jnp.asarray(order)))):
+        want = np.einsum("ri,roi->ro", rows, (codes * scale)[expert])
+        found = multiply(jnp.asarray(x), weight, jnp.array([2, 0, 4], jnp.int32))
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)

@@ -7,12 +7,14 @@ import numpy as np
 import pooling_models
 import pytest
 from engines import request
+from safetensors.numpy import load_file
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_shape import StepShape
+from jaxserve.models.load import read_model
 from jaxserve.models.pooling import unit
-from jaxserve.models.pooling_files import find_task
+from jaxserve.models.pooling_files import find_task, read_pooler
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError, Request, SamplingParams
 
@@ -154,6 +156,31 @@ def test_what_is_refused(folders):
         engine.add_request(longest)
     (whole,), _ = pool(engine, [[9] * 256])
     assert abs(np.linalg.norm(whole) - 1) < 1e-6
+
+
+def test_how_a_model_pools_is_read_from_its_files(tmp_path, folders):
+    for name, case in pooling_models.CASES.items():
+        folder = folders(name)
+        model = read_model(folder)
+        pooler = read_pooler(EngineConfig(model=str(folder)), folder, model, {}.__getitem__)
+        if case.labels:
+            assert (pooler.task, pooler.method, pooler.size, pooler.prompt) == ("score", "last", 1, "plain")
+            head = pooling_models.matrix(name, "score", case.labels, model.hidden_size)
+            np.testing.assert_array_equal(pooler.head.weight, head if case.labels == 1 else head[1:] - head[:1])
+        else:
+            assert (pooler.task, pooler.method, pooler.head) == ("embed", case.method or "last", None)
+            assert pooler.size == (pooling_models.DENSE if case.dense else model.hidden_size)
+            assert pooler.normalized == case.normalized
+    folder = tmp_path / "model"
+    shutil.copytree(folders("score_one"), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = EngineConfig(model=str(folder), task="score", score_tokens=("no", "yes"))
+    pooler = read_pooler(settings, folder, read_model(folder), {"no": 7, "yes": 300}.__getitem__)
+    embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
+    np.testing.assert_array_equal(pooler.head.weight, (embeddings[300] - embeddings[7])[None])
+    assert pooler.prompt == "qwen3"
+    assert read_pooler(EngineConfig(model=str(folder)), folder, read_model(folder), {}.__getitem__) is None
 
 
 def test_files_that_are_not_understood(tmp_path, folders):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from jaxserve.execution.filters import EXCLUDED, filter_logits
-from jaxserve.execution.sampling import Sampled, TokenCounts, draw_plainly, sample, score_tokens, threefry
+from jaxserve.execution.sampling import Sampled, TokenCounts, draw_plainly, most_likely, sample, score_tokens, threefry
 from jaxserve.execution.slots import (
     COUNTED_PER_CALL,
     SLOTS_PER_CALL,
@@ -146,6 +146,19 @@ def test_filters_keep_exactly_what_they_should(implementation, case):
         allowed = row > np.float32(EXCLUDED)  # what was excluded before has no say
         if allowed.any():
             check_kept(row[allowed], kept[allowed], int(top_k[i]), float(top_p[i]), float(min_p[i]))
+
+
+def test_filters_with_unrolled_rounds_keep_what_a_loop_keeps():
+    rng = np.random.default_rng(4)
+    logits = np.round(rng.standard_normal((5, 60)) * 3).astype(np.float32)  # many ties
+    top_k = np.array([0, 3, 0, 7, 60], np.int32)
+    top_p = np.float32([0.6, 1, 1, 0.5, 0.9])
+    min_p = np.float32([0, 0, 0.2, 0, 0])
+    params = row_params(5, top_k=top_k, top_p=top_p, min_p=min_p)
+    found = np.asarray(filter_logits(jnp.asarray(logits), params, unrolled=True))
+    np.testing.assert_array_equal(found, filter_logits(jnp.asarray(logits), params, unrolled=False))
+    for i, row in enumerate(logits):
+        check_kept(row, found[i] == row, int(top_k[i]), float(top_p[i]), float(min_p[i]))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +306,15 @@ def test_log_probabilities(vocab, sorts):
             assert len(set(ids)) == len(ids)
             np.testing.assert_array_equal(logits[i][ids], np.sort(logits[i])[::-1][: len(ids)])
             np.testing.assert_allclose([value for _, value in scores.top], exact[i, ids], atol=1e-5)
+
+
+def test_the_most_likely_tokens_without_sorting():
+    """In the order of `lax.top_k`, by which the first of equal ones comes first."""
+    x = np.round(np.random.default_rng(6).standard_normal((4, 700)) * 2).astype(np.float32)
+    values, ids = most_likely(jnp.asarray(x), 9)
+    expected, places = jax.lax.top_k(jnp.asarray(x), 9)
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(ids, places)
 
 
 def test_log_probabilities_are_of_the_raw_distribution():

@@ -1,14 +1,17 @@
 """Speculative decoding changes no token: the same requests with and without it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from engines import make_engine, request, run_all
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.speculation import speculator
+from jaxserve.speculation import speculator, step_times
 from jaxserve.speculation.draft_model import MOST_PLANS
 from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Method, Proposal
@@ -187,6 +190,57 @@ def test_a_row_more_costs_its_attention():
     np.testing.assert_allclose(one.check(2, np.array([5, 8, 9, 16])), [2.0, 2.0, 3.0, 3.0])
     np.testing.assert_allclose(one.check(4, np.array([5, 8, 9, 16])), [3.0, 3.0, 3.5, 3.0])
     np.testing.assert_allclose(one.check(6, np.array([8])), [4.0])
+
+
+class Timed:
+    """A runner of four slots, whose steps take a second, 1/4 s for each token and 1/8 s for each row, by its clock."""
+
+    num_slots = 4
+    max_len = 100
+
+    def __init__(self):
+        self.now = 0.0
+        self.programs = self
+        self.mesh = None
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def choose(self, shape, sampler, num_new, scores):
+        return SimpleNamespace(shape=shape, length=num_new)
+
+    def choose_checking(self, shape, sampler):
+        return SimpleNamespace(shape=shape, length=1)
+
+    def lengths(self, shapes, rows, sampler):
+        return 1, 4, 64
+
+    def set_slots(self, params) -> None:
+        assert len(params) <= self.num_slots
+
+    def step(self, program, packed):
+        at = program.shape.fields["q_start"][0]
+        starts = packed[at : at + program.shape.rows + 1]
+        rows = np.count_nonzero(np.diff(starts))
+        self.now += program.length * (1 + starts[-1] / 4 + rows / 8)
+        return SimpleNamespace(tokens=np.zeros(1)), None
+
+
+def test_steps_are_measured(monkeypatch):
+    """Those that check proposals by their tokens, in as few rows as hold them, and for each row more; those that only
+    decode by their rows."""
+    runner = Timed()
+    monkeypatch.setattr(step_times, "time", runner)
+    shapes = [StepShape.of(4, 4, 8, decode_only=True), StepShape.of(16, 4, 8, decode_only=False)]
+    found = Speculator(Ngram(1, 3), 3, 16)
+    found.measure(runner, shapes)
+    times = found.times
+    assert times.full.sizes.tolist() == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16]
+    np.testing.assert_allclose(times.full.seconds, 1 + times.full.sizes / 4 + -(-times.full.sizes // 4) / 8)
+    assert times.decode.sizes.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(times.decode.seconds, 1 + times.decode.sizes * 3 / 8)
+    assert (times.each, times.row) == (4, 1 / 8)
+    assert found._most_rows == 4  # a step hardly takes longer for a token more
 
 
 def test_steps_overlap_while_nothing_is_proposed(model_folders):

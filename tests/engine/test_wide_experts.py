@@ -88,6 +88,7 @@ def test_sizes():
         assert stored(*other) == {None}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4", "zeros", "blocks", "mxfp4"])
 @pytest.mark.parametrize("shape", [(72, 160), (48, 192)])
 def test_zeros(kind, shape):

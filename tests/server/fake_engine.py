@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 
+from jaxserve.adapters.registry import Registry
+from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.scheduling.block_manager import hash_pages
 from jaxserve.scheduling.engine_stats import EngineStats
@@ -254,6 +258,53 @@ class FailingEngine(ParrotEngine):
         if any(done >= 9 for _, done in self._running.values()):
             raise RuntimeError("device lost")
         return super().step()
+
+
+class Weights:
+    """Weights that are a number: how often they were replaced."""
+
+    def __init__(self):
+        self.level = 0
+        self.version = 0
+
+    def check_sleep(self, level: int) -> None:
+        pass
+
+    def sleep(self, level: int) -> None:
+        self.level = level
+
+    def wake_up(self) -> None:
+        self.level = 0
+
+    def check_update(self, path: Path) -> None:
+        if not (path / "model.safetensors").exists():
+            raise CheckpointError(f"{path} has no weights")
+
+    def update(self, path: Path) -> str:
+        self.version += 1
+        self.level = 0
+        return f"{path.name} {self.version}"
+
+
+class ChangingEngine(ParrotEngine):
+    """Repeats the prompt backwards for a request with an adapter, which is a file of any JSON; new weights begin so
+    many tokens later as there were updates."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.weights = Weights()
+        self.adapters = SimpleNamespace(registry=Registry(self._read, 4))
+
+    @staticmethod
+    def _read(path: Path, name: str) -> SimpleNamespace:
+        data = (path / "adapter_config.json").read_bytes()
+        json.loads(data)
+        return SimpleNamespace(name=name, digest=sha256(data).digest())
+
+    def add_request(self, request: Request) -> None:
+        prompt = request.prompt_token_ids[:: -1 if request.adapter else 1]
+        begin = self.weights.version % len(prompt)
+        super().add_request(msgspec.structs.replace(request, prompt_token_ids=prompt[begin:] + prompt[:begin]))
 
 
 class HashingEngine(ParrotEngine):

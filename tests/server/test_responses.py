@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -11,7 +12,9 @@ from serving import wait_until
 from test_messages_api import events
 
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.response_store import ResponseStore, StoredResponse
+from jaxserve.server.http.shared_responses import SharedResponseStore
 
 MODEL = "test-model"
 TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}]
@@ -233,3 +236,71 @@ def test_store_is_bounded():
     store.remove("e")
     store.put("d", StoredResponse(None, b"", b""))
     assert store._bytes == 0
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """The stores of two API servers of one server."""
+    stores = [SharedResponseStore(str(tmp_path / "responses"), 3, number) for number in range(2)]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def test_api_servers_share_their_responses(shared):
+    one, other = shared
+    mine = ApiKey("mine")
+    one.put("a", StoredResponse(mine, b"{}", b"[1]", items=b"[2]", output_ids=("item",), background=True))
+    assert other.get("a", mine) == StoredResponse(mine, b"{}", b"[1]", items=b"[2]", background=True)
+    assert other.with_item("item", mine) == other.get("a", mine)
+    assert other.with_item("another", mine) is None
+    for owner in (ApiKey("theirs"), None):
+        assert other.with_item("item", owner) is None
+        with pytest.raises(APIError):
+            other.get("a", owner)
+    for name in "bcd":
+        one.put(name, StoredResponse(None, b"x", b""))
+    other.remove("b")
+    for name, owner in (("a", mine), ("b", None)):
+        with pytest.raises(APIError):
+            one.get(name, owner)
+    assert one.with_item("item", mine) is None
+
+
+async def followed(store, name: str, after: int) -> bytes:
+    return b"".join([data async for data in store.get(name, None).log.follow(after)])
+
+
+def test_a_response_is_followed_and_stopped_from_another_api_server(shared):
+    one, other = shared
+
+    async def run() -> None:
+        log = one.log_for("a")
+        one.put("a", StoredResponse(None, b"{}", b"", log=log, background=True, running=True))
+        log.add([b"first ", b"second "])
+        task = asyncio.create_task(asyncio.sleep(60))
+        one.watch("a", task)
+        following = asyncio.create_task(followed(other, "a", 0))
+        stopping = asyncio.create_task(other.stop("a"))
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert other.get("a", None).running
+        log.add([b"third"])
+        log.close()
+        await stopping
+        assert await following == b"second third"
+        assert not other.get("a", None).running
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_what_an_api_server_left_unfinished_has_failed(shared):
+    one, other = shared
+    body = b'{"id": "a", "status": "in_progress"}'
+    one.put("a", StoredResponse(None, body, b"", log=one.log_for("a"), background=True, running=True))
+    other.abandon(1)
+    assert other.get("a", None).response == body
+    other.abandon(0)
+    response = json.loads(other.get("a", None).response)
+    assert (response["id"], response["status"], response["error"]["code"]) == ("a", "failed", "server_error")
+    assert b"response.failed" in asyncio.run(followed(other, "a", -1))

@@ -135,6 +135,13 @@ def functions(name: str, mode="auto", *, many: bool = True, tools=TOOLS) -> Func
     return Functions(tools, mode, many, format=importlib.import_module(f"jaxserve.server.tools.parsers.{name}"))
 
 
+def test_every_format_s_calls(model):
+    for name, (call, *_) in CALLS.items():
+        grammar = answer_grammar(FORM, functions(name), None)
+        assert reads(model, grammar, call) == "whole", name
+        assert reads(model, grammar, call.replace("go", "run")) not in ("whole", "part"), name
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("has_form", [True, False])
 def test_calls_or_the_form_or_any_text(model, name, has_form):

@@ -539,6 +539,13 @@ def test_parser(case):
         assert parse(parser_of(name), pieces) == ("", content, calls), pieces
 
 
+def test_every_case_of_every_parser():
+    """Whole, and one character after the other."""
+    for case, (name, text, content, calls) in CASES.items():
+        for pieces in ([text], list(text)):
+            assert parse(parser_of(name), pieces) == ("", content, calls), case
+
+
 FRAGMENTS = {
     name: sorted({mark for parser, text, *_ in CASES.values() if parser == name for mark in _MARKS.findall(text)})
     for name in names("jaxserve.server.tools.parsers")
@@ -950,6 +957,7 @@ def test_reasoning_tokens_are_counted():
 # which format a model writes
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from serving import DEMO, ROOT, running_server
+from serving import ROOT
 
 from jaxserve.bench.client import Client
 from jaxserve.bench.prompts import Lengths, Vocabulary, prefix_prompts, sharegpt_prompts
@@ -108,15 +108,13 @@ def test_client_reads_chunks_cut_anywhere(piece):
     assert events == [b"abc", b"[DONE]"]
 
 
-@pytest.mark.slow
-def test_a_run_against_a_server(tmp_path, capsys):
+def test_a_run_against_a_server(parrot, tmp_path, capsys):
     results = tmp_path / "results.json"
     picture = tmp_path / "plot.png"
-    with running_server(DEMO, tmp_path / "log", engine="ParrotEngine", config={"max_model_len": 256}) as server:
-        load = ["--num-requests", "24", "--concurrency", "6", "--input-len", "12", "--output-len", "8"]
-        outputs = ["--json", str(results), "--plot", str(picture), "--detail", "--goodput", "ttft:60000"]
-        assert main(["bench", "serve", "--url", server.url, *load, *outputs]) == 0
-        assert main(["bench", "serve", "--url", server.url, *load, "--model", "nobody"]) == 1
+    load = ["--num-requests", "24", "--concurrency", "6", "--input-len", "12", "--output-len", "8"]
+    outputs = ["--json", str(results), "--plot", str(picture), "--detail", "--goodput", "ttft:60000"]
+    assert main(["bench", "serve", "--url", parrot.url, *load, *outputs]) == 0
+    assert main(["bench", "serve", "--url", parrot.url, *load, "--model", "nobody"]) == 1
     document = json.loads(results.read_text())
     summary = document["summary"]
     assert (summary["successful"], summary["failed"], summary["goodput_percent"]) == (24, 0, 100)
