@@ -85,7 +85,9 @@ def gated_matmul_of(
             return made
         is_quantized = isinstance(w, QuantArray | BlockArray)
         sums = multiply(x, w, count=count, parts=True) if is_quantized else fused_triton.product(x, w)
-        return fused_triton.gate(Parts(sums), activation, x.dtype)
+        y = fused_triton.gate(Parts(sums), activation, x.dtype)
+        assert isinstance(y, jax.Array)
+        return y
 
     return gated
 
@@ -101,7 +103,7 @@ def _in_one_launch(
     problem = replace(MatmulProblem.of(x, codes, partitioned), activation=activation)
     measured = ways.fastest(device, problem, len(x)) if backend == "auto" else None
     way = measured or (choose("matmul", device, problem, backend) if is_quantized else "dot")
-    module = load("matmul", way) if way in BACKENDS else None
+    module: Any = load("matmul", way) if way in BACKENDS else None
     if not hasattr(module, "gated_matmul") or module.why_not_gated(problem) is not None:
         return None
     suits = not is_quantized or module.suits_gate(x, codes, direct=measured is not None)

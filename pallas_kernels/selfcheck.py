@@ -270,6 +270,7 @@ def check_gated(
     """Checks `multiply`, a `gated_matmul`, with the problem's activation and each of these numbers of rows of x. Gates
     are of a size at which the activation bends."""
     w = make_weight(problem)
+    assert isinstance(w, QuantArray)
     if problem.codes_dtype == problem.x_dtype:  # a weight that is not quantized
         w = replace(w, scale=np.ones_like(w.scale))
     typical = np.sqrt(problem.inputs * np.square(values(w, 0, min(len(w.codes), 64))).mean())

@@ -272,7 +272,9 @@ def _products(decoder: Decoder | Drafter, flat: dict[str, Any], mesh: Mesh, back
     x = jax.ShapeDtypeStruct((1, 1), decoder.dtype)
     given = [(path, w) for path, some in flat.items() for w in jax.tree.leaves(some, is_leaf=is_weight) if is_weight(w)]
     shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), w) for _, w in given]
-    single, grouped, gated = {}, {}, {}
+    single: dict[MatmulProblem, None] = {}
+    grouped: dict[MatmulProblem, None] = {}
+    gated: dict[MatmulProblem, None] = {}
     for (path, _), w in zip(given, arranged(shapes, mesh, decoder.dtype, backend), strict=True):
         problem = MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))
         (single if len(w.shape) == 2 else grouped)[problem] = None

@@ -59,9 +59,10 @@ def gated(product: jax.Array, activation: str, interpret: Any) -> jax.Array:
         for i, pair in enumerate(pairs.registers.flat):
             gate, up = (llvm.extractelement(pair, utils.c(half, i32)) for half in range(2))
             text = f"{{ .reg .f32 t; {ACTIVATIONS[activation]} }}"
-            activated = arith.truncf(narrow, llvm.inline_asm(f32, [wide(gate)], text, "=f,f"))
-            value = arith.truncf(narrow, arith.mulf(wide(activated), wide(up)))
-            registers.flat[i] = vector.broadcast(single, value)
+            activated = llvm.inline_asm(f32, [wide(gate)], text, "=f,f")
+            assert isinstance(activated, ir.Value)
+            value = arith.mulf(wide(arith.truncf(narrow, activated)), wide(up))
+            registers.flat[i] = vector.broadcast(single, arith.truncf(narrow, value))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return compute(product)

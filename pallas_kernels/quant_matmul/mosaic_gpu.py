@@ -139,7 +139,8 @@ def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
 
 
 def _plan(x: jax.Array, w: QuantArray, whole: bool = False) -> Plan:
-    return plan(len(x), w.shape, w.block, jax.dtypes.itemsize_bits(w.codes.dtype), w.shuffled, whole)
+    out, inputs = w.shape
+    return plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype), w.shuffled, whole)
 
 
 def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any, activation: str | None = None) -> jax.Array:
