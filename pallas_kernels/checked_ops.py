@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.quant_matmul.ways import kernels
+from jaxserve.pallas_kernels.quant_matmul.ways import is_float, kernels
 from jaxserve.pallas_kernels.registry import (
     AttentionProblem,
     BackendError,
@@ -105,12 +105,14 @@ class Trials:
     def __init__(self) -> None:
         self.of_ops: dict[str, Trial] = {}
         self._products: dict[tuple[bool, MatmulProblem, tuple[str, ...]], list[Trial]] = {}
+        self._gates: dict[tuple[MatmulProblem, str], Trial] = {}
         self._lock = threading.Lock()
         self._begun = time.perf_counter()
 
     @property
     def all(self) -> list[Trial]:
-        return [*self.of_ops.values(), *(trial for some in self._products.values() for trial in some)]
+        of_products = [trial for some in self._products.values() for trial in some]
+        return [*self.of_ops.values(), *of_products, *self._gates.values()]
 
     def begin(self, field: str, backend: str, kernels: Sequence[Any], problem: Any, check: Callable[[], Any]) -> None:
         """Begins the check of a field of `Ops`."""
@@ -138,6 +140,29 @@ class Trials:
                 ]
             return self._products[key]
 
+    def begin_gates(self, device: Device, problem: MatmulProblem, backend: str) -> None:
+        """Begins the checks of gated products with weights of this form, whose activation the problem says, if a kernel
+        computes these in one launch. Raises BackendError as `products`."""
+        from jaxserve.pallas_kernels.selfcheck import check_gated
+
+        if is_float(problem):  # kernels are used where they were measured to be faster
+            names = kernels(device, problem) if backend == "auto" else []
+        else:
+            names = _backends(device, problem, backend)
+        for name in names:
+            module = load("matmul", name)
+            if not hasattr(module, "gated_matmul") or module.why_not_gated(problem) is not None:
+                continue
+            with self._lock:
+                if (problem, name) not in self._gates:
+                    check = partial(check_gated, module.gated_matmul, problem)
+                    self._gates[problem, name] = Trial("gated matmul", backend, [module.gated_matmul], problem, check)
+
+    @property
+    def gates_are_right(self) -> bool:
+        """As `Trial.is_right`, for all gated products."""
+        return all(trial.is_right() for trial in self._gates.values())
+
     def tell(self) -> None:
         """Says in the log how many checks have run, and how many were not repeated. All must be done."""
         ran = [trial for trial in self.all if not trial.known]
@@ -156,6 +181,7 @@ PLAIN_OPS: dict[str, Any] = {
     "latent_attention": latent.latent_attention,
     "write_latent": latent.write_latent,
     "fused": None,
+    "gated_matmul": None,
     "draw": None,
     "add_adapters": lora.add_adapters,
 }
@@ -229,6 +255,8 @@ def trusted(ops: Ops) -> Ops:
     if ops.trials is None:
         return ops
     wrong = [field for field, trial in ops.trials.of_ops.items() if not trial.is_right()]
+    if not ops.trials.gates_are_right:
+        wrong.append("gated_matmul")
     if "paged_attention" in wrong or "write_kv" in wrong:
         wrong.append("write_and_attend")  # shares its code with the two others
     plain: Any = {field: PLAIN_OPS[field] for field in wrong}

@@ -19,8 +19,10 @@ from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.parts import Parts
 from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
+    BACKENDS,
     AttentionProblem,
     Device,
     LatentProblem,
@@ -61,6 +63,51 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
         return module.quant_matmul(x, w, count=count).astype(x.dtype)[None]
 
     return multiply
+
+
+def gated_matmul_of(
+    device: Device, backend: str = "auto", *, partitioned: bool = False
+) -> Callable[..., jax.Array] | None:
+    """Returns `multiply` of `quant_matmul` for `Ops.gated_matmul` on `device`; None where no backend has such a kernel.
+
+    The backend that multiplies by a weight also computes the activation, if its kernel can. Of weights that are not
+    quantized XLA computes the product, unless a kernel that does both was measured to be faster
+    (`quant_matmul.ways`)."""
+    if device.platform != "gpu":
+        return None
+    multiply = matmul_of(device, backend, partitioned=partitioned)
+
+    def gated(x: jax.Array, w: Any, count: jax.Array | None = None, *, activation: str) -> jax.Array:
+        from jaxserve.pallas_kernels import fused_triton
+
+        made = _in_one_launch(device, backend, partitioned, x, w, activation)
+        if made is not None:
+            return made
+        is_quantized = isinstance(w, QuantArray | BlockArray)
+        sums = multiply(x, w, count=count, parts=True) if is_quantized else fused_triton.product(x, w)
+        y = fused_triton.gate(Parts(sums), activation, x.dtype)
+        assert isinstance(y, jax.Array)
+        return y
+
+    return gated
+
+
+def _in_one_launch(
+    device: Device, backend: str, partitioned: bool, x: jax.Array, w: Any, activation: str
+) -> jax.Array | None:
+    """`gated_matmul` of the backend that multiplies x by w; None if it has none for them."""
+    if isinstance(w, BlockArray) or (isinstance(w, QuantArray) and w.activations is not None):
+        return None
+    is_quantized = isinstance(w, QuantArray)
+    codes: QuantArray = w if is_quantized else experts.as_codes(w)
+    problem = replace(MatmulProblem.of(x, codes, partitioned), activation=activation)
+    measured = ways.fastest(device, problem, len(x)) if backend == "auto" else None
+    way = measured or (choose("matmul", device, problem, backend) if is_quantized else "dot")
+    module: Any = load("matmul", way) if way in BACKENDS else None
+    if not hasattr(module, "gated_matmul") or module.why_not_gated(problem) is not None:
+        return None
+    suits = not is_quantized or module.suits_gate(x, codes, direct=measured is not None)
+    return module.gated_matmul(x, codes, activation) if suits else None
 
 
 def grouped_matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:

@@ -52,8 +52,8 @@ def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray | BlockArray, group_s
 
 
 def as_codes(w: jax.Array) -> QuantArray:
-    """Weights [experts, out, in] in floats as codes with a scale of 1, which kernels for quantized ones multiply."""
-    return QuantArray(w, jnp.ones((len(w), 1, 1), jnp.float32), block=(w.shape[1], w.shape[2]))
+    """Weights [..., out, in] in floats as codes with a scale of 1, which kernels for quantized ones multiply."""
+    return QuantArray(w, jnp.ones((*w.shape[:-2], 1, 1), jnp.float32), block=(w.shape[-2], w.shape[-1]))
 
 
 def mixture(

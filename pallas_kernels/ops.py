@@ -170,6 +170,8 @@ class Ops:
 
     `draw`: tokens from logits in one launch, as `draw_triton.draw`, or None.
     `fused`: a module like `fused_triton`, whose kernels do several operations in one launch each, or None.
+    `gated_matmul`: as `gated_product` for x, the weight, its axes, `count` and the keyword `activation`, in one launch
+      where the device has a kernel for it; or None. It is used only with `fused`.
     `mixture`: as `experts.mixture`.
     `write_and_attend`: if given, replaces `write_kv` and `paged_attention`.
     `add_adapters`: as `lora.reference.add_adapters`, for models that are served with LoRA adapters; else None.
@@ -194,6 +196,7 @@ class Ops:
     delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
+    gated_matmul: Callable[..., jax.Array] | None = None
     add_adapters: Callable[..., jax.Array] | None = None
     places: jax.Array | None = None
     count: jax.Array | None = None  # leading rows that matter, see `counting`
@@ -277,6 +280,20 @@ class Ops:
             return self.fused.gate(y, activation, dtype, reader)
         whole = y.whole(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
+
+    def gated_product(
+        self, x: jax.Array | QuantRows, w: Weight, stack: AdapterStack | None, bias: jax.Array | Row | None,
+        axes: tuple[str | None, str | None], activation: str, reader: QuantArray | None,
+    ) -> jax.Array | QuantRows:  # fmt: skip
+        """`gated` of the product of x [tokens, in] with a weight [2 * size, in], plus a bias [2 * size] and what the
+        tokens' adapters add -> [tokens, size]."""
+        adapts = stack is not None and self.places is not None
+        rounds = reader is not None or getattr(w, "activations", None) is not None
+        known = self.fused is not None and activation in FUSED_ACTIVATIONS and not isinstance(w, MixedArray)
+        if self.gated_matmul is not None and known and bias is None and not adapts and not rounds:
+            return self.gated_matmul(x, w, axes, activation=activation)
+        sums = self.adapted(x, w, stack, axes, in_parts=True)
+        return self.gated(Parts(sums, bias), activation, x.dtype, reader)
 
     def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
         """The activation of an MLP without a gate. The sums of y are [parts, tokens, size]; returns [tokens, size]."""
@@ -376,4 +393,6 @@ class Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")
         found: dict[str, Any] = {name: partial(getattr(self, name), count=count) for name in counted}
+        if self.gated_matmul is not None:
+            found["gated_matmul"] = partial(self.gated_matmul, count=count)
         return replace(self, count=count, **found)

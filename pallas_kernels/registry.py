@@ -100,6 +100,8 @@ class MatmulProblem:
     scale_dtype: np.dtype | None = None  # of float4_e2m1fn codes; distinguishes MXFP4 (float8_e8m0fnu) from NVFP4
     shuffled: bool = False
     activations: Activations | None = None  # x is rounded like this before the product
+    # The outputs are gates and ups in turn, which this activation joins in the same launch; "": not.
+    activation: str = ""
 
     @classmethod
     def of(cls, x: Any, w: Any, partitioned: bool = False) -> MatmulProblem:

@@ -68,18 +68,21 @@ from jaxserve.pallas_kernels.selfcheck_cases import (
     make_write,
     options,
 )
-from jaxserve.pallas_kernels.selfcheck_exact import grouped_product, product
+from jaxserve.pallas_kernels.selfcheck_exact import exact_gate, grouped_product, product, values
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray
 
 REPEATS = 20
 # in eps of the type of the queries, or of x
 TOLERANCE = 2.0
 MATMUL_TOLERANCE = 0.75
+GATED_TOLERANCE = 1.0  # a gate, its up, the activation and the product are rounded
+GATES = 2.0  # root mean square of gates and ups
 FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated functions
 # One row; part of a tile; one tile; several tiles with a partial last one; enough rows for weights to be dequantized
 # first.
 MATMUL_ROWS = (1, 17, 64, 200, 520)
 PARTS_ROWS = (1, 64, 520)  # for products in parts: 1 row is split, 64 are one part, 520 are dequantized
+GATED_ROWS = (1, 64)
 OTHER_ROWS = (17, 200)  # for whole products of backends that have parts, which share their kernels
 COMPILING = min(os.cpu_count() or 1, 16)  # programs that are compiled at a time
 GROUPED_ROWS = (24, 200, 1100)  # for products by expert: tiles have 16 rows, 64, and 128 or more
@@ -264,6 +267,36 @@ def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, r
     return [replace(finding, what=f"parts of {finding.what}") for finding in found]
 
 
+def check_gated(
+    multiply: Callable[..., jax.Array],
+    problem: MatmulProblem,
+    *,
+    rows: Sequence[int] = GATED_ROWS,
+    repeats: int = REPEATS,
+) -> list[Finding]:
+    """Checks `multiply`, a `gated_matmul`, with the problem's activation and each of these numbers of rows of x. Gates
+    are of a size at which the activation bends."""
+    w = make_weight(problem)
+    assert isinstance(w, QuantArray)
+    if problem.codes_dtype == problem.x_dtype:  # a weight that is not quantized
+        w = replace(w, scale=np.ones_like(w.scale))
+    typical = np.sqrt(problem.inputs * np.square(values(w, 0, min(len(w.codes), 64))).mean())
+    x = (activations(problem, max(rows)).astype(np.float32) * (GATES / typical)).astype(problem.x_dtype)
+    on_device = jax.device_put(w)
+
+    def gated(x: jax.Array, w: QuantArray, _: Any) -> jax.Array:
+        return multiply(x, w, problem.activation)
+
+    programs = [Program(gated, x[:count], on_device, np.int32(count)) for count in rows]
+    exact = exact_gate(problem.activation, product(x, w))  # while compilers work
+    found = []
+    for count, program in zip(rows, programs, strict=True):
+        what = f"gate of {count} rows"
+        fewer = np.int32(count - count // 8)
+        found.append(_judge_matmul(what, problem, exact, np.arange(count), program, fewer, repeats, GATED_TOLERANCE))
+    return found
+
+
 def check_grouped(
     multiply: Callable[..., jax.Array],
     problem: MatmulProblem,
@@ -300,10 +333,11 @@ def _judge_matmul(
     program: Program,
     fewer: np.ndarray | np.int32,
     repeats: int,
+    epsilons: float = MATMUL_TOLERANCE,
 ) -> Finding:
     """Compares a program's results with the rows `at` of `exact`. fewer: the program's last argument that says which
     leading rows matter; all others and one in the middle become NaN, which must not change the rest."""
-    allowed, (x, w, _) = tolerance(problem.x_dtype, MATMUL_TOLERANCE), program.arguments
+    allowed, (x, w, _) = tolerance(problem.x_dtype, epsilons), program.arguments
     # typical: of each column
     rows = len(at)
     typical = np.sqrt(np.mean(np.square(exact), 0))

@@ -36,9 +36,6 @@ enable_compile_cache()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def pytest_configure(config):
-
-
 def pytest_addoption(parser):
     parser.addoption("--most-cases", type=int, default=None, metavar="N", help="run at most N cases of each test")
 

@@ -32,6 +32,7 @@ from jaxserve.config import EngineConfig, default_page_size
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.in_flight import InFlightStep
 from jaxserve.execution.memory import stored_bytes
+from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.alone import alone
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.scheduling.step_plan import StepPlan
@@ -161,7 +162,7 @@ def run(record: Record, form: str, where: Path, *, rehearse: bool) -> None:
             hidden |= row.get(KERNELS, math.inf) <= FEW_KERNELS
     if record.take(key := f"{form}, programs"):
         with record.row(key) as row:
-            row["programs"] = recorded.programs()
+            row |= {"programs": recorded.programs(), "kernels": tuning.choices(jax.devices()[0].device_kind)}
     if hidden and recorded.in_profiles():
         sys.exit(RESTART)
 

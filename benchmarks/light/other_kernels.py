@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels import selfcheck, selfcheck_draw, selfcheck_fused, 
 from jaxserve.pallas_kernels.checked_ops import rounding_product
 from jaxserve.pallas_kernels.device_ops import adapters_of, choose_ops
 from jaxserve.pallas_kernels.latent_attention import reference as latent
-from jaxserve.pallas_kernels.quant_matmul import w8a8
+from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
     BACKENDS,
     AttentionProblem,
@@ -56,6 +56,7 @@ def cases(device: Device, rehearse: bool, wrap: Wrap) -> Iterator[Found]:
         for problem, name in weights(dtype, SMALL_SHAPE if rehearse else SHAPE):
             family = f"matmul {name}", str(dtype)
             yield from _products(device, problem, family, unusual + (name not in USUAL), wrap)
+        yield from _gated_floats(device, dtype, SMALL_SHAPE if rehearse else SHAPE, unusual, wrap)
         yield from _fused(device, dtype, unusual, wrap)
         check = partial(selfcheck_lora.check_adapters, wrap(add), dtype)
         yield f"adapters {dtype}, {_backend(add)}", ("adapters", str(dtype)), unusual, check
@@ -116,10 +117,23 @@ def _products(
         if hasattr(module, "quant_matmul_parts"):
             check = partial(selfcheck.check_parts, wrap(module.quant_matmul_parts), problem)
             yield f"{name} in parts, {backend}", (*family, backend, "in parts"), unusual, check
+        gated = replace(problem, activation="silu")
+        if hasattr(module, "gated_matmul") and module.why_not_gated(gated) is None:
+            check = partial(selfcheck.check_gated, wrap(module.gated_matmul), gated)
+            yield f"{name} and gate, {backend}", (*family, backend, "gate"), unusual, check
         if hasattr(module, "grouped_quant_matmul"):
             grouped = partial(selfcheck.check_grouped, wrap(module.grouped_quant_matmul), problem)
             by_expert = name.replace("matmul", "matmul by expert", 1)
             yield f"{by_expert}, {backend}", (*family, backend, "by expert"), unusual + 1, grouped
+
+
+def _gated_floats(device: Device, dtype: np.dtype, shape: tuple[int, int], unusual: int, wrap: Wrap) -> Iterator[Found]:
+    """The gate at the end of a product with a weight that is not quantized."""
+    problem = MatmulProblem(dtype, dtype, *shape, shape, activation="silu")
+    for way, _ in ways.candidates(device, problem):
+        if way in BACKENDS:
+            check = partial(selfcheck.check_gated, wrap(load("matmul", way).gated_matmul), problem)
+            yield f"matmul in {dtype} and gate, {way}", ("matmul and gate", str(dtype)), unusual, check
 
 
 def _fused(device: Device, dtype: np.dtype, unusual: int, wrap: Wrap) -> Iterator[Found]:

@@ -1,9 +1,9 @@
 """`jaxserve tune`: measures on this machine's device which kernels are the fastest, and writes a table of them.
 
-First each quantized product is timed in every way (`pallas_kernels.tuning.products`), and attention of decodes with
-every backend. Then the block sizes of the fastest kernels are searched: the search begins with the kernel's default
-sizes, varies one size at a time and keeps the fastest. Whatever is wrong, or does not compile, is skipped and reported.
-The table has only sizes that save enough time.
+First each product is timed in every way that a device has for it (`pallas_kernels.tuning.products`), and attention of
+decodes with every backend. Then the block sizes of the fastest kernels are searched: the search begins with the
+kernel's default sizes, varies one size at a time and keeps the fastest. Whatever is wrong, or does not compile, is
+skipped and reported. The table has only sizes that save enough time.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def tune(
         attention = dict.fromkeys(one.problem for one in chosen if one.part == "decode")
     else:
         plan = ModelPlan.of(config, checks=False)
-        problems = {one: name_of(one) for one in problems_of(weights_of(config, plan), plan.mesh, plan.dtype)}
+        problems = {one: name_of(one) for one in problems_of(weights_of(config, plan), plan)}
         attention = attention_of(plan)
         chosen = [decode_case(one, rows) for one in attention for rows in ATTENTION_ROWS]
     chosen = [one for one in chosen if one.part in operations]
@@ -305,7 +305,7 @@ def searches_of(races: Mapping[MatmulProblem, Race], device: Device) -> Iterator
     found = []
     for problem, race in races.items():
         chosen = race.choice()
-        if chosen is None or problem.has_bias:
+        if chosen is None or problem.has_bias or problem.activation:
             continue
         codes = {"int4": "int4", "int8": "int8"}.get(problem.codes_dtype.name, "fp8")
         for rows, way in chosen.ways:

@@ -98,6 +98,29 @@ def quant_matmul_sharded(
     return on_each_device(local, mesh, in_specs, PartitionSpec(*(None,) * parts, None, out))(x, w, *counts)
 
 
+def gated_matmul_sharded(
+    mesh: Mesh,
+    multiply: Callable[..., jax.Array],
+    x: jax.Array,
+    w: jax.Array | QuantArray | BlockArray,
+    axes: tuple[str | None, str | None],
+    count: jax.Array | None = None,
+    *,
+    activation: str,
+) -> jax.Array:
+    """`Ops.gated_matmul`, which is `multiply`, on each device for its part of the outputs. The inputs are not split."""
+    specs = quant_specs(w, spec(*axes), mesh) if isinstance(w, QuantArray | BlockArray) else spec(*axes)
+    out, inputs = spec(*axes)
+    assert inputs is None, "the inputs of a gated product are split"
+
+    def local(x: jax.Array, w: jax.Array | QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
+        return multiply(x, w, (None, None), *count, activation=activation)
+
+    counts = () if count is None else (count,)
+    in_specs = (PartitionSpec(), specs, *(PartitionSpec(),) * len(counts))
+    return on_each_device(local, mesh, in_specs, PartitionSpec(None, out))(x, w, *counts)
+
+
 def rows_spec(w: QuantArray | BlockArray, inputs: MeshAxes, dtype: Any) -> QuantRows:
     """PartitionSpecs of the rounded inputs of a product with `w`, when the inputs are split over these axes of the
     mesh. Each device has scales of its own for its part, unless the scales are static."""

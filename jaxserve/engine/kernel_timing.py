@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import is_split
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.models.abstract_weights import abstract_weights
+from jaxserve.models.layers import activation_of
 from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.quant_matmul import ways
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.tuning import Table, products
@@ -33,40 +34,49 @@ SECONDS = 10.0
 ROOM = 8 << 30  # bytes; more than the arrays that are timed take
 
 
-def problems_of(weights: Iterable[Any], mesh: Mesh, x_dtype: Any) -> dict[MatmulProblem, int]:
-    """The products of matrices with quantized weights, given as shapes with shardings, on one device of the mesh; and
-    how many weights have this form. Codes count as in order."""
+def problems_of(weights: Mapping[str, Any], plan: ModelPlan) -> dict[MatmulProblem, int]:
+    """The products for which there may be several ways, on one device, with a model's weights, given by path as shapes
+    with shardings; and how many weights have this form. Codes count as in order. Of weights that are not quantized,
+    these are the gated ones."""
 
     def local(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
 
     found: dict[MatmulProblem, int] = {}
-    x = jax.ShapeDtypeStruct((1, 1), x_dtype)
-    parts = [part for w in weights for part in (w.parts if isinstance(w, MixedArray) else [w])]
-    for w in parts:
+    x = jax.ShapeDtypeStruct((1, 1), plan.dtype)
+    parts = [(path, part) for path, w in weights.items() for part in (w.parts if isinstance(w, MixedArray) else [w])]
+    for path, w in parts:
+        activation = activation_of(plan.decoder.config, path)
         if isinstance(w, QuantArray) and len(w.shape) == 2:
-            one = MatmulProblem.of(x, replace(jax.tree.map(local, w), shuffled=False), is_split(mesh))
-            found[one] = found.get(one, 0) + 1
+            one = MatmulProblem.of(x, replace(jax.tree.map(local, w), shuffled=False), is_split(plan.mesh))
+        elif isinstance(w, jax.ShapeDtypeStruct) and activation:
+            form = jax.eval_shape(as_codes, local(w))
+            one = replace(MatmulProblem.of(x, form, is_split(plan.mesh)), activation=activation)
+        else:
+            continue
+        found[one] = found.get(one, 0) + 1
     return found
 
 
-def weights_of(config: EngineConfig, plan: ModelPlan) -> list[Any]:
-    """The forms of a model's weights. Reads only one quantized weight of each kind."""
-    return list(abstract_weights(plan.decoder, plan.folder, plan.mesh, config).values())
+def weights_of(config: EngineConfig, plan: ModelPlan) -> dict[str, Any]:
+    """The forms of a model's weights, by path. Reads only one quantized weight of each kind."""
+    return abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
 
 
 def problems_that_fit(config: EngineConfig, plan: ModelPlan) -> Iterable[MatmulProblem]:
     """The products of a model; none where its weights leave no room to time them meanwhile."""
     weights = weights_of(config, plan)
     limit = (plan.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
-    if limit is not None and sum(memory.bytes_by_dtype(weights).values()) + ROOM > limit:
+    if limit is not None and sum(memory.bytes_by_dtype(list(weights.values())).values()) + ROOM > limit:
         log.info("the weights leave no room to measure which kernels are the fastest")
         return ()
-    return problems_of(weights, plan.mesh, plan.dtype)
+    return problems_of(weights, plan)
 
 
 def name_of(problem: MatmulProblem) -> str:
     """For example "4096 x 14336 int4 in groups of 128"."""
+    if problem.activation:
+        return f"{problem.rows} x {problem.inputs} {problem.codes_dtype} and {problem.activation}"
     rows, inputs = problem.block
     groups = "" if inputs >= problem.inputs else f" in groups of {inputs}" if rows == 1 else f" in {rows} x {inputs}"
     return f"{problem.rows} x {problem.inputs} {problem.codes_dtype}{groups}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxserve.models.spec import MLPSpec
+from jaxserve.models.spec import MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.ops import Ops
@@ -77,9 +78,11 @@ class Linear(nn.Module):
     out_dtype: Any = None  # of the result; None: the dtype of the input
     ops: Ops = Ops()
     in_parts: bool = False  # the result is a `Parts` whose last axis joins the axes of `out_shape`
+    activation: str | None = None  # the result is gated by it, `Ops.gated_product`, and `out_shape` is (size, 2)
 
     @nn.compact
-    def __call__(self, x: jax.Array | QuantRows) -> Any:
+    def __call__(self, x: jax.Array | QuantRows, reader: QuantArray | None = None) -> Any:
+        """`reader` of a gated result as in `Ops.gated`."""
         n_out = len(self.out_shape)
         inputs = math.prod(self.in_shape)
         # The weight is stored as a matrix. Devices lay out arrays of more axes differently and copy them at each use.
@@ -87,12 +90,15 @@ class Linear(nn.Module):
         shape = (math.prod(self.out_shape), inputs)
         rows = x if isinstance(x, QuantRows) else x.reshape(-1, inputs)
         kernel = weight(self, "kernel", FAN_IN, axes, shape, self.dtype)
-        y = self.ops.adapted(rows, kernel, adapters(self), axes, self.in_parts)
         bias = None
         if self.use_bias:
             bias = weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
+        flat = bias if bias is None or isinstance(bias, Row) else bias.reshape(-1)
+        if self.activation is not None:
+            return self.ops.gated_product(rows, kernel, adapters(self), flat, axes, self.activation, reader)
+        y = self.ops.adapted(rows, kernel, adapters(self), axes, self.in_parts)
         if self.in_parts:
-            return Parts(y, bias if bias is None or isinstance(bias, Row) else bias.reshape(-1))
+            return Parts(y, flat)
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
         return y if bias is None else y + value_of(bias).astype(y.dtype)
 
@@ -197,6 +203,12 @@ class Experts(nn.Module):
         return y * jax.nn.sigmoid(gate(x)).astype(x.dtype)
 
 
+def activation_of(model: ModelConfig, path: str) -> str:
+    """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights."""
+    match = re.fullmatch(r"layers_(\d+)/mlp/(?:shared/)?gate_up/kernel", path)
+    return model.layers[int(match[1])].mlp.activation if match else ""
+
+
 class MLP(nn.Module):
     """An MLP: gated, down(activation(gate(x)) * up(x)), with gate and up in one matmul; or down(activation(up(x)))."""
 
@@ -210,14 +222,13 @@ class MLP(nn.Module):
         size = self.spec.size
         activation = self.spec.activation
 
-        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
-            return Linear(
-                in_shape, out_shape, axes, self.spec.bias, self.dtype, None, self.ops, in_parts=True, name=name
-            )
+        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, **how: Any) -> Linear:
+            options: dict[str, Any] = {"in_parts": True} | how
+            return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, self.ops, name=name, **options)
 
         if self.spec.gated:
-            gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x)
-            hidden = self.ops.gated(gate_up, activation, x.dtype, reader(self, "down"))
+            gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"), activation=activation)
+            hidden = gate_up(x, reader(self, "down"))
         else:
             hidden = self.ops.activated(
                 linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x), activation, x.dtype

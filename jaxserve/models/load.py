@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxserve.devices.sharded_ops import (
     FusedSharded,
     embed_sharded,
     experts_sharded,
+    gated_matmul_sharded,
     matmul_sharded,
     quant_matmul_sharded,
 )
@@ -40,6 +41,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_stacks import place_stack
 from jaxserve.models.families import read_model_config
+from jaxserve.models.layers import activation_of
 from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
     FORMS,
@@ -60,7 +62,7 @@ from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, trusted
-from jaxserve.pallas_kernels.device_ops import choose_ops, matmul_of, mixture_of
+from jaxserve.pallas_kernels.device_ops import choose_ops, gated_matmul_of, matmul_of, mixture_of
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, quant_matmul
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, LatentProblem, MatmulProblem
@@ -190,10 +192,14 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
     """The same operations, with `backend` for products with quantized weights and for mixtures of experts."""
     op = partial(quant_matmul, multiply=matmul_of(device, backend, partitioned=is_split(mesh)))
     mixture = mixture_of(device, backend, partitioned=is_split(mesh))
+    gated = gated_matmul_of(device, backend, partitioned=is_split(mesh))
+    if gated is not None:
+        gated = partial(quant_matmul, multiply=gated)
     if is_split(mesh):
         op = partial(quant_matmul_sharded, mesh, op)
         mixture = partial(experts_sharded, mesh, mixture)
-    return dataclasses.replace(ops, quant_matmul=op, mixture=mixture)
+        gated = None if gated is None else partial(gated_matmul_sharded, mesh, gated)
+    return dataclasses.replace(ops, quant_matmul=op, mixture=mixture, gated_matmul=gated)
 
 
 D = TypeVar("D", Decoder, Drafter)
@@ -240,11 +246,11 @@ def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend:
     Raises ConfigError when a backend that was asked for by name cannot multiply one, or does it wrong."""
     trials = decoder.ops.trials or Trials()
     device = Device.of(mesh.devices.flat[0])
-    problems, grouped = _products(decoder, flatten_dict(params, sep="/"), mesh, backend)
+    products = _products(decoder, flatten_dict(params, sep="/"), mesh, backend)
     try:
-        _begin_products(trials, device, problems, grouped, backend)
+        _begin_products(trials, device, products, backend)
         _wait(trials, progress)
-        chosen = checked_matmul(trials, device, problems, backend, grouped)
+        chosen = checked_matmul(trials, device, products.single, backend, products.grouped)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if decoder.ops.trials is None:
@@ -252,11 +258,17 @@ def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend:
     return chosen
 
 
-def _products(
-    decoder: Decoder | Drafter, flat: dict[str, Any], mesh: Mesh, backend: str
-) -> tuple[list[MatmulProblem], list[MatmulProblem]]:
-    """The products with these weights, given by path as arrays or shapes: those with matrices, and those with experts'
-    weights, which may be floats. Each form once."""
+class Products(NamedTuple):
+    """The products with some weights, each form once: those with quantized matrices, those with experts' weights, which
+    may be floats, and those with matrices of any kind that the gate of an MLP follows."""
+
+    single: list[MatmulProblem]
+    grouped: list[MatmulProblem]
+    gated: list[MatmulProblem]
+
+
+def _products(decoder: Decoder | Drafter, flat: dict[str, Any], mesh: Mesh, backend: str) -> Products:
+    """The products with these weights, given by path as arrays or shapes."""
 
     def local(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
@@ -265,25 +277,35 @@ def _products(
         return isinstance(x, QuantArray | BlockArray)
 
     x = jax.ShapeDtypeStruct((1, 1), decoder.dtype)
-    given = [w for w in jax.tree.leaves(flat, is_leaf=is_weight) if is_weight(w)]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
-    weights = arranged(shapes, mesh, decoder.dtype, backend)
-    asked = [(len(w.shape), MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))) for w in weights]
-    problems = dict.fromkeys(problem for rank, problem in asked if rank == 2)
-    grouped = dict.fromkeys(problem for rank, problem in asked if rank == 3)
+    given = [(path, w) for path, some in flat.items() for w in jax.tree.leaves(some, is_leaf=is_weight) if is_weight(w)]
+    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), w) for _, w in given]
+    single: dict[MatmulProblem, None] = {}
+    grouped: dict[MatmulProblem, None] = {}
+    gated: dict[MatmulProblem, None] = {}
+    for (path, _), w in zip(given, arranged(shapes, mesh, decoder.dtype, backend), strict=True):
+        problem = MatmulProblem.of(x, jax.tree.map(local, w), is_split(mesh))
+        (single if len(w.shape) == 2 else grouped)[problem] = None
+        activation = activation_of(decoder.config, path)
+        if activation and isinstance(w, QuantArray) and w.activations is None:
+            gated[dataclasses.replace(problem, activation=activation)] = None
     for path, w in flat.items():
-        if path.endswith(STACKS) and isinstance(w, jax.Array | jax.ShapeDtypeStruct) and w.dtype == decoder.dtype:
+        if not isinstance(w, jax.Array | jax.ShapeDtypeStruct) or w.dtype != decoder.dtype:
+            continue
+        if path.endswith(STACKS):
             grouped[MatmulProblem.of(x, jax.eval_shape(as_codes, local(w)))] = None
-    return list(problems), list(grouped)
+        elif activation := activation_of(decoder.config, path):
+            problem = MatmulProblem.of(x, jax.eval_shape(as_codes, local(w)), is_split(mesh))
+            gated[dataclasses.replace(problem, activation=activation)] = None
+    return Products(list(single), list(grouped), list(gated))
 
 
-def _begin_products(
-    trials: Trials, device: Device, problems: list[MatmulProblem], grouped: list[MatmulProblem], backend: str
-) -> None:
-    for problem in problems:
+def _begin_products(trials: Trials, device: Device, products: Products, backend: str) -> None:
+    for problem in products.single:
         trials.products(device, problem, backend)
-    for problem in grouped:
+    for problem in products.grouped:
         trials.products(device, problem, backend, grouped=True)
+    for problem in products.gated if device.platform == "gpu" else ():
+        trials.begin_gates(device, problem, backend)
 
 
 def _beginner(decoder: Decoder | Drafter, mesh: Mesh, backend: str) -> Callable[[str, Any], None]:
@@ -295,7 +317,7 @@ def _beginner(decoder: Decoder | Drafter, mesh: Mesh, backend: str) -> Callable[
     def begin(path: str, w: Any) -> None:
         if trials is not None:
             with contextlib.suppress(BackendError):
-                _begin_products(trials, device, *_products(decoder, {path: w}, mesh, backend), backend)
+                _begin_products(trials, device, _products(decoder, {path: w}, mesh, backend), backend)
 
     return begin
 

@@ -64,6 +64,12 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import Decod
 from jaxserve.pallas_kernels.types import KVPages
 from jaxserve.pallas_kernels.work_lists import MIN_BLOCKS, cut, equal_spans
 
+spans_triton: Any
+try:  # needs jax-triton
+    from jaxserve.pallas_kernels.paged_attention import spans_triton
+except ImportError:
+    spans_triton = None
+
 MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_PARTS = 32  # of a row, since one program merges them
 WORKSPACE = 256 << 20  # bytes; upper limit of the partial results
@@ -99,11 +105,10 @@ def decode(
     tile = replace(tile, most_parts=most)
     length = jnp.where(jnp.arange(rows) < num_decodes, kv_len[:rows], 0)
     count = programs_of(tile, rows * most * kv_heads)
-    spans = equal_spans(length, cut(length, tile.block, window, most), kv_heads, count)
     arrays = {
-        # The kernel adds to the counters and resets them to zero before it ends, although they are in an input. XLA
-        # makes this array once a step. As an output it would have to be cleared in each layer.
-        "spans": jnp.concatenate([spans.reshape(-1), jnp.zeros(rows * kv_heads, jnp.int32)]),
+        # The kernel adds to the counters and resets them to zero before it ends, although they are in an input. This
+        # array is made once a step. As an output it would have to be cleared in each layer.
+        "spans": _spans_and_counters(tile, length, count, most),
         "length": length,
         "table": block_tables,
         "first_page": first_page[None],
@@ -139,6 +144,15 @@ def decode(
     )
     out, *_ = launch(*arrays.values())
     return out.reshape(rows, kv_heads, group, head_dim)
+
+
+def _spans_and_counters(tile: DecodeTile, length: jax.Array, programs: int, most: int) -> jax.Array:
+    """See `spans_triton.spans_and_counters`."""
+    if tile.interpret is None and spans_triton is not None:
+        options = {"block": tile.block, "window": tile.window, "most": most}
+        return spans_triton.spans_and_counters(length, tile.kv_heads, programs, **options)
+    spans = equal_spans(length, cut(length, tile.block, tile.window, most), tile.kv_heads, programs)
+    return jnp.concatenate([spans.reshape(-1), jnp.zeros(len(length) * tile.kv_heads, jnp.int32)])
 
 
 def programs_of(tile: DecodeTile, items: int) -> int:

@@ -57,7 +57,8 @@ def suits(device: Device, problem: MatmulProblem, backend: str) -> bool:
     """
     if device.platform != "gpu" or backend not in ("auto", "mosaic_gpu") or problem.shuffled or problem.activations:
         return False
-    fits = problem.codes_dtype != jnp.float8_e4m3fn and load("matmul", "mosaic_gpu").why_not(device, problem) is None
+    integers = problem.codes_dtype in (jnp.int4, jnp.int8)
+    fits = integers and load("matmul", "mosaic_gpu").why_not(device, problem) is None
     return fits and why_not(problem.inputs, problem.block[1], problem.codes_dtype) is None
 
 

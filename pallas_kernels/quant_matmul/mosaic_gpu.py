@@ -18,7 +18,8 @@ in float32 and added to the total. Neighbouring threads exchange results, so tha
 and biases are constant within a group, so they multiply the group's sum of x in a small product outside the kernel.
 Splits of the inputs keep all multiprocessors busy when there are few outputs; XLA adds them in a fixed order. With
 experts, XLA lists the tiles of tokens, each of one expert. From about 500 tokens on, weights are dequantized first
-(`dequantized`) if Triton is installed.
+(`dequantized`) if Triton is installed. The product of an MLP's gates and ups ends with the activation (`mosaic_gate`).
+Weights that are not quantized can be multiplied for that: both operands then come from shared memory.
 
 Integer codes are shuffled when they are loaded (`fragments`), so that a thread reads 16 bytes of its own at once. Other
 codes, and shapes that cannot be shuffled, are read byte by byte. Instructions per scheduler for 128 x 128 weights in
@@ -44,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import hopper_rules
 from jaxserve.pallas_kernels.hopper_rules import Span
-from jaxserve.pallas_kernels.quant_matmul import fragments
+from jaxserve.pallas_kernels.quant_matmul import fragments, mosaic_gate
 from jaxserve.pallas_kernels.quant_matmul.mosaic_fragments import load_operand
 from jaxserve.pallas_kernels.quant_matmul.mosaic_plan import SWIZZLE_BITS, Plan, divided, measured, plan, step_size
 from jaxserve.pallas_kernels.quant_matmul.reference import expand, per_row
@@ -66,7 +67,8 @@ def why_not(device: Device, problem: MatmulProblem) -> str | None:
         return "it needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
     if problem.x_dtype not in (jnp.bfloat16, jnp.float16):
         return f"activations must be bfloat16 or float16, not {problem.x_dtype}"
-    if problem.codes_dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn):
+    floats = problem.codes_dtype == problem.x_dtype and why_not_gated(problem) is None
+    if problem.codes_dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn) and not floats:
         return f"codes must be int4, int8 or float8_e4m3fn, not {problem.codes_dtype}"
     if problem.rows < 64 or problem.rows % 8:
         return f"the number of outputs must be a multiple of 8 and 64 or more, not {problem.rows}"
@@ -107,6 +109,26 @@ def quant_matmul_parts(
     return _product(x, w, x.dtype, interpret)
 
 
+def gated_matmul(x: jax.Array, w: QuantArray, activation: str, *, interpret: Any = None) -> jax.Array:
+    """activation(gate) * up [tokens, out / 2] in the dtype of x, of the product of x with a weight whose outputs are
+    gates and ups in turn. The inputs are not split, and no weight is dequantized first. See `why_not_gated`."""
+    return _product(x, w, x.dtype, interpret, activation)[0]
+
+
+def why_not_gated(problem: MatmulProblem) -> str | None:
+    """Returns why the activation of a gated MLP cannot join this product (`MatmulProblem.activation`), or None."""
+    if problem.activation not in mosaic_gate.ACTIVATIONS:
+        return f"the activation must be one of {', '.join(mosaic_gate.ACTIVATIONS)}, not {problem.activation}"
+    constant = problem.has_zero or problem.has_bias
+    return "zero points and biases are added to the sums afterwards" if constant else None
+
+
+def suits_gate(x: jax.Array, w: QuantArray, *, direct: bool = False) -> bool:
+    """Whether `gated_matmul` computes its product as `quant_matmul_parts` does: neither are the inputs split, nor is
+    the weight dequantized first."""
+    return _plan(x, w).splits == 1 and (direct or not _dequantizes(x, w))
+
+
 def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
     """Whether the weight should be dequantized first. See `dequantized`."""
     if dequantized is None:
@@ -116,14 +138,19 @@ def _dequantizes(x: jax.Array, w: QuantArray) -> bool:
     return dequantized.pays(len(x), x.dtype, w, tuned.get("dequantize"))
 
 
-def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any) -> jax.Array:
-    """x times codes and scales, as parts [splits, tokens, out]: float32, or `dtype` for a single part."""
+def _plan(x: jax.Array, w: QuantArray, whole: bool = False) -> Plan:
     out, inputs = w.shape
-    sizes = plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype), w.shuffled)
+    return plan(len(x), (out, inputs), w.block, jax.dtypes.itemsize_bits(w.codes.dtype), w.shuffled, whole)
+
+
+def _product(x: jax.Array, w: QuantArray, dtype: jnp.dtype, interpret: Any, activation: str | None = None) -> jax.Array:
+    """x times codes and scales, as parts [splits, tokens, out]: float32, or `dtype` for a single part. With an
+    activation there is a single part, whose outputs become those of a gated MLP [1, tokens, out / 2]."""
+    sizes = _plan(x, w, whole=activation is not None)
     padded = jnp.pad(x, ((0, -len(x) % sizes.n), (0, 0)))
     one = jax.tree.map(lambda array: array[None], w)
     dtype = jnp.float32 if sizes.splits > 1 else dtype
-    return _call(sizes, one, padded, len(padded) // sizes.n, dtype, interpret)[:, : len(x)]
+    return _call(sizes, one, padded, len(padded) // sizes.n, dtype, interpret, activation=activation)[:, : len(x)]
 
 
 def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *, interpret: Any = None) -> jax.Array:
@@ -172,17 +199,21 @@ def _constant_part(x: jax.Array, w: QuantArray, multiply: Callable[..., jax.Arra
     return expand(multiply(sums, constant), (1, w.block[0]), (len(x), out))
 
 
-@partial(jax.jit, static_argnames=("sizes", "columns", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("sizes", "columns", "dtype", "interpret", "activation"))
 def _call(
-    sizes: Plan, w: QuantArray, x: jax.Array, columns: int, dtype, interpret: Any, items: jax.Array | None = None
-):
+    sizes: Plan, w: QuantArray, x: jax.Array, columns: int, dtype, interpret: Any, items: jax.Array | None = None,
+    activation: str | None = None,
+):  # fmt: skip
     """Launches the kernel: weights [experts, out, in] times `columns` tiles of x [tokens, in]. Returns parts of `dtype`
-    [splits, columns * n, out]. `items` is from `expert_tiles`; without it tiles follow each other."""
+    [splits, columns * n, out], of an MLP that is gated by an activation [1, columns * n, out / 2]. `items` is from
+    `expert_tiles`; without it tiles follow each other."""
     out = w.shape[1]
-    if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.outputs):
+    floats = w.codes.dtype == x.dtype  # a weight that is not quantized, whose scale is 1
+    if w.block[0] > 1 and (w.block[0] % sizes.m or out % sizes.outputs) and not floats:
         w = per_row(w)
     tiles = -(-out // sizes.outputs)
     several = sizes.warpgroups > 1
+    each = 1 if activation is None else 2
     codes_bits = jax.dtypes.itemsize_bits(w.codes.dtype)
     bits = jax.dtypes.itemsize_bits(x.dtype)
     slots = sizes.stages, sizes.warpgroups, sizes.m
@@ -199,17 +230,19 @@ def _call(
         free: dict[str, Any] = {"num_arrivals": sizes.warpgroups, "num_barriers": sizes.stages}
         paired = sizes.cluster > 1
         scratch["free"] = plgpu.ClusterBarrier(collective_axes=("pair",), **free) if paired else plgpu.Barrier(**free)
-    if interpret is not None:
+    if interpret is not None and not floats:
         scratch["a_smem"] = _tiles((sizes.warpgroups, sizes.m, sizes.group), x.dtype, sizes.group * bits)
-    given = {"scale_gmem": w.scale} | ({} if items is None else {"items_gmem": items})
+    given: dict[str, jax.Array] = {} if floats else {"scale_gmem": w.scale}
+    if items is not None:
+        given["items_gmem"] = items
 
     def body(w_gmem, x_gmem, *refs, **scratch):
         named = dict(zip(given, refs[:-1], strict=True))
-        _kernel(w_gmem, x_gmem, refs[-1], sizes, w, interpret=interpret, **named, **scratch)
+        _kernel(w_gmem, x_gmem, refs[-1], sizes, w, interpret=interpret, activation=activation, **named, **scratch)
 
     y = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((sizes.splits, columns * sizes.n, tiles * sizes.outputs), dtype),
+        out_type=jax.ShapeDtypeStruct((sizes.splits, columns * sizes.n, tiles * sizes.outputs // each), dtype),
         grid=(tiles // sizes.cluster, columns, sizes.splits),
         grid_names=("outputs", "tokens", "split"),
         cluster=(sizes.cluster,) if sizes.cluster > 1 else (),
@@ -219,9 +252,9 @@ def _call(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-        kernel_name="quant_matmul" if items is None else "grouped_quant_matmul",
+        kernel_name="gated_matmul" if activation else "quant_matmul" if items is None else "grouped_quant_matmul",
     )(fragments.words(w.codes) if w.shuffled else w.codes, x, *given.values())
-    return _drop_repeated(y, sizes.outputs, out)
+    return _drop_repeated(y, sizes.outputs // each, out // each)
 
 
 def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
@@ -231,7 +264,7 @@ def _tiles(shape: tuple[int, ...], dtype: jnp.dtype, row_bits: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, scale_gmem, items_gmem=None, **scratch):
+def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, scale_gmem=None, items_gmem=None, **scratch):
     column = lax.axis_index("tokens")
     if items_gmem is None:
         _tile(w_gmem, x_gmem, out_gmem, sizes, w, 0, column * sizes.n, scale_gmem, **scratch)
@@ -245,7 +278,7 @@ def _kernel(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, scale_gmem, it
 
 
 def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, scale_gmem, *,
-          interpret, full, free=None, w_smem, x_smem, a_smem=None):  # fmt: skip
+          interpret, activation, full, free=None, w_smem, x_smem, a_smem=None):  # fmt: skip
     """A tile of outputs for n tokens from `token`, a multiple of eight. Only shapes and settings of w are used."""
     out = w.shape[1]
     # Where tiles do not divide the outputs, the last tile recomputes some outputs of the one before it.
@@ -267,7 +300,8 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
     def compute(group, done):
         """Computes a warpgroup's outputs. done(step, slot) is called when the slot has been read."""
         refs = out_gmem, scale_gmem, w_smem, x_smem, a_smem if a_smem is None else a_smem.at[group]
-        _compute(sizes, w, (expert, first + group * sizes.m, start, steps), group, *refs, full, done, interpret)
+        place = expert, first + group * sizes.m, start, steps
+        _compute(sizes, w, place, group, *refs, full, done, interpret, activation)
 
     if free is None:
 
@@ -307,8 +341,9 @@ def _tile(w_gmem, x_gmem, out_gmem, sizes: Plan, w: QuantArray, expert, token, s
 
 
 def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem, w_smem, x_smem, a_smem, full, done,
-             interpret):  # fmt: skip
-    """Writes the sums of m outputs from `first` to global memory. place: expert, first, first step, steps."""
+             interpret, activation):  # fmt: skip
+    """Writes the sums of m outputs from `first`, or what the activation makes of them, to global memory. place: expert,
+    first, first step, steps."""
     (expert, first, start, steps), block, total_inputs = place, w.block, w.shape[2]
     rows = pl.ds(first, sizes.m)
     pieces = range(sizes.k // sizes.group)
@@ -323,7 +358,9 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
     def multiply(acc, slot, piece):
         """acc += codes x^T for one piece of `group` inputs."""
         inputs = pl.ds(piece * sizes.group, sizes.group)
-        if w.shuffled:
+        if scale_gmem is None:
+            a = w_smem.at[slot, warpgroup]
+        elif w.shuffled:
             a = shuffled_operand(slot, piece)
         elif sizes.group * jax.dtypes.itemsize_bits(w_smem.dtype) >= SWIZZLE_BITS:
             a = _convert(w_smem[slot, warpgroup, :, inputs], x_smem.dtype)
@@ -387,17 +424,23 @@ def _compute(sizes: Plan, w: QuantArray, place, warpgroup, out_gmem, scale_gmem,
             total = total + times(pl.run_scoped(product, acc_type), scales[piece])
         return total, following
 
-    if block[1] < total_inputs:
+    if scale_gmem is None:
+        result = pl.run_scoped(whole, acc_type)
+    elif block[1] < total_inputs:
         zeros = jnp.zeros((sizes.m, sizes.n), jnp.float32)
         result, _ = loop(grouped, (zeros, scales_of(jnp.int32(0))))
     else:
         (scale,) = scales_of(jnp.int32(0))  # in flight during the loop
         result = times(pl.run_scoped(whole, acc_type), scale)
-    outputs = pl.ds(sizes.tile_of_program() * sizes.outputs + warpgroup * sizes.m, sizes.m)
-    tokens = pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
-    place = out_gmem.at[lax.axis_index("split"), tokens, outputs]
     # In this layout a thread holds neighbouring outputs of a token, which it stores together.
     result = plgpu.layout_cast(result.astype(out_gmem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    each = 1
+    if activation is not None:
+        each = 2
+        result = mosaic_gate.gated(result, activation, interpret)
+    outputs = sizes.tile_of_program() * (sizes.outputs // each) + warpgroup * (sizes.m // each)
+    tokens = pl.ds(lax.axis_index("tokens") * sizes.n, sizes.n)
+    place = out_gmem.at[lax.axis_index("split"), tokens, pl.ds(outputs, sizes.m // each)]
     plgpu.transpose_ref(place, (1, 0))[...] = result
 
 

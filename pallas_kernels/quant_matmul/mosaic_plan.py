@@ -3,7 +3,8 @@
 Sizes in the tables of `tuning` come first. Others follow from an estimate in cycles, of which nothing has been
 measured. A step of the loop over the inputs multiplies 128 x 128 weights for each warpgroup with n tokens:
 
-  conversion  instructions of a scheduler for a warpgroup's step, by machine code: 300 + n for int4, 400 for 8 bits
+  conversion  instructions of a scheduler for a warpgroup's step, by machine code: 300 + n for int4, 400 for 8 bits;
+              about 60 for weights of 16 bits, which are not converted
   products    8 n cycles of the matrix unit, which makes 2,048 products of 16 bits a cycle
   computing   the larger of the two sums over a multiprocessor's warpgroups, as one warpgroup converts while another
               multiplies; at least conversion plus products of one warpgroup
@@ -78,17 +79,22 @@ class Plan(NamedTuple):
         return first, lax.div((split + 1) * total, jnp.int32(self.splits)) - first
 
 
-def plan(tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False) -> Plan:
-    """The sizes for x [tokens, in] and a weight of `shape` [out, in] with codes of `bits` bits."""
+def plan(
+    tokens: int, shape: tuple[int, int], block: tuple[int, int], bits: int, shuffled: bool = False, whole: bool = False
+) -> Plan:
+    """The sizes for x [tokens, in] and a weight of `shape` [out, in] with codes of `bits` bits. whole: the inputs are
+    not split."""
     out, inputs = shape
     grouped = block[1] < inputs
     few = tokens <= FEW
     tuned = measured(tokens, shape, block, bits)
+    if whole:
+        tuned = {**tuned, "splits": 1}
     m = tuned.get("m") or (128 if out >= 128 else 64)
     n = tuned.get("n") or _even_tile(tokens, FEW if grouped else 2 * FEW)
     k: int | None = fragments.CHUNK_BITS // bits
     if not shuffled:
-        k = step_size(inputs, block[1], bits, tuned.get("k") or (128 if few or grouped else 64))
+        k = step_size(inputs, block[1], bits, tuned.get("k") or (128 if bits < 16 and (few or grouped) else 64))
     assert k is not None, "why_not refuses what has no step size"
     sizes = Plan(m, n, k, min(block[1], k) if grouped else k)
     return divided(sizes, shape, -(-tokens // n), bits, few, tuned)
@@ -149,7 +155,7 @@ def cycles(sizes: Plan, shape: tuple[int, int], columns: int, bits: int) -> floa
     (out, inputs), tiles = shape, -(-shape[0] // sizes.outputs)
     programs = tiles * columns * sizes.splits
     share = sizes.m * sizes.k / (128 * 128)
-    conversion = share * (300 + sizes.n if bits == 4 else 400)
+    conversion = share * {4: 300 + sizes.n, 8: 400, 16: 60}[bits]
     products = share * 8 * sizes.n
     together = min(-(-programs // PROCESSORS), 2) if sizes.warpgroups == 1 else sizes.warpgroups
     waves = -(-programs * sizes.warpgroups // (PROCESSORS * together))

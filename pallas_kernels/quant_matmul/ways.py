@@ -1,9 +1,12 @@
-"""The ways to multiply by a quantized weight, and which of them was measured to be the fastest on a device.
+"""The ways to multiply by a weight, and which of them was measured to be the fastest on a device.
 
   a backend   its kernel converts the codes as it reads them, for any number of rows
   dequantize  a kernel writes the weight in the dtype of x, which a plain product then reads (`dequantized`)
   dot         XLA's own product of x and the dequantized weight: where XLA can fuse that, it converts the codes as it
               reads them, else it writes the weight first
+
+A weight that is not quantized is XLA's (`dot`). Only where a product is followed by the gate of an MLP there is another
+way: the kernel for quantized weights with such codes, which computes the gate in the same launch (`gated_product`).
 
 Weights are arranged once for all numbers of rows, when they are loaded: for Hopper's kernel their codes are shuffled
 (`fragments`), and then Triton's kernel and `dot` cannot read them. `tuning.products` measures the ways. Where nothing
@@ -22,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.pallas_kernels import registry, tuning
+from jaxserve.pallas_kernels.parts import Parts
 from jaxserve.pallas_kernels.quant_matmul import fragments, reference
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import QuantArray
@@ -37,6 +41,10 @@ FEW_MEASURED = 512  # rows; where fewer were measured, an estimate decides for t
 
 def key(problem: MatmulProblem) -> str | None:
     """The problem's name in tables; None for forms that are not measured."""
+    if is_float(problem):
+        return tuning.problem_key(
+            x=problem.x_dtype.name, out=problem.rows, inputs=problem.inputs, activation=problem.activation
+        )
     if problem.kind or problem.activations is not None or problem.codes_dtype.name not in CODES:
         return None
     group = min(problem.block[1], problem.inputs)
@@ -44,6 +52,11 @@ def key(problem: MatmulProblem) -> str | None:
         x=problem.x_dtype.name, codes=problem.codes_dtype.name, block=f"{problem.block[0]}x{group}", out=problem.rows,
         inputs=problem.inputs, zero=int(problem.has_zero), bias=int(problem.has_bias),
     )  # fmt: skip
+
+
+def is_float(problem: MatmulProblem) -> bool:
+    """Whether it is a gated product with a weight that is not quantized."""
+    return bool(problem.activation) and problem.codes_dtype == problem.x_dtype
 
 
 def form(problem: MatmulProblem) -> QuantArray:
@@ -62,6 +75,8 @@ def why_not(way: str, device: Device, problem: MatmulProblem) -> str | None:
         return f"it is not for {device.platform}"
     if way == "dot":
         return "codes are shuffled" if problem.shuffled else None
+    if is_float(problem) and way != "mosaic_gpu":
+        return "it is for quantized weights"
     if way != "dequantize":
         return registry.explain("matmul", device, problem)[way]
     try:
@@ -97,8 +112,11 @@ def fastest(device: Device, problem: MatmulProblem, rows: int) -> str | None:
         return None
     most = found.ways[-1][0]
     way = found.way(rows)
-    if most < FEW_MEASURED and rows > 2 * most and why_not("dequantize", device, problem) is None:
-        way = "dequantize" if _dequantized().pays(rows, problem.x_dtype, form(problem)) else way
+    if most < FEW_MEASURED and rows > 2 * most:
+        if is_float(problem):
+            way = "dot"
+        elif why_not("dequantize", device, problem) is None:
+            way = "dequantize" if _dequantized().pays(rows, problem.x_dtype, form(problem)) else way
     return way if why_not(way, device, problem) is None else None
 
 
@@ -129,6 +147,14 @@ def product(way: str, x: jax.Array, w: Any, count: jax.Array | None = None, part
         return module.quant_matmul_parts(x, w, count=count, **options)
     y = module.quant_matmul(x, w, count=count, **options)
     return y.astype(dtype)[None] if parts else y
+
+
+def gated_product(way: str, x: jax.Array, w: QuantArray, activation: str) -> jax.Array:
+    """`Ops.gated_matmul` for a weight in floats, given as `experts.as_codes`."""
+    if way == "dot":
+        fused = importlib.import_module("jaxserve.pallas_kernels.fused_triton")  # needs Triton
+        return fused.gate(Parts(fused.product(x, w.codes)), activation, x.dtype)
+    return registry.load("matmul", way).gated_matmul(x, w, activation)
 
 
 def dot(x: jax.Array, w: QuantArray, dtype: Any) -> jax.Array:

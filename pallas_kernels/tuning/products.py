@@ -1,4 +1,5 @@
-"""Races of the ways to multiply by quantized weights (`quant_matmul.ways`) on this machine's first device.
+"""Races of the ways to multiply by quantized weights (`quant_matmul.ways`) on this machine's first device; and by other
+weights where the gate of an MLP follows, which is then timed with the product.
 
 Each way is timed for some numbers of rows. Threads compile them side by side. Then they are timed one at a time, since
 compiling for a GPU runs products on it. At the end of the time that a race may take, what has been measured counts: of
@@ -30,6 +31,7 @@ import numpy as np
 
 from jaxserve.pallas_kernels.quant_matmul import fragments, ways
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
+from jaxserve.pallas_kernels.selfcheck_exact import exact_gate
 from jaxserve.pallas_kernels.tuning import Product
 from jaxserve.pallas_kernels.tuning.timing import Chain, Timing, Work, measure, sets_needed
 from jaxserve.pallas_kernels.types import QuantArray
@@ -175,7 +177,8 @@ class _Heat:
             self.making[race.problem] = self.pool.submit(jax.jit(make))
         for count in rows:
             for race in self.races:
-                for entry in [*race.entries, PLAIN] if plain else race.entries:
+                beside = [PLAIN] if plain and not ways.is_float(race.problem) else []
+                for entry in [*race.entries, *beside]:
                     if self.clock() < until:
                         self._begin(race, count, entry)
         wait(self.compiling, self._seconds_to(until))
@@ -198,6 +201,8 @@ class _Heat:
         def call(state: Any, x: jax.Array, w: Any) -> tuple[Any, jax.Array]:
             if entry == PLAIN:
                 return state, jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+            if ways.is_float(race.problem):
+                return state, ways.gated_product(entry.way, x, w, race.problem.activation)
             return state, ways.product(entry.way, x, w, parts=parts)
 
         try:
@@ -255,14 +260,15 @@ def make_arrays(problem: MatmulProblem, rows: Sequence[int], plain: bool, shuffl
 
     codes = numbers(w.shape)
     codes = (codes >> 4 if width == 4 else codes).astype(problem.codes_dtype)
-    scale = jnp.abs(floats(w.scale.shape)) + jnp.ones((), problem.x_dtype)
+    one = jnp.ones((), problem.x_dtype)
+    scale = jnp.broadcast_to(one, (count, 1, 1)) if ways.is_float(problem) else jnp.abs(floats(w.scale.shape)) + one
     zero = numbers(w.scale.shape) >> 4 if problem.has_zero else None
     bias = floats(w.scale.shape) if problem.has_bias else None
     stacked = QuantArray(codes, scale, zero, bias, problem.block)
     weights: dict[Entry, Any] = {IN_ORDER: stacked}
     if shuffled:
         weights[IN_ORDER._replace(shuffled=True)] = fragments.shuffle(stacked)
-    if plain:
+    if plain and not ways.is_float(problem):
         weights[PLAIN] = floats(w.shape)
     x = floats((max(rows), problem.inputs))
     separate = {name: [jax.tree.map(lambda a, i=i: a[i], one) for i in range(count)] for name, one in weights.items()}
@@ -276,7 +282,12 @@ def _check(problem: MatmulProblem, work: Chain, x: jax.Array, w: QuantArray) -> 
     found = np.asarray(work.outputs[0]).astype(np.float64)
     found = found.sum(0) if found.ndim == 3 else found
     chosen = sampled(*found.shape)
-    exact = exact_product(np.asarray(x), jax.tree.map(np.asarray, w), *chosen)
+    numbers = (np.asarray(x), jax.tree.map(np.asarray, w))
+    if problem.activation:
+        pairs = (2 * chosen[1][:, None] + np.arange(2)).reshape(-1)
+        exact = exact_gate(problem.activation, exact_product(*numbers, chosen[0], pairs))
+    else:
+        exact = exact_product(*numbers, *chosen)
     error = np.abs(found[np.ix_(*chosen)] - exact).max() / np.abs(exact).max()
     if not error <= TOLERANCE.get(problem.x_dtype.name, LOOSE):
         raise ValueError(f"off by {error:.2g} of the largest value")
@@ -315,4 +326,5 @@ def least_bytes(problem: MatmulProblem, rows: int) -> int:
     blocks = w.scale.shape[0] * w.scale.shape[1]
     scales = problem.x_dtype.itemsize * (1 + problem.has_bias) + problem.has_zero
     codes = problem.rows * problem.inputs * jax.dtypes.itemsize_bits(problem.codes_dtype) // 8
-    return codes + blocks * scales + rows * problem.x_dtype.itemsize * (problem.inputs + problem.rows)
+    outputs = problem.rows // 2 if problem.activation else problem.rows
+    return codes + blocks * scales + rows * problem.x_dtype.itemsize * (problem.inputs + outputs)

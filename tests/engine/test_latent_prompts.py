@@ -23,9 +23,15 @@ WHOLE = [
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])
 def test_both_forms_give_what_heads_of_their_own_give(dtype):
     """A decode and two prompts, one of which continues, against float64. Codes are read as what they stand for."""
-    rank, rope, heads, nope, v_dim, page = 16, 4, 2, 8, 6, 4  # fmt: skip
+    rank = 16
+    rope = 4
+    heads = 2
+    nope = 8
+    v_dim = 6
+    page = 4
     rng = np.random.default_rng(3)
-    k_up, v_up = rng.standard_normal((heads, nope, rank)), rng.standard_normal((heads, v_dim, rank))
+    k_up = rng.standard_normal((heads, nope, rank))
+    v_up = rng.standard_normal((heads, v_dim, rank))
     rows = [(1, 11), (7, 7), (5, 9)]  # new tokens, and all
     tables = np.array([[1, 2, 3], [4, 5, 0], [8, 7, 6]], np.int32)
     cached = rng.standard_normal((3, 12, rank + rope)).astype(np.float32)
@@ -50,7 +56,8 @@ def test_both_forms_give_what_heads_of_their_own_give(dtype):
             weights = np.exp(scores / 3 - (scores / 3).max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             gold.append(np.einsum("hs,sr,hvr->hv", weights, seen[:, :rank], v_up))
-    starts, lengths = jnp.array([0, 1, 8, 13]), jnp.array([length for _, length in rows])
+    starts = jnp.array([0, 1, 8, 13])
+    lengths = jnp.array([length for _, length in rows])
     projections = jnp.asarray(k_up, jnp.float32), jnp.asarray(v_up, jnp.float32)
     for expand in (False, True):
         found = expanded.attention_of_heads(

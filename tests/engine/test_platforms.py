@@ -147,7 +147,8 @@ def test_kernels_of_devices_that_are_not_here():
     """Each kind of device adds adapters by its own kernels, and splits of a model by plain operations; a TPU multiplies
     stacks of floats by its kernel, but for float16, which Mosaic does not load."""
     here = Device("cpu", "cpu")
-    new, old = Device("tpu", "TPU v6 lite"), Device("tpu", "TPU v4")
+    new = Device("tpu", "TPU v6 lite")
+    old = Device("tpu", "TPU v4")
     assert device_ops.adapters_of(here) is cpu_lora.add_adapters
     assert device_ops.adapters_of(new) is tpu_lora.add_adapters
     for device, partitioned in ((old, False), (here, True), (new, True)):

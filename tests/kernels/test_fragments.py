@@ -186,10 +186,8 @@ def run_ptx(text: str, word: np.ndarray, dtype: str) -> np.ndarray:
     return floats("$0").reshape(*word.shape, 2)
 
 
-def places_of_operand(rows: int, inputs: int) -> np.ndarray:
-    """JAX's own layout of wgmma's first operand: [128 threads, blocks of 64 rows, tiles of 8 inputs, halves, 2] ->
-    row * inputs + input."""
-    layout = mosaic.gpu.WGMMA_LAYOUT
+def places_of(layout, rows: int, inputs: int) -> np.ndarray:
+    """One of JAX's layouts: [128 threads, …, numbers of a register] -> row * inputs + input."""
     array = np.arange(rows * inputs).reshape(rows, inputs)
     for tile in layout.tiling.tiles:
         lead = array.shape[: array.ndim - len(tile)]
@@ -201,7 +199,13 @@ def places_of_operand(rows: int, inputs: int) -> np.ndarray:
     chosen = [d % array.ndim for d in (*layout.warp_dims, *layout.lane_dims)]
     rest = [d for d in range(array.ndim) if d not in chosen]
     array = array.transpose(*chosen, *rest)
-    return array.reshape(128, rows // 64, inputs // 8, 2, 2)
+    return array.reshape(128, *array.shape[len(chosen) :])
+
+
+def places_of_operand(rows: int, inputs: int) -> np.ndarray:
+    """JAX's own layout of wgmma's first operand: [128 threads, blocks of 64 rows, tiles of 8 inputs, halves, 2] ->
+    row * inputs + input."""
+    return places_of(mosaic.gpu.WGMMA_LAYOUT, rows, inputs).reshape(128, rows // 64, inputs // 8, 2, 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

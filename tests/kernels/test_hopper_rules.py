@@ -140,6 +140,12 @@ def attention_arguments(head_dim, page_size, codes, group=4, sharding=None):
     return q, pages, array((8, 8192 // page_size)), array((9,)), array((8,)), array(())
 
 
+@pytest.fixture(autouse=True)
+def without_spans(monkeypatch):
+    """Kernels are traced without saying for which GPU, which Triton would ask."""
+    monkeypatch.setattr(mosaic_gpu_decode, "spans_triton", None)
+
+
 @pytest.fixture
 def without_triton(monkeypatch):
     """Sizes of heads whose decode is Triton's are traced without it."""

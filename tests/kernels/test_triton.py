@@ -23,8 +23,9 @@ pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.pallas_kernels import triton_compat
+from jaxserve.pallas_kernels import triton_compat, work_lists
 from jaxserve.pallas_kernels.experts import as_codes
+from jaxserve.pallas_kernels.paged_attention import spans_triton
 from jaxserve.pallas_kernels.paged_attention import triton_gpu as attention
 from jaxserve.pallas_kernels.quant_matmul import blocks, reference, triton_blocks
 from jaxserve.pallas_kernels.quant_matmul import triton_gpu as matmul
@@ -290,6 +291,25 @@ def test_attention(name, monkeypatch):
     assert np.isfinite(out).all()
     gold = gold_attention(q, kv, case["lengths"], case["q_lens"], sinks=sinks, **extra)
     np.testing.assert_allclose(out[:real], gold[:real], rtol=0, atol=TOLERANCE[case["dtype"]])
+
+
+@interpreted
+@pytest.mark.parametrize(("lengths", "window", "most"), [
+    ([6400, 1, 0, 64, 65, 3000, 0, 128, 1100], None, 16), ([6400, 1, 0, 64, 65, 3000, 0, 128, 1100], 100, 16),
+    ([0], None, 16), ([0, 1, 0], 700, 1), ([128_000, *[1] * 63], None, 16), ([33_000] * 70, None, 1),
+])  # fmt: skip
+def test_spans_of_decode(lengths, window, most):
+    """Those of XLA's lists, and the counters behind them."""
+    length = jnp.asarray(lengths, jnp.int32)
+    for heads, programs in ((8, 264), (3, 7)):
+        programs = min(programs, len(lengths) * most * heads)
+        found = spans_triton.spans_and_counters(length, heads, programs, block=64, window=window, most=most)
+        expected = np.asarray(work_lists.equal_spans(length, work_lists.cut(length, 64, window, most), heads, programs))
+        spans, counters = np.split(np.asarray(found), [5 * (programs + 1)])
+        spans = spans.reshape(-1, 5)
+        np.testing.assert_array_equal(spans[:-1], expected[:-1])
+        assert spans[-1, 0] == expected[-1, 0], "the number of all items, which alone has a meaning"
+        assert counters.tolist() == [0] * len(lengths) * heads
 
 
 @interpreted

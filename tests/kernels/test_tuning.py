@@ -165,7 +165,10 @@ def test_attention_on_gpus_asks_for_both_kernels(backend, monkeypatch):
     if backend == "triton":
         triton_compat = pytest.importorskip("jaxserve.pallas_kernels.triton_compat")
         monkeypatch.setattr(triton_compat, "target", lambda: triton_compat.Target(90, 132))
+    from jaxserve.pallas_kernels.paged_attention import mosaic_gpu_decode
     from jaxserve.pallas_kernels.registry import load
+
+    monkeypatch.setattr(mosaic_gpu_decode, "spans_triton", None)  # would ask for which GPU this is
 
     case = AttentionCase("", "bfloat16", ((1, 300), (1, 200), (40, 100)), kv_heads=2)
     arguments = case.arguments(0)
@@ -359,6 +362,43 @@ def test_an_unknown_device_is_timed_once(folders, monkeypatch):
     assert lowered(32) == before, "and goes first"
 
 
+def test_gates_of_weights_in_floats_are_timed(folders, monkeypatch):
+    """The product of gates and ups, with the activation: by XLA, and by a kernel for both. The latter is plain here."""
+    mesh = make_mesh(1)
+    gate_up = "layers_1/mlp/gate_up/kernel"
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    layers = [SimpleNamespace(mlp=SimpleNamespace(activation=name)) for name in ("gelu", "silu")]
+    decoder = SimpleNamespace(config=SimpleNamespace(layers=layers))
+    plan = SimpleNamespace(mesh=mesh, dtype=jnp.dtype("bfloat16"), decoder=decoder)
+    paths = gate_up, gate_up.replace("mlp/", "mlp/shared/"), "layers_1/mlp/down/kernel", "layers_1/attention/qkv/kernel"
+    weights = {path: jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=place) for path in paths}
+    ((problem, count),) = kernel_timing.problems_of(weights, plan).items()
+    assert (problem.rows, problem.inputs, problem.activation, count) == (256, 128, "silu", 2)
+    assert kernel_timing.name_of(problem) == "256 x 128 bfloat16 and silu"
+    assert ways.candidates(Device(CPU, CPU), problem) == [("dot", False)], "XLA's product is the only way on CPU"
+
+    def gated(way, x, w, activation):
+        y = jnp.dot(x, w.codes.T, preferred_element_type=jnp.float32)
+        gate = y[:, ::2]
+        up = y[:, 1::2]
+        return (jax.nn.silu(gate) * up * factor.get(way, 1.0)).astype(x.dtype)
+
+    factor = {}
+    monkeypatch.setattr(ways, "candidates", lambda *_: [("mosaic_gpu", False), ("dot", False)])
+    monkeypatch.setattr(ways, "gated_product", gated)
+
+    def race(seconds):
+        measure = lambda work: timing.Timing([seconds[work.name[2].way]], False)  # noqa: E731
+        (found,) = products.run(Device(CPU, CPU), {problem: "x"}, (8,), measure=measure, plain=True, checks=True)
+        assert products.PLAIN not in found.seconds[8], "cuBLAS is one of the ways"
+        return found.choice()
+
+    assert race({"mosaic_gpu": 1.0, "dot": 2.0}) == Product(False, ((8, "mosaic_gpu"),))
+    assert race({"mosaic_gpu": 3.0, "dot": 2.0}) == Product(False, ((8, "dot"),))
+    factor["mosaic_gpu"] = 1.1
+    assert race({"mosaic_gpu": 1.0, "dot": 2.0}) == Product(False, ((8, "dot"),)), "the faster one is wrong"
+
+
 def test_where_a_start_times_nothing(folders, monkeypatch):
     settings = EngineConfig(model="x")
     assert settings.times_kernels
@@ -372,7 +412,7 @@ def test_where_a_start_times_nothing(folders, monkeypatch):
     plan = SimpleNamespace(mesh=SimpleNamespace(devices=np.asarray(jax.devices()[:1])))
     assert kernel_timing.KernelTiming.begin(settings, plan) is None, "on CPU"
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    weights = [jax.ShapeDtypeStruct((2**30,), jnp.bfloat16, sharding=here)]
+    weights = {"w": jax.ShapeDtypeStruct((2**30,), jnp.bfloat16, sharding=here)}
     monkeypatch.setattr(kernel_timing, "weights_of", lambda *_: weights)
     monkeypatch.setattr(kernel_timing, "problems_of", lambda *_: {INT4.problem: 1})
     for gigabytes, found in ((9, []), (11, [INT4.problem])):
