@@ -522,8 +522,8 @@ class EngineConfig:
 
     deterministic: bool = setting(
         False,
-        "the same bits of tokens and log-probabilities for a request whatever else runs, on one kind of processor; "
-        "refused where this is not known",
+        "the same bits of tokens and log-probabilities for a request whatever else runs, on one CPU and others of its "
+        "kind; refused where this is not known",
         topic="determinism", short="whatever else runs beside it",
     )  # fmt: skip
 
