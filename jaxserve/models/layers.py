@@ -204,9 +204,11 @@ class Experts(nn.Module):
 
 
 def activation_of(model: ModelConfig, path: str) -> str:
-    """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights."""
+    """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights, and
+    where a bias comes before the activation."""
     match = re.fullmatch(r"layers_(\d+)/mlp/(?:shared/)?gate_up/kernel", path)
-    return model.layers[int(match[1])].mlp.activation if match else ""
+    mlp = model.layers[int(match[1])].mlp if match else None
+    return "" if mlp is None or mlp.bias else mlp.activation
 
 
 class MLP(nn.Module):

@@ -11,7 +11,8 @@ those of the tables beside this file:
                                    {"sizes": {"stages": 3}, "us": 9.1, "default_us": 11.8}}}}}
 
   products  for a weight of this form on one device: whether its codes are shuffled, and for some numbers of rows the
-            fastest way to multiply by it (`quant_matmul.ways`)
+            fastest way to multiply by it (`quant_matmul.ways`). Weights in floats are here with the activation that
+            gates the product
   decode    the backend of attention in steps that only decode
   sizes     block sizes of kernels. Their plans decide those that a table does not name
 

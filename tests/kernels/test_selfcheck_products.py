@@ -15,12 +15,15 @@ from test_selfcheck import findings, is_right, now_and_then
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models import load
 from jaxserve.models.load import read_model
+from jaxserve.models.quantized import quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels import checked_ops as operations
-from jaxserve.pallas_kernels import device_ops
-from jaxserve.pallas_kernels.checked_ops import Trials
+from jaxserve.pallas_kernels import device_ops, tuning
+from jaxserve.pallas_kernels.checked_ops import Trials, trusted
 from jaxserve.pallas_kernels.experts import as_codes
+from jaxserve.pallas_kernels.ops import Ops, gate
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.quant_matmul import ways
 from jaxserve.pallas_kernels.registry import BackendError, Device, MatmulProblem
 from jaxserve.pallas_kernels.selfcheck import (
     GROUPED_ROWS,
@@ -31,6 +34,7 @@ from jaxserve.pallas_kernels.selfcheck import (
     tolerance,
 )
 from jaxserve.pallas_kernels.selfcheck_cases import make_weight
+from jaxserve.pallas_kernels.tuning import Product, Table
 
 
 def checked_matmul(*args):
@@ -223,6 +227,48 @@ def test_products_in_parts_are_tried(monkeypatch, caplog):
     assert "is wrong on this device: parts of 1 rows: off by" in caplog.text
 
 
+def test_a_wrong_gate_is_not_used(monkeypatch, caplog):
+    """Only the gate in the product's launch: the product itself has checks of its own."""
+
+    class Gated:
+        wrong = False
+
+        @staticmethod
+        def why_not_gated(problem):
+            return "zero points" if problem.has_zero else None
+
+        @classmethod
+        def gated_matmul(cls, x, w, activation):
+            y = quantized.quant_matmul(x, w).astype(x.dtype).reshape(len(x), -1, 2)
+            return gate(y[..., ::-1] if cls.wrong else y, activation)
+
+    device, problem = Device("gpu", "some GPU", (9, 0)), replace(MATMULS["int8 channel"], activation="silu")
+    monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
+    monkeypatch.setattr(operations, "load", lambda operation, backend: Gated)
+
+    def begun(*problems, backend="auto"):
+        trials = Trials()
+        for one in problems:
+            trials.begin_gates(device, one, backend)
+        return Ops(gated_matmul=Gated.gated_matmul, trials=trials)
+
+    assert trusted(begun(problem, problem)).gated_matmul is not None
+    Gated.wrong = True
+    assert trusted(begun(problem)).gated_matmul is None
+    assert "the gated matmul kernel is wrong on this device: gate of 1 rows: off by" in caplog.text
+    with pytest.raises(BackendError, match="the gated matmul backend triton is wrong on this device"):
+        trusted(begun(problem, backend="triton"))
+    assert begun(replace(problem, has_zero=True)).trials.all == [], "no kernel gates it"
+    floats = replace(MATMULS["bf16"], activation="silu")
+    assert begun(floats).trials.all == [], "where nothing was measured, XLA computes the product"
+    tuning.use(device.kind, Table(products={ways.key(floats): Product(False, ((1, "mosaic_gpu"),))}))
+    try:
+        monkeypatch.setattr(ways, "why_not", lambda *_: None)
+        assert trusted(begun(floats)).gated_matmul is None, "its kernel is used, and wrong"
+    finally:
+        tuning.clear()
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize(("platform", "kind"), [("gpu", "NVIDIA H200"), ("tpu", "TPU v6e")])
 def test_wrong_experts_in_floats_are_not_used(monkeypatch, dtype, platform, kind):
@@ -257,6 +303,20 @@ def test_experts_in_floats_are_tried(model_folders, monkeypatch):
         load.trusted_matmul(decoder, unflatten_dict(params, sep="/"), mesh, "auto")
     assert {(p.x_dtype, p.codes_dtype) for p in tried} == {(F32, F32), (BF16, BF16)}
     assert len(tried) == 4
+
+
+def test_gates_of_all_weights_are_tried(model_folders):
+    """The products of gates and ups, by their paths: in floats and with codes."""
+    mesh = make_mesh()
+    decoder = load.make_decoder(read_model(model_folders("llama3_gqa")), mesh, BF16)
+    params = abstract_params(decoder, mesh)
+    path = "layers_0/mlp/gate_up/kernel"
+    out, inputs = params[path].shape
+    ((floats,), (codes,)) = (
+        load._products(decoder, flat, mesh, "auto").gated for flat in (params, quantized_abstract(params, "int8"))
+    )
+    assert (floats.codes_dtype, codes.codes_dtype) == (BF16, INT8)
+    assert {(one.rows, one.inputs, one.activation) for one in (floats, codes)} == {(out, inputs, "silu")}
 
 
 def test_a_wrong_grouped_product_is_not_used(monkeypatch):

@@ -367,10 +367,11 @@ def test_gates_of_weights_in_floats_are_timed(folders, monkeypatch):
     mesh = make_mesh(1)
     gate_up = "layers_1/mlp/gate_up/kernel"
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    layers = [SimpleNamespace(mlp=SimpleNamespace(activation=name)) for name in ("gelu", "silu")]
+    layers = [SimpleNamespace(mlp=SimpleNamespace(activation="silu", bias=bias)) for bias in (True, False)]
     decoder = SimpleNamespace(config=SimpleNamespace(layers=layers))
     plan = SimpleNamespace(mesh=mesh, dtype=jnp.dtype("bfloat16"), decoder=decoder)
     paths = gate_up, gate_up.replace("mlp/", "mlp/shared/"), "layers_1/mlp/down/kernel", "layers_1/attention/qkv/kernel"
+    paths = *paths, gate_up.replace("layers_1", "layers_0")
     weights = {path: jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=place) for path in paths}
     ((problem, count),) = kernel_timing.problems_of(weights, plan).items()
     assert (problem.rows, problem.inputs, problem.activation, count) == (256, 128, "silu", 2)
