@@ -13,7 +13,8 @@ What is detected (tests/kernels/test_selfcheck.py breaks a right kernel in each 
              calls
   write      a token in its neighbour's place, a stale scale, written padding, a change of anything else
   matmul     a wrong column; zero points of one group off by one; swapped rows or columns; NaN of one row in others;
-             numbers in rows of no expert; errors of one plan, for few or many rows
+             numbers in rows of no expert; errors of one plan, for few or many rows; long sums of float8 products
+             that are not promoted to float32
 
 An attention error is that of one token's head: ‖found - exact‖ / ‖exact‖ over head_dim. The largest one counts. eps is
 the distance from 1 to the next number of the queries' type. Rounding to this type has a relative error of about 0.2 eps
@@ -66,6 +67,7 @@ from jaxserve.pallas_kernels.selfcheck_cases import (
     make_batch,
     make_weight,
     make_write,
+    of_one_sign,
     options,
 )
 from jaxserve.pallas_kernels.selfcheck_exact import exact_gate, grouped_product, product, values
@@ -83,6 +85,7 @@ FLOAT32 = 5e-5  # tolerance of float32: sums in another order, and approximated 
 MATMUL_ROWS = (1, 17, 64, 200, 520)
 PARTS_ROWS = (1, 64, 520)  # for products in parts: 1 row is split, 64 are one part, 520 are dequantized
 GATED_ROWS = (1, 64)
+FEW_ROWS = 8  # different ones among rows of one sign
 OTHER_ROWS = (17, 200)  # for whole products of backends that have parts, which share their kernels
 COMPILING = min(os.cpu_count() or 1, 16)  # programs that are compiled at a time
 GROUPED_ROWS = (24, 200, 1100)  # for products by expert: tiles have 16 rows, 64, and 128 or more
@@ -251,10 +254,31 @@ def check_matmul(
 
     programs = [Program(multiplied, x[:count], on_device, np.int32(count)) for count in rows]
     exact = product(x, w)  # while compilers work
-    return [
+    found = [
         _judge_matmul(f"{count} rows", problem, exact, np.arange(count), program, np.int32(count - count // 8), repeats)
         for count, program in zip(rows, programs, strict=True)
     ]
+    if problem.activations is None or problem.activations.dtype == "int8":
+        return found
+    return found + _judge_long_sums(problem, np.abs(x[:FEW_ROWS]), of_one_sign(w), programs)
+
+
+def _judge_long_sums(
+    problem: MatmulProblem, x: np.ndarray, w: QuantArray, programs: Sequence[Program]
+) -> list[Finding]:  # fmt: skip
+    """Compares the results of programs with a few rows x of one sign, which are repeated."""
+    exact = product(x, w)
+    on_device = jax.device_put(w)
+    typical = np.sqrt(np.mean(np.square(exact), 0))
+    allowed = tolerance(problem.x_dtype, MATMUL_TOLERANCE)
+    findings = []
+    for program in programs:
+        count = len(program.arguments[0])
+        at = np.arange(count) % len(x)
+        found = program.run(x[at], on_device, np.int32(count)).astype(np.float32)
+        worst = _worst(found, exact[at], typical) if np.isfinite(found).all() else (float("inf"), "not finite")
+        findings.append(Finding(f"{count} rows of one sign", worst[0], allowed, worst[1]))
+    return findings
 
 
 def check_parts(multiply: Callable[..., jax.Array], problem: MatmulProblem, *, repeats: int = REPEATS) -> list[Finding]:
@@ -346,14 +370,7 @@ def _judge_matmul(
     found = result.astype(np.float32)
     if not np.isfinite(found).all():
         return Finding(what, float("inf"), allowed, "not finite")
-    squares = np.square(found - exact)
-    expected = np.square(exact).sum(1)
-    with np.errstate(over="ignore"):  # a row that should be zero
-        of_row = np.sqrt(squares.sum(1) / np.maximum(expected, 1e-30))
-    of_column = np.sqrt(squares.mean(0)) / np.maximum(typical, 1e-30) / (1 + 3 / np.sqrt(rows))
-    where = max(
-        (float(of_row.max()), f"row {of_row.argmax()}"), (float(of_column.max()), f"column {of_column.argmax()}")
-    )
+    error, where = _worst(found, exact, typical)
     if different:
         return Finding(what, float("inf"), allowed, f"{different} of {repeats} equal calls gave another result")
     used = int(fewer.sum())
@@ -365,7 +382,19 @@ def _judge_matmul(
     if changed or (fewer.ndim and again[used:].any()):
         said = f"NaN in other rows changes row {changed[0]}" if changed else "a row of no expert is not zero"
         return Finding(what, float("inf"), allowed, said)
-    return Finding(what, where[0], allowed, where[1])
+    return Finding(what, error, allowed, where)
+
+
+def _worst(found: np.ndarray, exact: np.ndarray, typical: np.ndarray) -> tuple[float, str]:
+    """The largest error of a row or column, and where it is. typical: the size of each column's numbers."""
+    squares = np.square(found - exact)
+    expected = np.square(exact).sum(1)
+    with np.errstate(over="ignore"):  # a row that should be zero
+        of_row = np.sqrt(squares.sum(1) / np.maximum(expected, 1e-30))
+    of_column = np.sqrt(squares.mean(0)) / np.maximum(typical, 1e-30) / (1 + 3 / np.sqrt(len(found)))
+    return max(
+        (float(of_row.max()), f"row {of_row.argmax()}"), (float(of_column.max()), f"column {of_column.argmax()}")
+    )
 
 
 # Shared by all checks

@@ -8,7 +8,7 @@ compile it, for seconds, one little operation after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -293,3 +293,8 @@ def make_weight(problem: MatmulProblem, experts: int = 0) -> QuantArray | BlockA
 def activations(problem: MatmulProblem, rows: int) -> np.ndarray:
     """Normally distributed x [rows, inputs], on the host."""
     return np.random.default_rng(1).standard_normal((rows, problem.inputs), np.float32).astype(problem.x_dtype)
+
+
+def of_one_sign(w: QuantArray) -> QuantArray:
+    """A weight in float8 without the signs of its codes. Their sign is the highest bit."""
+    return replace(w, codes=(w.codes.view(np.uint8) & 0x7F).view(w.codes.dtype))

@@ -26,7 +26,7 @@ def environment(dump: Path, *, in_profiles: bool) -> dict[str, str]:
     return {
         DUMP: str(dump),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
-        "TF_CPP_VMODULE": "command_buffer_thunk=3",
+        "TF_CPP_VMODULE": "command_buffer_thunk=3,command_executor=1",
         "TF_CPP_MIN_LOG_LEVEL": "0",
     }
 
@@ -99,8 +99,11 @@ def captured() -> Iterator[Said]:
 
 
 def updates(text: str, steps: int) -> dict[str, float]:
-    """How often command buffers ran in a step, and how often they were recorded anew, by XLA's log."""
+    """How often command buffers ran in a step, how often they were recorded anew, and how many of their operations
+    were, by XLA's log. A loop or conditional counts besides what is in it."""
+    parts = re.findall(r"Updated (\d+) commands in .* \(skipped (\d+) command updates\)", text)
     return {
         "ran_per_step": len(re.findall(r"Execute command buffer(?! thunk)", text)) / steps,
         "updated_per_step": len(re.findall(r"Initialize command buffer on|executions since last update", text)) / steps,
+        "operations_updated_per_step": sum(int(all_) - int(skipped) for all_, skipped in parts) / steps,
     }

@@ -76,7 +76,7 @@ def decoding(rows: Sequence[Row], ceilings: dict[str, float]) -> str:
     """Decoding: our engine by format of weights, and peers."""
     header = ("weights", "rows", "ms a token", "floor ms", "of floor", "tokens/s, decoding", "tokens/s in all",
               "prompt tokens/s", "tokens a call", "dispatch ms", "ahead ms (least)", "late",
-              "command buffers a step", "of them updated")  # fmt: skip
+              "command buffers a step", "of them updated", "operations updated")  # fmt: skip
     lines: list[Sequence[Any]] = []
     for row in measured(rows, "token_ms"):
         floor = 1e3 * row["floor_bytes"] / ceilings["bytes_per_s"] if ceilings and "floor_bytes" in row else None
@@ -86,7 +86,7 @@ def decoding(rows: Sequence[Row], ceilings: dict[str, float]) -> str:
             row["weights"], row["rows"], row["token_ms"], floor, floor and floor / row["token_ms"],
             1e3 * row["rows"] / row["token_ms"], row["output_tokens_per_s"], row.get("prompt_tokens_per_s"),
             row.get("steps_per_call"), row.get("dispatch_ms"), ahead, row.get("late"), buffers.get("ran_per_step"),
-            buffers.get("updated_per_step"),
+            buffers.get("updated_per_step"), buffers.get("operations_updated_per_step"),
         ))  # fmt: skip
     return table(header, lines) if lines else ""
 

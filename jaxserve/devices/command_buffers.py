@@ -9,6 +9,19 @@ one launch. In programs compiled for an H200, not yet run on one, XLA (jaxlib 0.
 
 Then a program may decide on the device what it computes. Outside of a command buffer the host waits for the predicate
 of each conditional, in the middle of the step; so otherwise the host chooses among programs without any (`why_static`).
+
+A recording has the addresses of arrays in it. By XLA's source, before it runs again XLA compares them with those of the
+call's arrays, and records those operations again that use an array which lies elsewhere (all those with temporaries,
+which are one array). So that these are few:
+
+  - Weights stay, and cache and slots are donated, so that their results are the same memory.
+  - Other results are small: tokens and log-probabilities. Only the largest bucket returns hidden states.
+  - Few operations read the host's buffer (`tests/aot/test_command_buffers.py` counts them: 6 of a decode step, 14 of a
+    mixed one). A ring of buffers for it, or for results, would not help, since XLA compares with the last call only.
+  - `xla_gpu_command_buffer_update_mode=SKIP_TEMP` (jaxlib 0.11.2) would keep the temporaries' addresses by mapping
+    memory to reserved ones. It needs another allocator for all of XLA, whose cost is not known, and is not set.
+
+`first_light` counts what is recorded again in each step.
 """
 
 from __future__ import annotations

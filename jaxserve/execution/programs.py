@@ -105,7 +105,7 @@ class StepPrograms:
                 for sampler in self._samplers(shape, length)
                 for one in self._with_and_without_head(StepProgram(shape, sampler, length, keeps_hidden=False))
             ]
-        scoring = [shape for shape in shapes if not shape.decode_only][-1:]  # see `step_buffer.split`
+        scoring = [shape for shape in shapes if shape.scored]
         return found + [StepProgram(shape, Sampler.FULL, 1, keeps_hidden=True) for shape in scoring] + checking
 
     def largest(self, shape: StepShape) -> StepProgram:
@@ -113,8 +113,8 @@ class StepPrograms:
         if self._pools:
             return StepProgram(shape, Sampler.NONE, 1, keeps_hidden=True)
         if self.static:
-            return StepProgram(shape, Sampler.FULL, 1, keeps_hidden=not shape.decode_only)
-        return StepProgram(shape, Sampler.ANY, None if self._most > 1 else 1, keeps_hidden=not shape.decode_only)
+            return StepProgram(shape, Sampler.FULL, 1, keeps_hidden=shape.scored)
+        return StepProgram(shape, Sampler.ANY, None if self._most > 1 else 1, keeps_hidden=shape.scored)
 
     def bounding(self, shapes: Sequence[StepShape]) -> list[StepProgram]:
         """Programs whose figures tell what the others need at most (`bounds_code`). For decodes and for prompts: first

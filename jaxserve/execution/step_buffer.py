@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -89,7 +89,8 @@ def step_shapes(
         mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in mixed_tokens}
     of_decodes = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=True)
     of_mixed = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=False)
-    return [of_decodes(rows, rows) for rows in sorted(decodes)] + [of_mixed(*sizes) for sizes in sorted(mixed)]
+    *smaller, largest = (of_mixed(*sizes) for sizes in sorted(mixed))
+    return [*(of_decodes(rows, rows) for rows in sorted(decodes)), *smaller, replace(largest, scored=True)]
 
 
 def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:

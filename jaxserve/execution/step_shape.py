@@ -24,12 +24,16 @@ class StepShape:
       update_slot, update_index, update_page [table_updates]: new entries of block tables.
 
     The buffer does not say where a row's tokens lie in its sequence, because the slot knows the sequence's length.
+
+    scored: prompts whose tokens' log-probabilities are wanted run in this bucket only, so that the programs of others
+    do not return hidden states.
     """
 
     tokens: int
     rows: int
     table_updates: int
     decode_only: bool
+    scored: bool = False
 
     @classmethod
     def of(cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1) -> StepShape:

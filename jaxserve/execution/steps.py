@@ -79,7 +79,8 @@ def run_step(
     q_start = batch.q_start
     options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
     options["sampler"] = sampler
-    advance: Callable = partial(_advance, params, **options)
+    # Jitted, so that the loop and what is asked of its shapes have one trace.
+    advance: Callable = partial(jax.jit(partial(_advance, **options), inline=True), params)
     if shape.decode_only and tokens_per_call != 1:
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
         return _decode_loop(advance, cache, slots, batch, num_new, most, ends_early=num_groups(mesh) == 1)

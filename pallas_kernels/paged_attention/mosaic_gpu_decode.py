@@ -59,6 +59,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels import lowered_kernels
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_kernel import LOG2E, kernel
 from jaxserve.pallas_kernels.paged_attention.mosaic_gpu_decode_tile import DecodeTile
 from jaxserve.pallas_kernels.types import KVPages
@@ -120,10 +121,19 @@ def decode(
         arrays["scale"] = pages.scale.reshape(-1, tile.page_size)
     if sinks is not None:
         arrays["sinks"] = _per_row(tile, sinks.astype(jnp.float32) * LOG2E, q.shape[0])
-    items = rows * most * kv_heads if most > 1 else 1
+    launch = partial(_launch, tile, count, tuple(arrays))
+    out = lowered_kernels.traced_once(launch, *arrays.values())
+    return out.reshape(rows, kv_heads, group, head_dim)
+
+
+def _launch(tile: DecodeTile, count: int, names: tuple[str, ...], *given: jax.Array) -> jax.Array:
+    arrays = dict(zip(names, given, strict=True))
+    rows = len(arrays["length"])
+    most = tile.most_parts
+    items = rows * most * tile.kv_heads if most > 1 else 1
     results = {
-        "out": jax.ShapeDtypeStruct((rows * kv_heads * group, head_dim), q.dtype),
-        "values": jax.ShapeDtypeStruct((items, head_dim, tile.columns), jnp.float32),
+        "out": jax.ShapeDtypeStruct((rows * tile.kv_heads * tile.group, tile.head_dim), tile.dtype),
+        "values": jax.ShapeDtypeStruct((items, tile.head_dim, tile.columns), jnp.float32),
         "sums": jax.ShapeDtypeStruct((items, 2, tile.columns), jnp.float32),
     }
     launch = plgpu.kernel(
@@ -134,7 +144,7 @@ def decode(
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        interpret=interpret,
+        interpret=tile.interpret,
         kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -142,8 +152,7 @@ def decode(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    out, *_ = launch(*arrays.values())
-    return out.reshape(rows, kv_heads, group, head_dim)
+    return launch(*arrays.values())[0]
 
 
 def _spans_and_counters(tile: DecodeTile, length: jax.Array, programs: int, most: int) -> jax.Array:
@@ -181,7 +190,8 @@ def _queries(q: jax.Array, rows: int, codes: Any) -> tuple[int, jax.Array]:
     tokens, kv_heads, group, head_dim = q.shape
     heads = tokens * kv_heads * group
     if heads % 8 == 0 and heads >= 24 and (codes is None or group > 8 or 8 % group == 0):
-        return group, q.reshape(-1, head_dim)
+        least = max(rows * kv_heads * group, 24)
+        return group, lowered_kernels.first_rows(q.reshape(-1, head_dim), least + -least % 8)
     stride = -(-group // 8) * 8
     return stride, jnp.pad(q[:rows], [(0, 0), (0, 0), (0, stride - group), (0, 0)]).reshape(-1, head_dim)
 

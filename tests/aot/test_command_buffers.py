@@ -4,12 +4,14 @@ The programs decide on the device which sampler rows need and how many tokens a 
 loops are inside the command buffer. Compiled for a device that is not here, by a target that names a driver.
 """
 
+import math
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from command_buffers import compiled
+from command_buffers import compiled, moving
 from test_expert_steps import GPT_OSS, QWEN3_30B
 from test_host_free_steps import host_waits
 from test_hybrid_steps import QWEN3_NEXT
@@ -51,6 +53,8 @@ KINDS = {
 }
 # XLA solves the triangular systems of a delta net's chunks by cuBLAS, in a sequence that it does not record.
 LEFT = {("hybrid", str(MIXED)): "kSequential"}
+# At most so many recorded operations read the host's buffer, which may lie elsewhere in each call.
+READERS = {DECODE: 8, MIXED: 18}
 USUAL = ("bf16", "int4")  # the others run in the slow group
 
 
@@ -64,11 +68,12 @@ def runner_of(folder, backend="mosaic_gpu", layers=2, **changes):
     return make_runner(folder, "h200x1", backend, 16, layers, **changes)
 
 
-def check_recorded(runner, name, folder, left: str | None = None) -> None:
-    """left: the kind of thunks that XLA does not record; each ends a command buffer."""
+def check_recorded(runner, name, folder, left: str | None = None) -> str:
+    """Returns the program's HLO. left: the kind of thunks that XLA does not record; each ends a command buffer."""
     text, thunks = compiled(runner, name, folder)
     assert [kind for kind in thunks if kind != left] == ["kCommandBuffer"] * (1 + thunks.count(left)), name
     assert "API_VERSION_STATUS_RETURNING" not in text, "a call of the old interface"
+    return text
 
 
 @pytest.mark.parametrize("shape", [DECODE, MIXED], ids=["decode", "mixed"])
@@ -80,7 +85,11 @@ def test_a_step_is_one_command_buffer(kind, shape, tmp_path):
     program = runner.programs.choose(shape, Sampler.FULL, 1, scores=False)
     assert program.sampler is Sampler.ANY
     assert str(program) == str(shape)
-    check_recorded(runner, program, tmp_path, LEFT.get((kind, str(shape))))
+    text = check_recorded(runner, program, tmp_path, LEFT.get((kind, str(shape))))
+    results, readers = moving(text)
+    sizes = [math.prod(map(int, re.findall(r"\d+", result.partition("[")[2]))) for result in results]
+    assert sum(sizes) < 50_000, results  # numbers; hidden states would be millions
+    assert len(readers) <= READERS[shape], readers
 
 
 @pytest.mark.slow

@@ -401,3 +401,12 @@ def test_an_engine_with_an_accelerator_s_buckets(engine):
     assert made.counters.step_tokens.total == sum(map(len, prompts)) + 6 * 11
     assert made._chunk.slowdown != 1.0
     assert made.scheduler.budget.chunk == made._chunk.tokens, "steps beside decodes were measured"
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_one_program_returns_hidden_states(static):
+    """Prompts whose log-probabilities are wanted run in the largest bucket. Others would return megabytes in vain, and
+    their place in memory may change from step to step."""
+    shapes = step_shapes(256, 8192, 16, cost=cost_of())
+    kept = [program for program in StepPrograms(static=static).all(shapes) if program.keeps_hidden]
+    assert [program.shape for program in kept] == [max(shapes, key=lambda shape: shape.tokens)]

@@ -1,6 +1,7 @@
 """Mosaic GPU kernels that are lowered once a process, for an H200."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ from devices import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.pallas_kernels import lowered_kernels
+from jaxserve.pallas_kernels.paged_attention.mosaic_gpu import paged_attention
 from jaxserve.pallas_kernels.quant_matmul import mosaic_gpu
-from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
 
 @pytest.fixture
@@ -71,3 +73,31 @@ def test_bytes_do_not_depend_on_what_was_lowered_before(serialized):
     again = kernel(lowered(lambda x, w: mosaic_gpu.quant_matmul(x * jnp.bfloat16(3), w)))
     assert len(serialized) == 3
     assert again == first
+
+
+def attention(tokens: int):
+    """Decode attention of 16 rows, whose queries are the first of so many tokens."""
+    mesh = mesh_of("h200x1")
+    place = NamedSharding(mesh, PartitionSpec())
+    shapes = [((tokens, 2, 4, 128), "bfloat16"), ((64, 2, 2, 16, 128), "bfloat16"), ((16, 32), "int32")]
+    shapes += [((17,), "int32"), ((16,), "int32"), ((), "int32")]
+    q, pages, *rest = (jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes)
+    attend = partial(paged_attention, scale=1.0, decode_only=tokens == 16)
+    with jax.set_mesh(mesh):
+        return jax.jit(attend).lower(q, KVPages(pages, None), *rest)
+
+
+def test_programs_of_other_sizes_share_the_decode_kernel(serialized):
+    """It reads the queries of rows in place, which are the first of all tokens."""
+    first = kernel(attention(16))
+    assert len(serialized) == 1
+    mixed = attention(64)
+    larger = attention(128)
+    assert len(serialized) == 3  # each has a kernel for prompts
+    for program, tokens in ((mixed, 64), (larger, 128)):
+        assert first in re.findall(r'kernel_hash = "([^"]*)"', program.as_text())
+        text = program.compile().as_text()
+        calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line and "custom-call(" in line]
+        assert len(calls) == 2
+        assert any(f"bf16[{tokens * 8},128]" in call for call in calls), "the queries are copied"
+        assert not any(call.lstrip().startswith("ROOT") for call in calls), "a slice is fused with the call"

@@ -242,7 +242,8 @@ def test_a_wrong_gate_is_not_used(monkeypatch, caplog):
             y = quantized.quant_matmul(x, w).astype(x.dtype).reshape(len(x), -1, 2)
             return gate(y[..., ::-1] if cls.wrong else y, activation)
 
-    device, problem = Device("gpu", "some GPU", (9, 0)), replace(MATMULS["int8 channel"], activation="silu")
+    device = Device("gpu", "some GPU", (9, 0))
+    problem = replace(MATMULS["int8 channel"], activation="silu")
     monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
     monkeypatch.setattr(operations, "load", lambda operation, backend: Gated)
 

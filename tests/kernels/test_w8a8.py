@@ -266,6 +266,24 @@ def test_long_sums(inputs):
     assert row_error(hopper_sums(x, w, 128), x @ w.T) < allowed / 8
 
 
+@pytest.mark.skipif(INTERPRET, reason="compiles")
+@pytest.mark.parametrize(("longest", "seen"), [(None, ["17 rows of one sign"]), (128, [])])
+def test_sums_that_are_not_promoted_are_seen(longest, seen):
+    """The check at start tells kernels apart that promote their sums and those that do not. Normally distributed
+    numbers would not: their sums stay small."""
+    problem = MatmulProblem(np.dtype("bfloat16"), np.dtype(FP8), 40, 14336, (1, 14336), activations=Activations(FP8))
+
+    def on_hopper(x, w, count):
+        rows = w8a8.quantize(x, w)
+        sums = hopper_sums(np.asarray(rows.codes, np.float64), np.asarray(w.codes, np.float64), longest)
+        return jnp.asarray(sums * np.asarray(rows.scale) * np.asarray(w.scale).T)
+
+    with jax.disable_jit():  # the emulation is NumPy's
+        found = selfcheck.check_matmul(on_hopper, problem, rows=(17,), repeats=0)
+    assert [finding.what for finding in found] == ["17 rows", "17 rows of one sign"]
+    assert [finding.what for finding in found if not finding.right] == seen
+
+
 # --- interpreted by Triton ---
 
 
