@@ -260,12 +260,13 @@ def check_matmul(
     ]
     if problem.activations is None or problem.activations.dtype == "int8":
         return found
+    assert isinstance(w, QuantArray), "blocks round no inputs to floats"
     return found + _judge_long_sums(problem, np.abs(x[:FEW_ROWS]), of_one_sign(w), programs)
 
 
 def _judge_long_sums(
     problem: MatmulProblem, x: np.ndarray, w: QuantArray, programs: Sequence[Program]
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Compares the results of programs with a few rows x of one sign, which are repeated."""
     exact = product(x, w)
     on_device = jax.device_put(w)
