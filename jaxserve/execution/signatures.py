@@ -199,7 +199,8 @@ class Signatures:
         return Signature(set_slots, (0,), (self.slots, self.host(rows, SLOT_WORDS)), self.everywhere)
 
     def count_tokens(self, tokens: int) -> Signature:
-        return Signature(count_tokens, (0,), (self.slots, self.host(3, tokens)), self.everywhere)
+        count = partial(count_tokens, in_pieces=self.mesh.devices.flat[0].platform == "tpu")
+        return Signature(count, (0,), (self.slots, self.host(3, tokens)), self.everywhere)
 
     def sample_deferred(self, rows: int) -> Signature:
         sampler = Sampler.FULL if self.static else Sampler.ANY

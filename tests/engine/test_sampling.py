@@ -532,6 +532,19 @@ def test_a_slot_is_taken_over_whole():
     jax.tree.map(compare, *(decode_slots(state.params) for state in (after, slots, plain)))
 
 
+def test_counting_in_pieces():
+    """As the programs of TPUs count; the last piece is not full."""
+    rng = np.random.default_rng(3)
+    size = 2 * COUNTED_PER_CALL + 100
+    packed = np.stack([rng.integers(0, 3, size), rng.integers(0, VOCAB + 1, size), rng.integers(0, 2, size)])
+    slots = slots_of([SamplingParams(presence_penalty=1.0)] * 2)
+    whole = jit_count_tokens(slots, packed.astype(np.int32))
+    pieces = jax.jit(count_tokens, static_argnames="in_pieces")(slots, packed.astype(np.int32), in_pieces=True)
+    np.testing.assert_array_equal(whole.counts, pieces.counts)
+    np.testing.assert_array_equal(whole.in_prompt, pieces.in_prompt)
+    assert np.asarray(whole.counts).sum() > COUNTED_PER_CALL
+
+
 def test_counting_tokens():
     penal = SamplingParams(presence_penalty=1.0)
     slots = slots_of([penal, penal])
