@@ -60,7 +60,7 @@ def _wrong_key(text: str, body: str, path: str, is_key: bool) -> str | None:
         if is_key and (pattern := re.search("matching regex '(.*)'", text)) is not None:
             return next((key for key in found if not re.search(pattern[1], key)), None)
         if path.endswith("[...]") and "Expected a number" in text:
-            wrong = bool | str | list[Any] | dict[Any, Any] | None
+            wrong = (bool, str, list, dict, type(None))
             return next((key for key, value in found.items() if isinstance(value, wrong)), None)
     return None
 
