@@ -300,10 +300,10 @@ def _sample(
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
         given = words, seen, position, masks
-        options: Any = {"before": before, "kernels": RowKernels.of(model.ops), "on_cpu": on_cpu}
+        options: Any = {"before": before, "kernels": RowKernels.of(model.ops), "platform": platform}
         return sample(logits, *given, sampler=sampler, **options)
 
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    platform = mesh.devices.flat[0].platform
     model = model.adapted_by(slots.adapter(slot))
     seen = TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
+from jaxserve.execution import sampling
 from jaxserve.execution.filters import EXCLUDED, filter_logits
 from jaxserve.execution.sampling import Sampled, TokenCounts, draw_plainly, most_likely, sample, score_tokens, threefry
 from jaxserve.execution.slots import (
@@ -530,6 +531,19 @@ def test_a_slot_is_taken_over_whole():
         np.testing.assert_array_equal(now[2], before[2])
 
     jax.tree.map(compare, *(decode_slots(state.params) for state in (after, slots, plain)))
+
+
+def test_biases_in_pieces():
+    """As the programs of TPUs add them."""
+    rng = np.random.default_rng(4)
+    bias = {int(token): float(value) for token, value in zip(range(0, VOCAB, 2), rng.normal(size=VOCAB), strict=False)}
+    slots = slots_of([SamplingParams(logit_bias=bias), SamplingParams(min_tokens=5), GREEDY], stop_ids=[(3, 4)] * 3)
+    logits = jnp.asarray(rng.normal(size=(3, VOCAB)), jnp.float32)
+    add = jax.jit(sampling._add_bias, static_argnames="in_pieces")
+    given = logits, slots.params[:3], jnp.zeros(3, jnp.int32)
+    whole = add(*given, in_pieces=False)
+    np.testing.assert_array_equal(whole, add(*given, in_pieces=True))
+    assert (np.asarray(whole) != np.asarray(logits)).any(axis=1).tolist() == [True, True, False]
 
 
 def test_counting_in_pieces():
