@@ -237,8 +237,10 @@ def count_tokens(state: SlotState, packed: jax.Array, *, in_pieces: bool = False
     tokens at a time. The compiler of TPUs takes a minute for a scatter of 8,192 tokens, and less than a second for a
     loop over small ones."""
     vocab = state.counts.shape[1]
+    start = (state.counts, state.in_prompt)
 
-    def count(counts: jax.Array, in_prompt: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def count(counted: tuple[jax.Array, jax.Array], packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        counts, in_prompt = counted
         row, tokens, is_prompt = packed
         counts = counts.at[row, jnp.where(is_prompt == 0, tokens, vocab)].add(1, mode="drop")
         in_prompt = in_prompt.at[row, jnp.where(is_prompt == 1, tokens, vocab)].set(True, mode="drop")
@@ -247,10 +249,10 @@ def count_tokens(state: SlotState, packed: jax.Array, *, in_pieces: bool = False
     if in_pieces and packed.shape[1] > COUNTED_PER_CALL:
         padded = jnp.pad(packed, [(0, 0), (0, -packed.shape[1] % COUNTED_PER_CALL)], constant_values=vocab)
         pieces = padded.reshape(3, -1, COUNTED_PER_CALL).swapaxes(0, 1)
-        start = (state.counts, state.in_prompt)
-        counts, in_prompt = lax.fori_loop(0, len(pieces), lambda i, counted: count(*counted, pieces[i]), start)
+        counted = lax.fori_loop(0, len(pieces), lambda i, counted: count(counted, pieces[i]), start)
     else:
-        counts, in_prompt = count(state.counts, state.in_prompt, packed)
+        counted = count(start, packed)
+    counts, in_prompt = counted
     return state._replace(counts=counts, in_prompt=in_prompt)
 
 
