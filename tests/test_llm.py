@@ -30,7 +30,8 @@ def shared_llm(model_folders):
     llm = LLM(model_folders(CASE), max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, kv_pages=200, max_model_len=256)
     # one bucket for each kind of step, to compile little
     size = llm.engine.page_size
-    mixed, decode = (StepShape.of(n, ROWS, size, decode_only=n == ROWS) for n in (TOKENS, ROWS))
+    mixed = StepShape.of(TOKENS, ROWS, size, decode_only=False, scored=True)
+    decode = StepShape.of(ROWS, ROWS, size, decode_only=True)
     llm.engine.shapes = [mixed, decode]
     return llm
 

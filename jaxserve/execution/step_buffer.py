@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
@@ -89,8 +89,9 @@ def step_shapes(
         mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in mixed_tokens}
     of_decodes = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=True)
     of_mixed = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=False)
-    *smaller, largest = (of_mixed(*sizes) for sizes in sorted(mixed))
-    return [*(of_decodes(rows, rows) for rows in sorted(decodes)), *smaller, replace(largest, scored=True)]
+    *smaller, largest = sorted(mixed)
+    mixed_shapes = [*(of_mixed(*sizes) for sizes in smaller), of_mixed(*largest, scored=True)]
+    return [*(of_decodes(rows, rows) for rows in sorted(decodes)), *mixed_shapes]
 
 
 def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:

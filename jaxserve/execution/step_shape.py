@@ -36,9 +36,11 @@ class StepShape:
     scored: bool = False
 
     @classmethod
-    def of(cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1) -> StepShape:
+    def of(
+        cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1, scored: bool = False
+    ) -> StepShape:
         """A bucket with room for the block-table entries that `tokens` tokens can add."""
-        return cls(tokens, rows, (rows + tokens // page_size) * num_groups, decode_only)
+        return cls(tokens, rows, (rows + tokens // page_size) * num_groups, decode_only, scored)
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, int]]:

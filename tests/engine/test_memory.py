@@ -247,7 +247,8 @@ def test_what_programs_need():
 def test_code_is_bounded_by_larger_programs():
     """Of each program to come, by the smallest compiled one that is larger in every respect."""
     shapes = [StepShape.of(n, n, 128, decode_only=True) for n in (1, 4, 16, 64, 256)]
-    shapes += [StepShape.of(n, min(n, 256), 128, decode_only=False) for n in (16, 32, 128, 512, 2048)]
+    sizes = (16, 32, 128, 512, 2048)
+    shapes += [StepShape.of(n, min(n, 256), 128, decode_only=False, scored=n == 2048) for n in sizes]
     chosen = programs.StepPrograms(static=True)
     bounding = chosen.bounding(shapes)
     assert list(map(str, bounding)) == [
