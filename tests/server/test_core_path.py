@@ -53,6 +53,7 @@ def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "flag"
 
 
+@pytest.mark.slow
 def test_a_plain_stream(flag: Path, tmp_path: Path):
     with running_server(DEMO, tmp_path / "log", engine=None) as server, server.http() as client:
 
