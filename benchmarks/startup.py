@@ -89,7 +89,7 @@ def main() -> None:
             found.append(one)
             print(f"{one.name:24} {one.trace:7.2f} {one.lower:7.2f} {one.compile:8.2f}", flush=True)
     forward = [one for one in found if one.forward]
-    for what, some in (("the model", forward), ("upkeep", [one for one in found if not one.forward])):
+    for what, some in (("the model", forward), ("auxiliary", [one for one in found if not one.forward])):
         times = [sum(getattr(one, part) for one in some) for part in ("trace", "lower", "compile")]
         print(f"{f'{len(some)} programs of {what}':24} {times[0]:7.2f} {times[1]:7.2f} {times[2]:8.2f}")
     if args.json:

@@ -41,7 +41,7 @@ def read_config(keys: Keys, row: Architecture) -> Config:
     heads = keys.size("attention.head_count")
     hidden = keys.size("embedding_length")
     config: Config = {
-        "architectures": [settle(row.name, keys, {})],
+        "architectures": [resolve(row.name, keys, {})],
         "model_type": keys.architecture,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -58,7 +58,7 @@ def read_config(keys: Keys, row: Architecture) -> Config:
     }
     config |= _read_norms(keys, row) | (_latent_sizes(keys) if row.latent else _head_sizes(keys, hidden // heads))
     for key, setting in row.settings.items():
-        value = settle(setting, keys, config)
+        value = resolve(setting, keys, config)
         if value is not None or key == "sliding_window":
             config[key] = value
     config |= _positions(keys, row, config)
@@ -69,7 +69,7 @@ def read_config(keys: Keys, row: Architecture) -> Config:
     return config
 
 
-def settle(setting: Setting, keys: Keys, config: Config) -> Any:
+def resolve(setting: Setting, keys: Keys, config: Config) -> Any:
     return setting(keys, config) if callable(setting) else setting
 
 
@@ -126,7 +126,7 @@ def _positions(keys: Keys, row: Architecture, config: Config) -> Config:
         keys.expect("rope.freq_base_swa", made["rope_theta"])
     added: Config = {}
     for key, setting in row.scaling.items():
-        added[key] = settle(setting, keys, config | made | added)
+        added[key] = resolve(setting, keys, config | made | added)
     if scaling:
         made["rope_scaling"] = scaling | (added if scaling["rope_type"] == "yarn" else {})
     return made

@@ -44,7 +44,7 @@ CPU_HEADERS = 10.0  # for those of a whole checkpoint
 # beside ten times the time to compute, because files may lie on slow disks
 SECONDS = 30.0
 PER_BYTE = 1e-7
-MEMORY = 2**31
+MAX_MEMORY = 2**31
 MEMORY_PER_BYTE = 5
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ def main() -> None:
     os.dup2(2, 1)  # nothing else may stand between the answers
     asks = sys.stdin.buffer
     changeable: Changeable | None = _receive(asks, Changeable | None)
-    _limit_memory(MEMORY + (0 if changeable is None else MEMORY_PER_BYTE * changeable.most_bytes))
+    _limit_memory(MAX_MEMORY + (0 if changeable is None else MEMORY_PER_BYTE * changeable.most_bytes))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, which closes its standard input
     os.nice(5)  # the engine's steps come first

@@ -37,7 +37,7 @@ from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulPro
 from jaxserve.pallas_kernels.tuning import products, timing
 from jaxserve.pallas_kernels.tuning.products import PLAIN, Race, short
 
-GAIN = 0.03  # least saving, as a fraction of the time with the default sizes
+MIN_SAVING = 0.03  # as a fraction of the time with the default sizes
 MODEL_SECONDS = 180.0  # for all of a model
 CACHED = 1024  # tokens of each sequence that attention of decodes is timed with
 ATTENTION_ROWS = (32, 1, 256)
@@ -123,7 +123,7 @@ def search(one: Search, measure: Measure, until: Callable[[], bool] = lambda: Fa
                 except Exception as error:  # as above
                     best.failed.append(f"{sizes}: {short(error)}")
                     continue
-                if taken < min(best.seconds, (1 - GAIN) * default):
+                if taken < min(best.seconds, (1 - MIN_SAVING) * default):
                     best.sizes = sizes
                     best.seconds = taken
     return best

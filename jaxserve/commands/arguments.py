@@ -18,14 +18,14 @@ from jaxserve.setting import Setting, settings_of
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not those of flags such as --no-ui, for which it would be that of the opposite."""
+    """Shows defaults, except for flags such as --no-ui, where argparse would show the default of the opposite."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.const is False else super()._get_help_string(action)
 
 
-class _Usual(argparse.Action):
-    """A flag for what is so without it."""
+class _Ignored(argparse.Action):
+    """A flag that asks for what the engine does anyway. It is accepted and has no effect."""
 
     def __call__(self, *_: Any) -> None:
         pass
@@ -88,7 +88,7 @@ def add_settings(group: Any, kind: type) -> None:
 
 
 def _options(known: Setting) -> dict[str, Any]:
-    """How argparse reads a setting's value: as its type says, unless the setting says it itself."""
+    """The arguments of `add_argument` for a setting: those for its type, unless the setting names its own."""
     options = {"default": known.default, **known.options}
     if options.get("action") in ("append", "extend"):
         options["default"] = list(known.default) if isinstance(known.default, tuple) else None
@@ -97,7 +97,7 @@ def _options(known: Setting) -> dict[str, Any]:
     elif known.type is bool:
         options["action"] = "store_false" if known.default else "store_true"
     elif known.other_values:
-        options["type"] = partial(_usual_name, known.other_values)
+        options["type"] = partial(_canonical, known.other_values)
     elif reader := _READERS.get(options.get("type", known.type)):
         options["type"] = reader
     if callable(options.get("choices")):
@@ -107,7 +107,8 @@ def _options(known: Setting) -> dict[str, Any]:
     return options
 
 
-def _usual_name(others: Mapping[str, str], value: str) -> str:
+def _canonical(others: Mapping[str, str], value: str) -> str:
+    """The name by which the engine knows a value that other engines call otherwise."""
     return others.get(value, value)
 
 
@@ -127,13 +128,13 @@ _READERS: dict[Any, Callable[[str], Any]] = {
 def add_engine_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("engine")
     add_settings(group, EngineConfig)
-    usual = group.add_argument(
+    ignored = group.add_argument(
         "--async-scheduling", "--enable-prefix-caching", "--enable-chunked-prefill", "--enable-auto-tool-choice",
         "--disable-log-requests", "--no-enable-log-requests", "--enable-prompt-tokens-details",
-        "--enable-request-id-headers", "--enable-server-load-tracking", "--enable-sleep-mode", action=_Usual, nargs=0,
+        "--enable-request-id-headers", "--enable-server-load-tracking", "--enable-sleep-mode", action=_Ignored, nargs=0,
         dest=argparse.SUPPRESS, default=argparse.SUPPRESS, help="flags of vLLM for what is so without them",
     )  # fmt: skip
-    usual.setting = Setting(help="", topic="vllm")  # type: ignore[attr-defined]
+    ignored.setting = Setting(help="", topic="vllm")  # type: ignore[attr-defined]
     if isinstance(command, CommandParser):
         command.use_topics()
 

@@ -13,7 +13,7 @@ from jaxserve.checkpoints.gguf_architectures import gguf_names
 from jaxserve.checkpoints.hub import list_models
 from jaxserve.commands.published import PUBLISHED, Published
 from jaxserve.config import ConfigError
-from jaxserve.devices.targets import GPUS, MEMORY
+from jaxserve.devices.targets import DEVICE_MEMORY, GPUS
 from jaxserve.models.families import Family, families
 from jaxserve.models.load import read_model
 
@@ -78,10 +78,10 @@ def example_device(weights: int, token_bytes: int) -> str:
     """The smallest of some devices, or the fewest H200, that holds weights and the cache of EXAMPLE_TOKENS tokens."""
     needed = (weights + EXAMPLE_TOKENS * token_bytes) / USABLE
     for name in DEVICES:
-        if needed <= MEMORY[GPUS[name].kind]:
+        if needed <= DEVICE_MEMORY[GPUS[name].kind]:
             return name.upper()
     for count in SEVERAL:
-        if needed <= count * MEMORY[GPUS["h200"].kind]:
+        if needed <= count * DEVICE_MEMORY[GPUS["h200"].kind]:
             return f"{count} x H200"
     return f"more than {SEVERAL[-1]} x H200"
 

@@ -67,8 +67,9 @@ TPUS = {"v5e": FLAT, "v6e": FLAT, "v5p": {1: "2x2x1", 4: "2x2x1"}, "tpu7x": {1: 
 # GiB of memory for programs, which libtpu's compiler names when it refuses one that is larger.
 TPU_MEMORY = {"TPU v5 lite": 15.75, "TPU v6 lite": 31.25, "TPU v5": 95.74, "TPU7x": 94.75}
 
-# Bytes by kind of device.
-MEMORY = {gpu.kind: gpu.memory for gpu in GPUS.values()} | {kind: int(n * 2**30) for kind, n in TPU_MEMORY.items()}
+# Bytes of memory by kind of device.
+DEVICE_MEMORY = {gpu.kind: gpu.memory for gpu in GPUS.values()}
+DEVICE_MEMORY |= {kind: int(gib * 2**30) for kind, gib in TPU_MEMORY.items()}
 
 
 class Rates(NamedTuple):
@@ -107,7 +108,7 @@ def rates(device: Any) -> Rates:
 
 def target_memory(device: Any) -> int:
     """Bytes of memory of a target's device."""
-    return MEMORY[device.device_kind]
+    return DEVICE_MEMORY[device.device_kind]
 
 
 def target_devices(name: str) -> list[Any]:

@@ -83,13 +83,13 @@ def split_groups(
         return
     decodes = (rows.count == 1) & ~rows.scores_prompt & bool(cut.decode_shapes)
     checks = rows.checks & rows.scores  # the program that keeps hidden states for scores checks no proposals
-    batches = [*cut.apart(rows, decodes, decode_only=True), *cut.apart(rows, ~decodes & ~checks)]
+    batches = [*cut.of_rows(rows, decodes, decode_only=True), *cut.of_rows(rows, ~decodes & ~checks)]
     if decodes.any() and (~decodes & ~checks).any() and rows.num_new[decodes].max() <= 1:
-        together = [*cut.apart(rows, ~checks)]
+        together = [*cut.of_rows(rows, ~checks)]
         if cut.price(together) <= cut.price(batches):
             batches = together
     yield from batches
-    yield from cut.apart(rows, checks)
+    yield from cut.of_rows(rows, checks)
 
 
 class _Cut:
@@ -113,7 +113,7 @@ class _Cut:
         shape = fitting(self.decode_shapes, most, most)
         return None if shape is None else GroupBatch(shape, rows, group, self._groups)
 
-    def apart(self, rows: Rows, some: np.ndarray, *, decode_only: bool = False) -> Iterator[GroupBatch]:
+    def of_rows(self, rows: Rows, some: np.ndarray, *, decode_only: bool = False) -> Iterator[GroupBatch]:
         """Batches of `some` rows, bool [rows], all for decodes or all mixed. The n-th of all groups are one batch."""
         group = self._running.group_of(rows.slot)
         parts = [rows.take(np.flatnonzero(some & (group == number))) for number in range(self._groups)]

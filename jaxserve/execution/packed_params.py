@@ -26,10 +26,10 @@ def bundle(params: Any, *, as_rows: bool = False) -> tuple[list[jax.Array], Call
         return Row(array, jnp.int32(i)) if as_rows else lax.index_in_dim(array, i, keepdims=False)
 
     leaves, structure = jax.tree.flatten(params)
-    alike: dict[Any, list[int]] = defaultdict(list)
+    by_form: dict[Any, list[int]] = defaultdict(list)
     for i, x in enumerate(leaves):
-        alike[(x.shape, x.dtype, x.sharding) if x.ndim == 1 else i].append(i)
-    groups = list(alike.values())
+        by_form[(x.shape, x.dtype, x.sharding) if x.ndim == 1 else i].append(i)
+    groups = list(by_form.values())
 
     def unbundle(arrays: list[jax.Array]) -> Any:
         found: dict[int, jax.Array | Row] = {}

@@ -36,7 +36,7 @@ class StepProgram:
 
     tokens_per_call: tokens that a row may sample. None: the buffer says how many, at most MAX_TOKENS_PER_CALL.
     proposals: most proposed tokens of a row, which the step checks; 0: it checks none.
-    part: of a step that is several programs, which of them this is, see `streaming_runner`; None: the last or only one.
+    part: of a step that is several programs, which of them this is, see `streamed_layers`; None: the last or only one.
     drafts: a draft head, if the model has one, reads the step's tokens.
     """
 
@@ -197,8 +197,8 @@ def bounds_code(larger: StepProgram, program: StepProgram) -> bool:
     """Whether a program's code is expected to be no larger than that of `larger`: both are of the same kind, and it
     has no more of anything. A loop adds code on TPUs, and the sampler's code grows with the rows."""
     pairs = zip(_extent(larger), _extent(program), strict=True)
-    alike = larger.shape.decode_only is program.shape.decode_only and larger.part == program.part
-    return alike and all(a >= b for a, b in pairs)
+    same_kind = larger.shape.decode_only is program.shape.decode_only and larger.part == program.part
+    return same_kind and all(a >= b for a, b in pairs)
 
 
 def compile_threads(programs: int, *, on_cpu: bool) -> int:

@@ -503,29 +503,32 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         return needs_of(names, {name: self._analyses[name][1] for name in known})
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
-        """The names of all programs that serving can need: upkeep, then the steps of these buckets, the largest first,
-        then other programs with the output head."""
+        """The names of all programs that serving can need.
+
+        Auxiliary programs come first, then the steps of these buckets from the largest on, then other programs with the
+        output head.
+        """
         # Programs that need no kernel come first: on CPU the kernels may still be compiling.
-        upkeep = [AuxProgram("set_slots", size) for size in self.slot_sizes]
-        upkeep += [AuxProgram("update_tables"), AuxProgram("copy_pages")]
+        auxiliary = [AuxProgram("set_slots", size) for size in self.slot_sizes]
+        auxiliary += [AuxProgram("update_tables"), AuxProgram("copy_pages")]
         if self.layout.states is not None and self.layout.states.snapshots:
-            upkeep.append(AuxProgram("copy_states"))
-        upkeep += [AuxProgram("count_tokens", size) for size in self.count_sizes]
+            auxiliary.append(AuxProgram("copy_states"))
+        auxiliary += [AuxProgram("count_tokens", size) for size in self.count_sizes]
         if self.copies_pages:
-            upkeep += [AuxProgram(kind, n) for kind in ("read_pages", "write_pages") for n in self.layout.copy_sizes]
-        upkeep += self.draft_programs(shapes)
+            auxiliary += [AuxProgram(kind, n) for kind in ("read_pages", "write_pages") for n in self.layout.copy_sizes]
+        auxiliary += self.draft_programs(shapes)
         if self.stacks is not None:
-            upkeep += [AuxProgram("write_ranks"), *(AuxProgram("write_adapter", kind) for kind in self.stacks.kinds)]
+            auxiliary += [AuxProgram("write_ranks"), *(AuxProgram("write_adapter", kind) for kind in self.stacks.kinds)]
         if self.stage is not None and not self.stage.is_last:
-            return self._names_of_stage(upkeep, shapes)
+            return self._names_of_stage(auxiliary, shapes)
         by_size = sorted(self.programs.all(shapes), key=lambda program: -program.shape.tokens)
         streamed = [] if self.streamed is None else self.streamed.programs(shapes)
-        return [*upkeep, *by_size, *self._others(shapes), *streamed]
+        return [*auxiliary, *by_size, *self._others(shapes), *streamed]
 
-    def _names_of_stage(self, upkeep: list[AuxProgram], shapes: Sequence[StepShape]) -> list[ProgramName]:
+    def _names_of_stage(self, auxiliary: list[AuxProgram], shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs of a stage that is not the last: it samples nothing, and takes what the last one
         has sampled."""
-        names: list[ProgramName] = [name for name in upkeep if name.kind != "count_tokens"]
+        names: list[ProgramName] = [name for name in auxiliary if name.kind != "count_tokens"]
         checking = {program.shape for program in self.programs.all(shapes) if program.proposals}
         for kind, some in (("take_tokens", shapes), ("take_checked", checking)):
             names += [AuxProgram(kind, rows) for rows in sorted({shape.rows for shape in some})]
@@ -684,11 +687,11 @@ def needs_of(names: Sequence[ProgramName], compiled: Mapping[ProgramName, Any]) 
     """The memory that programs need, by the compiler's figures of those that are compiled. The code of each other
     program is bounded by the smallest compiled one that is larger in every respect, else by the largest of all."""
     code = {name: figures.generated_code_size_in_bytes for name, figures in compiled.items()}
-    upkeep = [code[name] for name in code if isinstance(name, AuxProgram)]
+    auxiliary = [code[name] for name in code if isinstance(name, AuxProgram)]
 
     def bound(name: ProgramName) -> int:
         if isinstance(name, AuxProgram):
-            return max(upkeep or code.values(), default=0)  # the compiled ones sample or have the output head
+            return max(auxiliary or code.values(), default=0)  # the compiled ones sample or have the output head
         larger = [n for n in code if isinstance(n, StepProgram) and bounds_code(n, name)]
         return min((code[n] for n in larger), default=max(code.values(), default=0))
 

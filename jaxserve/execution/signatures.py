@@ -131,7 +131,7 @@ class Signatures:
             return self.propose(name.size, name.sampler, name.passes)
         if name.kind.startswith("take_"):
             return self.take(name)
-        upkeep: dict[str, Callable[[int], Signature]] = {
+        auxiliary: dict[str, Callable[[int], Signature]] = {
             "set_slots": self.set_slots,
             "count_tokens": self.count_tokens,
             "sample_deferred": self.sample_deferred,
@@ -146,7 +146,7 @@ class Signatures:
             "create_slots": self.create_slots,
             "create_cache": self.create_cache,
         }
-        return upkeep[name.kind](name.size)
+        return auxiliary[name.kind](name.size)
 
     def step(self, program: StepProgram) -> Signature:
         """The signature of a step, see `steps.run_step`."""

@@ -36,16 +36,22 @@ class StepBatch:
         return sampled
 
 
-PADDING = 1.5  # a bucket costs at most this factor more than its smallest batch would without padding
-STEP = 4  # a bucket has at most this factor more tokens than the one before, since padding is never quite free
-GRAIN = 8  # tokens of a bucket above GRAIN are a multiple of it, as kernels need
+# A bucket costs at most this factor more than its smallest batch would cost without padding.
+MAX_PADDING = 1.5
+# A bucket has at most this factor more tokens than the one before, since padding is never quite free.
+MAX_GROWTH = 4
+# Kernels take buckets whose tokens are a multiple of this number; below it they take powers of two.
+TOKEN_MULTIPLE = 8
 # Each bucket is a program that an accelerator compiles for seconds. With the three others that multiply with the output
 # head, a start compiles at most 16 of them.
 MOST_DECODES = 6
 MOST_MIXED = 7
-PADDED = 0.03  # a bucket with twice a batch's tokens costs so much more, where the roofline says equally much; assumed
-BATCH_SECONDS = 1e-3  # of a further batch for the same tokens: its dispatch, and cached tokens are read again; assumed
-SAMPLES = 64  # numbers of tokens by which buckets are compared
+# A bucket with twice a batch's tokens costs this share more even where the roofline says that padding is free. Assumed.
+PADDING_COST = 0.03
+# A further batch for the same tokens costs its dispatch, and cached tokens are read again. Assumed.
+BATCH_SECONDS = 1e-3
+# Sets of buckets are compared at so many numbers of tokens.
+SAMPLES = 64
 
 
 def step_shapes(
@@ -68,7 +74,7 @@ def step_shapes(
     that kernels take. While reading the weights takes longer than the arithmetic, padding costs little, and a bucket is
     up to four times as large as the one before. Larger buckets cost at most 1.5 times what their smallest batch would
     without padding. Steps with prompts beside decodes mostly have `chunk` tokens, so there is a bucket of that size.
-    Of these sizes MOST_DECODES and MOST_MIXED remain: those are left out without which steps cost least (`_thinned`).
+    At most MOST_DECODES and MOST_MIXED of these sizes remain: those that save the most (`_thinned`).
 
     The buckets of an 8B model on an H200 with 256 sequences and 8,192 tokens (`tests/engine/test_buckets.py` checks
     them, and what padding costs):
@@ -99,11 +105,12 @@ def _sizes(first: int, last: int, cost: StepCost) -> Iterator[int]:
     size = max(_rounded(last), first)
     yield size
     while size > first:
-        least = next(n for n in range(1, size) if cost(size) <= PADDING * cost(n + 1))
+        least = next(n for n in range(1, size) if cost(size) <= MAX_PADDING * cost(n + 1))
         step = 1 << max(least.bit_length() - 2, 0)
         below = -(-least // step) * step  # two significant bits, unless that adds much padding
-        below = min(_rounded(below if 8 * below <= 7 * size else least), size // 2 if size <= FEW else size - GRAIN)
-        size = max(below, 1 << ((size - 1) // STEP).bit_length(), first)
+        largest = size // 2 if size <= FEW else size - TOKEN_MULTIPLE
+        below = min(_rounded(below if 8 * below <= 7 * size else least), largest)
+        size = max(below, 1 << ((size - 1) // MAX_GROWTH).bit_length(), first)
         yield size
 
 
@@ -111,9 +118,12 @@ def _thinned(
     sizes: Iterable[int], most: int, kept: set[int], divided: Callable[[int, tuple[int, ...]], tuple[int, ...]],
     *, cost: StepCost,
 ) -> set[int]:  # fmt: skip
-    """Leaves out sizes until there are at most `most`: each time the one without which steps of all numbers of tokens,
-    equally often on a logarithmic scale, cost the least. The largest one and `kept` stay. `divided` gives the sizes of
-    the batches for a number of tokens."""
+    """Leaves out sizes until there are at most `most`.
+
+    Each time it leaves out the size whose absence costs the least, as a mean over numbers of tokens that lie evenly on
+    a logarithmic scale. The largest size and those in `kept` stay. `divided` takes a number of tokens and the sizes,
+    and gives the sizes of the batches that such a step would run as.
+    """
     found = tuple(sorted(sizes))
     numbers = [round(found[-1] ** (i / SAMPLES)) for i in range(SAMPLES + 1)]
 
@@ -128,7 +138,7 @@ def _thinned(
 
 def _relative(tokens: int, batches: tuple[int, ...], cost: StepCost) -> float:
     """What these batches cost for so many tokens, relative to one batch without padding."""
-    padding = PADDED * math.log2(sum(batches) / tokens)
+    padding = PADDING_COST * math.log2(sum(batches) / tokens)
     return padding + (sum(map(cost, batches)) + BATCH_SECONDS * (len(batches) - 1)) / cost(tokens)
 
 
@@ -138,8 +148,8 @@ def _in_one(tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rounded(tokens: int) -> int:
-    """The smallest size from `tokens` on that kernels take: a power of two up to GRAIN, or a multiple of GRAIN."""
-    return 1 << (tokens - 1).bit_length() if tokens <= GRAIN else -(-tokens // GRAIN) * GRAIN
+    """The smallest size from `tokens` on that kernels take: a power of two, or a multiple of TOKEN_MULTIPLE."""
+    return 1 << (tokens - 1).bit_length() if tokens <= TOKEN_MULTIPLE else -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
 
 def split(rows: Rows, shapes: list[StepShape], cost: StepCost | None = None) -> Iterator[StepBatch]:
@@ -181,8 +191,8 @@ def _go_together(
     alone = int(np.count_nonzero(decodes))
     if cost is not None:
         sizes = _tokens(mixed_shapes[-1:] if rows.scores_prompt.any() else mixed_shapes)  # see `_mixed`
-        apart = (*_cheapest(alone, _tokens(decode_shapes), None), *_cheapest(tokens - alone, sizes, cost))
-        return sum(map(cost, _cheapest(tokens, sizes, cost))) < sum(map(cost, apart))
+        separate = (*_cheapest(alone, _tokens(decode_shapes), None), *_cheapest(tokens - alone, sizes, cost))
+        return sum(map(cost, _cheapest(tokens, sizes, cost))) < sum(map(cost, separate))
     one = fitting(mixed_shapes, tokens, len(rows))
     decode = fitting(decode_shapes, alone, alone)
     other = fitting(mixed_shapes, tokens - alone, len(rows) - alone)

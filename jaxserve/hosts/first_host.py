@@ -1,6 +1,6 @@
-"""The first host's side of a replica on several hosts: lets the others join, tells them every call, and watches them.
+"""The first host's side of a replica on several hosts: lets the others join, sends them every call, and watches them.
 
-The first host schedules. What its runners do on their devices is told to the other hosts, whose runners do the same.
+The first host schedules. Whatever its runners do on its devices is sent to the other hosts, whose runners do the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from jaxserve.hosts.start_jax import JOIN_SECONDS, stop_jax
 
 log = logging.getLogger(__name__)
 
-GREETING_SECONDS = 10.0  # for a connection to prove that it knows the secret, and to join
-RESOLVE_SECONDS = 60.0  # for the coordinator's name to become that of this host, which takes a while in a new pod
-GRACE_SECONDS = 2.0  # after a failure on the devices, for the loss of the host that caused it to be noticed
+# A connection has this time to prove that it knows the secret, and to join.
+GREETING_SECONDS = 10.0
+# The coordinator's name has this time to resolve to this host; in a new pod that takes a while.
+RESOLVE_SECONDS = 60.0
+# A failure on the devices is reported after this time: the loss of a host may turn out to be its cause.
+GRACE_SECONDS = 2.0
 
 
 def end_process(reason: str) -> None:
@@ -41,8 +44,10 @@ def end_process(reason: str) -> None:
 
 
 class FirstHost:
-    """Attributes:
-    on_end: called once, on any thread, when the replica cannot go on, with the reason; by default `end_process`.
+    """Holds the connections to all other hosts of a replica.
+
+    Attributes:
+      on_end: called once, on any thread, with the reason when the replica cannot go on. By default `end_process`.
     """
 
     def __init__(self, config: EngineConfig):
@@ -76,19 +81,22 @@ class FirstHost:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def tell(self, runner: int, command: runner_commands.Command) -> None:
-        """Has the other hosts run a call. `runner`: as in `messages.Call`. Returns at once."""
+        """Sends a call to the other hosts, and returns without waiting for it. `runner`: as in `messages.Call`."""
         self._send_all(messages.Call(runner, runner_commands.encode(command)))
         self._calls += 1
 
     def wait_idle(self) -> None:
-        """Waits until all hosts have run the calls so far. A host that does not is lost, which ends this process."""
+        """Waits until all hosts have run the calls so far. If one does not, `_watch` declares it lost and ends this
+        process."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or all(self._done(i) >= self._calls for i in self._peers))
 
     def answers(self) -> dict[str, tuple[dict[str, str], str | None]]:
         """Waits until all hosts have answered the latest call, which must be of the kind `runner_commands.Answered`.
-        Returns each host's name, and the fields of `messages.Answer`. A host that is lost meanwhile ends this
-        process."""
+
+        Returns the fields of each host's `messages.Answer`, by the host's name. If a host is lost meanwhile, this
+        process ends.
+        """
         with self._changed:
             latest = self._calls - 1
             self._changed.wait_for(lambda: [one.call for one in self._answers.values()] == [latest] * len(self._peers))
@@ -96,12 +104,15 @@ class FirstHost:
         return {f"host {i} ({self._peers[i].address})": (one.found, one.why_not) for i, one in given}
 
     def fail(self, reason: str) -> None:
-        """Ends the replica after something failed here or on a host. If a host is lost meanwhile, that is why."""
+        """Ends the replica after a failure here or on a host.
+
+        If a host is lost within GRACE_SECONDS, its loss is given as the reason instead.
+        """
         time.sleep(GRACE_SECONDS)
         self._end(reason)
 
     def close(self) -> None:
-        """Lets the other hosts end, and waits for that a while."""
+        """Tells the other hosts to end, and leaves the group of JAX processes."""
         with self._changed:
             if self._over:
                 return

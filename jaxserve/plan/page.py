@@ -13,7 +13,7 @@ WIDTH = 800
 HEIGHT = 22
 LEFT = 210
 LEGEND = 120
-MEMORY = ("weights", "slots", "states", "temporaries", "results", "code", "reserve")
+MEMORY_PARTS = ("weights", "slots", "states", "temporaries", "results", "code", "reserve")
 CACHE = "KV cache"
 COLORS = ("#1f5fa8", "#4c9f70", "#d98e2b", "#a8443f", "#8a8f98", "#6b5b95", "#5b8f9f", "#c7d3e3")
 STYLE = (
@@ -35,10 +35,10 @@ def page_of(plans: Sequence[Mapping[str, Any]]) -> str:
 def _section(plan: Mapping[str, Any]) -> str:
     title = f"<h2>{escape(plan['model'])} on {escape(plan['target'])} {escape(plan['label'])}</h2>"
     held = plan["memory"]
-    amounts = {name: held[name] / 2**30 for name in MEMORY if held.get(name)}
+    amounts = {name: held[name] / 2**30 for name in MEMORY_PARTS if held.get(name)}
     if plan["fits"]:
         amounts[CACHE] = plan["capacity"]["cache_bytes"] / 2**30
-    drawn = _bars([("memory of a device", amounts)], (*MEMORY, CACHE), "GiB")
+    drawn = _bars([("memory of a device", amounts)], (*MEMORY_PARTS, CACHE), "GiB")
     if plan["fits"]:
         decodes = plan["roofline"]["decode"]
         rows = [(_label(one), _times(one)) for one in decodes]

@@ -58,9 +58,9 @@ class DraftModel(Method):
     @property
     def programs(self) -> list[ProgramName]:
         """The names of the programs that the draft needs."""
-        upkeep = "set_slots", "update_tables", "copy_pages"
+        auxiliary = "set_slots", "update_tables", "copy_pages"
         names = self._runner.names(self._shapes)
-        return [name for name in names if isinstance(name, StepProgram) or name.kind in upkeep]
+        return [name for name in names if isinstance(name, StepProgram) or name.kind in auxiliary]
 
     def measure(self) -> None:
         self._runner.compile(self.programs)

@@ -25,17 +25,25 @@ from jaxserve.speculation.ngram import Ngram, Suffix
 from jaxserve.speculation.proposal import Method, Proposal
 from jaxserve.speculation.step_times import StepTimes
 
-MIN_SPEEDUP = 1.03  # least factor of tokens per second for which proposals are worth their trouble
-FEW_ROWS = 4  # without measured steps: running sequences up to which proposals are taken to pay,
-MIN_ACCEPTANCE = 0.3  # and least chance of a proposal to be kept
-ACCEPTANCE_GRID = np.linspace(0.05, 1, 20)  # chances for which is known how many sequences may get proposals
-ACCEPTANCE_MARGIN = 0.05  # by which the next proposals of a draft may be kept more often
-RETRY_TOKENS = 8  # tokens of up to FEW_ROWS rows without a look for proposals after none were found that pay
-# tokens without proposals after two checks that kept none
+# Proposals must raise the tokens per second by at least this factor.
+MIN_SPEEDUP = 1.03
+# Where steps were not measured, proposals are taken to pay for up to FEW_ROWS running sequences, and only those tokens
+# that are kept with at least the chance MIN_ACCEPTANCE.
+FEW_ROWS = 4
+MIN_ACCEPTANCE = 0.3
+# The chances of acceptance for which the number of sequences that may get proposals is computed in advance.
+ACCEPTANCE_GRID = np.linspace(0.05, 1, 20)
+# The next proposals of a draft may be kept more often than the last ones, by this much.
+ACCEPTANCE_MARGIN = 0.05
+# When no proposal was found that pays, a sequence waits this many tokens until the next attempt.
+RETRY_TOKENS = 8
+# When two checks kept nothing, a sequence gets no proposals for COOLDOWN tokens; each further time for twice as many.
 COOLDOWN = 16
 MAX_COOLDOWN = 256
-FORCED_ACCEPTANCE = 0.9  # assumed at first: the model may write forced text in other tokens than expected
-ACCEPTANCE_DECAY = 0.7  # share of what was known about acceptance that stays with each check
+# Assumed at first for text that a grammar forces: the model may write it in other tokens than expected.
+FORCED_ACCEPTANCE = 0.9
+# With each check, what was learnt about acceptance before counts by this factor less.
+ACCEPTANCE_DECAY = 0.7
 
 
 class Acceptance:
@@ -50,25 +58,35 @@ class Acceptance:
         return self._kept / self._checked
 
     def learn(self, proposed: int, kept: int) -> None:
-        """The proposal after the last one kept was checked, too; what follows it was not."""
+        """Takes in a check of `proposed` tokens, of which the first `kept` were right.
+
+        The token after those was checked and found wrong. Tokens behind it say nothing about the chance.
+        """
         self._kept = ACCEPTANCE_DECAY * self._kept + kept
         self._checked = ACCEPTANCE_DECAY * self._checked + min(kept + 1, proposed)
 
 
 class Record:
-    """What is known of one sequence. acceptance: by kind of proposal. next_look: its number of tokens from which on it
-    may get proposals again."""
+    """What is known about the proposals of one sequence.
+
+    Attributes:
+      acceptance: by kind of proposal.
+      kind: the kind of the proposal that is being checked.
+      next_attempt: the sequence gets no proposals before it has this many tokens.
+    """
 
     def __init__(self, acceptance: List[Acceptance]):
         self.acceptance = [Acceptance(one.chance) for one in acceptance]
-        self.kind = 0  # of the proposal that is being checked
+        self.kind = 0
         self.next_attempt = 0
         self._cooldown = COOLDOWN
         self._failures = 0
 
     def learn(self, proposed: int, kept: int, known: int) -> None:
-        """Takes in a check, with which `known` tokens became known. A sequence whose proposals fail rests, for twice as
-        many tokens at each time."""
+        """Takes in a check, after which the sequence has `known` tokens.
+
+        A sequence whose proposals fail twice in a row gets none for a while, and for twice as long each further time.
+        """
         self.acceptance[self.kind].learn(proposed, kept)
         self._failures = 0 if kept else self._failures + 1
         if kept == proposed:
@@ -82,16 +100,18 @@ class Record:
 class Speculator:
     """Proposes tokens for sequences that decode.
 
-    The next proposals need the tokens of the step before. So an engine with proposals waits for each step, and it asks
-    first whether any are wanted (`wants`): not where many rows fill the devices, not where all sequences rest because
-    their proposals did not pay, and not where those for the tokens known so far would not.
+    Proposals continue the tokens of the step before, so an engine can make them only when that step is done, and the
+    devices wait meanwhile. The engine therefore asks first whether waiting is worth it (`wants`). It is not where many
+    rows fill the devices anyway, where all sequences are in a cooldown because their proposals failed, or where
+    proposals for the tokens known so far would not pay.
 
-    In a pipeline, sequences take turns, so a step has one of `stages` parts of them. Steps are measured from the first
-    stage to the last, which is how long a sequence waits for its next turn if the stages take equally long. Waiting for
-    the host delays the steps of all turns, so that it counts once for each.
+    In a pipeline, sequences take turns: a step has one of `stages` equal parts of them. Steps are measured from the
+    first stage to the last, which is how long a sequence waits for its next turn if all stages take equally long. When
+    the devices wait for the host, the steps of all turns are late, so that this time counts once for each turn.
 
     Attributes:
-      times: seconds of steps; None: they are not measured, and few rows get all that is likely to be kept.
+      times: seconds of steps. None: they were not measured, and up to FEW_ROWS rows get all tokens that are likely to
+        be kept.
     """
 
     def __init__(self, method: Method, most: int, budget: int, stages: int = 1):
@@ -129,17 +149,21 @@ class Speculator:
 
     @property
     def _most_rows(self) -> int:
-        """The most running sequences for which proposals may pay: those of a draft if they are kept a little more often
-        than lately, those of a lookup if all are kept."""
+        """The most running sequences for which proposals may pay.
+
+        A draft's are assumed to be kept a little more often than lately. A lookup may find text of which all is kept.
+        """
         if self.times is None:
             return FEW_ROWS
-        hope = self._acceptance[0].chance + ACCEPTANCE_MARGIN if self._method.proposes_later else 1.0
-        return self._gaining[min(int(np.searchsorted(ACCEPTANCE_GRID, hope)), len(ACCEPTANCE_GRID) - 1)]
+        chance = self._acceptance[0].chance + ACCEPTANCE_MARGIN if self._method.proposes_later else 1.0
+        return self._gaining[min(int(np.searchsorted(ACCEPTANCE_GRID, chance)), len(ACCEPTANCE_GRID) - 1)]
 
     def wants(self, scheduler: Scheduler, host_seconds: float) -> bool:
-        """Whether a sequence that decodes in the next step is in a step in flight, and proposals would pay for it, as
-        far as its known tokens tell. The step in flight may add tokens, for which it is too early to wait if not.
-        `host_seconds` as for `propose`."""
+        """Whether to wait for the step in flight because proposals for its sequences would pay.
+
+        This is judged by the tokens known so far; the step in flight may add tokens that change the answer.
+        `host_seconds` is the same as for `propose`.
+        """
         running = scheduler.running
         return any(count and _is_pending(seq, running) for seq, _, count in self._look(scheduler, host_seconds))
 
@@ -151,8 +175,10 @@ class Speculator:
         return record is None or bool(running.known[seq.slot] >= record.next_attempt)
 
     def propose(self, scheduler: Scheduler, host_seconds: float) -> None:
-        """Proposes tokens for sequences that decode in the next step and are in no step in flight. `host_seconds`: time
-        between two steps in which the devices wait, if each is committed before the next one."""
+        """Proposes tokens for the sequences that decode in the next step and are in no step in flight.
+
+        host_seconds: how long the devices wait between two steps if each is committed before the next one begins.
+        """
         running = scheduler.running
         slot = running.batch.slot
         if (running.known[slot] < running.total[slot]).all():
@@ -165,8 +191,11 @@ class Speculator:
     def _look(
         self, scheduler: Scheduler, host_seconds: float, *, may_be_pending: bool = True
     ) -> Iterator[tuple[Sequence, Proposal, int]]:
-        """Proposals for sequences that may have some, and how many tokens of each pay. If none do, the sequence is left
-        alone for some tokens; not if there are few sequences, and nothing to propose was found."""
+        """Yields each sequence with a proposal, and how many of its tokens pay.
+
+        A sequence for which none pay gets no further attempt for RETRY_TOKENS tokens, or more where many sequences run.
+        With few sequences this holds only if there was something to propose.
+        """
         running = scheduler.running
         rows = -(-len(running) // self._stages)
         cost = host_seconds * min(self._stages, len(running))
@@ -182,11 +211,11 @@ class Speculator:
         # Masks need the tokens before, as proposals do; in a pipeline other steps run meanwhile.
         waits = host_seconds if running.batch.any_masked and self._stages == 1 else 0.0
         counts = self._counts([self._chances(*one) for one in found], rows, cost, waits)
-        rest = RETRY_TOKENS * max(rows // FEW_ROWS, 1)  # so that many rows cause no more looks than a few
+        retry_after = RETRY_TOKENS * max(rows // FEW_ROWS, 1)  # many rows cause no more attempts a step than a few do
         paying = {seq for (seq, _), count in zip(found, counts, strict=True) if count}
         for seq, one in looked.items():
             if seq in self._records and seq not in paying and (one is not None or rows > FEW_ROWS):
-                self._records[seq].next_attempt = int(running.known[seq.slot]) + rest
+                self._records[seq].next_attempt = int(running.known[seq.slot]) + retry_after
         for (seq, proposal), count in zip(found, counts, strict=True):
             yield seq, proposal, count
 
@@ -231,8 +260,11 @@ class Speculator:
         return np.bincount(owner[worthwhile], minlength=len(chances)).tolist()
 
     def _num_worthwhile(self, chances: np.ndarray, rows: int, seconds: np.ndarray, waits: float = 0.0) -> int:
-        """How many of the proposals pay. chances: to be kept, in descending order. seconds: what so many proposals cost
-        beside the step that checks them. waits: as in `_counts`."""
+        """How many of the proposed tokens pay.
+
+        chances: each token's chance to be kept, in descending order. seconds: for each number of tokens, what making
+        them costs beside the step that checks them. waits: as in `_counts`.
+        """
         chances = chances[: max(self._budget - rows, 0)]
         if self.times is None:
             return int(np.count_nonzero(chances >= MIN_ACCEPTANCE))
@@ -253,8 +285,8 @@ class Speculator:
                 self._acceptance[record.kind].learn(proposed, kept)
 
     def prepare(self, plan: StepPlan, running: RunningTable) -> None:
-        """A plan is about to be dispatched. A draft head does not read it if so many sequences run that proposals would
-        not pay."""
+        """Called before a plan is dispatched. A draft head reads its tokens, too, unless too many sequences run for
+        proposals to pay."""
         running.draft_reads = self.times is None or len(running) <= self._most_rows
         self._method.prepare(plan, running)
 

@@ -19,7 +19,7 @@ from jaxserve.devices.targets import RATES, UNKNOWN_RATES, rates
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.cost import CALL_SECONDS, FEW, MeasuredChunk, StepCost, prefill_chunk
 from jaxserve.execution.programs import StepPrograms
-from jaxserve.execution.step_buffer import MOST_DECODES, MOST_MIXED, PADDING, split, step_shapes
+from jaxserve.execution.step_buffer import MAX_PADDING, MOST_DECODES, MOST_MIXED, split, step_shapes
 from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.scheduling import pace
 from jaxserve.scheduling.block_manager import BlockManager
@@ -138,7 +138,7 @@ def test_table_of_an_8b_model_on_an_h200(scheme):
         batches = list(split(rows(0, tokens), shapes, cost))
         assert sum(int(batch.rows.count.sum()) for batch in batches) == tokens
         ratios.append(sum(map(cost, tokens_of(batches))) / cost(tokens))
-    assert max(ratios) <= PADDING
+    assert max(ratios) <= MAX_PADDING
     assert np.mean(ratios) < {"bf16": 1.055, "int4": 1.045}[scheme]
 
 
@@ -196,7 +196,7 @@ def test_a_plan_is_never_dearer_than_in_one_batch():
             found = sum(map(cost, tokens_of(batches)))
             assert found <= sum(map(cost, tokens_of(split(rows(0, total), shapes, cost)))) + 1e-12
             assert sum(int(batch.rows.count.sum()) for batch in batches) == total
-            assert found <= PADDING * (cost(total) + CALL_SECONDS)
+            assert found <= MAX_PADDING * (cost(total) + CALL_SECONDS)
 
 
 def test_scored_prompts_run_in_the_largest_bucket_whole():
