@@ -503,11 +503,8 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         return needs_of(names, {name: self._analyses[name][1] for name in known})
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
-        """The names of all programs that serving can need.
-
-        Auxiliary programs come first, then the steps of these buckets from the largest on, then other programs with the
-        output head.
-        """
+        """The names of all programs that serving can need: auxiliary ones, then steps from the largest bucket on, then
+        others with the output head."""
         # Programs that need no kernel come first: on CPU the kernels may still be compiling.
         auxiliary = [AuxProgram("set_slots", size) for size in self.slot_sizes]
         auxiliary += [AuxProgram("update_tables"), AuxProgram("copy_pages")]

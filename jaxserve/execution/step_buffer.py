@@ -36,22 +36,17 @@ class StepBatch:
         return sampled
 
 
-# A bucket costs at most this factor more than its smallest batch would cost without padding.
-MAX_PADDING = 1.5
-# A bucket has at most this factor more tokens than the one before, since padding is never quite free.
-MAX_GROWTH = 4
-# Kernels take buckets whose tokens are a multiple of this number; below it they take powers of two.
-TOKEN_MULTIPLE = 8
+MAX_PADDING = 1.5  # most cost of a bucket, relative to that of its smallest batch without padding
+MAX_GROWTH = 4  # most tokens of a bucket, relative to the one before: padding is never quite free
+TOKEN_MULTIPLE = 8  # kernels take numbers of tokens that are multiples of this one, and smaller powers of two
 # Each bucket is a program that an accelerator compiles for seconds. With the three others that multiply with the output
 # head, a start compiles at most 16 of them.
 MOST_DECODES = 6
 MOST_MIXED = 7
 # A bucket with twice a batch's tokens costs this share more even where the roofline says that padding is free. Assumed.
 PADDING_COST = 0.03
-# A further batch for the same tokens costs its dispatch, and cached tokens are read again. Assumed.
-BATCH_SECONDS = 1e-3
-# Sets of buckets are compared at so many numbers of tokens.
-SAMPLES = 64
+BATCH_SECONDS = 1e-3  # of a further batch for the same tokens: dispatch, and cached tokens are read again. Assumed.
+SAMPLES = 64  # numbers of tokens at which sets of buckets are compared
 
 
 def step_shapes(
@@ -118,12 +113,9 @@ def _thinned(
     sizes: Iterable[int], most: int, kept: set[int], divided: Callable[[int, tuple[int, ...]], tuple[int, ...]],
     *, cost: StepCost,
 ) -> set[int]:  # fmt: skip
-    """Leaves out sizes until there are at most `most`.
-
-    Each time it leaves out the size whose absence costs the least, as a mean over numbers of tokens that lie evenly on
-    a logarithmic scale. The largest size and those in `kept` stay. `divided` takes a number of tokens and the sizes,
-    and gives the sizes of the batches that such a step would run as.
-    """
+    """Leaves out sizes until there are at most `most`: each time the one whose absence costs least, as a mean over
+    numbers of tokens that lie evenly on a logarithmic scale. The largest size and those in `kept` stay. `divided` gives
+    the sizes of the batches that a step runs as, by its tokens and the sizes that there are."""
     found = tuple(sorted(sizes))
     numbers = [round(found[-1] ** (i / SAMPLES)) for i in range(SAMPLES + 1)]
 

@@ -1,6 +1,4 @@
-"""The functions that run on the devices: one step of the model, and the auxiliary programs around it.
-
-They are pure; `runner` jits them.
+"""The pure functions that run on the devices: one step of the model, and auxiliary programs. `runner` jits them.
 
 A step advances a ragged batch: rows of decodes first (one token each), then rows of prompt chunks. Everything that
 changes from step to step arrives in one packed int32 buffer (`StepShape`); everything else is in the slots. A batch of
