@@ -19,7 +19,7 @@ _CHANGED = re.compile(r"^(?:Anonymous|Swap): +[1-9]", re.MULTILINE)
 
 def freeze() -> None:
     """Called once after start-up: collects garbage, then returns freed memory and the libraries' pages. Objects that
-    are alive now stay for good, so `freeze` exempts them from later, slow collections."""
+    are alive now stay for good, so `gc.freeze` exempts them from later, slow collections."""
     gc.collect()
     gc.freeze()
     trim()

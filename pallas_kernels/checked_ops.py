@@ -31,6 +31,7 @@ from jaxserve.pallas_kernels.registry import (
     LatentProblem,
     MatmulProblem,
     choose,
+    has_gated_matmul,
     load,
 )
 from jaxserve.pallas_kernels.types import QuantArray
@@ -151,7 +152,7 @@ class Trials:
             names = _backends(device, problem, backend)
         for name in names:
             module = load("matmul", name)
-            if not hasattr(module, "gated_matmul") or module.why_not_gated(problem) is not None:
+            if not has_gated_matmul(module, problem):
                 continue
             with self._lock:
                 if (problem, name) not in self._gates:

@@ -29,6 +29,7 @@ from jaxserve.pallas_kernels.registry import (
     MatmulProblem,
     choose,
     explain,
+    has_gated_matmul,
     load,
 )
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
@@ -104,7 +105,7 @@ def _in_one_launch(
     measured = ways.fastest(device, problem, len(x)) if backend == "auto" else None
     way = measured or (choose("matmul", device, problem, backend) if is_quantized else "dot")
     module: Any = load("matmul", way) if way in BACKENDS else None
-    if not hasattr(module, "gated_matmul") or module.why_not_gated(problem) is not None:
+    if not has_gated_matmul(module, problem):
         return None
     suits = not is_quantized or module.suits_gate(x, codes, direct=measured is not None)
     return module.gated_matmul(x, codes, activation) if suits else None

@@ -125,6 +125,11 @@ def load(operation: str, backend: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{FOLDERS[operation]}.{names.get(backend, backend)}")
 
 
+def has_gated_matmul(module: Any, problem: MatmulProblem) -> bool:
+    """Whether a backend of "matmul" multiplies with these weights and computes the problem's gate in one launch."""
+    return hasattr(module, "gated_matmul") and module.why_not_gated(problem) is None
+
+
 def explain(operation: str, device: Device, problem: Any) -> dict[str, str | None]:
     """Maps each backend to the reason why it cannot run, or to None where it can. `auto` takes the first with None."""
     return {backend: _why_not(operation, backend, device, problem) for backend in BACKENDS}

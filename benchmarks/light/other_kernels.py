@@ -28,6 +28,7 @@ from jaxserve.pallas_kernels.registry import (
     LatentProblem,
     MatmulProblem,
     explain,
+    has_gated_matmul,
     load,
 )
 from jaxserve.pallas_kernels.selfcheck_cases import Rows
@@ -118,7 +119,7 @@ def _products(
             check = partial(selfcheck.check_parts, wrap(module.quant_matmul_parts), problem)
             yield f"{name} in parts, {backend}", (*family, backend, "in parts"), unusual, check
         gated = replace(problem, activation="silu")
-        if hasattr(module, "gated_matmul") and module.why_not_gated(gated) is None:
+        if has_gated_matmul(module, gated):
             check = partial(selfcheck.check_gated, wrap(module.gated_matmul), gated)
             yield f"{name} and gate, {backend}", (*family, backend, "gate"), unusual, check
         if hasattr(module, "grouped_quant_matmul"):

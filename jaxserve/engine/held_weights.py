@@ -1,7 +1,7 @@
 """The weights on this process's devices: kept in host memory while the engine sleeps, and replaced by others.
 
-`engine.weights.Weights` decides what happens to them. On several hosts each has a `HeldWeights`, and the calls of the
-first host's are commands for the others.
+`live_weights.Weights` decides what happens to them. On several hosts each has a `HeldWeights`, and the first host sends
+the calls of its own to the others as commands.
 """
 
 from __future__ import annotations

@@ -238,7 +238,11 @@ def _announced(kind: Any, method: Callable[..., Any]) -> Callable[..., Any]:
 def _asks_for_nothing(command: Command) -> bool:
     """Whether a command has fields, all of which are empty."""
     values = [getattr(command, field) for field in command.__struct_fields__]
-    return bool(values) and all(isinstance(one, list | np.ndarray) and not np.size(one) for one in values)
+    return bool(values) and all(isinstance(one, list | np.ndarray) and not _size(one) for one in values)
+
+
+def _size(values: list[Any] | np.ndarray) -> int:
+    return values.size if isinstance(values, np.ndarray) else len(values)
 
 
 def encode(command: Command) -> bytes:

@@ -103,7 +103,7 @@ def _load(config: EngineConfig, engine_class: str, weights: messages.ServedWeigh
 
 def _forget_traces() -> None:
     """Frees JAX's caches of traced programs, 17 MiB for a model of 28 layers: this process compiles nothing more.
-    Compiled programs that are still referenced stay. `Engine.compile` has called `heap.settle` before."""
+    Compiled programs that are still referenced stay. `Engine.compile` has called `heap.freeze` before."""
     if "jax" in sys.modules:  # tests use engines without JAX
         sys.modules["jax"].clear_caches()
         gc.collect()

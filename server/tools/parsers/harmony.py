@@ -17,7 +17,7 @@ __all__ = ["Parser", "matches", "syntax"]
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """The rules of messages that call the functions. The marks are those of `messages.FRAME`."""
+    """The rules of messages that call the functions. The marks are those of `channel_messages.FRAME`."""
 
     def call(function: Called) -> str:
         to = quoted(f" to={FUNCTIONS}{function.name}")
