@@ -50,10 +50,11 @@ WARMUP = 20
 STEPS = 400
 
 
-def null_step(params, cache, slots, packed, *, shape, **fixed) -> steps.StepResult:
+def null_step(params, cache, slots, packed, *, context, **fixed) -> steps.StepResult:
     """Has the arguments and results of a step on CPU, without scores. The token depends on the batch, so that nothing
     is optimized away; it is -1 for rows that sample none, in the middle of their prompt."""
-    del fixed  # static arguments of the program: model, mesh, sampler
+    del fixed  # other static arguments of the program: sampler and the like
+    shape = context.shape
     at, rows = shape.fields["num_new"]
     drawn = jnp.where(packed[at : at + rows] > 0, packed[:rows] % 1000 + 7, -1)
     tokens = jnp.tile(drawn, (shape.max_tokens_per_call, 1))

@@ -191,7 +191,7 @@ PLAIN_OPS: dict[str, Any] = {
 def on_trial(
     ops: Ops, problem: AttentionProblem | LatentProblem, backend: str, *, windows: bool = True, vocab: int = 0
 ) -> Ops:
-    """The operations with checks that have begun (`Ops.trials`); `trusted` waits for them.
+    """The operations with checks that have begun (`Ops.trials`); `passing` waits for them.
 
     Operations that are plain XLA already are not tried, as nothing could replace them. windows: whether the model has
     any. vocab: tokens of the rows that are drawn from.
@@ -250,7 +250,7 @@ def adapters_on_trial(ops: Ops, dtype: np.dtype) -> Ops:
     return ops
 
 
-def trusted(ops: Ops) -> Ops:
+def passing(ops: Ops) -> Ops:
     """The operations after their checks, for which this waits. If a kernel is wrong, plain XLA replaces it, with a
     warning; if it was requested by name, BackendError is raised."""
     if ops.trials is None:
@@ -285,8 +285,8 @@ def _product_checks(device: Device, problem: MatmulProblem, backend: str) -> Che
     from jaxserve.pallas_kernels.selfcheck import MATMUL_ROWS, OTHER_ROWS, check_matmul, check_parts
 
     if problem.activations is not None:
-        for in_parts in (False, True) if device.platform == "gpu" else (False,):
-            product = partial(rounding_product, in_parts)
+        for as_partials in (False, True) if device.platform == "gpu" else (False,):
+            product = partial(rounding_product, as_partials)
             yield product, partial(check_matmul, product, problem)
         return
     for name in _backends(device, problem, backend):
@@ -318,7 +318,7 @@ def _backends(device: Device, problem: MatmulProblem, backend: str) -> list[str]
     return measured or [choose("matmul", device, problem, backend)]
 
 
-def rounding_product(parts: bool, x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
+def rounding_product(partials: bool, x: jax.Array, w: QuantArray, *, count: jax.Array | None = None) -> jax.Array:
     del count
     rows = w8a8.quantize(x, w)
-    return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if parts else w8a8.quant_matmul(rows, w)
+    return w8a8.quant_matmul_parts(rows, w).astype(jnp.float32).sum(0) if partials else w8a8.quant_matmul(rows, w)

@@ -29,7 +29,7 @@ import numpy as np
 from jaxserve.pallas_kernels import ops
 from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, QUANT_MATMUL, load
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.operands import Heads, Partials, Row, value_of
 from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class CpuOps(ops.Ops):
         return partial(log_softmax, count=self.count) if available() else super().log_softmax
 
     def add_norm(
-        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+        self, x: jax.Array, y: Partials | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
         """See `Ops.add_norm`. Only rows that matter are added. Nothing is rounded for a `reader`."""
         if y is None or len(y.sums) > 1 or x.dtype != jnp.float32 or not available():
@@ -221,17 +221,17 @@ class CpuOps(ops.Ops):
         w: ops.Weight,
         stack: AdapterStack | None,
         axes: tuple[str | None, str | None],
-        in_parts: bool = False,
+        as_partials: bool = False,
     ) -> jax.Array:
         """See `Ops.adapted`. With a weight in panels it is one call."""
         from jaxserve.pallas_kernels.lora import cpu as lora  # imports this module
 
         if isinstance(x, QuantRows) or not isinstance(w, PanelArray) or stack is None or self.places is None:
-            return super().adapted(x, w, stack, axes, in_parts)
+            return super().adapted(x, w, stack, axes, as_partials)
         if not lora.supports(x, stack):
-            return super().adapted(x, w, stack, axes, in_parts)
+            return super().adapted(x, w, stack, axes, as_partials)
         y = lora.matmul(x, w, stack, self.places, self.count)
-        return y[None] if in_parts else y
+        return y[None] if as_partials else y
 
     def embedded(self, x: jax.Array, ids: jax.Array, stack: AdapterStack | None) -> jax.Array:
         """See `Ops.embedded`."""

@@ -18,8 +18,8 @@ from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Parts
 from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
     BACKENDS,
@@ -41,23 +41,25 @@ def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = Fals
     """Returns `multiply` of `quant_matmul` for `device`. It raises BackendError for a weight that the backend cannot
     do.
 
-    With `parts` it returns `Parts.sums`. `auto` takes the way that was measured to be the fastest, where one was
+    With `partials` it returns `Partials.sums`. `auto` takes the way that was measured to be the fastest, where one was
     (`quant_matmul.ways`). Where a weight says how its inputs are rounded, `auto` uses 8-bit products if the device has
     them; otherwise rounded inputs become floats again.
     """
 
-    def multiply(x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
+    def multiply(
+        x: Any, w: QuantArray | BlockArray, count: jax.Array | None = None, partials: bool = False
+    ) -> jax.Array:
         if isinstance(w, QuantArray) and w.activations is not None:
             rows = x if isinstance(x, QuantRows) else w8a8.quantize(x, w)
             if backend == "auto" and w8a8.why_not(device, MatmulProblem.of(rows, w, partitioned)) is None:
-                return w8a8.quant_matmul_parts(rows, w) if parts else w8a8.quant_matmul(rows, w)
+                return w8a8.quant_matmul_parts(rows, w) if partials else w8a8.quant_matmul(rows, w)
             y = w8a8.emulated(rows, w, partial(multiply, count=count))
-            return y.astype(rows.dtype)[None] if parts else y
+            return y.astype(rows.dtype)[None] if partials else y
         problem = MatmulProblem.of(x, w, partitioned)
         if backend == "auto" and isinstance(w, QuantArray) and (way := ways.fastest(device, problem, len(x))):
-            return ways.product(way, x, w, count, parts)
+            return ways.product(way, x, w, count, partials)
         module = load("matmul", choose("matmul", device, problem, backend))
-        if not parts:
+        if not partials:
             return module.quant_matmul(x, w, count=count)
         if hasattr(module, "quant_matmul_parts"):
             return module.quant_matmul_parts(x, w, count=count)
@@ -85,8 +87,8 @@ def gated_matmul_of(
         if made is not None:
             return made
         is_quantized = isinstance(w, QuantArray | BlockArray)
-        sums = multiply(x, w, count=count, parts=True) if is_quantized else fused_triton.product(x, w)
-        y = fused_triton.gate(Parts(sums), activation, x.dtype)
+        sums = multiply(x, w, count=count, partials=True) if is_quantized else fused_triton.product(x, w)
+        y = fused_triton.gate(Partials(sums), activation, x.dtype)
         assert isinstance(y, jax.Array)
         return y
 

@@ -1,7 +1,7 @@
 """All operations between two products of a decoder layer in one launch, for NVIDIA GPUs, in Triton. Compiled for H200,
 not yet run on one.
 
-Products come as `Parts`: the kernels add the splits of a product, which saves a launch. All compute in float32 and
+Products come as `Partials`: the kernels add the splits of a product, which saves a launch. All compute in float32 and
 round where the plain operations round.
 
   add_norm   One program a token: the residual stream plus a layer's result, and its RMS norm. It reads and writes each
@@ -31,7 +31,7 @@ import triton.language as tl
 
 from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.kv_write_triton import QUANTIZED, codes
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
+from jaxserve.pallas_kernels.operands import Heads, Partials, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.quant_matmul.w8a8 import TINY, TOPS
 from jaxserve.pallas_kernels.registry import Device
@@ -54,7 +54,7 @@ def why_not(device: Device, dtype: Any) -> str | None:
 
 @triton.jit
 def _added(sums, at, real, TOKENS, SIZE: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The sum of parts [TOKENS, SIZE], rounded to `dtype`, in float32."""
+    """The sum of partials [TOKENS, SIZE], rounded to `dtype`, in float32."""
     total = tl.load(sums + at, mask=real, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         start = tl.full([], part * SIZE, tl.int64) * TOKENS
@@ -321,7 +321,7 @@ def _warps(size: int) -> int:
 
 
 def add_norm(
-    x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+    x: jax.Array, y: Partials | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
 ) -> tuple[jax.Array, jax.Array | QuantRows]:
     """See `Ops.add_norm`. x: [tokens, size]."""
     (tokens, size), (scales, scale_row), reader = x.shape, _row(scale), rounding_reader(reader)
@@ -337,8 +337,8 @@ def add_norm(
     return x if y is None else total, _made(reader, normed, of_normed, x.dtype)
 
 
-def gate(y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
-    """See `Ops.gated`. Sums: [parts, tokens, 2 * size]."""
+def gate(y: Partials, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
+    """See `Ops.gated`. Sums: [splits, tokens, 2 * size]."""
     reader, (parts, tokens, double) = rounding_reader(reader), y.sums.shape
     wanted = None if reader is None else reader.activations
     size = double // 2

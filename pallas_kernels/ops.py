@@ -19,8 +19,8 @@ from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
+from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
-from jaxserve.pallas_kernels.parts import Heads, LatentHeads, Parts, Row, value_of
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.types import (
     BlockArray,
@@ -229,17 +229,17 @@ class Ops:
         return self.matmul(x, w) if self.split_matmul is None else self.split_matmul(x, w, axes)
 
     def product(self, x: jax.Array | QuantRows, w: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
-        """The product as `Parts.sums` [parts, tokens, out]. The reader adds and rounds them to x's dtype."""
+        """The product as `Partials.sums` [splits, tokens, out]. The reader adds and rounds them to x's dtype."""
         if self.fused is None:
             return self.linear(x, w, axes).astype(x.dtype)[None]
         if isinstance(w, MixedArray):  # kernels may have split the inputs of each part differently
-            products = [Parts(self.product(x, part, axes)).whole(x.dtype) for part in w.parts]
+            products = [Partials(self.product(x, part, axes)).reduce(x.dtype) for part in w.parts]
             return rows_in_turn(w, products)[None]
         if not isinstance(w, QuantArray | BlockArray):
             return self.fused.product(x, w, axes)
         if isinstance(w, QuantArray) and w.activations is not None and not isinstance(x, QuantRows):
             x = self.fused.quantize(x, w, axes)
-        return self.quant_matmul(x, w, axes, parts=True)
+        return self.quant_matmul(x, w, axes, partials=True)
 
     def adapted(
         self,
@@ -247,16 +247,16 @@ class Ops:
         w: Weight,
         stack: AdapterStack | None,
         axes: tuple[str | None, str | None],
-        in_parts: bool = False,
+        as_partials: bool = False,
     ) -> jax.Array:
         """The product of x [tokens, in] with a weight, plus what the tokens' adapters add to it; as `linear`, or with
-        `in_parts` as `product`."""
-        y = self.product(x, w, axes) if in_parts else self.linear(x, w, axes)
+        `as_partials` as `product`."""
+        y = self.product(x, w, axes) if as_partials else self.linear(x, w, axes)
         if stack is None or self.places is None:
             return y
         assert self.add_adapters is not None
         assert not isinstance(x, QuantRows), "adapters read unrounded inputs, see `models.layers.reader`"
-        rows = y.reshape(-1, y.shape[-1])  # of several parts the first one gets what adapters add
+        rows = y.reshape(-1, y.shape[-1])  # of several splits the first one gets what adapters add
         return self.add_adapters(rows, x, stack, self.places, self.count, axes=axes).reshape(y.shape)
 
     def embedded(self, x: jax.Array, ids: jax.Array, stack: AdapterStack | None) -> jax.Array:
@@ -264,21 +264,23 @@ class Ops:
         return x if stack is None or self.places is None else add_to_embeddings(x, ids, stack, self.places)
 
     def add_norm(
-        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+        self, x: jax.Array, y: Partials | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
         """Returns x [tokens, size], plus y if given, and `rms_norm` of that. The norm is the input of a product with
         `reader`: fused kernels round it as that weight says."""
         if self.fused is not None:
             return self.fused.add_norm(x, y, scale, eps, reader)
-        total = x if y is None else x + y.whole(x.dtype)
+        total = x if y is None else x + y.reduce(x.dtype)
         return total, self.rms_norm(total, value_of(scale), eps)
 
-    def gated(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
-        """`gate` of y, whose sums are [parts, tokens, 2 * size] with gates and ups alternating -> [tokens, size].
+    def gated(
+        self, y: Partials, activation: str, dtype: Any, reader: QuantArray | None = None
+    ) -> jax.Array | QuantRows:
+        """`gate` of y, whose sums are [splits, tokens, 2 * size] with gates and ups alternating -> [tokens, size].
         `reader` as in `add_norm`."""
         if self.fused is not None and activation in FUSED_ACTIVATIONS:
             return self.fused.gate(y, activation, dtype, reader)
-        whole = y.whole(dtype)
+        whole = y.reduce(dtype)
         return self.gate(whole.reshape(len(whole), -1, 2), activation)
 
     def gated_product(
@@ -292,12 +294,12 @@ class Ops:
         known = self.fused is not None and activation in FUSED_ACTIVATIONS and not isinstance(w, MixedArray)
         if self.gated_matmul is not None and known and bias is None and not adapts and not rounds:
             return self.gated_matmul(x, w, axes, activation=activation)
-        sums = self.adapted(x, w, stack, axes, in_parts=True)
-        return self.gated(Parts(sums, bias), activation, x.dtype, reader)
+        sums = self.adapted(x, w, stack, axes, as_partials=True)
+        return self.gated(Partials(sums, bias), activation, x.dtype, reader)
 
-    def activated(self, y: Parts, activation: str, dtype: Any) -> jax.Array:
-        """The activation of an MLP without a gate. The sums of y are [parts, tokens, size]; returns [tokens, size]."""
-        return ACTIVATIONS[activation](y.whole(dtype))
+    def activated(self, y: Partials, activation: str, dtype: Any) -> jax.Array:
+        """The activation of an MLP without a gate. The sums of y are [splits, tokens, size]; returns [tokens, size]."""
+        return ACTIVATIONS[activation](y.reduce(dtype))
 
     def experts(
         self,
@@ -338,7 +340,7 @@ class Ops:
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""
-        qkv = heads.qkv.whole(dtype)
+        qkv = heads.qkv.reduce(dtype)
         q = qkv[:, :, :-2]
         k = qkv[:, :, -2]
         v = qkv[:, :, -1]
@@ -386,8 +388,9 @@ class Ops:
         return out, pages
 
     def adapted_by(self, places: jax.Array) -> Ops:
-        """Returns operations that add what adapters at these places, int32 [tokens], change of the tokens' products."""
-        return replace(self, places=places)
+        """Returns operations that add what adapters at these places of the pool, int32 [tokens], change of the tokens'
+        products; -1: a token has none. Operations without `add_adapters` are returned as they are."""
+        return self if self.add_adapters is None else replace(self, places=places)
 
     def counting(self, count: jax.Array) -> Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""

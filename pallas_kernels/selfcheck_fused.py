@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row
+from jaxserve.pallas_kernels.operands import Heads, Partials, Row
 from jaxserve.pallas_kernels.registry import AttentionProblem
 from jaxserve.pallas_kernels.selfcheck import REPEATS, Finding, Program, check_attention, tolerance
 from jaxserve.pallas_kernels.selfcheck_cases import STARTUP, Rows
@@ -92,13 +92,13 @@ def normed(x: np.ndarray, scale: Row) -> np.ndarray:
     return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + EPS) * factor
 
 
-def added_and_normed(x: np.ndarray, y: Parts, scale: Row) -> tuple[np.ndarray, np.ndarray]:
+def added_and_normed(x: np.ndarray, y: Partials, scale: Row) -> tuple[np.ndarray, np.ndarray]:
     """`Ops.add_norm` in float32."""
     total = x.astype(np.float32) + whole(y)
     return total, normed(total, scale)
 
 
-def gated_by_silu(y: Parts) -> np.ndarray:
+def gated_by_silu(y: Partials) -> np.ndarray:
     """`Ops.gated` with silu, in float32."""
     gate = whole(y)[:, ::2]
     up = whole(y)[:, 1::2]
@@ -212,9 +212,9 @@ def _row(seed: int, size: int, dtype: Any) -> Row:
     return Row(_numbers(seed, (3, size), dtype), place)
 
 
-def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtype: Any) -> Parts:
+def _parts(seed: int, shape: tuple[int, ...], bias: tuple[int, ...] | None, dtype: Any) -> Partials:
     sums = _numbers(seed, (PARTS, *shape), np.float32)
-    return Parts(sums, None if bias is None else _numbers(seed + 1, bias, dtype))
+    return Partials(sums, None if bias is None else _numbers(seed + 1, bias, dtype))
 
 
 def _heads(problem: AttentionProblem) -> Heads:

@@ -20,10 +20,10 @@ from jax import lax
 
 from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention.expanded import absorb, project_values
+from jaxserve.pallas_kernels.operands import Heads, LatentHeads, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.paged_attention.reference import Share
-from jaxserve.pallas_kernels.parts import Heads, LatentHeads, value_of
 from jaxserve.pallas_kernels.types import KVPages, LatentPages
 
 

@@ -27,7 +27,7 @@ MIN_BLOCKS = 4  # minimum of blocks in a part of a row
 ROW, TOKEN, POSITION, LENGTH, FIRST, FULL_FIRST, FULL_LAST, LAST, SLOT, OLDEST = range(10)
 
 
-class Parts(NamedTuple):
+class KVSplits(NamedTuple):
     """How decode rows are cut into parts: int32, for all rows or for one."""
 
     first: jax.Array  # a row's blocks first to last - 1 are seen
@@ -58,7 +58,7 @@ def up_to(values: jax.Array) -> jax.Array:
     return jnp.where(index[:, None] >= index, values, 0).sum(1, dtype=values.dtype)
 
 
-def cut(length: jax.Array, block: int, window: int | None, most: int) -> Parts:
+def cut(length: jax.Array, block: int, window: int | None, most: int) -> KVSplits:
     """Cuts rows with `length` cached tokens and one query token each into up to `most` parts. Kernels call this, too,
     with the length of one row.
 
@@ -78,7 +78,7 @@ def cut(length: jax.Array, block: int, window: int | None, most: int) -> Parts:
     last = divided(length, block)
     wanted = jnp.minimum(jnp.maximum(divided(last - first, MIN_BLOCKS), 1), most)
     each = jnp.maximum(divided(last - first, wanted), 1)
-    return Parts(first, last, each, jnp.maximum(divided(last - first, each), 1))
+    return KVSplits(first, last, each, jnp.maximum(divided(last - first, each), 1))
 
 
 def decode_items(length: jax.Array, block: int, window: int | None, most: int) -> DecodeItems:
@@ -91,12 +91,12 @@ def decode_items(length: jax.Array, block: int, window: int | None, most: int) -
     index = jnp.arange(rows * most, dtype=jnp.int32)
     # The row of an item is the number of rows whose items end before it.
     row = jnp.minimum((index[:, None] >= ends).sum(1, dtype=jnp.int32), rows - 1)
-    first, last = Parts(*(of_row[row] for of_row in parts)).bounds(index - begin[row])
+    first, last = KVSplits(*(of_row[row] for of_row in parts)).bounds(index - begin[row])
     columns = [row, row, length[row] - 1, length[row], first, last, last, last]  # all blocks are masked
     return DecodeItems(jnp.stack(columns, axis=1), begin, parts.number)
 
 
-def equal_spans(length: jax.Array, parts: Parts, heads: int, programs: int) -> jax.Array:
+def equal_spans(length: jax.Array, parts: KVSplits, heads: int, programs: int) -> jax.Array:
     """Int32 [programs + 1, 5]: the first item of each program, and the end. An item is a part of a row for one head.
     Items are numbered by row, then part, then head. Columns: the item's number, row, part, head, and the row's length.
     In the last entry only the number has a meaning: it is that of all items.

@@ -405,7 +405,7 @@ def test_gaps_between_steps():
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("decode")
     config = decode.settings("bf16", decode.LOADS[True], folder, "cpu", rehearse=True)
-    with mock.patch("jaxserve.engine.loading.trust", side_effect=AssertionError("kernels are checked")):
+    with mock.patch("jaxserve.engine.loading.check_kernels", side_effect=AssertionError("kernels are checked")):
         return decode.Engine.load(config, checks=False)
 
 

@@ -51,14 +51,15 @@ def logits(folder, ids):
         hidden = (distance < 0) | (distance >= (window or len(ids)))
         return jnp.einsum("tkgs,skd->tkgd", jax.nn.softmax(jnp.where(hidden[:, None, None], -1e30, scores)), v)
 
-    x, rope = decoder.apply({"params": params}, ids, jnp.arange(len(ids)), method="begin")
+    x, rope = decoder.apply({"params": params}, ids, jnp.arange(len(ids)), decoder.ops, method="begin")
     y = None
     for i in range(config.num_layers):
         attention = partial(attend, config.layers[i].attention.window)
-        x, y = decoder.layer(config.layers[i], parent=None).apply(
-            {"params": params[f"layers_{i}"]}, x, y, rope, attention
+        x, y = decoder.layer(config.layers[i]).apply(
+            {"params": params[f"layers_{i}"]}, x, y, rope, attention, decoder.ops
         )
-    return np.asarray(decoder.apply({"params": params}, x, y, method=lambda d, x, y: d.logits(d.finish(x, y))))
+    hidden = decoder.apply({"params": params}, x, y, decoder.ops, method="finish")
+    return np.asarray(decoder.apply({"params": params}, hidden, decoder.ops, method="logits"))
 
 
 def distance(folder, out, tmp_path):

@@ -133,7 +133,7 @@ def begin(decoder: Decoder, params: Mapping[str, jax.Array], windows: np.ndarray
     """Writes the first layer's inputs. `params` are those outside of the layers."""
     tree = unflatten_dict(dict(params), sep="/")
     positions = jnp.arange(windows.shape[1])
-    inputs = jax.jit(lambda ids: decoder.apply({"params": tree}, ids, positions, method="begin")[0])
+    inputs = jax.jit(lambda ids: decoder.apply({"params": tree}, ids, positions, decoder.ops, method="begin")[0])
     _write(path, (*windows.shape, decoder.config.hidden_size), (inputs(ids) for ids in windows))
 
 
@@ -205,11 +205,12 @@ def _forward(
         table = jnp.arange(-(-tokens // PAGE), dtype=jnp.int32)[None]
         ends = jnp.array([tokens], jnp.int32)
         where = (jnp.arange(tokens), table, jnp.array([0, tokens], jnp.int32), ends, jnp.int32(0), jnp.int32(0))
-        return kind.attend(layer, heads, pages, where, make_mesh(), x.dtype, False)[0]
+        return kind.attend(layer, ops, heads, pages, where, make_mesh(), x.dtype, False)[0]
 
     ropes = angles(decoder.config, jnp.arange(len(x)))
-    layer = decoder.clone(ops=Ops(matmul=recording, mixture=mixing)).layer(spec, parent=None)
-    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, ropes, attend)
+    ops = Ops(matmul=recording, mixture=mixing)
+    layer = decoder.layer(spec)
+    output: Any = layer.apply({"params": unflatten_dict(params, sep="/")}, x, None, ropes, attend, ops)
     return added(*output), seen, routed
 
 

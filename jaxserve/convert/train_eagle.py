@@ -40,13 +40,14 @@ from jaxserve.models.drafter import Drafter, DraftSpec
 from jaxserve.models.load import load_params, read_model
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
 from jaxserve.models.weights import dummy_params
+from jaxserve.pallas_kernels.operands import Heads, value_of
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, value_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
+OPS = Ops()  # plain operations, which have derivatives
 HELD_OUT = 16  # windows that are not trained on
 DECAY = 0.8  # weight of each further pass in the loss, against the pass before
 WARM_UP = 0.03  # part of the time in which the learning rate rises
@@ -130,7 +131,7 @@ class Training:
         mesh = make_mesh(1)
         self.config = config
         self.windows = windows
-        self.decoder = Decoder(target, target.num_kv_heads, target.vocab_size, jnp.float32, Ops())
+        self.decoder = Decoder(target, target.num_kv_heads, target.vocab_size, jnp.float32, OPS)
         self.target_params = load_params(self.decoder, folder, mesh, dequantize=True, progress=False)
         size = min(config.vocabulary, target.vocab_size)
         counts = np.bincount(windows.ravel(), minlength=target.vocab_size)
@@ -142,7 +143,7 @@ class Training:
         shape = _shape(target, size)
         spec = DraftSpec(layers, target.hidden_size, own_head=True)
         sizes = target.num_kv_heads, size, target.vocab_size, target.vocab_size
-        self.drafter = Drafter(spec, shape, *sizes, jnp.float32, Ops())
+        self.drafter = Drafter(spec, shape, *sizes, jnp.float32, OPS)
         self.params = self._begin(flatten_dict(dummy_params(self.drafter, mesh, config.seed), sep="/"))
         labels = {path: _kind(path) for path in self.params}
         matrices = optax.contrib.muon(1.0, weight_decay=0.0)
@@ -301,16 +302,16 @@ def _states(
 ) -> tuple[list[jax.Array], jax.Array]:
     """The inputs of some of the target's layers, [tokens, hidden] each, and its logits [tokens, vocabulary]."""
     apply = partial(decoder.apply, {"params": params})
-    x, ropes = apply(tokens, jnp.arange(len(tokens)), method="begin")
+    x, ropes = apply(tokens, jnp.arange(len(tokens)), OPS, method="begin")
     y = None
     seen = {}
     for i, spec in enumerate(decoder.config.layers):
         seen[i] = added(x, y)
-        module = decoder.layer(spec, parent=None)
+        module = decoder.layer(spec)
         attend = partial(_causal, module, [])
-        (x, y), _ = module.apply({"params": params[f"layers_{i}"]}, x, y, ropes, attend, mutable=["routing"])
+        (x, y), _ = module.apply({"params": params[f"layers_{i}"]}, x, y, ropes, attend, OPS, mutable=["routing"])
     seen[decoder.config.num_layers] = added(x, y)
-    logits: Any = apply(apply(x, y, method="finish"), method="logits")
+    logits: Any = apply(apply(x, y, OPS, method="finish"), OPS, method="logits")
     return [jax.lax.stop_gradient(seen[i]) for i in layers], logits
 
 
@@ -318,16 +319,16 @@ def proposals(drafter: Drafter, params: Any, states: list[jax.Array], tokens: ja
     """Logits [passes, tokens - 1, vocabulary] behind each token but the first. In the first pass features come from the
     target's states; in each further one from the pass before, at the place before."""
     apply = partial(drafter.apply, {"params": params})
-    features: Any = apply(states, method="features")
+    features: Any = apply(states, OPS, method="features")
     features = features[:-1]
     tokens = tokens[1:]
-    layer = drafter.layer(drafter.config.layers[0], parent=None)
+    layer = drafter.layer(drafter.config.layers[0])
     ropes = angles(drafter.config, jnp.arange(len(tokens)))
     earlier: list[tuple[jax.Array, jax.Array]] = []
     found: list[Any] = []
     for _ in range(passes):
-        made, hidden = apply(features, tokens, ropes, partial(_causal, layer, earlier), method="entries")
-        found.append(apply(hidden, method="logits"))
+        made, hidden = apply(features, tokens, ropes, partial(_causal, layer, earlier), OPS, method="entries")
+        found.append(apply(hidden, OPS, method="logits"))
         features = jnp.concatenate(
             [made[:1], made[:-1]]
         )  # the first place has no place before; a wrong one is no matter
@@ -338,7 +339,7 @@ def _causal(layer: Any, earlier: list[tuple[jax.Array, jax.Array]], heads: Heads
     """Attention of one sequence, without a cache. `earlier`: keys and values of the passes before, to which this one's
     are added. In pass i, an entry sees those of pass 0 that are at least i places before it, and of each further pass
     the one entry that was its own past when it proposed."""
-    q, k, v = layer.ops.rotate(heads, layer.norm_eps, jnp.float32)
+    q, k, v = OPS.rotate(heads, layer.norm_eps, jnp.float32)
     earlier.append((k, v))
     spec = layer.spec.attention
     count = len(q)

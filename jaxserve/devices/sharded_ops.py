@@ -23,8 +23,8 @@ from jaxserve.devices.mesh import (
     within_group,
 )
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
+from jaxserve.pallas_kernels.operands import Heads, Partials, Row, value_of
 from jaxserve.pallas_kernels.ops import embed, matmul
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, KVPages, QuantArray, QuantRows
 
 
@@ -73,10 +73,10 @@ def quant_matmul_sharded(
     w: QuantArray | BlockArray,
     axes: tuple[str | None, str | None],
     count: jax.Array | None = None,
-    parts: bool = False,
+    partials: bool = False,
 ) -> jax.Array:
     """`jaxserve.pallas_kernels.ops.quant_matmul` on each device for its part of the weight, which has logical `axes`.
-    With `parts` the result has the form of `Parts.sums`, with one part if the inputs are split.
+    With `partials` the result has the form of `Partials.sums`, with one split if the inputs are split.
 
     If the inputs are split, each device accumulates in float32, and the partial sums are added in the dtype of x. If
     the weight wants its inputs rounded to 8 bits, each device rounds its part with scales of its own. This is a finer
@@ -86,16 +86,16 @@ def quant_matmul_sharded(
     out, inputs = specs.codes if isinstance(specs, QuantArray) else specs.low
 
     def local(x: jax.Array | QuantRows, w: QuantArray | BlockArray, *count: jax.Array) -> jax.Array:
-        y = multiply(x, w, (None, None), *count, **({"parts": True} if parts else {}))
+        y = multiply(x, w, (None, None), *count, **({"partials": True} if partials else {}))
         if inputs is None:
             return y
-        y = jax.lax.psum(Parts(y).whole(x.dtype) if parts else y.astype(x.dtype), inputs)
-        return y[None] if parts else y
+        y = jax.lax.psum(Partials(y).reduce(x.dtype) if partials else y.astype(x.dtype), inputs)
+        return y[None] if partials else y
 
     counts = () if count is None else (count,)
     of_x = rows_spec(w, inputs, x.dtype) if isinstance(x, QuantRows) else PartitionSpec(None, inputs)
     in_specs = (of_x, specs, *(PartitionSpec(),) * len(counts))
-    return on_each_device(local, mesh, in_specs, PartitionSpec(*(None,) * parts, None, out))(x, w, *counts)
+    return on_each_device(local, mesh, in_specs, PartitionSpec(*(None,) * partials, None, out))(x, w, *counts)
 
 
 def gated_matmul_sharded(
@@ -214,22 +214,22 @@ class FusedSharded:
     kernels: Any
 
     def add_norm(
-        self, x: jax.Array, y: Parts | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
+        self, x: jax.Array, y: Partials | None, scale: jax.Array | Row, eps: float, reader: QuantArray | None = None
     ) -> tuple[jax.Array, jax.Array | QuantRows]:
         """As `Ops.add_norm`. If there is a reader, its outputs are split."""
 
-        def local(x: jax.Array, y: Parts | None, scale: jax.Array | Row, reader: QuantArray | None) -> Any:
+        def local(x: jax.Array, y: Partials | None, scale: jax.Array | Row, reader: QuantArray | None) -> Any:
             return self.kernels.add_norm(x, y, scale, eps, reader)
 
         everywhere = PartitionSpec()
         specs = (everywhere, everywhere, everywhere, self._specs(reader, ("mlp", "embed")))
         return self._run(local, specs, everywhere, x, y, scale, reader)
 
-    def gate(self, y: Parts, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
+    def gate(self, y: Partials, activation: str, dtype: Any, reader: QuantArray | None = None) -> jax.Array | QuantRows:
         """As `Ops.gated`. The outputs of y are split, and the inputs of a reader are split in the same way."""
 
         def local(sums: jax.Array, bias: jax.Array | None, reader: QuantArray | None) -> Any:
-            return self.kernels.gate(Parts(sums, bias), activation, dtype, reader)
+            return self.kernels.gate(Partials(sums, bias), activation, dtype, reader)
 
         bias = None if y.bias is None else value_of(y.bias)
         mlp = spec("mlp")[0]

@@ -19,7 +19,7 @@ from jaxserve.execution.cache_kinds import cache_kind
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.models.draft_files import open_eagle, open_mtp
 from jaxserve.models.drafter import Drafter
-from jaxserve.models.load import make_decoder, make_params, trust
+from jaxserve.models.load import check_kernels, make_decoder, make_params
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def load_draft(
     plan = ModelPlan.of(settings, devices, checks=True)
     _check(plan, target, given.model, config.model)
     params = make_params(plan.decoder, plan.folder, plan.mesh, settings, progress=False)
-    decoder, params = trust(plan.decoder, params, plan.mesh, config.matmul_backend)
+    decoder, params = check_kernels(plan.decoder, params, plan.mesh, config.matmul_backend)
     runner = ModelRunner(decoder, params, plan.mesh, config.max_num_seqs, 1, **options)
     runner.set_cache_size(plan.one_page, -(-target.longest // plan.one_page.page_size))
     log.info("loaded the draft model %s in %.1f s", given.model, time.perf_counter() - start)
@@ -84,7 +84,7 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     drafter = Drafter(spec, like.config, *sizes, like.dtype, like.ops)
     own = replace(config, quantization="auto") if given.method == "eagle3" else config
     params = make_params(drafter, folder, mesh, own, progress=False, source=files)
-    drafter, params = trust(drafter, params, mesh, config.matmul_backend)
+    drafter, params = check_kernels(drafter, params, mesh, config.matmul_backend)
     if files.ids is not None:
         params["ids"] = to_devices(files.ids, replicated(mesh))
     platform = mesh.devices.flat[0].platform

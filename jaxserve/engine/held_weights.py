@@ -31,7 +31,7 @@ from jaxserve.execution.layer_uploads import HOST
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.identity import checkpoint_files
 from jaxserve.models.checkpoint import Checkpoint
-from jaxserve.models.load import make_params, read_model, trust
+from jaxserve.models.load import check_kernels, make_params, read_model
 from jaxserve.models.spec import ModelConfig
 
 # A folder or file, or arrays by the names of a checkpoint's tensors; None: the files from which the engine started.
@@ -209,7 +209,7 @@ class HeldWeights(runner_commands.Commanded, calls=runner_commands.OF_WEIGHTS):
         params = make_params(
             runner.model, plan.folder, runner.mesh, config, progress=False, source=files, stored=stored
         )
-        _, params = trust(runner.model, params, runner.mesh, config.matmul_backend)
+        _, params = check_kernels(runner.model, params, runner.mesh, config.matmul_backend)
         if runner.drafter is not None:
             head = load_head(config, plan)
             assert head is not None

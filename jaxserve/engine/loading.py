@@ -36,7 +36,7 @@ from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.start_jax import start_jax
-from jaxserve.models.load import make_params, trust
+from jaxserve.models.load import check_kernels, make_params
 from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
@@ -120,14 +120,14 @@ def load_models(
         if timing is not None:
             timing.finish()
         if checks:
-            decoder, params = trust(decoder, params, mesh, config.matmul_backend, progress=progress)
+            decoder, params = check_kernels(decoder, params, mesh, config.matmul_backend, progress=progress)
         else:
             params = arranged(params, mesh, decoder.dtype, config.matmul_backend)
     else:
         prepared.check_places(mesh)
         params = prepared.forms(mesh)
         if checks:
-            decoder, _ = trust(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
+            decoder, _ = check_kernels(plan.decoder, params, mesh, config.matmul_backend, progress=progress)
             prepared.check_kernels(plan.decoder.ops, decoder.ops)
     if config.deterministic:
         check_weights(params)

@@ -53,7 +53,7 @@ class ModelPlan:
     @classmethod
     def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = False) -> ModelPlan:
         """The plan for an engine's settings. With `checks`, kernels of accelerators begin to compute a few examples
-        (`pallas_kernels.checked_ops`), for which `models.load.trust` waits.
+        (`pallas_kernels.checked_ops`), for which `models.load.check_kernels` waits.
 
         Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)

@@ -25,7 +25,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
-from jaxserve.models.load import make_decoder, make_params, trust
+from jaxserve.models.load import check_kernels, make_decoder, make_params
 from jaxserve.models.stages import Stage, split_layers
 from jaxserve.models.weights import abstract_params
 
@@ -149,7 +149,7 @@ def _load_stage(
     decoder = make_decoder(plan.model, mesh, plan.dtype, **sizes, **backends).clone(stage=stage)
     if _is_here(devices):
         params = make_params(decoder, plan.folder, mesh, config, progress=progress)
-        decoder, params = trust(decoder, params, mesh, config.matmul_backend, progress=progress)
+        decoder, params = check_kernels(decoder, params, mesh, config.matmul_backend, progress=progress)
     else:
         params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0

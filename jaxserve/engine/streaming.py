@@ -26,7 +26,7 @@ from jaxserve.jax_pools import HOST_POOL, USUAL_HOST_POOL
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.load import make_params, trust_ops, trusted_matmul, with_matmul
+from jaxserve.models.load import check_ops, checked_matmul_backend, make_params, with_matmul
 from jaxserve.models.quantized import arranged
 from jaxserve.models.stages import Part, layer_of
 
@@ -127,7 +127,7 @@ class _Parts:
         leaves, structure = jax.tree.flatten(list(flatten_dict(params, sep="/").values()))
         forms = structure, tuple((x.shape, x.dtype) for x in leaves)
         if forms not in self.chosen:
-            self.chosen[forms] = trusted_matmul(own, params, plan.mesh, backend)
+            self.chosen[forms] = checked_matmul_backend(own, params, plan.mesh, backend)
         chosen = self.chosen[forms]
         if chosen not in self.decoders:
             self.decoders[chosen] = with_matmul(plan.decoder, plan.mesh, chosen)
@@ -143,7 +143,7 @@ def load_streaming(
     those in host memory. Raises ConfigError or CheckpointError."""
     plan = ModelPlan.of(config, devices, checks=True)
     check_model(config, plan)
-    plan = replace(plan, decoder=trust_ops(plan.decoder, progress=progress))
+    plan = replace(plan, decoder=check_ops(plan.decoder, progress=progress))
     forms = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
     first = first_on_host(config, plan, forms)
     dummy = config.load_format == "dummy"

@@ -18,7 +18,8 @@ from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
 from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
 from jaxserve.pallas_kernels import token_shares
-from jaxserve.pallas_kernels.parts import Heads, LatentHeads
+from jaxserve.pallas_kernels.operands import Heads, LatentHeads
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import KVPages, LatentPages, has_scale, stored_head_dim, stored_latent_width
 
 Pages = KVPages | LatentPages
@@ -66,24 +67,25 @@ class KeysAndValues:
         return KVPages(split, split if has_scale(self.dtype) else None)
 
     def attend(
-        self, layer: Layer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any, decode_only: bool
-    ) -> tuple[jax.Array, KVPages]:
+        self, layer: Layer, ops: Ops, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any,
+        decode_only: bool,
+    ) -> tuple[jax.Array, KVPages]:  # fmt: skip
         """`Ops.attend` for the heads of each device."""
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
-        attend = layer.ops.attend
+        attend = ops.attend
         if num_shards(mesh, "cached_tokens") > 1:
-            attend = partial(token_shares.attend, layer.ops, axis=CACHED_TOKENS)
+            attend = partial(token_shares.attend, ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
         return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def write(
-        self, layer: Layer, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any
+        self, layer: Layer, ops: Ops, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any
     ) -> tuple[jax.Array, KVPages]:
         """`attend` without the attention: the result has its shape and no meaning."""
 
         def write(heads: Heads, pages: KVPages, slots: jax.Array, _: Any, first_page: jax.Array) -> Any:
-            return layer.ops.rotate_and_write(heads, layer.norm_eps, dtype, pages, slots, first_page)
+            return ops.rotate_and_write(heads, layer.norm_eps, dtype, pages, slots, first_page)
 
         return _on_each_device(write, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
@@ -122,24 +124,24 @@ class Latents:
         return LatentPages(data, scale if has_scale(self.dtype) else None)
 
     def attend(
-        self, layer: Layer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
+        self, layer: Layer, ops: Ops, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
         decode_only: bool,
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """`Ops.attend_latent` for the heads of each device."""
         chosen: Any = layer.spec.attention
-        attend = layer.ops.attend_latent
+        attend = ops.attend_latent
         if num_shards(mesh, "cached_tokens") > 1:
-            attend = partial(token_shares.attend_latent, layer.ops, axis=CACHED_TOKENS)
+            attend = partial(token_shares.attend_latent, ops, axis=CACHED_TOKENS)
         attend = partial(attend, scale=chosen.softmax_scale, decode_only=decode_only)
         return _on_each_device(attend, heads, self._spec_of_heads, pages, self.specs, where, mesh)
 
     def write(
-        self, layer: Layer, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any
+        self, layer: Layer, ops: Ops, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any
     ) -> tuple[jax.Array, LatentPages]:
         """`attend` without the attention: the result has its shape and no meaning."""
 
         def write(heads: LatentHeads, pages: LatentPages, slots: jax.Array, _: Any, first_page: jax.Array) -> Any:
-            pages = layer.ops.write_latent(pages, heads.row, slots, first_page, rank=self.rank)
+            pages = ops.write_latent(pages, heads.row, slots, first_page, rank=self.rank)
             return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype), pages
 
         return _on_each_device(write, heads, self._spec_of_heads, pages, self.specs, where, mesh)

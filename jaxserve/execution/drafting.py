@@ -26,6 +26,7 @@ from jaxserve.execution.slots import SlotState
 from jaxserve.models.decoder import Decoder, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.scheduling.step_plan import Sampler
 
 ENTRIES: dict[str, Any] = {"method": "entries", "mutable": [ROUTING]}  # what routers chose is not kept
@@ -60,23 +61,24 @@ def write_entries(
     where: tuple,
     *,
     drafter: Drafter,
+    ops: Ops,
     layout: CacheLayout,
     mesh: Mesh,
 ) -> Any:
     """Writes the entries of tokens into the head's pages. features: before each token. place: int32 [tokens], of each
     entry. where: as for `CacheKind.attend`; entries without a known feature are not written. Returns the pages."""
     kind = layout.draft
-    layer = drafter.layer(drafter.config.layers[0], parent=None)
+    layer = drafter.layer(drafter.config.layers[0])
     assert kind is not None
     slots = jnp.where(jnp.any(features != 0, axis=-1), where[0], -1)
 
     def write(heads: Any) -> jax.Array:
         nonlocal pages
-        out, pages = kind.write(layer, heads, pages, (slots, *where[1:]), mesh, drafter.dtype)
+        out, pages = kind.write(layer, ops, heads, pages, (slots, *where[1:]), mesh, drafter.dtype)
         return out
 
     ropes = angles(drafter.config, jnp.maximum(place, 0))
-    drafter.apply({"params": of_head(params)}, features, tokens, ropes, write, **ENTRIES)
+    drafter.apply({"params": of_head(params)}, features, tokens, ropes, write, ops, **ENTRIES)
     return pages
 
 
@@ -101,7 +103,7 @@ def propose(
     token is drawn with the target's noise for its position, so that similar distributions draw the same token often.
     """
     kind = layout.draft
-    layer = drafter.layer(drafter.config.layers[0], parent=None)
+    layer = drafter.layer(drafter.config.layers[0])
     assert kind is not None
     assert slots.features is not None
     count = packed[0]
@@ -113,15 +115,16 @@ def propose(
     length = slots.length(slot)
     words = slots.params[slot]
     seen = TokenCounts(slots.counts, slots.in_prompt)  # for penalties, which proposals do not follow
-    own = drafter.counting(count)
-    head: Drafter | Decoder = own if drafter.spec.own_head else model.counting(count)
+    ops = drafter.ops.counting(count)
+    head: Drafter | Decoder = drafter if drafter.spec.own_head else model
+    head_ops = head.ops.counting(count)
     head_params = params["draft"] if drafter.spec.own_head else params
 
     ids = params["draft"].get("ids")
 
     def draw(logits: jax.Array, words: jax.Array, position: jax.Array, shared: tuple) -> jax.Array:
         seen, ids = shared
-        token = sample(logits, words, seen, position, sampler=sampler, kernels=RowKernels.of(head.ops), ids=ids).tokens
+        token = sample(logits, words, seen, position, sampler=sampler, kernels=RowKernels.of(head_ops), ids=ids).tokens
         return token if ids is None else ids[token]
 
     def one_pass(i: jax.Array | int, state: Any) -> Any:
@@ -134,12 +137,14 @@ def propose(
 
         def attend(heads: Any) -> jax.Array:
             nonlocal pages
-            out, pages = kind.attend(layer, heads, pages, where, mesh, drafter.dtype, True)
+            out, pages = kind.attend(layer, ops, heads, pages, where, mesh, drafter.dtype, True)
             return out
 
         ropes = angles(drafter.config, place)
-        (features, hidden), _ = own.apply({"params": of_head(params)}, features, token, ropes, attend, **ENTRIES)
-        token = from_logits(draw, head, head_params, hidden, (words, length + 1 + i), (seen, ids), mesh)
+        (features, hidden), _ = drafter.apply(
+            {"params": of_head(params)}, features, token, ropes, attend, ops, **ENTRIES
+        )
+        token = from_logits(draw, head, head_ops, head_params, hidden, (words, length + 1 + i), (seen, ids), mesh)
         return pages, features, token, drawn.at[i].set(token)
 
     drawn = jnp.zeros((passes, rows), jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,8 +22,20 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
 from jaxserve.pallas_kernels.expert_routing import load
-from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
+from jaxserve.pallas_kernels.operands import DeltaHeads, Partials
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.scheduling.block_manager import Chunk
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a pass of the model is compiled for."""
+
+    model: Decoder
+    shape: StepShape
+    layout: CacheLayout
+    mesh: Mesh
+    drafter: Drafter | None = None  # a draft head that reads the tokens: the pass writes its entries (`drafting`)
 
 
 class ModelInput(NamedTuple):
@@ -79,7 +92,7 @@ class LayersRun(NamedTuple):
     """What a pass has computed when it has run its layers."""
 
     x: jax.Array  # [tokens, hidden]
-    y: Parts | None  # what the last of these layers left to add to x
+    y: Partials | None  # what the last of these layers left to add to x
     inputs: LayerInputs
     chosen: list[jax.Array]  # experts that the layers' routers chose
     read_by_draft: dict[int, jax.Array]  # inputs of layers
@@ -87,70 +100,54 @@ class LayersRun(NamedTuple):
 
 
 def forward(
-    params,
-    cache: KVCache,
-    slots: SlotState,
-    batch: ModelInput,
-    *,
-    model: Decoder,
-    shape: StepShape,
-    layout: CacheLayout,
-    mesh: Mesh,
-    drafter: Drafter | None = None,
+    params, cache: KVCache, slots: SlotState, batch: ModelInput, context: ForwardContext
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
     replace the old ones. So are the entries of a draft head. The slots do not change."""
-    model = model.counting(batch.q_start[-1])  # padding comes last, and matmuls may skip it
-    ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh, drafter=drafter)
-    x, y, inputs, chosen, read_by_draft, cache = ran
+    x, y, inputs, chosen, read_by_draft, cache = run_layers(params, cache, slots, batch, context)
+    model = context.model
+    drafter = context.drafter
     q_start = batch.q_start
     placed = inputs.placed
-    hidden: Any = model.apply({"params": params}, x, y, method="finish")
-    last = hidden if shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
+    count = inputs.num_tokens
+    hidden: Any = model.apply({"params": params}, x, y, model.ops.counting(count), method="finish")
+    last = hidden if context.shape.decode_only else hidden[jnp.maximum(q_start[1:] - 1, 0)]
     features = None
     if drafter is not None and slots.features is not None:
-        drafter = drafter.counting(q_start[-1])
+        ops = drafter.ops.counting(count)
         read_by_draft[len(model.config.layers)] = added(x, y)
         states = [read_by_draft[i] for i in drafter.spec.layers] or [hidden]
         place = placed.position - 1
         entries = placed._replace(position=jnp.maximum(place, 0), writes=placed.writes & (place >= 0))
-        table = inputs.tables[layout.draft_group]
+        table = inputs.tables[context.layout.draft_group]
         pending = slots.features[batch.slot, 0]
 
-        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, method="features"))
+        features = cast(jax.Array, drafter.apply({"params": params["draft"]}, states, ops, method="features"))
         given = before(features, pending, q_start, placed.row), inputs.tokens, entries.position
-        slot = _kv_slots(entries, table, layout.page_size)
+        slot = _kv_slots(entries, table, context.layout.page_size)
         where = slot, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0)
-        head: Any = {"drafter": drafter, "layout": layout, "mesh": mesh}
+        head: Any = {"drafter": drafter, "ops": ops, "layout": context.layout, "mesh": context.mesh}
         cache[-1] = write_entries(params, cache[-1], *given, where, **head)
-    return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, q_start[-1])), cache
+    return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, count)), cache
 
 
-def run_layers(
-    params,
-    cache: KVCache,
-    slots: SlotState,
-    batch: ModelInput,
-    *,
-    model: Decoder,
-    shape: StepShape,
-    layout: CacheLayout,
-    mesh: Mesh,
-    drafter: Drafter | None = None,
-) -> LayersRun:
+def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayersRun:
     """The part of `forward` before the last norm: all layers, or those of the model's pipeline stage."""
-    inputs = layer_inputs(slots, batch, model=model, shape=shape, layout=layout)
-    model = model.adapted_by(slots.adapter(batch.slot)[inputs.placed.row])
+    model = context.model
+    layout = context.layout
+    inputs = layer_inputs(slots, batch, context)
+    # Padding comes last, and matmuls may skip it.
+    ops = model.ops.counting(inputs.num_tokens).adapted_by(slots.adapter(batch.slot)[inputs.placed.row])
     x = batch.x
     if x is None:
-        given = inputs.tokens, inputs.placed.position
+        given = inputs.tokens, inputs.placed.position, ops
         x, _ = cast(Any, model.apply({"params": params}, *given, method="begin"))
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
-    run = partial(run_layer, kind=layout.kind, mesh=mesh, decode_only=shape.decode_only)
-    kinds = {spec: jax.jit(partial(run, module=model.layer(spec, parent=None))) for spec in set(model.config.layers)}
+    run = partial(run_layer, ops=ops, kind=layout.kind, mesh=context.mesh, decode_only=context.shape.decode_only)
+    kinds = {spec: jax.jit(partial(run, module=model.layer(spec))) for spec in set(model.config.layers)}
     chosen: list[jax.Array] = []
     read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
-    wanted = drafter.spec.layers if drafter is not None else ()
+    wanted = context.drafter.spec.layers if context.drafter is not None else ()
     cache = list(cache)
     y = None
     layers = model.own_layers
@@ -165,13 +162,12 @@ def run_layers(
     return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
 
 
-def layer_inputs(
-    slots: SlotState, batch: ModelInput, *, model: Decoder, shape: StepShape, layout: CacheLayout
-) -> LayerInputs:
+def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayerInputs:
     """What the layers of a pass read of its batch."""
+    layout = context.layout
     q_start = batch.q_start
     slot = batch.slot
-    placed = _place(slots, batch, shape)
+    placed = _place(slots, batch, context.shape)
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
@@ -182,7 +178,7 @@ def layer_inputs(
             seen = _of_chunk(table, placed.kv_len, window, layout.page_size)
         of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))
     rows = None if layout.states is None else _delta_rows(slots, batch, placed)
-    ropes = angles(model.config, placed.position)
+    ropes = angles(context.model.config, placed.position)
     return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows)
 
 
@@ -207,7 +203,7 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
 
 def _delta_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> DeltaRows:
     """The slots whose recurrent states the rows read, and those that they write. Rows that keep nothing write to the
-    slot of nobody."""
+    padding slot."""
     target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
     begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
     return DeltaRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
@@ -229,9 +225,9 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 
 
 def run_layer(
-    params, x: jax.Array, y: Parts | None, ropes: Ropes, pages: Any, where: Any,
-    *, module: DecoderLayer, kind: Any, mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, Parts | None, Any, list[jax.Array]]:  # fmt: skip
+    params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any,
+    *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
+) -> tuple[jax.Array, Partials | None, Any, list[jax.Array]]:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
     in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]."""
 
@@ -239,11 +235,11 @@ def run_layer(
         nonlocal pages
         if isinstance(heads, DeltaHeads):
             rows, first = where
-            out, pages = delta_net(module, heads, pages, rows, first, mesh, decode_only)
+            out, pages = delta_net(module, ops, heads, pages, rows, first, mesh, decode_only)
             return out
-        out, pages = kind.attend(module, heads, pages, where, mesh, x.dtype, decode_only)
+        out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 
-    made, noted = module.apply({"params": params}, x, y, ropes, attend, mutable=[ROUTING])
-    x, y = cast(tuple[jax.Array, Parts | None], made)
+    made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
+    x, y = cast(tuple[jax.Array, Partials | None], made)
     return x, y, pages, jax.tree.leaves(noted)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.devices.mesh import RULES, constrained, is_split, num_shards, on_each_device, spec
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
+from jaxserve.pallas_kernels.ops import Ops
 
 
 def replicate(x: Any, mesh: Mesh) -> jax.Array:
@@ -27,6 +28,7 @@ def replicate(x: Any, mesh: Mesh) -> jax.Array:
 def from_logits(
     function: Callable[..., Any],
     model: Decoder | Drafter,
+    ops: Ops,
     params: Any,
     hidden: jax.Array,
     rows: tuple,
@@ -38,7 +40,7 @@ def from_logits(
     The arrays in `rows`, and those of the result, must have the same first dimension as `hidden`. `shared` applies to
     all rows. Each device computes its part of the rows; the result is on all devices.
     """
-    logits = cast(jax.Array, model.apply({"params": params}, hidden, method="logits"))
+    logits = cast(jax.Array, model.apply({"params": params}, hidden, ops, method="logits"))
     logits = constrained(logits, mesh, spec(None, "vocab"))
     vocab = model.config.vocab_size
     if not is_split(mesh):

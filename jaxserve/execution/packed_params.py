@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.pallas_kernels.parts import Row
+from jaxserve.pallas_kernels.operands import Row
 
 
 def bundle(params: Any, *, as_rows: bool = False) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:

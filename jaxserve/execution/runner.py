@@ -48,7 +48,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.stages import Stage
 from jaxserve.pallas_kernels import cpu, lowered_kernels
-from jaxserve.pallas_kernels.parts import Row, value_of
+from jaxserve.pallas_kernels.operands import Row, value_of
 from jaxserve.scheduling.block_manager import NULL_PAGE
 from jaxserve.scheduling.step_plan import Sampler
 

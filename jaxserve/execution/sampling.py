@@ -95,13 +95,13 @@ def sample(
         params = decode_slots(words)
         arg_max = kernels.arg_max
         plain = (params.temperature <= 0) & ~params.logprobs & ~_is_penalized(params) & ~_is_biased(params, position)
-        return lax.cond(
-            jnp.all(plain),
-            lambda logits: Sampled(arg_max(logits), _no_scores(logits)),
-            lambda logits: _sample(logits, words, seen, position, None, before, sampler, kernels, ids, platform),
-            logits,
-        )
-    return _sample(logits, words, seen, position, masks, before, sampler, kernels, ids, platform)
+
+        def most_likely_tokens(logits: jax.Array, *_: Any) -> Sampled:
+            return Sampled(arg_max(logits), _no_scores(logits))
+
+        draw = partial(_sample, masks=None, sampler=sampler, kernels=kernels, platform=platform)
+        return lax.cond(jnp.all(plain), most_likely_tokens, draw, logits, words, seen, position, before, ids)
+    return _sample(logits, words, seen, position, before, ids, masks, sampler, kernels, platform)
 
 
 def _is_penalized(params: RowParams) -> jax.Array:
@@ -117,11 +117,11 @@ def _sample(
     words: jax.Array,
     seen: TokenCounts,
     position: jax.Array,
-    masks: jax.Array | None,
     before: jax.Array | None,
+    ids: jax.Array | None,
+    masks: jax.Array | None,
     sampler: Sampler,
     kernels: RowKernels,
-    ids: jax.Array | None,
     platform: str,
 ) -> Sampled:
     raw = logits
@@ -132,9 +132,9 @@ def _sample(
     if any_ or full:
         penalized = _is_penalized(params)
         biased = _is_biased(params, position)
-        logits = _where_any(any_, penalized, _penalize, lambda x, *_: x, logits, words, seen, before)
+        logits = _where_any(any_, penalized, _penalize, _unchanged, logits, words, seen, before)
         add_bias = partial(_add_bias, in_pieces=platform == "tpu")
-        logits = _where_any(any_, biased, add_bias, lambda x, *_: x, logits, words, position)
+        logits = _where_any(any_, biased, add_bias, _unchanged, logits, words, position)
     if masks is not None:
         bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
         logits = jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, EXCLUDED)
@@ -142,7 +142,7 @@ def _sample(
         return Sampled(_greedy(logits) if kernels.draw is None else kernels.draw(logits, None), None)
     plainly = partial(draw_plainly, sampler=sampler, keep=kernels.filter_logits, on_cpu=on_cpu)
     draw = partial(_draw, kernel=kernels.draw or plainly, ids=ids)
-    tokens = _where_any(any_, params.temperature > 0, draw, lambda x, *_: _greedy(x), logits, words, position)
+    tokens = _where_any(any_, params.temperature > 0, draw, _greedy, logits, words, position)
     if not (any_ or full):
         return Sampled(tokens, None)
     score = partial(score_tokens, sorts=any_ and on_cpu, log_softmax=kernels.log_softmax)
@@ -152,6 +152,10 @@ def _sample(
 def _where_any(at_run_time: bool, wanted: jax.Array, function: Callable, otherwise: Callable, *args: Any) -> Any:
     """`function` of the arguments. `at_run_time`: `otherwise` of them, unless some row wants `function`."""
     return lax.cond(jnp.any(wanted), function, otherwise, *args) if at_run_time else function(*args)
+
+
+def _unchanged(logits: jax.Array, *_: Any) -> jax.Array:
+    return logits
 
 
 def score_tokens(
@@ -181,11 +185,8 @@ def score_tokens(
         wants = named[:, :1] >= 0
         ids = jnp.where(wants, named, ids)
         top = jnp.where(wants, jnp.take_along_axis(logprobs, jnp.maximum(named, 0), axis=-1), top)
-
-    def bits(x: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(x, jnp.int32)
-
-    return jnp.concatenate([bits(chosen), rank, ids.astype(jnp.int32), bits(top)], axis=-1)
+    chosen, top = (lax.bitcast_convert_type(x, jnp.int32) for x in (chosen, top))
+    return jnp.concatenate([chosen, rank, ids.astype(jnp.int32), top], axis=-1)
 
 
 def most_likely(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -260,7 +261,7 @@ def _add_bias(logits: jax.Array, words: jax.Array, position: jax.Array, *, in_pi
     return lax.fori_loop(0, ids.shape[1] // BIAS_PIECE, add_piece, logits)
 
 
-def _greedy(logits: jax.Array) -> jax.Array:
+def _greedy(logits: jax.Array, *_: Any) -> jax.Array:
     """The first most likely token, found by blocks, since XLA on CPU has no fast argmax of long rows."""
     blocks = _blocks(logits)
     block = jnp.argmax(blocks.max(axis=-1), axis=-1)
@@ -311,7 +312,7 @@ def draw_plainly(
         filtered = hot & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
         bits = 1 if any_ and on_cpu else ROUND_BITS
         keep = partial(keep, excluded=EXCLUDED) if keep else partial(filter_logits, unrolled=not any_, bits=bits)
-        scaled = _where_any(any_, filtered, keep, lambda x, _: x, scaled, settings)
+        scaled = _where_any(any_, filtered, keep, _unchanged, scaled, settings)
     return _greedy(jnp.where(hot[:, None], _race(scaled, settings), logits))
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.devices.mesh import by_group, for_each_group, num_groups, replicated, spans_hosts
 from jaxserve.execution import drafting, stage_steps, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
+from jaxserve.execution.forward import ForwardContext
 from jaxserve.execution.kv_cache import (
     COPIES,
     STATE_COPIES,
@@ -150,18 +151,15 @@ class Signatures:
 
     def step(self, program: StepProgram) -> Signature:
         """The signature of a step, see `steps.run_step`."""
+        context = self.context(program.shape, self.drafter if program.drafts else None)
         step: Callable[..., Any] = partial(
             steps.run_step,
-            model=self.model,
-            shape=program.shape,
-            layout=self.layout,
-            mesh=self.mesh,
+            context=context,
             sampler=program.sampler,
             tokens_per_call=program.tokens_per_call,
             keeps_hidden=program.keeps_hidden,
             pooling=self.pooling,
             proposals=program.proposals,
-            drafter=self.drafter if program.drafts else None,
         )
         everywhere: Any = self.everywhere
         hidden = everywhere if program.keeps_hidden else None
@@ -174,10 +172,12 @@ class Signatures:
             x = jax.ShapeDtypeStruct((program.shape.tokens, size), self.model.dtype, sharding=self.everywhere)
             arguments = (*arguments, x)
         if isinstance(stage, Stage) and not stage.is_last:
-            options: Any = {"model": self.model, "shape": program.shape, "layout": self.layout, "mesh": self.mesh}
-            step = partial(stage_steps.run_stage, **options)
+            step = partial(stage_steps.run_stage, context=self.context(program.shape))
             results = stage_steps.StageResult(everywhere, caches, everywhere)
         return Signature(self.with_params(step), (1, 2), arguments, results)
+
+    def context(self, shape: StepShape, drafter: Drafter | None = None) -> ForwardContext:
+        return ForwardContext(self.model, shape, self.layout, self.mesh, drafter)
 
     def take(self, name: AuxProgram) -> Signature:
         """The signature of `stage_steps.take_tokens`, after a step, one that checks proposals, or deferred draws."""
@@ -189,11 +189,19 @@ class Signatures:
     def propose(self, rows: int, sampler: Sampler, passes: int) -> Signature:
         """The signature of `drafting.propose`."""
         assert self.drafter is not None
-        options: Any = {"model": self.model, "drafter": self.drafter, "layout": self.layout, "mesh": self.mesh}
-        options |= {"sampler": sampler, "passes": passes, "static": self.static}
+        propose = partial(
+            drafting.propose,
+            model=self.model,
+            drafter=self.drafter,
+            layout=self.layout,
+            mesh=self.mesh,
+            sampler=sampler,
+            passes=passes,
+            static=self.static,
+        )
         arguments = self.params, self.cache[-1], self.slots, self.host(2 + rows)
         results = self.everywhere, self.cache_sharding[-1]
-        return Signature(self.with_params(partial(drafting.propose, **options)), (1,), arguments, results)
+        return Signature(self.with_params(propose), (1,), arguments, results)
 
     def set_slots(self, rows: int) -> Signature:
         return Signature(set_slots, (0,), (self.slots, self.host(rows, SLOT_WORDS)), self.everywhere)
@@ -204,8 +212,9 @@ class Signatures:
 
     def sample_deferred(self, rows: int) -> Signature:
         sampler = Sampler.FULL if self.static else Sampler.ANY
-        options: Any = {"model": self.model, "mesh": self.mesh, "sampler": sampler, "proposals": self.proposals}
-        sample = partial(steps.sample_deferred, **options)
+        sample = partial(
+            steps.sample_deferred, model=self.model, mesh=self.mesh, sampler=sampler, proposals=self.proposals
+        )
         packed = self.host(rows, DEFERRED_WORDS + -(-self.model.config.vocab_size // 32))
         return Signature(self.with_params(sample), (1,), (self.params, self.slots, packed), self.everywhere)
 

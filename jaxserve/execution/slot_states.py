@@ -15,8 +15,8 @@ from jaxserve.execution.cache_kinds import layers_of_array
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
-from jaxserve.pallas_kernels.ops import ACTIVATIONS
-from jaxserve.pallas_kernels.parts import DeltaHeads
+from jaxserve.pallas_kernels.operands import DeltaHeads
+from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.types import DeltaState
 
 AXES = None, "kv_heads"  # logical axes of the arrays' first dimensions
@@ -84,15 +84,15 @@ class StateLayout:
 
 
 def delta_net(
-    layer: DecoderLayer, heads: DeltaHeads, state: DeltaState, rows: DeltaRows, first: jax.Array, mesh: Mesh,
-    decode_only: bool,
+    layer: DecoderLayer, ops: Ops, heads: DeltaHeads, state: DeltaState, rows: DeltaRows, first: jax.Array,
+    mesh: Mesh, decode_only: bool,
 ) -> tuple[jax.Array, DeltaState]:  # fmt: skip
     """`Ops.delta_net` for the heads of each device. `first` is the index of the layer's first state in `state`."""
     net = layer.spec.attention
     assert isinstance(net, GatedDeltaSpec)
     static = mesh.devices.flat[0].platform != "cpu"  # on a GPU a loop of unknown length waits for the host
     options = {"key_dim": net.key_dim, "activation": ACTIVATIONS[net.activation]}
-    advance = partial(layer.ops.delta_net, **options, decode_only=decode_only, static=static)
+    advance = partial(ops.delta_net, **options, decode_only=decode_only, static=static)
     if not is_split(mesh):
         return advance(heads, state, rows, first)
     by_head = spec(None, "kv_heads")

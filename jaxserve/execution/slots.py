@@ -1,8 +1,8 @@
 """What the devices remember of each running sequence between steps, by slot.
 
 A sequence owns one slot while it runs. Its sampling parameters are sent once, when it gets the slot (`encode_slot`,
-`set_slots`); a step then carries only what changes. No sequence owns the last slot (`num_slots`), called the slot of
-nobody: padding rows point there.
+`set_slots`); a step then carries only what changes. No sequence owns the last slot (`num_slots`), the padding slot:
+padding rows point there.
 
 Token counts are as wide as the vocabulary, and few sequences need them. A sequence with penalties therefore owns a
 penalty row beside its slot; the others share row 0 (NO_PENALTY_ROW), whose contents mean nothing.

@@ -11,15 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jaxserve.execution.forward import run_layers
-from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.forward import ForwardContext, run_layers
+from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import replicate
 from jaxserve.execution.slots import LAST_TOKEN, LENGTH, SlotState, decode_slots
-from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.steps import read_buffer
-from jaxserve.models.decoder import Decoder, added
+from jaxserve.models.decoder import added
 
 
 class StageResult(NamedTuple):
@@ -35,20 +33,16 @@ def run_stage(
     packed: jax.Array,
     x: jax.Array | None = None,
     *,
-    model: Decoder,
-    shape: StepShape,
-    layout: CacheLayout,
-    mesh: Mesh,
+    context: ForwardContext,
 ) -> StageResult:
     """The part of a step of a stage that is not the last. `cache` and `slots` are donated. See `steps.run_step`."""
-    _, slots, batch, num_new = read_buffer(packed, slots, shape, x)
-    model = model.counting(batch.q_start[-1])
-    ran = run_layers(params, cache, slots, batch, model=model, shape=shape, layout=layout, mesh=mesh)
+    _, slots, batch, num_new = read_buffer(packed, slots, context.shape, x)
+    ran = run_layers(params, cache, slots, batch, context)
     writes = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
     length = ran.inputs.placed.kv_len - jnp.abs(num_new)
     slots = slots._replace(progress=slots.progress.at[writes, LENGTH].set(length))
     # One array instead of two goes to the next stage, and all of its devices need it whole.
-    return StageResult(replicate(added(ran.x, ran.y), mesh), ran.cache, slots)
+    return StageResult(replicate(added(ran.x, ran.y), context.mesh), ran.cache, slots)
 
 
 def take_tokens(slots: SlotState, slot: jax.Array, tokens: jax.Array) -> SlotState:

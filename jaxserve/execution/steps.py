@@ -20,15 +20,15 @@ from jax.sharding import Mesh
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.mesh import num_groups
 from jaxserve.execution.drafting import remember
-from jaxserve.execution.forward import ModelInput, forward
-from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.forward import ForwardContext, ModelInput, forward
+from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, RowKernels, Sampled, TokenCounts, sample, score_tokens
 from jaxserve.execution.slots import SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.drafter import Drafter
+from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.scheduling.step_plan import Sampler
 
 # rows for which `score_prompt` computes logits at a time
@@ -51,45 +51,38 @@ def run_step(
     packed: jax.Array,
     x: jax.Array | None = None,
     *,
-    model: Decoder,
-    shape: StepShape,
-    layout: CacheLayout,
-    mesh: Mesh,
+    context: ForwardContext,
     sampler: Sampler = Sampler.ANY,
     tokens_per_call: int | None = None,
     keeps_hidden: bool = True,
     pooling: str | None = None,
     proposals: int = 0,
-    drafter: Drafter | None = None,
 ) -> StepResult:
     """Computes one step over a batch. `cache` and `slots` are donated; the results replace them.
 
     Args:
-      packed: the step's buffer, int32 [shape.words].
+      packed: the step's buffer, int32 [context.shape.words].
       x: [tokens, hidden], what the pipeline stage before has computed; None: there is none.
       sampler: what sampling can do in this program; it must suffice for all rows, see `Sampler`.
       tokens_per_call: passes of the model over a batch of decodes. None: as many as rows need, at most as many as the
         buffer says.
       proposals: most tokens proposed for a row of a mixed step; see `_verify`.
-      drafter: a draft head that reads the tokens: the step writes its entries (`drafting`).
       keeps_hidden: a mixed step returns its hidden states, or with `pooling` the result of `pool_rows`.
     """
-    field, slots, batch, num_new = read_buffer(packed, slots, shape, x)
-    q_start = batch.q_start
-    options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
-    options["sampler"] = sampler
+    decode_only = context.shape.decode_only
+    field, slots, batch, num_new = read_buffer(packed, slots, context.shape, x)
     # Jitted, so that the loop and what is asked of its shapes have one trace.
-    advance: Callable = partial(jax.jit(partial(_advance, **options), inline=True), params)
-    if shape.decode_only and tokens_per_call != 1:
+    advance: Callable = partial(jax.jit(partial(_advance, context=context, sampler=sampler), inline=True), params)
+    if decode_only and tokens_per_call != 1:
         most = field["tokens_per_call"][0] if tokens_per_call is None else tokens_per_call
-        return _decode_loop(advance, cache, slots, batch, num_new, most, ends_early=num_groups(mesh) == 1)
+        return _decode_loop(advance, cache, slots, batch, num_new, most, ends_early=num_groups(context.mesh) == 1)
     if proposals:
-        return _verify(params, cache, slots, batch, num_new, proposals=proposals, **options)
+        return _verify(params, cache, slots, batch, num_new, context, sampler=sampler, proposals=proposals)
     sampled, hidden, cache, slots = advance(cache, slots, batch)
     sampled = sampled._replace(tokens=jnp.where(batch.keeps_token, sampled.tokens, -1))
     if pooling is not None:
-        hidden = pool_rows(hidden, q_start, pooling)
-    kept = replicate(hidden, mesh) if keeps_hidden and not shape.decode_only else None
+        hidden = pool_rows(hidden, batch.q_start, pooling)
+    kept = replicate(hidden, context.mesh) if keeps_hidden and not decode_only else None
     return StepResult(jax.tree.map(lambda x: x[None], sampled), kept, cache, slots)
 
 
@@ -165,24 +158,14 @@ def _decode_loop(
 
 
 def _advance(
-    params,
-    cache: KVCache,
-    slots: SlotState,
-    batch: ModelInput,
-    *,
-    model: Decoder,
-    shape: StepShape,
-    layout: CacheLayout,
-    mesh: Mesh,
-    sampler: Sampler,
-    drafter: Drafter | None,
+    params, cache: KVCache, slots: SlotState, batch: ModelInput, *, context: ForwardContext, sampler: Sampler
 ) -> tuple[Sampled, jax.Array, KVCache, SlotState]:
     """One pass of the model over a batch. Returns a sampled token per row, hidden states [tokens, hidden], cache and
     slots."""
-    options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
-    out, cache = forward(params, cache, slots, batch, **options)
-    head = model.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
-    drawn = partial(_sample, head, params, out.last, slots, batch.slot, out.kv_len, None, sampler, mesh)
+    model = context.model
+    out, cache = forward(params, cache, slots, batch, context)
+    ops = model.ops.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
+    drawn = partial(_sample, model, ops, params, out.last, slots, batch.slot, out.kv_len, None, sampler, context.mesh)
     sampled = _if_any(batch.keeps_token, drawn, sampler)
     sampled = sampled._replace(expert_load=out.expert_load)
     # Rows that keep nothing must not change their slot, so they write to the padding slot.
@@ -195,7 +178,7 @@ def _advance(
         hidden=slots.hidden.at[jnp.where(batch.deferred, slot, padding_slot), 0].set(out.last),
     )
     if out.features is not None:
-        features = out.features if shape.decode_only else out.features[jnp.maximum(batch.q_start[1:] - 1, 0)]
+        features = out.features if context.shape.decode_only else out.features[jnp.maximum(batch.q_start[1:] - 1, 0)]
         slots = remember(slots, writes, features)
     if sampler >= Sampler.FULL:
         slots = _count(sampled, slots, jnp.where(batch.keeps_token, slot, padding_slot))
@@ -203,26 +186,26 @@ def _advance(
 
 
 def _verify(
-    params, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array,
-    *, proposals: int, model: Decoder, shape: StepShape, layout: CacheLayout, mesh: Mesh, sampler: Sampler,
-    drafter: Drafter | None,
+    params, cache: KVCache, slots: SlotState, batch: ModelInput, num_new: jax.Array, context: ForwardContext,
+    *, sampler: Sampler, proposals: int,
 ) -> StepResult:  # fmt: skip
     """One pass of the model over a batch whose rows end with |`num_new`| - 1 proposals. A row samples behind its last
     token that is no proposal and behind each proposal, and keeps the draws of `verify.Draws.kept`. Keys and values of
     the other proposals stay behind the row's length, where later tokens replace them. `sample_deferred` draws for rows
     whose `num_new` is negative."""
-    options: Any = {"model": model, "shape": shape, "layout": layout, "mesh": mesh, "drafter": drafter}
-    out, cache = forward(params, cache, slots, batch, **options)
+    model = context.model
+    out, cache = forward(params, cache, slots, batch, context)
     slot = batch.slot
     padding_slot = slots.progress.shape[0] - 1
     num_draws = jnp.abs(num_new)
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
     count = num_draws.sum(dtype=jnp.int32)
-    head = model.counting(count)
+    ops = model.ops.counting(count)
     owner = slot[draws.row]
     hidden = out.hidden[draws.token]
     later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, padding_slot)
-    drawn = partial(_sample, head, params, hidden, slots, owner, draws.position, None, sampler, mesh, draws.before)
+    given = params, hidden, slots, owner, draws.position, None, sampler, context.mesh, draws.before
+    drawn = partial(_sample, model, ops, *given)
     sampled = _if_any((num_new > 0)[draws.row], drawn, sampler)
     ends = _unless_stopped(sampled, slots, owner)
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
@@ -271,10 +254,10 @@ def sample_deferred(
     masks = packed[:, DEFERRED_WORDS:]
     slot = draws.slot
     padding_slot = slots.progress.shape[0] - 1
-    model = model.counting(jnp.sum(slot < padding_slot, dtype=jnp.int32))
+    ops = model.ops.counting(jnp.sum(slot < padding_slot, dtype=jnp.int32))
     before = draws.before(proposals) if proposals else None
     hidden = slots.hidden[slot, draws.number]
-    sampled = _sample(model, params, hidden, slots, slot, draws.position, masks, sampler, mesh, before)
+    sampled = _sample(model, ops, params, hidden, slots, slot, draws.position, masks, sampler, mesh, before)
     last = _unless_stopped(sampled, slots, slot)
     kept, is_last = draws.kept(sampled.tokens, last < 0)
     writes = jnp.where(is_last, slot, padding_slot)
@@ -287,6 +270,7 @@ def sample_deferred(
 
 def _sample(
     model: Decoder,
+    ops: Ops,
     params,
     hidden: jax.Array,
     slots: SlotState,
@@ -299,13 +283,13 @@ def _sample(
 ) -> Sampled:
     def of_rows(logits, words, position, masks, before, seen) -> Sampled:
         given = words, seen, position, masks
-        options: Any = {"before": before, "kernels": RowKernels.of(model.ops), "platform": platform}
+        options: Any = {"before": before, "kernels": RowKernels.of(ops), "platform": platform}
         return sample(logits, *given, sampler=sampler, **options)
 
     platform = mesh.devices.flat[0].platform
-    model = model.adapted_by(slots.adapter(slot))
+    ops = ops.adapted_by(slots.adapter(slot))
     seen = TokenCounts(slots.counts, slots.in_prompt)
-    return from_logits(of_rows, model, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
+    return from_logits(of_rows, model, ops, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 
 
 def _unless_stopped(sampled: Sampled, slots: SlotState, slot: jax.Array) -> jax.Array:
@@ -340,12 +324,12 @@ def score_prompt(
 
     def score_some(i: jax.Array, scores: jax.Array) -> jax.Array:
         some, tokens, *where = (lax.dynamic_slice_in_dim(x, i * each, each) for x in (rows, targets, *places))
-        counting = model.counting(jnp.clip(count - i * each, 0, each))
+        ops = model.ops.counting(jnp.clip(count - i * each, 0, each))
         if where:
-            counting = counting.adapted_by(where[0])
-        scored = partial(score_tokens, sorts=on_cpu, log_softmax=counting.ops.log_softmax)
+            ops = ops.adapted_by(where[0])
+        scored = partial(score_tokens, sorts=on_cpu, log_softmax=ops.log_softmax)
         new = from_logits(
-            lambda logits, tokens, _: scored(logits, tokens), counting, params, hidden[some], (tokens,), None, mesh
+            lambda logits, tokens, _: scored(logits, tokens), model, ops, params, hidden[some], (tokens,), None, mesh
         )
         return lax.dynamic_update_slice_in_dim(scores, new, i * each, 0)
 

@@ -143,21 +143,19 @@ class StreamedLayers:
         return made._replace(arguments=(params, [], *rest, self._stream(of, program.shape).x), results=results)
 
     def _begin(self, of: Signatures, shape: StepShape) -> Signature:
-        options: Any = {"model": of.model, "shape": shape, "layout": of.layout, "mesh": of.mesh}
-        run = of.with_params(partial(layer_steps.begin_step, **options))
+        run = of.with_params(partial(layer_steps.begin_step, context=of.context(shape)))
         everywhere: Any = of.everywhere
         results = Begun(everywhere, everywhere, of.cache_sharding)  # type: ignore[arg-type]
         return Signature(run, (1,), (of.params, of.cache, of.slots, of.host(shape.words)), results)
 
     def _layer(self, of: Signatures, shape: StepShape, kind: LayerKind, place: LayerPlace) -> Signature:
-        options: Any = {"model": kind.decoder, "spec": kind.spec, "shape": shape}
-        options |= {"layout": of.layout, "mesh": of.mesh}
+        context = replace(of.context(shape), model=kind.decoder)
 
         def run(arrays: list[jax.Array], *rest: Any) -> tuple[Stream, Any]:
-            return layer_steps.run_one_layer(jax.tree.unflatten(kind.structure, arrays), *rest, **options)
+            params = jax.tree.unflatten(kind.structure, arrays)
+            return layer_steps.run_one_layer(params, *rest, spec=kind.spec, context=context)
 
-        given = {name: options[name] for name in ("model", "shape", "layout")}
-        inputs = layer_steps.abstract_inputs(of.slots, of.host(shape.words), **given)
+        inputs = layer_steps.abstract_inputs(of.slots, of.host(shape.words), context)
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of.everywhere), inputs)
         where = (*inputs.at(place)[:-1], of.host())
         arrays = [jax.ShapeDtypeStruct(*form[:2], sharding=form[2]) for form in kind.forms]

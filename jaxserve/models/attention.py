@@ -13,8 +13,8 @@ from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import HeadNorm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
+from jaxserve.pallas_kernels.operands import DeltaHeads, Heads, LatentHeads, Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts, value_of
 from jaxserve.pallas_kernels.types import QuantRows
 
 Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tokens
@@ -39,24 +39,23 @@ class Attention(nn.Module):
     hidden_size: int
     kv_heads: int
     dtype: Any
-    ops: Ops
     inputs: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
+    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn, ops: Ops) -> Partials:
         spec = self.spec
         dim = self.spec.head_dim
         group = spec.num_heads // self.kv_heads
         inputs = self.inputs or self.hidden_size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
-            return Linear(in_shape, out_shape, axes, bias, self.dtype, ops=self.ops, in_parts=True, name=name)
+            return Linear(in_shape, out_shape, axes, bias, self.dtype, as_partials=True, name=name)
 
         shape = (self.kv_heads, group + 2, dim)
-        qkv = linear("qkv", (inputs,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x)
+        qkv = linear("qkv", (inputs,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x, ops)
         sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
-        qkv = Parts(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
-        heads = self._heads(qkv, ropes[spec.rope])
+        qkv = Partials(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
+        heads = self._heads(qkv, ropes[spec.rope], ops)
         if spec.sinks:
             init = nn.initializers.normal(1.0)
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
@@ -65,11 +64,11 @@ class Attention(nn.Module):
         result = attend(heads)
         if spec.out_gate is not None:
             gate_axes = ("kv_heads", None, None, "embed")
-            gate = linear("gate", (inputs,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x)
-            result = result * jax.nn.sigmoid(gate.whole(self.dtype)).reshape(result.shape)
-        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(result)
+            gate = linear("gate", (inputs,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x, ops)
+            result = result * jax.nn.sigmoid(gate.reduce(self.dtype)).reshape(result.shape)
+        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(result, ops)
 
-    def _heads(self, qkv: Parts, angles: Angles) -> Heads:
+    def _heads(self, qkv: Partials, angles: Angles, ops: Ops) -> Heads:
         """The argument of `attend`, which rotates queries and keys and computes the norm if it is `fused`. Everything
         else is computed here in plain XLA, which knows how the heads are split over devices."""
         spec = self.spec
@@ -78,7 +77,7 @@ class Attention(nn.Module):
         fused = chosen is None or (chosen.fused and angles.query_scale is None)
         if fused and spec.clip is None and angles.query_scale is None:
             return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
-        whole = qkv.whole(self.dtype)
+        whole = qkv.reduce(self.dtype)
         if spec.clip is not None:
             whole = jnp.clip(whole, -spec.clip, spec.clip)
         q = whole[:, :, :-2]
@@ -87,8 +86,8 @@ class Attention(nn.Module):
         cos = angles.cos
         sin = angles.sin
         if chosen is not None and chosen.after_rope:
-            q = self.ops.rope(q, cos, sin)
-            k = self.ops.rope(k, cos, sin)
+            q = ops.rope(q, cos, sin)
+            k = ops.rope(k, cos, sin)
             cos = jnp.ones_like(cos)
             sin = jnp.zeros_like(sin)
         if chosen is not None and not fused:
@@ -98,7 +97,7 @@ class Attention(nn.Module):
         if angles.query_scale is not None:
             q = q * angles.query_scale.astype(q.dtype)[:, None, None, None]
         scales = [norm.scale() for norm in norms] if fused else []
-        return Heads(Parts(jnp.concatenate([q, k, v], axis=2)[None]), cos, sin, *scales)
+        return Heads(Partials(jnp.concatenate([q, k, v], axis=2)[None]), cos, sin, *scales)
 
     def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:
         """The norms of queries [tokens, kv_heads, group, head_dim] and of keys [tokens, kv_heads, 1, head_dim]."""

@@ -21,8 +21,8 @@ from jaxserve.models.norms import Norm
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
+from jaxserve.pallas_kernels.operands import DeltaHeads, Heads, LatentHeads, Partials
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import DeltaHeads, Heads, LatentHeads, Parts
 
 
 def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
@@ -41,7 +41,6 @@ class DecoderLayer(nn.Module):
     hidden_size: int
     kv_heads: int
     dtype: Any
-    ops: Ops
 
     @property
     def norm_eps(self) -> float:
@@ -52,39 +51,39 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, y: Parts | None, ropes: Ropes, attend: AttentionFn
-    ) -> tuple[jax.Array, Parts | None]:
+        self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops
+    ) -> tuple[jax.Array, Partials | None]:
         """Returns (x, y). The argument `y` is None in the first layer, and where the layer before returned None."""
         kind = MLP if self.spec.mlp.experts is None else Experts
         attention_module = self._attention()
-        mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")
+        mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, name="mlp")
         scale = self.spec.residual_scale
 
-        def norm(name: str) -> Norm:
-            return Norm(self.spec.norm, self.hidden_size, self.dtype, self.ops, name=name)
+        def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
+            return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y, reader)
 
-        def normed(name: str, y: Parts) -> Parts:
-            return Parts(norm(name)(y.whole(x.dtype))[1][None])
+        def normed(name: str, y: Partials) -> Partials:
+            return Partials(norm(name, y.reduce(x.dtype))[1][None])
 
-        def scaled(y: Parts) -> Parts:
-            return y if scale == 1.0 else Parts((y.whole(x.dtype) * jnp.asarray(scale, x.dtype))[None])
+        def scaled(y: Partials) -> Partials:
+            return y if scale == 1.0 else Partials((y.reduce(x.dtype) * jnp.asarray(scale, x.dtype))[None])
 
-        def attention(x: Any) -> Parts:
-            return scaled(attention_module(x, ropes, attend))
+        def attention(x: Any) -> Partials:
+            return scaled(attention_module(x, ropes, attend, ops))
 
-        def mlp(x: Any) -> Parts:
-            return scaled(mlp_module(x))
+        def mlp(x: Any) -> Partials:
+            return scaled(mlp_module(x, ops))
 
-        of_qkv = reader(self, "attention", self._only_reader)
-        of_mlp = reader(self, "mlp", "gate_up" if self.spec.mlp.gated else "up")
+        of_qkv = reader(self, ops, "attention", self._only_reader)
+        of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp.gated else "up")
         match self.spec.residual:
             case "pre":
-                x, inputs = norm("attention_norm")(x, y, of_qkv)
-                x, inputs = norm("mlp_norm")(x, attention(inputs), of_mlp)
+                x, inputs = norm("attention_norm", x, y, of_qkv)
+                x, inputs = norm("mlp_norm", x, attention(inputs), of_mlp)
                 return x, mlp(inputs)
             case "sandwich":
-                x, inputs = norm("attention_norm")(x, y, of_qkv)
-                x, inputs = norm("mlp_norm")(x, normed("attention_out_norm", attention(inputs)), of_mlp)
+                x, inputs = norm("attention_norm", x, y, of_qkv)
+                x, inputs = norm("mlp_norm", x, normed("attention_out_norm", attention(inputs)), of_mlp)
                 return x, normed("mlp_out_norm", mlp(inputs))
             case "post":
                 x = added(x, y)
@@ -92,15 +91,15 @@ class DecoderLayer(nn.Module):
                 return x, normed("mlp_out_norm", mlp(x))
             case "post_ln":
                 x = added(x, y)
-                x = norm("attention_norm")(x, attention(x))[1]
-                return norm("mlp_norm")(x, mlp(x))[1], None
+                x = norm("attention_norm", x, attention(x))[1]
+                return norm("mlp_norm", x, mlp(x))[1], None
             case "parallel":
-                x, inputs = norm("attention_norm")(x, y)
-                return x, Parts((attention(inputs).whole(x.dtype) + mlp(inputs).whole(x.dtype))[None])
+                x, inputs = norm("attention_norm", x, y)
+                return x, Partials((attention(inputs).reduce(x.dtype) + mlp(inputs).reduce(x.dtype))[None])
             case "parallel_two_norms":
-                x, inputs = norm("attention_norm")(x, y)
-                others = norm("mlp_norm")(x)[1]
-                return x, Parts((attention(inputs).whole(x.dtype) + mlp(others).whole(x.dtype))[None])
+                x, inputs = norm("attention_norm", x, y)
+                others = norm("mlp_norm", x)[1]
+                return x, Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None])
 
     @property
     def _only_reader(self) -> str:
@@ -115,17 +114,16 @@ class DecoderLayer(nn.Module):
 
     def _attention(self) -> Attention | LatentAttention | GatedDeltaNet:
         spec = self.spec.attention
-        options = {"dtype": self.dtype, "ops": self.ops, "name": "attention"}
         if isinstance(spec, GatedDeltaSpec):
-            return GatedDeltaNet(spec, self.hidden_size, **options)
+            return GatedDeltaNet(spec, self.hidden_size, self.dtype, name="attention")
         if isinstance(spec, LatentAttentionSpec):
-            return LatentAttention(spec, self.hidden_size, **options)
-        return Attention(spec, self.hidden_size, self.kv_heads, **options)
+            return LatentAttention(spec, self.hidden_size, self.dtype, name="attention")
+        return Attention(spec, self.hidden_size, self.kv_heads, self.dtype, name="attention")
 
 
-def added(x: jax.Array, y: Parts | None) -> jax.Array:
+def added(x: jax.Array, y: Partials | None) -> jax.Array:
     """x + y: the residual stream, plus the result that a layer left for the next one. None adds nothing."""
-    return x if y is None else x + y.whole(x.dtype)
+    return x if y is None else x + y.reduce(x.dtype)
 
 
 class Decoder(nn.Module):
@@ -153,65 +151,56 @@ class Decoder(nn.Module):
         config = self.config
         hidden = self.config.hidden_size
         size = self.config.embed_size
-        self.embed = Embedding(self.vocab_rows, size or hidden, self.dtype, self.ops)
+        self.embed = Embedding(self.vocab_rows, size or hidden, self.dtype)
         if size is not None:
-            self.project_in = Linear((size,), (hidden,), ("embed", "embed"), dtype=self.dtype, ops=self.ops)
-            self.project_out = Linear((hidden,), (size,), ("embed", "embed"), dtype=self.dtype, ops=self.ops)
+            self.project_in = Linear((size,), (hidden,), ("embed", "embed"), dtype=self.dtype)
+            self.project_out = Linear((hidden,), (size,), ("embed", "embed"), dtype=self.dtype)
         if (learned := config.learned_positions) is not None:
             self.positions = LearnedPositions(learned.rows, learned.offset, hidden, self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
-            self.norm = Norm(config.norm, hidden, self.dtype, self.ops)
+            self.norm = Norm(config.norm, hidden, self.dtype)
         if not config.tie_embeddings:
             shape = (self.vocab_rows,)
             axes = ("vocab", "embed")
-            self.head = Linear((size or hidden,), shape, axes, config.head_bias, self.dtype, jnp.float32, self.ops)
-
-    def counting(self, tokens: jax.Array) -> Decoder:
-        """The same decoder, told that only the first `tokens` (int32 scalar) rows of its inputs matter."""
-        return self.clone(ops=self.ops.counting(tokens))
-
-    def adapted_by(self, places: jax.Array) -> Decoder:
-        """The same decoder for rows with adapters at these places of the pool, int32 [rows]; -1: a row has none. If the
-        decoder was not made for adapters, it is returned as it is."""
-        return self if self.ops.add_adapters is None else self.clone(ops=self.ops.adapted_by(places))
+            self.head = Linear((size or hidden,), shape, axes, config.head_bias, self.dtype, jnp.float32)
 
     @property
     def own_layers(self) -> range:
         """The numbers of the layers that these devices run."""
         return range(self.config.num_layers) if self.stage is None else self.stage.layers
 
-    def layer(self, spec: LayerSpec, **options: Any) -> DecoderLayer:
-        """A layer of this shape. With `parent=None` in `options` it is unbound, to be applied to given parameters."""
-        config = self.config
-        return DecoderLayer(spec, config.hidden_size, self.kv_heads, self.dtype, self.ops, **options)
+    @nn.nowrap
+    def layer(self, spec: LayerSpec) -> DecoderLayer:
+        """A layer of this shape. Outside of `setup` it is unbound, to be applied to given parameters."""
+        return DecoderLayer(spec, self.config.hidden_size, self.kv_heads, self.dtype)
 
-    def begin(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Ropes]:
+    def begin(self, token_ids: jax.Array, positions: jax.Array, ops: Ops) -> tuple[jax.Array, Ropes]:
         """token_ids and positions, int32 [tokens] each -> the first layer's input [tokens, hidden], and the angles."""
         config = self.config
-        x = self.embed(token_ids)
+        x = self.embed(token_ids, ops)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.embed_size is not None:
-            x = self.project_in(x)
+            x = self.project_in(x, ops)
         if config.learned_positions is not None:
             x = x + self.positions(positions)
         return x, angles(config, positions)
 
-    def finish(self, x: jax.Array, y: Parts | None) -> jax.Array:
+    def finish(self, x: jax.Array, y: Partials | None, ops: Ops) -> jax.Array:
         """The last layer's (x, y) -> final hidden states [tokens, hidden], after the last norm."""
-        return added(x, y) if self.config.norm is None else self.norm(x, y)[1]
+        return added(x, y) if self.config.norm is None else self.norm(x, ops, y)[1]
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, ops: Ops) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab_rows]. Columns beyond the vocabulary have no meaning."""
         config = self.config
         if config.embed_size is not None:
-            hidden = self.project_out(hidden)
+            hidden = self.project_out(hidden, ops)
         if config.tie_embeddings:
             of_head = self.variables.get("params", {}).get("head", {}).get("lora")
-            logits = self.embed.logits(hidden, of_head)
+            logits = self.embed.logits(hidden, ops, of_head)
         else:
-            logits = self.head(hidden)
+            logits = self.head(hidden, ops)
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:
@@ -220,11 +209,11 @@ class Decoder(nn.Module):
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Uses every weight once, so that flax declares all parameters. Only shapes matter, not the result."""
-        x, ropes = self.begin(token_ids, token_ids)
+        x, ropes = self.begin(token_ids, token_ids, self.ops)
         y: Any = None
         for layer in self.layers:
-            x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps))
-        return self.logits(self.finish(x, y))
+            x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps), self.ops)
+        return self.logits(self.finish(x, y, self.ops), self.ops)
 
     def _queries(self, eps: float, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
         if isinstance(heads, DeltaHeads):

@@ -15,8 +15,8 @@ from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import HeadNorm
 from jaxserve.models.sources import Source, rows, whole
 from jaxserve.models.spec import GatedDeltaSpec
+from jaxserve.pallas_kernels.operands import DeltaHeads, Partials
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import DeltaHeads, Parts
 from jaxserve.pallas_kernels.types import QuantRows
 
 
@@ -27,26 +27,27 @@ class GatedDeltaNet(nn.Module):
     spec: GatedDeltaSpec
     hidden_size: int
     dtype: Any
-    ops: Ops
 
     @nn.compact
-    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn) -> Parts:
+    def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn, ops: Ops) -> Partials:
         spec = self.spec
         heads = self.spec.key_heads
         group = self.spec.group
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
-            return Linear(in_shape, out_shape, axes, False, self.dtype, ops=self.ops, in_parts=True, name=name)
+            return Linear(in_shape, out_shape, axes, False, self.dtype, as_partials=True, name=name)
 
         def per_head(name: str, init: Any) -> jax.Array:
             return weight(self, name, init, ("kv_heads", None), (heads, group), jnp.float32)
 
         inputs = (self.hidden_size,)
         axes = ("kv_heads", None, "embed")
-        qkvz = linear("qkvz", inputs, (heads, spec.channels + group * spec.value_dim), axes)(x)
-        ba = linear("ba", inputs, (heads, 2 * group), axes)(x)
-        qkv, z = jnp.split(qkvz.whole(self.dtype).reshape(-1, heads, qkvz.sums.shape[-1] // heads), [spec.channels], -1)
-        rates, steps = jnp.split(ba.whole(self.dtype).astype(jnp.float32).reshape(-1, heads, 2 * group), 2, axis=-1)
+        qkvz = linear("qkvz", inputs, (heads, spec.channels + group * spec.value_dim), axes)(x, ops)
+        ba = linear("ba", inputs, (heads, 2 * group), axes)(x, ops)
+        qkv, z = jnp.split(
+            qkvz.reduce(self.dtype).reshape(-1, heads, qkvz.sums.shape[-1] // heads), [spec.channels], -1
+        )
+        rates, steps = jnp.split(ba.reduce(self.dtype).astype(jnp.float32).reshape(-1, heads, 2 * group), 2, axis=-1)
         a_log = per_head("a_log", nn.initializers.zeros)
         bias = per_head("dt_bias", nn.initializers.ones)
         decay = -jnp.exp(a_log) * jax.nn.softplus(steps + bias)
@@ -55,7 +56,7 @@ class GatedDeltaNet(nn.Module):
         out = attend(DeltaHeads(qkv, decay, jax.nn.sigmoid(rates), conv))
         out = HeadNorm(spec.norm, (spec.value_dim,), self.dtype, name="norm")(out, -1)
         out = (out * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))).astype(self.dtype)
-        return linear("out", out.shape[1:], (self.hidden_size,), ("embed", "kv_heads", None, None))(out)
+        return linear("out", out.shape[1:], (self.hidden_size,), ("embed", "kv_heads", None, None))(out, ops)
 
 
 def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:

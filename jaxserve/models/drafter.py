@@ -26,8 +26,8 @@ from jaxserve.models.decoder import DecoderLayer, added, angles, queries
 from jaxserve.models.layers import MLP, Embedding, Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.spec import LayerSpec, ModelConfig
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,25 @@ class EagleLayer(nn.Module):
     hidden_size: int
     kv_heads: int
     dtype: Any
-    ops: Ops
     norms_residual: bool
     norm_eps: float = 0.0  # queries and keys have no norms
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, embedded: jax.Array, ropes: Ropes, attend: AttentionFn
-    ) -> tuple[jax.Array, Parts | None]:
-        def norm(name: str) -> Norm:
-            return Norm(self.spec.norm, self.hidden_size, self.dtype, self.ops, name=name)
+        self, x: jax.Array, embedded: jax.Array, ropes: Ropes, attend: AttentionFn, ops: Ops
+    ) -> tuple[jax.Array, Partials | None]:
+        def norm(name: str, x: jax.Array, y: Partials | None = None) -> tuple[jax.Array, Any]:
+            return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y)
 
         attention: Any = self.spec.attention
-        options = {"inputs": 2 * self.hidden_size, "dtype": self.dtype, "ops": self.ops, "name": "attention"}
-        normed = norm("hidden_norm")(x)[1]
-        both = jnp.concatenate([norm("embed_norm")(embedded)[1], normed], axis=-1)
-        y = Attention(attention, self.hidden_size, self.kv_heads, **options)(both, ropes, attend)
-        x, inputs = norm("mlp_norm")(normed if self.norms_residual else x, y)
-        return x, MLP(self.spec.mlp, self.hidden_size, self.dtype, self.ops, name="mlp")(inputs)
+        normed = norm("hidden_norm", x)[1]
+        both = jnp.concatenate([norm("embed_norm", embedded)[1], normed], axis=-1)
+        reading = Attention(
+            attention, self.hidden_size, self.kv_heads, self.dtype, 2 * self.hidden_size, name="attention"
+        )
+        y = reading(both, ropes, attend, ops)
+        x, inputs = norm("mlp_norm", normed if self.norms_residual else x, y)
+        return x, MLP(self.spec.mlp, self.hidden_size, self.dtype, name="mlp")(inputs, ops)
 
 
 class Drafter(nn.Module):
@@ -97,9 +98,9 @@ class Drafter(nn.Module):
         config = self.config
         hidden = self.config.hidden_size
         assert config.norm is not None
-        norm = partial(Norm, config.norm, hidden, self.dtype, self.ops)
-        linear = partial(Linear, axes=("embed", "embed"), dtype=self.dtype, ops=self.ops)
-        self.embed = Embedding(self.embed_rows, hidden, self.dtype, self.ops)
+        norm = partial(Norm, config.norm, hidden, self.dtype)
+        linear = partial(Linear, axes=("embed", "embed"), dtype=self.dtype)
+        self.embed = Embedding(self.embed_rows, hidden, self.dtype)
         if self.spec.layers:
             self.fc = linear((len(self.spec.layers) * self.spec.target_hidden,), (hidden,))
         else:
@@ -108,44 +109,39 @@ class Drafter(nn.Module):
         self.layers = [self.layer(spec) for spec in config.layers]
         self.norm = norm()
         axes = ("vocab", "embed")
-        self.head = Linear((hidden,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32, self.ops)
+        self.head = Linear((hidden,), (self.vocab_rows,), axes, False, self.dtype, jnp.float32)
 
-    def counting(self, tokens: jax.Array) -> Drafter:
-        """The same head, told that only the first `tokens` (int32 scalar) rows of its inputs matter."""
-        return self.clone(ops=self.ops.counting(tokens))
+    @nn.nowrap
+    def layer(self, spec: LayerSpec) -> Any:
+        """An EagleLayer or DecoderLayer. Outside of `setup` it is unbound."""
+        common = spec, self.config.hidden_size, self.kv_heads, self.dtype
+        return EagleLayer(*common, self.spec.norms_residual) if self.spec.layers else DecoderLayer(*common)
 
-    def layer(self, spec: LayerSpec, **options: Any) -> Any:
-        """An EagleLayer or DecoderLayer. With `parent=None` in `options` it is unbound."""
-        common = spec, self.config.hidden_size, self.kv_heads, self.dtype, self.ops
-        if self.spec.layers:
-            return EagleLayer(*common, self.spec.norms_residual, **options)
-        return DecoderLayer(*common, **options)
-
-    def features(self, hidden: list[jax.Array]) -> jax.Array:
+    def features(self, hidden: list[jax.Array], ops: Ops) -> jax.Array:
         """The target's hidden states, each [tokens, target_hidden] -> features [tokens, hidden]."""
-        return self.fc(jnp.concatenate(hidden, axis=-1)) if self.spec.layers else hidden[0]
+        return self.fc(jnp.concatenate(hidden, axis=-1), ops) if self.spec.layers else hidden[0]
 
     def entries(
-        self, features: jax.Array, tokens: jax.Array, ropes: Ropes, attend: AttentionFn
+        self, features: jax.Array, tokens: jax.Array, ropes: Ropes, attend: AttentionFn, ops: Ops
     ) -> tuple[jax.Array, jax.Array]:
         """Computes entries from the features before tokens, [tokens, hidden], and from the tokens, int32 [tokens].
         Returns the tokens' own features, and the hidden states for `logits`, both [tokens, hidden]."""
-        return self._entries(features, self.embed(tokens), ropes, attend)
+        return self._entries(features, self.embed(tokens, ops), ropes, attend, ops)
 
     def _entries(
-        self, features: jax.Array, embedded: jax.Array, ropes: Ropes, attend: AttentionFn
+        self, features: jax.Array, embedded: jax.Array, ropes: Ropes, attend: AttentionFn, ops: Ops
     ) -> tuple[jax.Array, jax.Array]:
         if self.spec.layers:
-            x, y = self.layers[0](features, embedded, ropes, attend)
+            x, y = self.layers[0](features, embedded, ropes, attend, ops)
         else:
-            both = [self.embed_norm(embedded)[1], self.hidden_norm(features)[1]]
-            x, y = self.layers[0](self.fc(jnp.concatenate(both, axis=-1)), None, ropes, attend)
+            both = [self.embed_norm(embedded, ops)[1], self.hidden_norm(features, ops)[1]]
+            x, y = self.layers[0](self.fc(jnp.concatenate(both, axis=-1), ops), None, ropes, attend, ops)
         x = added(x, y)
-        return x, self.norm(x)[1]
+        return x, self.norm(x, ops)[1]
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, ops: Ops) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab_rows], with the head of its own."""
-        return self.head(hidden)
+        return self.head(hidden, ops)
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
         """Uses every weight of its own once, so that flax declares all parameters. Only shapes matter."""
@@ -153,8 +149,10 @@ class Drafter(nn.Module):
         spec = self.spec
         config = self.config
         hidden = jnp.zeros((count, spec.target_hidden), self.dtype)
-        features = self.features([hidden] * max(len(spec.layers), 1))
-        embedded = self.embed(token_ids) if spec.own_embed else jnp.zeros((count, config.hidden_size), self.dtype)
+        features = self.features([hidden] * max(len(spec.layers), 1), self.ops)
+        embedded = jnp.zeros((count, config.hidden_size), self.dtype)
+        if spec.own_embed:
+            embedded = self.embed(token_ids, self.ops)
         attend = partial(queries, self.ops, self.dtype, self.layers[0].norm_eps)
-        _, normed = self._entries(features, embedded, angles(config, token_ids), attend)
-        return self.logits(normed) if spec.own_head else normed
+        _, normed = self._entries(features, embedded, angles(config, token_ids), attend, self.ops)
+        return self.logits(normed, self.ops) if spec.own_head else normed

@@ -16,8 +16,8 @@ from flax import struct
 from jaxserve.models.spec import MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
+from jaxserve.pallas_kernels.operands import Partials, Row, value_of
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Parts, Row, value_of
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
 
@@ -56,10 +56,10 @@ def adapters(module: nn.Module, name: str = "lora") -> Any:
     return module.get_variable("params", name) if module.has_variable("params", name) else None
 
 
-def reader(module: Any, *path: str) -> QuantArray | None:
+def reader(module: Any, ops: Ops, *path: str) -> QuantArray | None:
     """The kernel at `path` below a module, if its format says how its inputs are rounded (`QuantArray.activations`);
     else None. The norm before it rounds its result accordingly, except where adapters read the unrounded result."""
-    if module.ops.places is not None:
+    if ops.places is not None:
         return None
     found: Any = module.variables.get("params", {})
     for name in (*path, "kernel"):
@@ -68,7 +68,11 @@ def reader(module: Any, *path: str) -> QuantArray | None:
 
 
 class Linear(nn.Module):
-    """A dense layer from the last `len(in_shape)` axes of its input to `out_shape`."""
+    """A dense layer from the last `len(in_shape)` axes of its input to `out_shape`.
+
+    Like every module here it holds weights. The operations on them, `ops`, are an argument: they know how many rows of
+    the batch matter and which adapters its tokens have (`Ops.counting`, `Ops.adapted_by`).
+    """
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
@@ -76,12 +80,11 @@ class Linear(nn.Module):
     use_bias: bool = False
     dtype: Any = jnp.float32
     out_dtype: Any = None  # of the result; None: the dtype of the input
-    ops: Ops = Ops()
-    in_parts: bool = False  # the result is a `Parts` whose last axis joins the axes of `out_shape`
+    as_partials: bool = False  # the result is a `Partials` whose last axis joins the axes of `out_shape`
     activation: str | None = None  # the result is gated by it, `Ops.gated_product`, and `out_shape` is (size, 2)
 
     @nn.compact
-    def __call__(self, x: jax.Array | QuantRows, reader: QuantArray | None = None) -> Any:
+    def __call__(self, x: jax.Array | QuantRows, ops: Ops, reader: QuantArray | None = None) -> Any:
         """`reader` of a gated result as in `Ops.gated`."""
         n_out = len(self.out_shape)
         inputs = math.prod(self.in_shape)
@@ -95,10 +98,10 @@ class Linear(nn.Module):
             bias = weight(self, "bias", nn.initializers.zeros, self.axes[:n_out], self.out_shape, self.dtype)
         flat = bias if bias is None or isinstance(bias, Row) else bias.reshape(-1)
         if self.activation is not None:
-            return self.ops.gated_product(rows, kernel, adapters(self), flat, axes, self.activation, reader)
-        y = self.ops.adapted(rows, kernel, adapters(self), axes, self.in_parts)
-        if self.in_parts:
-            return Parts(y, flat)
+            return ops.gated_product(rows, kernel, adapters(self), flat, axes, self.activation, reader)
+        y = ops.adapted(rows, kernel, adapters(self), axes, self.as_partials)
+        if self.as_partials:
+            return Partials(y, flat)
         y = y.reshape(-1, *self.out_shape).astype(self.out_dtype or x.dtype)
         return y if bias is None else y + value_of(bias).astype(y.dtype)
 
@@ -109,20 +112,19 @@ class Embedding(nn.Module):
     vocab_size: int
     hidden_size: int
     dtype: Any = jnp.float32
-    ops: Ops = Ops()
 
     def setup(self) -> None:
         shape = (self.vocab_size, self.hidden_size)
         self.table = weight(self, "table", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
-    def __call__(self, token_ids: jax.Array) -> jax.Array:
-        x = self.ops.embed(self.table, token_ids).astype(self.dtype)
-        return self.ops.embedded(x, token_ids, adapters(self))
+    def __call__(self, token_ids: jax.Array, ops: Ops) -> jax.Array:
+        x = ops.embed(self.table, token_ids).astype(self.dtype)
+        return ops.embedded(x, token_ids, adapters(self))
 
-    def logits(self, hidden: jax.Array, stack: AdapterStack | None = None) -> jax.Array:
+    def logits(self, hidden: jax.Array, ops: Ops, stack: AdapterStack | None = None) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab]. `stack` is what adapters of the output head add."""
         axes = ("vocab", "embed")
-        return self.ops.adapted(hidden, self.table, stack, axes)
+        return ops.adapted(hidden, self.table, stack, axes)
 
 
 class LearnedPositions(nn.Module):
@@ -150,10 +152,9 @@ class Experts(nn.Module):
     spec: MLPSpec
     hidden_size: int
     dtype: Any = jnp.float32
-    ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> Parts:
+    def __call__(self, x: jax.Array, ops: Ops) -> Partials:
         experts = self.spec.experts
         hidden = self.hidden_size
         size = self.spec.stored_size or self.spec.size
@@ -161,7 +162,7 @@ class Experts(nn.Module):
         count = experts.count
         axes = (None, "embed")
         bias = experts.router_bias
-        router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, self.ops, name="router")
+        router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
             init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros
@@ -175,32 +176,32 @@ class Experts(nn.Module):
         if experts.router.corrected:
             correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
         of_gate_up, of_down = (adapters(self, f"experts_{name}_lora") for name in ("gate_up", "down"))
-        y = self.ops.experts(
+        y = ops.experts(
             x,
-            router(x),
+            router(x, ops),
             ExpertWeights(gate_up, down, first_bias),
             experts.router,
-            self.ops.gate_of(self.spec.activation, experts.limit),
+            ops.gate_of(self.spec.activation, experts.limit),
             correction=None if correction is None else value_of(correction),
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
         ).astype(x.dtype)
         if experts.shared_size:
-            y = y + self._shared(x)
-        return Parts(y[None])
+            y = y + self._shared(x, ops)
+        return Partials(y[None])
 
-    def _shared(self, x: jax.Array) -> jax.Array:
+    def _shared(self, x: jax.Array, ops: Ops) -> jax.Array:
         """The shared MLP, through which all tokens x [tokens, hidden] go; its result has the same shape."""
         experts = self.spec.experts
         assert experts is not None
         spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
-        y = MLP(spec, self.hidden_size, self.dtype, self.ops, name="shared")(x).whole(x.dtype)
+        y = MLP(spec, self.hidden_size, self.dtype, name="shared")(x, ops).reduce(x.dtype)
         if not experts.shared_gate:
             return y
         axes = (None, "embed")
-        gate = Linear((self.hidden_size,), (1,), axes, False, self.dtype, jnp.float32, self.ops, name="shared_gate")
-        return y * jax.nn.sigmoid(gate(x)).astype(x.dtype)
+        gate = Linear((self.hidden_size,), (1,), axes, False, self.dtype, jnp.float32, name="shared_gate")
+        return y * jax.nn.sigmoid(gate(x, ops)).astype(x.dtype)
 
 
 def activation_of(model: ModelConfig, path: str) -> str:
@@ -217,22 +218,20 @@ class MLP(nn.Module):
     spec: MLPSpec
     hidden_size: int
     dtype: Any = jnp.float32
-    ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array | QuantRows) -> Parts:
+    def __call__(self, x: jax.Array | QuantRows, ops: Ops) -> Partials:
         size = self.spec.size
         activation = self.spec.activation
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, **how: Any) -> Linear:
-            options: dict[str, Any] = {"in_parts": True} | how
-            return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, self.ops, name=name, **options)
+            options: dict[str, Any] = {"as_partials": True} | how
+            return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, name=name, **options)
 
         if self.spec.gated:
             gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"), activation=activation)
-            hidden = gate_up(x, reader(self, "down"))
+            hidden = gate_up(x, ops, reader(self, ops, "down"))
         else:
-            hidden = self.ops.activated(
-                linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x), activation, x.dtype
-            )
-        return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden)
+            up = linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x, ops)
+            hidden = ops.activated(up, activation, x.dtype)
+        return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)

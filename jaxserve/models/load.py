@@ -61,7 +61,7 @@ from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
-from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, trusted
+from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, passing
 from jaxserve.pallas_kernels.device_ops import choose_ops, gated_matmul_of, matmul_of, mixture_of
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, quant_matmul
@@ -140,7 +140,7 @@ def make_decoder(
     checks: bool = False,
 ) -> Decoder:
     """The decoder for a mesh, with the kernels that its devices run. With `checks`, those of accelerators are on trial
-    until `trust` is called.
+    until `check_kernels` is called.
 
     Raises ConfigError for a backend that cannot serve this model on these devices."""
     shares = num_shards(mesh, "cached_tokens")
@@ -205,25 +205,25 @@ def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:
 D = TypeVar("D", Decoder, Drafter)
 
 
-def trust(decoder: D, params: Any, mesh: Mesh, backend: str, *, progress: bool = False) -> tuple[D, Any]:
+def check_kernels(decoder: D, params: Any, mesh: Mesh, backend: str, *, progress: bool = False) -> tuple[D, Any]:
     """(decoder, params) with kernels that were checked on this machine, products with weights of these forms included,
     and weights in the order that these kernels read. This waits for the checks, and begins those that have not begun.
     Raises ConfigError where a kernel that was asked for by name is wrong, or cannot multiply a weight."""
-    chosen = trusted_matmul(decoder, params, mesh, backend, progress=progress)
-    decoder = trust_ops(decoder, progress=progress)
+    chosen = checked_matmul_backend(decoder, params, mesh, backend, progress=progress)
+    decoder = check_ops(decoder, progress=progress)
     if chosen == backend:
         return decoder, arranged(params, mesh, decoder.dtype, backend)
     return with_matmul(decoder, mesh, chosen), params
 
 
-def trust_ops(decoder: D, *, progress: bool = False) -> D:
+def check_ops(decoder: D, *, progress: bool = False) -> D:
     """The decoder after the checks of its kernels that have begun, for which this waits. Raises ConfigError where one
     that was asked for by name is wrong."""
     if decoder.ops.trials is None:
         return decoder
     _wait(decoder.ops.trials, progress)
     try:
-        made = decoder.clone(ops=trusted(decoder.ops))
+        made = decoder.clone(ops=passing(decoder.ops))
     except BackendError as error:
         raise ConfigError(str(error)) from None
     decoder.ops.trials.tell()
@@ -241,7 +241,9 @@ def with_matmul(decoder: D, mesh: Mesh, backend: str) -> D:
     return decoder.clone(ops=_with_products(decoder.ops, Device.of(mesh.devices.flat[0]), mesh, backend))
 
 
-def trusted_matmul(decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str, *, progress: bool = False) -> str:
+def checked_matmul_backend(
+    decoder: Decoder | Drafter, params: Any, mesh: Mesh, backend: str, *, progress: bool = False
+) -> str:
     """The backend to use for weights of these forms: `backend`, or another if its kernels are wrong on this machine.
     Raises ConfigError when a backend that was asked for by name cannot multiply one, or does it wrong."""
     trials = decoder.ops.trials or Trials()
@@ -310,7 +312,7 @@ def _begin_products(trials: Trials, device: Device, products: Products, backend:
 
 def _beginner(decoder: Decoder | Drafter, mesh: Mesh, backend: str) -> Callable[[str, Any], None]:
     """A function that begins the checks of the products with a weight, given its path and form. It does nothing if the
-    decoder's kernels are not on trial. Errors are raised by `trust`, which asks again."""
+    decoder's kernels are not on trial. Errors are raised by `check_kernels`, which asks again."""
     trials = decoder.ops.trials
     device = Device.of(mesh.devices.flat[0])
 

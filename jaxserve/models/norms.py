@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxserve.models.layers import weight
 from jaxserve.models.spec import NormSpec
+from jaxserve.pallas_kernels.operands import Partials, Row, value_of
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Parts, Row, value_of
 from jaxserve.pallas_kernels.types import QuantArray
 
 
@@ -50,15 +50,16 @@ class Norm(nn.Module):
     spec: NormSpec
     size: int
     dtype: Any = jnp.float32
-    ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: jax.Array, y: Parts | None = None, reader: QuantArray | None = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, ops: Ops, y: Partials | None = None, reader: QuantArray | None = None
+    ) -> tuple[jax.Array, Any]:
         """`reader`: the weight that multiplies the normed result, if its format says how that result is rounded."""
         scale, bias = vectors(self, self.spec, (None,), (self.size,), self.dtype)
         if self.spec.kind == "rms" and scale is not None and bias is None:
-            return self.ops.add_norm(x, y, scale, self.spec.eps, reader)
-        total = x if y is None else x + y.whole(x.dtype)
+            return ops.add_norm(x, y, scale, self.spec.eps, reader)
+        total = x if y is None else x + y.reduce(x.dtype)
         scale, bias = (None if vector is None else value_of(vector) for vector in (scale, bias))
         return total, normalize(total, self.spec, scale, bias)
 

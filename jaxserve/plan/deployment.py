@@ -30,7 +30,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import AuxProgram, ProgramName
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.abstract_weights import abstract_weights
-from jaxserve.models.load import trust
+from jaxserve.models.load import check_kernels
 from jaxserve.models.spec import LayerSpec
 
 FEW = 2  # layers of each kind that are compiled, and then twice as many
@@ -231,7 +231,7 @@ def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -
     decoder = plan.decoder
     tree = unflatten_dict(params, sep="/")
     if plan.mesh.devices.flat[0].platform == "cpu":
-        decoder, tree = trust(decoder, tree, plan.mesh, config.matmul_backend)
+        decoder, tree = check_kernels(decoder, tree, plan.mesh, config.matmul_backend)
     stage: Any = decoder.stage
     penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
     most = config.decode_steps if stage is None else 1

@@ -286,7 +286,7 @@ class BlockManager:
         return self._usable(*self._cached_blocks(root, hashes))
 
     def match_below(self, root: bytes, hashes: Iterable[bytes]) -> list[int]:
-        """The same with contents that are in a lower tier. BELOW takes the place of pages that would hold them."""
+        """The same with contents that are in a lower tier: `IN_LOWER_TIER` takes the place of the page of each."""
         return self._usable(*self._cached_blocks(root, hashes, self.tiers))
 
     def num_cached_blocks(self, root: bytes, hashes: Iterable[bytes]) -> int:

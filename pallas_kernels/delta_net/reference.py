@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.pallas_kernels.parts import DeltaHeads
+from jaxserve.pallas_kernels.operands import DeltaHeads
 from jaxserve.pallas_kernels.types import DeltaState
 
 CHUNK = 64

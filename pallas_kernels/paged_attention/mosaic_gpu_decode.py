@@ -24,8 +24,8 @@ so the traffic is the size of the cached keys and values. Everything else is arr
             queries lie somewhere among the copied ones. Results for the other rows are computed but not stored. XLA
             pads the queries only where a batch has fewer than 24 or not a multiple of eight, and for some sizes of
             groups with codes.
-  merge     A row of one part is stored at once, in the queries' dtype. Parts of other rows are written to global memory
-            in float32. The program that finishes last for a row and head (`_arrive`) reads them in the row's order and
+  merge     A row of one part is stored at once, in the queries' dtype. Those of other rows go to global memory in
+            float32. The program that finishes last for a row and head (`_arrive`) reads them in the row's order and
             stores the result, so that its bits do not depend on which program was last. A part costs 8 KiB of traffic
             (a block has 32 KiB), which the L2 cache should hold. The workspace has 4 KiB for each part that any row may
             have: 17 MB for 32 rows, 134 MB for 256.

@@ -44,7 +44,7 @@ def launch(
 
     Returns:
       values [items, kv_heads * shares, lanes, head_dim] in q's dtype; log2-sum-exp2 of the scores [items, kv_heads *
-      shares, lanes]; values float32 [slots, kv_heads * shares, lanes, head_dim]. Parts that no item fills are
+      shares, lanes]; values float32 [slots, kv_heads * shares, lanes, head_dim]. Partials that no item fills are
       undefined.
     """
     count = items.shape[0]

@@ -101,7 +101,7 @@ def quant_matmul(
 def quant_matmul_parts(
     x: jax.Array, w: QuantArray, *, count: jax.Array | None = None, direct: bool = False, interpret: Any = None
 ) -> jax.Array:
-    """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
+    """The product as `operands.Partials.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
     if not direct and interpret is None and _dequantizes(x, w):
         return dequantized.product(x, w, x.dtype)[None]
     if w.zero is not None or w.bias is not None:

@@ -218,7 +218,7 @@ def grouped_product(x: jax.Array, w: BlockArray, group_sizes: jax.Array) -> jax.
 def _call(
     x: jax.Array, w: BlockArray, tile: Tiles, count: jax.Array, items: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:
-    """Parts [splits, tokens, out]. Without `items` there is one weight, and tiles of tokens follow up to `count`."""
+    """Partials [splits, tokens, out]. Without `items` there is one weight, and tiles of tokens follow up to `count`."""
     (tokens, inputs), outputs, kind = x.shape, w.shape[-2], BLOCK_KINDS[w.kind]
     sums = count
     if kind.shifts:

@@ -308,7 +308,7 @@ def quant_matmul(
 def quant_matmul_parts(
     x: jax.Array, w: QuantArray | BlockArray, *, count: jax.Array | None = None, direct: bool = False
 ) -> jax.Array:
-    """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
+    """The product as `operands.Partials.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
     return _product(x, w, count, x.dtype, direct)
 
 
@@ -353,7 +353,7 @@ def _sum(parts: jax.Array) -> jax.Array:
 def _call(
     x: jax.Array, w: QuantArray, tile: Tiles, count: jax.Array, items: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:
-    """Parts [splits, tokens, out]: float32, or `dtype` for a single part. Without `items` there is one weight, and
+    """Partials [splits, tokens, out]: float32, or `dtype` for a single part. Without `items` there is one weight, and
     tiles of tokens follow each other up to `count`."""
     (tokens, inputs), outputs = x.shape, w.shape[-2]
     kind = w.codes.dtype.name

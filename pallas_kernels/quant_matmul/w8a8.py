@@ -164,7 +164,7 @@ def _rounded(codes: jax.Array) -> jax.Array:
 
 
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """The product on GPUs as `parts.Parts.sums`: float32 for each split of the inputs, or one in the dtype of x."""
+    """The product on GPUs as `operands.Partials.sums`: float32 for each split, or one in the dtype of x."""
     from jaxserve.pallas_kernels.quant_matmul import w8a8_triton
 
     return w8a8_triton.quant_matmul_parts(rows, w)

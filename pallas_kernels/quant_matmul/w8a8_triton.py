@@ -107,7 +107,7 @@ def quant_matmul(rows: QuantRows, w: QuantArray) -> jax.Array:
 
 @jax.jit
 def quant_matmul_parts(rows: QuantRows, w: QuantArray) -> jax.Array:
-    """The product as `parts.Parts.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
+    """The product as `operands.Partials.sums`: float32 for each split of the inputs, or one part in the dtype of x."""
     return _product(rows, w, rows.dtype)
 
 

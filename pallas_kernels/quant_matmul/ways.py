@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.pallas_kernels import registry, tuning
-from jaxserve.pallas_kernels.parts import Parts
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.quant_matmul import fragments, reference
 from jaxserve.pallas_kernels.registry import Device, MatmulProblem
 from jaxserve.pallas_kernels.types import QuantArray
@@ -134,26 +134,26 @@ def _measured(device: Device, problem: MatmulProblem) -> tuning.Product | None:
     return None if name is None else tuning.product(device.kind, name)
 
 
-def product(way: str, x: jax.Array, w: Any, count: jax.Array | None = None, parts: bool = False) -> jax.Array:
-    """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out], or with `parts` as
-    `parts.Parts.sums`. `count` as in `ops.matmul`."""
-    dtype = x.dtype if parts else jnp.float32
+def product(way: str, x: jax.Array, w: Any, count: jax.Array | None = None, partials: bool = False) -> jax.Array:
+    """x [tokens, in] times the transposed weight [out, in] -> float32 [tokens, out], or with `partials` as
+    `operands.Partials.sums`. `count` as in `ops.matmul`."""
+    dtype = x.dtype if partials else jnp.float32
     if way in ("dequantize", "dot"):
         y = _dequantized().product(x, w, dtype) if way == "dequantize" else dot(x, w, dtype)
-        return y[None] if parts else y
+        return y[None] if partials else y
     module = registry.load("matmul", way)
     options = {"direct": True} if way in ("mosaic_gpu", "triton") else {}
-    if parts and hasattr(module, "quant_matmul_parts"):
+    if partials and hasattr(module, "quant_matmul_parts"):
         return module.quant_matmul_parts(x, w, count=count, **options)
     y = module.quant_matmul(x, w, count=count, **options)
-    return y.astype(dtype)[None] if parts else y
+    return y.astype(dtype)[None] if partials else y
 
 
 def gated_product(way: str, x: jax.Array, w: QuantArray, activation: str) -> jax.Array:
     """`Ops.gated_matmul` for a weight in floats, given as `experts.as_codes`."""
     if way == "dot":
         fused = importlib.import_module("jaxserve.pallas_kernels.fused_triton")  # needs Triton
-        return fused.gate(Parts(fused.product(x, w.codes)), activation, x.dtype)
+        return fused.gate(Partials(fused.product(x, w.codes)), activation, x.dtype)
     return registry.load("matmul", way).gated_matmul(x, w, activation)
 
 

@@ -196,14 +196,14 @@ class _Heat:
 
     def _begin(self, race: Race, rows: int, entry: Entry) -> None:
         """Traces the way, and has a thread compile it."""
-        parts = self.device.platform == "gpu"  # as models use it there
+        partials = self.device.platform == "gpu"  # as models use it there
 
         def call(state: Any, x: jax.Array, w: Any) -> tuple[Any, jax.Array]:
             if entry == PLAIN:
                 return state, jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
             if ways.is_float(race.problem):
                 return state, ways.gated_product(entry.way, x, w, race.problem.activation)
-            return state, ways.product(entry.way, x, w, parts=parts)
+            return state, ways.product(entry.way, x, w, partials=partials)
 
         try:
             sets = self.shapes[race.problem].sets(rows, entry)

@@ -1,4 +1,4 @@
-"""Parts of /openapi.json that the types of the bodies cannot express. The schemas' own code checks them.
+"""Partials of /openapi.json that the types of the bodies cannot express. The schemas' own code checks them.
 
 `RULES` holds rules between the fields of an object, as far as JSON Schema can express them and tools that generate
 requests can follow them. `FIELDS` describes fields whose types are too general. Descriptions tell the rest.

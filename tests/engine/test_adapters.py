@@ -165,11 +165,11 @@ def test_quantized_bases(form):
     b = rng.normal(size=(2, RANK, 96)).astype(np.float32)
     stack = AdapterStack(*map(jnp.asarray, (a, b, np.full((2, 3), RANK, np.int32))), (96,))
     ops = replace(Ops(), add_adapters=add_adapters)
-    layer = Linear((128,), (96,), ("embed", "mlp"), ops=ops)
-    adapted = layer.clone(ops=ops.adapted_by(jnp.asarray(places)))
+    adapted = ops.adapted_by(jnp.asarray(places))
+    layer = Linear((128,), (96,), ("embed", "mlp"))
     params = jax.tree.map(jnp.asarray, {"kernel": kernel, "lora": stack})
     with jax.default_matmul_precision("highest"):
-        plain, made = (np.asarray(one.apply({"params": params}, jnp.asarray(x))) for one in (layer, adapted))
+        plain, made = (np.asarray(layer.apply({"params": params}, jnp.asarray(x), one)) for one in (ops, adapted))
     wanted = [np.zeros(96) if p < 0 else x[i].astype(np.float64) @ a[p].T @ b[p] for i, p in enumerate(places)]
     np.testing.assert_allclose(made - plain, wanted, atol=1e-3)
     assert np.abs(plain - x @ w.T).max() > 1e-3  # it was rounded

@@ -15,8 +15,8 @@ from engines import generate, make_engine, request
 
 from jaxserve.convert.quantize import QuantizeConfig, quantize_model
 from jaxserve.pallas_kernels import device_ops
+from jaxserve.pallas_kernels.operands import Row
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Row
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.types import QuantRows
 

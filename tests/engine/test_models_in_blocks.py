@@ -141,7 +141,7 @@ def test_the_plan_tells_what_loading_makes(kind, tmp_path, monkeypatch):
 
 
 def test_rows_in_turn_need_no_other_device():
-    """Parts whose rows are split over devices give a product that is split likewise, without anything sent."""
+    """Partials whose rows are split over devices give a product that is split likewise, without anything sent."""
     mesh = make_mesh(4)
     rng = np.random.default_rng(0)
     values = [rng.standard_normal((8 * width, 32)).astype(np.float32) for width in (3, 1)]

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from jaxserve.config import EngineConfig
 from jaxserve.devices.compile_cache import CompileCounter
 from jaxserve.devices.mesh import make_mesh
-from jaxserve.models.load import make_decoder, make_params, read_model, trust
+from jaxserve.models.load import check_kernels, make_decoder, make_params, read_model
 from jaxserve.models.weights import abstract_params, dummy_params
 from jaxserve.pallas_kernels.checked_ops import Trials
 from jaxserve.pallas_kernels.types import QuantArray
@@ -79,7 +79,7 @@ def test_checks_of_products_begin_while_weights_load(model_folders, case, option
     params = make_params(decoder, folder, mesh, config, progress=False)
     while_loading = set(begun)
     begun.clear()
-    decoder, _ = trust(decoder, params, mesh, "auto")
+    decoder, _ = check_kernels(decoder, params, mesh, "auto")
     assert set(begun) == while_loading != set()
     assert decoder.ops.trials is None
     assert {grouped for _, grouped in begun} == {case == "mixtral_experts"}

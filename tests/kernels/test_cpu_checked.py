@@ -73,7 +73,7 @@ from jaxserve.pallas_kernels.latent_attention import cpu as latent
 from jaxserve.pallas_kernels.lora import cpu as lora
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
-from jaxserve.pallas_kernels.parts import Heads, Parts
+from jaxserve.pallas_kernels.operands import Heads, Partials
 from jaxserve.pallas_kernels.quant_matmul import cpu as quant
 from jaxserve.pallas_kernels.types import KVPages, LatentPages, QuantArray
 
@@ -102,7 +102,7 @@ def write_latents(slots=(4, -1, 19), first=1):
     return latent.write_latent(pages, jnp.ones((3, 12)), ints(slots), jnp.int32(first), rank=8)
 
 def rotate(slots=(4, -1, 19), first=1, count=3):
-    heads = Heads(Parts(jnp.ones((1, 3, 1, 4, 8)), None), jnp.ones((3, 4)), jnp.ones((3, 4)), None, None)
+    heads = Heads(Partials(jnp.ones((1, 3, 1, 4, 8)), None), jnp.ones((3, 4)), jnp.ones((3, 4)), None, None)
     ops = cpu.CpuOps(matmul=cpu.matmul, write_kv=attention.write_kv).counting(jnp.int32(count))
     pages = KVPages(jnp.ones((6, 2, 1, 4, 8)))
     return ops.rotate_and_write(heads, 1e-5, jnp.float32, pages, ints(slots), jnp.int32(first))

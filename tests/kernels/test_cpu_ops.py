@@ -9,9 +9,9 @@ import pytest
 
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.device_ops import matmul_of
+from jaxserve.pallas_kernels.operands import Heads, Partials
 from jaxserve.pallas_kernels.ops import Ops, gate
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
-from jaxserve.pallas_kernels.parts import Heads, Parts
 from jaxserve.pallas_kernels.registry import Device
 from jaxserve.pallas_kernels.types import KVPages, QuantArray
 
@@ -145,7 +145,7 @@ def test_zeros_take_no_memory_until_they_are_written():
 def test_add_norm(shape, bias):
     rng = np.random.default_rng(shape[-1])
     x, y, scale, b = (rng.standard_normal(s).astype(np.float32) for s in (shape, shape, shape[-1:], shape[-1:]))
-    parts = Parts(jnp.asarray(y)[None], jnp.asarray(b) if bias else None)
+    parts = Partials(jnp.asarray(y)[None], jnp.asarray(b) if bias else None)
     total, normed = jax.jit(lambda *a: OPS.add_norm(*a, 1e-3))(x, parts, scale)
     np.testing.assert_array_equal(total, x + (y + b if bias else y))
     wide = np.asarray(total, np.float64)
@@ -168,7 +168,7 @@ def test_rotate_and_write(kv_dtype, heads, group, dim, extras):
     bias = jnp.asarray(rng.standard_normal((heads, group + 2, dim)), jnp.float32) if extras else None
     norms = [jnp.asarray(rng.uniform(0.5, 2, dim), jnp.float32) if extras else None for _ in range(2)]
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    given = Heads(Parts(qkv, bias), cos, sin, *norms)
+    given = Heads(Partials(qkv, bias), cos, sin, *norms)
     data = jnp.zeros((24, 2, heads, page, dim), kv_dtype)
     coded = np.dtype(kv_dtype).itemsize == 1
     pages = KVPages(data, jnp.zeros(data.shape[:-1], jnp.float32) if coded else None)

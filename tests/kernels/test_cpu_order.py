@@ -15,9 +15,9 @@ from jaxserve.models.rope_spec import RopeConfig
 from jaxserve.pallas_kernels import cpu, cpu_panels
 from jaxserve.pallas_kernels.expert_routing import Router, route
 from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
-from jaxserve.pallas_kernels.parts import Parts
 from jaxserve.pallas_kernels.types import DrawSettings, KVPages, QuantArray
 
 pytestmark = pytest.mark.skipif(not cpu_panels.available() or not cpu.available(), reason="no C++ compiler")
@@ -102,7 +102,9 @@ def test_between_products(size):
     scale = jnp.asarray(normal(size))
     bias = jnp.asarray(normal(size))
     check_rows(lambda x: cpu.rms_norm(x, scale, 1e-5), normal(ROWS, size))
-    check_rows(lambda x, y: ops.add_norm(x, Parts(y[None], bias), scale, 1e-5), normal(ROWS, size), normal(ROWS, size))
+    check_rows(
+        lambda x, y: ops.add_norm(x, Partials(y[None], bias), scale, 1e-5), normal(ROWS, size), normal(ROWS, size)
+    )
     for activation in ("silu", "gelu", "gelu_tanh"):
         check_rows(lambda x: cpu.gate(x, activation), normal(ROWS, size, 2))  # noqa: B023
 

@@ -194,7 +194,7 @@ def test_what_is_no_number_stays_none():
 
 
 def test_rows_of_several_types_and_none():
-    """Parts in an order of their own, each panel of one type; a row that nothing goes to is zero."""
+    """Partials in an order of their own, each panel of one type; a row that nothing goes to is zero."""
     q4 = blocks_of("Q4_K", 48, 512)
     q6 = blocks_of("Q6_K", 16, 512)
     source = np.concatenate([np.arange(47, 31, -1), 48 + np.arange(16), np.arange(32), [-1]])

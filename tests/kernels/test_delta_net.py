@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels.delta_net.reference import CHUNK, DeltaRows, delta_net
-from jaxserve.pallas_kernels.parts import DeltaHeads
+from jaxserve.pallas_kernels.operands import DeltaHeads
 from jaxserve.pallas_kernels.types import DeltaState
 
 HEADS = 2

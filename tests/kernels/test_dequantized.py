@@ -188,7 +188,7 @@ def test_each_way_is_what_its_name_says(mesh, rows, shuffled):
             if rows > 2 * 32 and way != "dequantize":
                 assert ways.fastest(device, problem, rows) == "dequantize", "far beyond what was measured"
                 continue
-            text = compile_layers(mesh, lambda x, w: multiply(x, w, parts=True)[0], rows, [w]).as_text()
+            text = compile_layers(mesh, lambda x, w: multiply(x, w, partials=True)[0], rows, [w]).as_text()
         finally:
             tuning.use(device.kind, tuning.Table())
         assert [name for name in ("mosaic_gpu", "triton_kernel_call") if name in text] == [*filter(None, [calls[way]])]

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_triton import INTERPRET, compiled, interpreted
 
 from jaxserve.pallas_kernels import fused_triton, selfcheck_fused, triton_compat
+from jaxserve.pallas_kernels.operands import Heads, Partials, Row
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.parts import Heads, Parts, Row
 from jaxserve.pallas_kernels.quant_matmul import w8a8
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device
 from jaxserve.pallas_kernels.types import Activations, KVPages, QuantArray, QuantRows
@@ -53,12 +53,12 @@ def numbers(rng, shape, dtype) -> jax.Array:
     return jnp.asarray(test_triton.rounded(rng, shape, dtype))
 
 
-def parts_of(rng, parts: int, shape: tuple, dtype: str, bias: tuple | None = None) -> tuple[Parts, np.ndarray]:
+def parts_of(rng, parts: int, shape: tuple, dtype: str, bias: tuple | None = None) -> tuple[Partials, np.ndarray]:
     """Random parts (one is in `dtype` itself), and what they come to [tokens, …] in float64."""
     sums = numbers(rng, (parts, *shape), "float32" if parts > 1 else dtype)
     added = None if bias is None else numbers(rng, bias, dtype)
     gold = np.asarray(sums, np.float64).sum(0) + (0 if added is None else np.asarray(added, np.float64))
-    return Parts(sums, added), gold
+    return Partials(sums, added), gold
 
 
 def row_of(rng, size: int, dtype: str) -> tuple[Row, np.ndarray]:
@@ -95,7 +95,7 @@ def test_add_norm(dtype, parts, size, bias):
         np.testing.assert_array_equal(np.asarray(Ops().add_norm(x, y, scale, EPS)[0]), np.asarray(total))
     if parts:  # a row that is given by itself, and a bias that is one of several
         rows = None if y.bias is None else Row(jnp.stack([y.bias * jnp.nan, y.bias]), jnp.int32(1))
-        again = fused_triton.add_norm(x, Parts(y.sums, rows), scale.value(), EPS)
+        again = fused_triton.add_norm(x, Partials(y.sums, rows), scale.value(), EPS)
         np.testing.assert_array_equal(np.asarray(again), np.asarray((total, normed)))
 
 
@@ -398,10 +398,10 @@ def test_compiles(kv, monkeypatch, tmp_path):
     qkv = like((4, tokens, kv_heads, group + 2, dim), "float32"), like((kv_heads, group + 2, dim), "bfloat16")
     angle = like((tokens, dim // 2), "float32")
     norms = Row(like((9, dim), "bfloat16"), like((), "int32"))
-    heads = Heads(Parts(*qkv), angle, angle, norms, norms)
-    y = Parts(like((8, tokens, hidden), "float32"))
+    heads = Heads(Partials(*qkv), angle, angle, norms, norms)
+    y = Partials(like((8, tokens, hidden), "float32"))
     scale = Row(like((9, hidden), "bfloat16"), like((), "int32"))
-    gate_up = Parts(like((1, tokens, 2 * 14336), "bfloat16"))
+    gate_up = Partials(like((1, tokens, 2 * 14336), "bfloat16"))
 
     def step(pages, heads, slots, first_page, x, y, scale, gate_up):
         q, pages = fused_triton.rotate_and_write(heads, EPS, jnp.bfloat16, pages, slots, first_page)
@@ -461,9 +461,9 @@ def test_batches_of_all_sizes_share_kernels(monkeypatch):
     for tokens in (8, 24, 520):
         angle = like((tokens, dim // 2), "float32")
         sums = like((2, tokens, kv_heads, group + 2, dim), "float32")
-        heads = Heads(Parts(sums), angle, angle)
+        heads = Heads(Partials(sums), angle, angle)
         x = like((tokens, hidden), "bfloat16")
-        y, gate_up = (Parts(like((2, tokens, n), "float32")) for n in (hidden, 2 * size))
+        y, gate_up = (Partials(like((2, tokens, n), "float32")) for n in (hidden, 2 * size))
         with jax.set_mesh(mesh):
             jax.jit(step).lower(pages, heads, like((tokens,), "int32"), x, y, like((hidden,), "bfloat16"), gate_up)
     assert sorted(compiled) == ["_add_norm", "_gate", "_rotate_and_write"]

@@ -23,8 +23,8 @@ from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.device_ops import gated_matmul_of
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.hopper_rules import interpreter
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import ACTIVATIONS
-from jaxserve.pallas_kernels.parts import Parts
 from jaxserve.pallas_kernels.quant_matmul import fragments, mosaic_gate, mosaic_gpu, ways
 from jaxserve.pallas_kernels.registry import MatmulProblem
 from jaxserve.pallas_kernels.selfcheck import check_gated
@@ -200,7 +200,7 @@ def test_instructions(mesh, activation, monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
     sums = like(mesh, (1, 4, 2 * 192), BF16)  # a size of its own: a kernel that is known leaves no text
     with jax.set_mesh(mesh):
-        jax.jit(lambda sums: fused_triton.gate(Parts(sums), activation, BF16)).lower(sums)
+        jax.jit(lambda sums: fused_triton.gate(Partials(sums), activation, BF16)).lower(sums)
     (text,) = (path.read_text() for path in tmp_path.rglob("*.ptx"))
     # The 1 of "1 / (1 + x)" is in a register there.
     ours = instructions(mosaic_gate.ACTIVATIONS[activation].replace("t, 0f3F800000, t;", "t, one, t;"))

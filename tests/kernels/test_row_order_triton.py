@@ -23,8 +23,8 @@ from test_triton import INTERPRET, compiled, interpreted, quantized_weight
 from jaxserve.pallas_kernels import draw_triton, fused_triton, triton_compat, tuning
 from jaxserve.pallas_kernels.latent_attention import triton_gpu as latent
 from jaxserve.pallas_kernels.lora import triton as lora
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.paged_attention import triton_gpu as attention_kernels
-from jaxserve.pallas_kernels.parts import Parts
 from jaxserve.pallas_kernels.quant_matmul import triton_blocks
 from jaxserve.pallas_kernels.quant_matmul import triton_gpu as matmul
 from jaxserve.pallas_kernels.types import DrawSettings
@@ -131,11 +131,11 @@ def test_between_products():
     scale = jnp.asarray(random.standard_normal(200), BFLOAT16)
 
     def add_norm(x, y):
-        return jnp.concatenate(fused_triton.add_norm(jnp.asarray(x), Parts(jnp.asarray(y)[None]), scale, 1e-5), 1)
+        return jnp.concatenate(fused_triton.add_norm(jnp.asarray(x), Partials(jnp.asarray(y)[None]), scale, 1e-5), 1)
 
     check_in_any_company(add_norm, x, y)
     assert same_in_other_numbers(add_norm, x, y, counts=(1, 4))
-    gate = lambda y: fused_triton.gate(Parts(jnp.asarray(y)[None]), "silu", jnp.bfloat16)  # noqa: E731
+    gate = lambda y: fused_triton.gate(Partials(jnp.asarray(y)[None]), "silu", jnp.bfloat16)  # noqa: E731
     check_in_any_company(gate, y)
     assert same_in_other_numbers(gate, y, counts=(1, 4))
 

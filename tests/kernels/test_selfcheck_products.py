@@ -19,7 +19,7 @@ from jaxserve.models.quantized import quantized_abstract
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels import checked_ops as operations
 from jaxserve.pallas_kernels import device_ops, tuning
-from jaxserve.pallas_kernels.checked_ops import Trials, trusted
+from jaxserve.pallas_kernels.checked_ops import Trials, passing
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, gate
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
@@ -209,7 +209,7 @@ def test_a_wrong_product_is_not_used(monkeypatch, caplog):
 def test_products_in_parts_are_tried(monkeypatch, caplog):
     """As steps use them: parts that are lost or added up twice are seen, although whole products are right."""
 
-    class Parts:
+    class Partials:
         quant_matmul = staticmethod(quantized.quant_matmul)
         lost = False
 
@@ -220,9 +220,9 @@ def test_products_in_parts_are_tried(monkeypatch, caplog):
 
     device = Device("gpu", "some GPU", (9, 0))
     monkeypatch.setattr(operations, "choose", lambda operation, device, problem, backend: "triton")
-    monkeypatch.setattr(operations, "load", lambda operation, backend: Parts)
+    monkeypatch.setattr(operations, "load", lambda operation, backend: Partials)
     assert checked_matmul(device, [MATMULS["int4 g128"]], "auto") == "auto"
-    Parts.lost = True
+    Partials.lost = True
     assert checked_matmul(device, [MATMULS["int4 g128"]], "auto") == "xla"
     assert "is wrong on this device: parts of 1 rows: off by" in caplog.text
 
@@ -253,19 +253,19 @@ def test_a_wrong_gate_is_not_used(monkeypatch, caplog):
             trials.begin_gates(device, one, backend)
         return Ops(gated_matmul=Gated.gated_matmul, trials=trials)
 
-    assert trusted(begun(problem, problem)).gated_matmul is not None
+    assert passing(begun(problem, problem)).gated_matmul is not None
     Gated.wrong = True
-    assert trusted(begun(problem)).gated_matmul is None
+    assert passing(begun(problem)).gated_matmul is None
     assert "the gated matmul kernel is wrong on this device: gate of 1 rows: off by" in caplog.text
     with pytest.raises(BackendError, match="the gated matmul backend triton is wrong on this device"):
-        trusted(begun(problem, backend="triton"))
+        passing(begun(problem, backend="triton"))
     assert begun(replace(problem, has_zero=True)).trials.all == [], "no kernel gates it"
     floats = replace(MATMULS["bf16"], activation="silu")
     assert begun(floats).trials.all == [], "where nothing was measured, XLA computes the product"
     tuning.use(device.kind, Table(products={ways.key(floats): Product(False, ((1, "mosaic_gpu"),))}))
     try:
         monkeypatch.setattr(ways, "why_not", lambda *_: None)
-        assert trusted(begun(floats)).gated_matmul is None, "its kernel is used, and wrong"
+        assert passing(begun(floats)).gated_matmul is None, "its kernel is used, and wrong"
     finally:
         tuning.clear()
 
@@ -301,7 +301,7 @@ def test_experts_in_floats_are_tried(model_folders, monkeypatch):
         decoder = load.make_decoder(model, mesh, dtype)
         abstract = abstract_params(decoder, mesh)
         params = {path: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for path, x in abstract.items()}
-        load.trusted_matmul(decoder, unflatten_dict(params, sep="/"), mesh, "auto")
+        load.checked_matmul_backend(decoder, unflatten_dict(params, sep="/"), mesh, "auto")
     assert {(p.x_dtype, p.codes_dtype) for p in tried} == {(F32, F32), (BF16, BF16)}
     assert len(tried) == 4
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import checked_ops, selfcheck, selfcheck_stamps
-from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, trusted
+from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, passing
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import reference
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device, MatmulProblem
@@ -157,5 +157,5 @@ def test_all_checks_run_at_once(machine, monkeypatch):
     trials = ops.trials
     for grouped in (False, True):
         trials.products(GPU, PROBLEM, "auto", grouped=grouped)
-    assert trusted(ops).paged_attention is ops.paged_attention
+    assert passing(ops).paged_attention is ops.paged_attention
     assert checked_matmul(trials, GPU, [PROBLEM], "auto", [PROBLEM]) == "auto"

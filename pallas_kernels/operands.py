@@ -1,4 +1,5 @@
-"""Unfinished results that one operation passes to the next, so that a GPU launches one kernel for both."""
+"""What layers hand to the kernels: partial sums, heads, vectors that are rows of an array. Much of it is unfinished, so
+that a GPU launches one kernel for two operations."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ def value_of(vector: jax.Array | Row) -> jax.Array:
     return vector.value() if isinstance(vector, Row) else vector
 
 
-class Parts(NamedTuple):
-    """A linear layer's result as parts: sums [parts, tokens, …]. The parts are added and rounded to the dtype of the
-    activations; then the bias [size or …] is added in that dtype. A single part may have that dtype itself; several are
-    float32.
+class Partials(NamedTuple):
+    """A linear layer's result as partial sums of a split inner dimension (split-K): sums [splits, tokens, …]. They are
+    added and rounded to the dtype of the activations; then the bias [size or …] is added in that dtype. A single one
+    may have that dtype itself; several are float32.
     """
 
     sums: jax.Array
     bias: jax.Array | Row | None = None
 
-    def whole(self, dtype: jnp.dtype) -> jax.Array:
+    def reduce(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the result [tokens, …] in `dtype`."""
         y = (self.sums[0] if len(self.sums) == 1 else self.sums.sum(0)).astype(dtype)
         return y if self.bias is None else y + value_of(self.bias)
@@ -41,14 +42,14 @@ class Parts(NamedTuple):
 class Heads(NamedTuple):
     """Queries, keys and values of new tokens before norms and rotary positions.
 
-    qkv: its sums are [parts, tokens, kv_heads, group + 2, head_dim], in the order of the group's queries, the key, the
+    qkv: its sums are [splits, tokens, kv_heads, group + 2, head_dim], in the order of the group's queries, the key, the
       value. Its bias is [kv_heads, group + 2, head_dim].
     cos, sin: float32 [tokens, head_dim / 2].
     q_norm, k_norm: scales [head_dim] of RMS norms, or None.
     sinks: logits [kv_heads, group], one for each query head, that join the softmax's denominator; or None.
     """
 
-    qkv: Parts
+    qkv: Partials
     cos: jax.Array
     sin: jax.Array
     q_norm: jax.Array | Row | None = None
