@@ -32,8 +32,8 @@ class Begun(NamedTuple):
 
 
 def begin_step(params, cache: KVCache, slots: SlotState, packed: jax.Array, *, context: ForwardContext) -> Begun:
-    """Embeds a step's tokens and runs the layers of `context.model.stage`, the first ones. `cache` is donated. The slots
-    stay as they are: the step's last program advances them. See `steps.run_step`."""
+    """Embeds a step's tokens and runs the layers of `context.model.stage`, the first ones. `cache` is donated.
+    The slots stay as they are: the step's last program advances them. See `steps.run_step`."""
     _, slots, batch, _ = read_buffer(packed, slots, context.shape, None)
     ran = run_layers(params, cache, slots, batch, context)
     load = jnp.zeros((1, 3), jnp.int32) if context.model.config.num_experts else None
