@@ -13,7 +13,7 @@ from jaxserve import entry
 from light.decode import FORMS, SHAPE, SMALL, folder_of
 from light.record import Record
 
-MINUTES = {False: 2.0, True: 1.5}  # for each form, those in which it stands still included
+MINUTES = {False: 2.0, True: 3.0}  # for each form, those in which it stands still included
 LATE = {False: 20.0, True: 60.0}  # seconds after its time until it is killed
 MOST_OUTPUT = 40_000  # characters
 

@@ -87,6 +87,11 @@ def add_settings(group: Any, kind: type) -> None:
             action.setting = known
 
 
+def chosen(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """The values of the flags that `add_settings` added, by the names of the settings."""
+    return {name: getattr(args, known.dest) for name, known in settings_of(kind).items()}
+
+
 def _options(known: Setting) -> dict[str, Any]:
     """The arguments of `add_argument` for a setting: those for its type, unless the setting names its own."""
     options = {"default": known.default, **known.options}
@@ -140,8 +145,7 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    given = {name: getattr(args, known.dest) for name, known in settings_of(EngineConfig).items()}
-    config = found_hosts(EngineConfig(model=args.model, **given))
+    config = found_hosts(EngineConfig(model=args.model, **chosen(args, EngineConfig)))
     jax_pools.reserve(config.memory_utilization)
     if config.cpu_offload_gib:
         weights = math.ceil(2 * config.cpu_offload_gib * config.tensor_parallel_size)  # twice: the pool has gaps

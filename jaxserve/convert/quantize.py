@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from flax.traverse_util import unflatten_dict
 from tqdm import tqdm
 
 from jaxserve.checkpoints.export import (
-    LAYOUTS,
     compress,
     copy_rest,
     quantization_config,
@@ -37,6 +36,7 @@ from jaxserve.checkpoints.safetensors import read_folder, read_header
 from jaxserve.config import ConfigError
 from jaxserve.convert.calibration import Statistics, advance, begin, fuse, measure, measure_rows, read_windows
 from jaxserve.convert.products import check_calibration, check_files, of_layer, plain_modules, products
+from jaxserve.convert.settings import GROUP_SIZES, QuantizeConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.load import Checkpoint, read_model
@@ -46,9 +46,6 @@ from jaxserve.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-SCHEMES = (*KINDS, "int8-dynamic", "fp8-dynamic")
-METHODS = ("rtn", "gptq", "awq")
-GROUP_SIZES = (128, 64, 32)
 RECIPE = "quantize.json"  # in an unfinished output folder: the settings of its layers
 TEXT = "calibration.txt"  # in the model's folder: the default calibration text
 
@@ -62,60 +59,18 @@ LINEARS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantizeConfig:
-    """Settings of a quantization.
-
-    Attributes:
-      scheme: type of the weights: int8, int4 or fp8 (e4m3fn). int8-dynamic and fp8-dynamic (W8A8) also round the inputs
-        of products, with a scale per token.
-      method: rtn rounds to nearest; gptq and awq calibrate with the layers' inputs on a text.
-      group_size: inputs that share a scale; 0: all of an output channel. None: for int4 the largest of GROUP_SIZES that
-        divides all inputs, else 0.
-      symmetric: without zero points.
-      layout: layout of the files, see `jaxserve.checkpoints.export`.
-      act_order: gptq rounds columns with large inputs first.
-      quantize_head: quantize the output head too; not possible where it is the embedding.
-      calibration: a text file or JSON lines with a "text" each; None: calibration.txt of the model's folder.
-      samples, length: most pieces of the text, and the tokens of each.
-    """
-
-    scheme: str = "int4"
-    method: str = "rtn"
-    group_size: int | None = None
-    symmetric: bool = True
-    layout: str = LAYOUTS[0]
-    act_order: bool = True
-    quantize_head: bool = False
-    calibration: str | None = None
-    samples: int = 128
-    length: int = 512
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("scheme", SCHEMES), ("method", METHODS), ("layout", LAYOUTS)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.group_size not in (None, 0, *GROUP_SIZES):
-            raise ConfigError(f"group_size must be 0 or one of {GROUP_SIZES}, got {self.group_size}")
-        if (self.scheme == "fp8" or self.scheme in SCHEMES[-2:]) and (self.group_size or not self.symmetric):
-            raise ConfigError(f"{self.scheme} has one scale per output channel: leave out group_size and zero points")
-        if self.layout == "awq" and self.scheme != "int4":
-            raise ConfigError(f"the awq layout holds int4 only, not {self.scheme}; use {LAYOUTS[0]}")
-        if self.samples < 1 or self.length < 1:
-            raise ConfigError(f"samples and length must be positive, got {self.samples} and {self.length}")
-
-    def storage(self, inputs: set[int], dtype: str) -> Scheme:
-        """How weights with these numbers of inputs are stored. Raises ConfigError if groups do not divide them."""
-        fitting = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
-        size = self.group_size
-        if size is None:
-            if self.scheme == "int4" and not fitting:
-                raise ConfigError(f"no groups of {GROUP_SIZES} divide inputs of {sorted(inputs)}; use group_size 0")
-            size = fitting[0] if self.scheme == "int4" else 0
-        if size and size not in fitting:
-            raise ConfigError(f"group_size {size} does not divide inputs of {sorted(inputs)}; {[*fitting, 0]} do")
-        dtype = "float16" if self.layout == "awq" else dtype
-        return Scheme(self.scheme.removesuffix(DYNAMIC), size or None, self.symmetric, jnp.dtype(dtype))
+def storage(config: QuantizeConfig, inputs: set[int], dtype: str) -> Scheme:
+    """How weights with these numbers of inputs are stored. Raises ConfigError if groups do not divide them."""
+    fitting = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
+    size = config.group_size
+    if size is None:
+        if config.scheme == "int4" and not fitting:
+            raise ConfigError(f"no groups of {GROUP_SIZES} divide inputs of {sorted(inputs)}; use group_size 0")
+        size = fitting[0] if config.scheme == "int4" else 0
+    if size and size not in fitting:
+        raise ConfigError(f"group_size {size} does not divide inputs of {sorted(inputs)}; {[*fitting, 0]} do")
+    dtype = "float16" if config.layout == "awq" else dtype
+    return Scheme(config.scheme.removesuffix(DYNAMIC), size or None, config.symmetric, jnp.dtype(dtype))
 
 
 def quantize_model(model: str, out: Path, config: QuantizeConfig, *, progress: bool = True) -> None:
@@ -152,7 +107,7 @@ class _Run:
         check(self.tensors, self.pieces, lambda name: True)
         chosen = {name: self.tensors[name] for i in range(self.model.num_layers) for name in products(self.of(i))}
         check_files(self.model, self.roles, read_folder(folder), chosen)
-        self.scheme = config.storage({tensor.shape[1] for tensor in chosen.values()}, self.model.dtype)
+        self.scheme = storage(config, {tensor.shape[1] for tensor in chosen.values()}, self.model.dtype)
         self.shapes = abstract_params(self.decoder, make_mesh())
         self.head = self.roles["head.weight"] if config.quantize_head else None
         if self.head and (self.model.tie_embeddings or self.model.embed_size):

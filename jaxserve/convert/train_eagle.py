@@ -15,7 +15,6 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from jaxserve.checkpoints.hub import resolve_model
 from jaxserve.config import ConfigError
 from jaxserve.convert.calibration import read_windows
 from jaxserve.convert.convert import take
+from jaxserve.convert.settings import TrainConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.llm import LLM
 from jaxserve.models.decoder import Decoder, added, angles
@@ -53,29 +53,6 @@ DECAY = 0.8  # weight of each further pass in the loss, against the pass before
 WARM_UP = 0.03  # part of the time in which the learning rate rises
 DESCENT = 0.5  # part of the time in which it falls to zero
 FIRST = 0.35  # part of the time in which only the first pass is trained, which costs a third
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Settings of a training.
-
-    Attributes:
-      vocabulary: tokens of the draft's own vocabulary: those that occur most in the text.
-      passes: tokens that the draft learns to propose one after the other.
-      minutes: time of the training; the learning rate follows it.
-      rows, length: windows of a step, and tokens of each.
-      rate: highest learning rate of matrices (Muon); other weights have a tenth of it (Adam).
-      generate: windows to train on, of which the target writes the second half; 0: trains on the text as it is.
-    """
-
-    vocabulary: int = 32000
-    passes: int = 3
-    minutes: float = 60.0
-    rows: int = 4
-    length: int = 256
-    rate: float = 0.02
-    generate: int = 0
-    seed: int = 0
 
 
 def train_eagle(model: str, data: Path, out: Path, config: TrainConfig) -> None:
