@@ -35,7 +35,7 @@ from jaxserve.scheduling.row_choice import AdmissionBudget, MicroBatches, TokenB
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import DetailedUpdate, Rows, StepPlan
-from jaxserve.scheduling.waiting import Fetches, Waiting
+from jaxserve.scheduling.waiting import Fetches, Waiting, expected_tokens
 from jaxserve.types import SequenceUpdate, StepOutput
 
 
@@ -388,7 +388,7 @@ class Scheduler:
             seq.pages = pages
             if self.adapters is not None:
                 self.adapters.hold(seq)
-            self.waiting.charge_expected(seq)
+            self.waiting.charge(seq, expected_tokens(seq))
             self.running.place(seq, computed, like)
         else:
             self.blocks.free(pages or ())

@@ -18,10 +18,10 @@ when it ends. A tenant that has the queue to itself keeps no debt."""
 
 from __future__ import annotations
 
-import bisect
-import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
@@ -31,7 +31,7 @@ QUANTUM = 512  # tokens
 EXPECTED_OUTPUT = 256  # tokens charged for an output until its length is known
 MOST_PASSED = 8  # sequences that others may pass in a step: each step looks again for pages for all of them
 
-Order = tuple[int, int, int]
+Queue = list[tuple[tuple[int, int, int], Sequence]]  # by `Sequence.order`, which no two sequences share
 
 
 class Fetches(Protocol):
@@ -71,8 +71,7 @@ class Waiting:
         yield from self._held
         yield from self._passed
         for level in self._levels.values():
-            for queue in level.queues():
-                yield from queue
+            yield from level
 
     def push(self, seq: Sequence, *, resumed: bool = False, held: bool = False) -> None:
         """Adds a sequence. If it was placed before (`resumed`), it is not charged, and not queued behind new requests.
@@ -100,13 +99,13 @@ class Waiting:
 
     def set_aside(self, seq: Sequence) -> None:
         """Takes a sequence that may be served out of the order until it is released."""
-        self._aside[seq] = seq in self._levels[seq.order[0]].resumed
+        self._aside[seq] = self._levels[seq.order[0]].is_resumed(seq)
         self._dequeue(seq)
 
     def _enqueue(self, seq: Sequence, resumed: bool) -> None:
         if (level := self._levels.get(priority := seq.order[0])) is None:
             level = self._levels[priority] = _Level(self._quantum)
-            bisect.insort(self._priorities, priority)
+            insort(self._priorities, priority)
         level.push(seq, resumed)
 
     def peek(self) -> Sequence:
@@ -118,8 +117,8 @@ class Waiting:
     def pop(self) -> Sequence:
         """Removes the next sequence and charges its tenant. Raises IndexError when the queue is empty."""
         seq = self.peek()
-        if seq not in self._levels[seq.order[0]].resumed:
-            self.charge_expected(seq)
+        if not self._levels[seq.order[0]].is_resumed(seq):
+            self.charge(seq, expected_tokens(seq))
         self.remove(seq)
         for passed in self._passed:
             passed.tokens_passing += expected_tokens(seq)
@@ -164,17 +163,14 @@ class Waiting:
             del self._levels[seq.order[0]]
             self._priorities.remove(seq.order[0])
 
-    def charge_expected(self, seq: Sequence) -> None:
-        """Charges a tenant the expected cost of a sequence that begins."""
-        self._spend(seq, expected_tokens(seq))
+    def charge(self, seq: Sequence, tokens: int) -> None:
+        """Charges the sequence's tenant; a negative number of tokens is given back."""
+        if (level := self._levels.get(seq.order[0])) and (tenant := level.tenants.get(seq.request.tenant)):
+            tenant.deficit -= tokens
 
     def correct_charge(self, seq: Sequence, outputs: int) -> None:
         """Corrects the charge of a sequence that ends with this number of output tokens."""
-        self._spend(seq, outputs - _expected(seq))
-
-    def _spend(self, seq: Sequence, tokens: int) -> None:
-        if (level := self._levels.get(seq.order[0])) and (tenant := level.tenants.get(seq.request.tenant)):
-            tenant.deficit -= tokens
+        self.charge(seq, outputs - _expected(seq))
 
     def check_integrity(self) -> None:
         """Asserts that the counts are right, and that waiting sequences hold no slots and no pages."""
@@ -202,45 +198,19 @@ def _expected(seq: Sequence) -> int:
     return min(seq.max_tokens, EXPECTED_OUTPUT)
 
 
-class _Queue:
-    """Sequences by order. The heap may keep orders of removed sequences for a while."""
-
-    def __init__(self) -> None:
-        self._seqs: dict[Order, Sequence] = {}
-        self._heap: list[Order] = []
-
-    def __len__(self) -> int:
-        return len(self._seqs)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._seqs.values())
-
-    def __contains__(self, seq: Sequence) -> bool:
-        return self._seqs.get(seq.order) is seq
-
-    def push(self, seq: Sequence) -> None:
-        self._seqs[seq.order] = seq
-        heapq.heappush(self._heap, seq.order)
-
-    def peek(self) -> Sequence:
-        while self._heap[0] not in self._seqs:
-            heapq.heappop(self._heap)
-        return self._seqs[self._heap[0]]
-
-    def remove(self, seq: Sequence) -> None:
-        del self._seqs[seq.order]
-        if len(self._heap) > 2 * len(self._seqs):  # the heap has at most twice as many orders as sequences
-            self._heap = list(self._seqs)
-            heapq.heapify(self._heap)
+def _find(queue: Queue, seq: Sequence) -> int | None:
+    """The sequence's index in a queue; None if it is not there."""
+    place = bisect_left(queue, (seq.order,))  # type: ignore[type-var]
+    return place if place < len(queue) and queue[place][1] is seq else None
 
 
+@dataclass(eq=False)
 class _Tenant:
     """One tenant's new requests, and the tokens that it may still spend in this round (below 0: its debt)."""
 
-    def __init__(self, name: str, deficit: int):
-        self.name = name
-        self.deficit = deficit
-        self.queue = _Queue()
+    name: str
+    deficit: int
+    queue: Queue = field(default_factory=list)
 
 
 class _Level:
@@ -248,36 +218,39 @@ class _Level:
 
     def __init__(self, quantum: int):
         self._quantum = quantum
-        self.resumed = _Queue()
+        self.resumed: Queue = []
         self.tenants: dict[str, _Tenant] = {}
         self._ring: deque[_Tenant] = deque()  # the same tenants; the first has the turn
         self.num_new_seqs = 0
 
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in (self.resumed, *(tenant.queue for tenant in self._ring)):
+            yield from (seq for _, seq in queue)
+
     def push(self, seq: Sequence, resumed: bool) -> None:
+        """Queues a sequence. A tenant that is new joins the end of the ring."""
         if resumed:
-            self.resumed.push(seq)
-        else:
-            self._join(seq.request.tenant).queue.push(seq)
-            self.num_new_seqs += 1
-
-    def queues(self) -> Iterator[_Queue]:
-        yield self.resumed
-        for tenant in self._ring:
-            yield tenant.queue
-
-    def _join(self, name: str) -> _Tenant:
-        """The tenant of this name; a new one joins the end of the ring."""
+            insort(self.resumed, (seq.order, seq))
+            return
+        name = seq.request.tenant
         if (tenant := self.tenants.get(name)) is None:
             tenant = self.tenants[name] = _Tenant(name, self._quantum)
             self._ring.append(tenant)
-        return tenant
+        insort(tenant.queue, (seq.order, seq))
+        self.num_new_seqs += 1
+
+    def is_resumed(self, seq: Sequence) -> bool:
+        return _find(self.resumed, seq) is not None
 
     def remove(self, seq: Sequence) -> None:
-        if seq in self.resumed:
-            self.resumed.remove(seq)
+        """Removes a sequence. Raises KeyError if it is not queued here."""
+        if (place := _find(self.resumed, seq)) is not None:
+            del self.resumed[place]
             return
         tenant = self.tenants[seq.request.tenant]
-        tenant.queue.remove(seq)
+        if (place := _find(tenant.queue, seq)) is None:
+            raise KeyError(seq.request_id)
+        del tenant.queue[place]
         self.num_new_seqs -= 1
         if not tenant.queue and tenant.deficit >= 0:
             self._leave(tenant)
@@ -289,26 +262,23 @@ class _Level:
     def peek(self) -> Sequence:
         """The next sequence; the level must not be empty."""
         if not self.num_new_seqs:
-            return self.resumed.peek()
+            return self.resumed[0][1]
         new = self._next_new()
         if not self.resumed:
             return new
-        old = self.resumed.peek()
+        old = self.resumed[0][1]
         return new if new.order < old.order and new.request.tenant == old.request.tenant else old
 
     def _next_new(self) -> Sequence:
-        """The first new request of the tenant that has the turn."""
-        self._skip_rounds()
+        """The first new request of the tenant that has the turn. All tenants are paid at once for the rounds in which
+        all waiting ones would still be in debt."""
+        best = max(tenant.deficit for tenant in self._ring if tenant.queue)
+        if best <= 0:
+            for tenant in self._ring:
+                tenant.deficit += -best // self._quantum * self._quantum
         while not ((tenant := self._ring[0]).queue and tenant.deficit > 0):
             tenant.deficit += self._quantum
             self._ring.rotate(-1)
             if not tenant.queue and tenant.deficit >= 0:
                 self._leave(tenant)
-        return tenant.queue.peek()
-
-    def _skip_rounds(self) -> None:
-        """Pays all tenants at once for the rounds in which all waiting ones would still be in debt."""
-        best = max(tenant.deficit for tenant in self._ring if tenant.queue)
-        if best <= 0:
-            for tenant in self._ring:
-                tenant.deficit += -best // self._quantum * self._quantum
+        return tenant.queue[0][1]

@@ -617,7 +617,6 @@ def test_aborted_requests_behind_a_blocked_one_leave_nothing_behind():
         scheduler.abort(other.request_id)
     assert scheduler.num_waiting == len(list(scheduler.waiting)) == 1
     assert scheduler.waiting.num_tokens == 28
-    assert sum(len(queue._heap) for level in scheduler.waiting._levels.values() for queue in level.queues()) <= 2
     simulation.drain()
 
 
