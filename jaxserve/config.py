@@ -588,11 +588,6 @@ class EngineConfig:
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
-    def schedules_ahead(self) -> bool:
-        """The `async_scheduling` in effect: a step that waits for weights leaves nothing to do ahead."""
-        return self.async_scheduling and not self.cpu_offload_gib
-
-    @property
     def host_adapters(self) -> int:
         """The `max_cpu_loras` in effect."""
         return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

@@ -172,10 +172,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_min_tokens(self.min_tokens, self.max_tokens)
         if self.max_tokens == 0 and self.n > 1:
             raise InvalidRequestError(f"max_tokens 0 only scores the prompt, so n must be 1, got {self.n}", "n")
-        self._check_words()
-        self._check_stop()
-        self._check_logit_bias()
-        self._check_named()
+        if self.allowed_token_ids or self.bad_words:
+            self._check_words()
+        if self.stop or self.stop_token_ids:
+            self._check_stop()
+        if self.logit_bias:
+            msgspec.structs.force_setattr(self, "logit_bias", _clamped(self.logit_bias))
+        if self.logprob_token_ids:
+            self._check_named()
         if self.use_beam_search:
             self._check_beam_search()
 
@@ -206,21 +210,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_size("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKENS, "ids")
         _check_ids("stop_token_ids", self.stop_token_ids)
 
-    def _check_logit_bias(self) -> None:
-        if not self.logit_bias:
-            return
-        _check_size("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS, "entries")
-        clamped = {}
-        for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 2**31 - 1)
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
-                raise InvalidRequestError(f"logit_bias[{token}] must be a finite number, got {bias!r}", "logit_bias")
-            clamped[token] = min(100.0, max(-100.0, float(bias)))
-        msgspec.structs.force_setattr(self, "logit_bias", clamped)
-
     def _check_named(self) -> None:
-        if not self.logprob_token_ids:
-            return
         _check_size("logprob_token_ids", self.logprob_token_ids, limits.MAX_LOGPROBS, "ids")
         _check_ids("logprob_token_ids", self.logprob_token_ids)
         msgspec.structs.force_setattr(self, "logprobs", len(self.logprob_token_ids))
@@ -384,6 +374,18 @@ def check_min_tokens(least: int, most: int | None) -> None:
     """Raises InvalidRequestError if an output must have more tokens than it may have; None: there is no limit."""
     if most is not None and least > most:
         raise InvalidRequestError(f"min_tokens ({least}) must not exceed max_tokens ({most})", "min_tokens")
+
+
+def _clamped(logit_bias: dict[int, float]) -> dict[int, float]:
+    """Biases in [-100, 100]. Raises InvalidRequestError for what is none, or for too many."""
+    _check_size("logit_bias", logit_bias, limits.MAX_LOGIT_BIAS, "entries")
+    clamped = {}
+    for token, bias in logit_bias.items():
+        _check_int("logit_bias", token, 0, 2**31 - 1)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise InvalidRequestError(f"logit_bias[{token}] must be a finite number, got {bias!r}", "logit_bias")
+        clamped[token] = min(100.0, max(-100.0, float(bias)))
+    return clamped
 
 
 def _check_number(name: str, value: object, meta: Meta, is_int: bool) -> None:

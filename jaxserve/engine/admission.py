@@ -61,7 +61,12 @@ class Admission:
             if request.request_id in self._scheduler or request.request_id in self._constraints:
                 raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
             prompt = request.prompt_token_ids
-            self._check_task(request)
+            if request.pools and not self._pools:
+                raise InvalidRequestError("this model generates; it is not served for embeddings or scores", "model")
+            if self._pools and not (request.pools and params.max_tokens == 0 and params.n == 1):
+                raise InvalidRequestError(
+                    "this model is served for embeddings or scores; it does not generate", "model"
+                )
             self._check_prompt(prompt)
             if params.use_beam_search:
                 self._check_groups()
@@ -72,12 +77,6 @@ class Admission:
     def _check_groups(self) -> None:
         if self._config.data_parallel_size > 1:
             raise InvalidRequestError("beam search is not served with --data-parallel-size above 1", "use_beam_search")
-
-    def _check_task(self, request: Request) -> None:
-        if request.pools and not self._pools:
-            raise InvalidRequestError("this model generates; it is not served for embeddings or scores", "model")
-        if self._pools and not (request.pools and request.params.max_tokens == 0 and request.params.n == 1):
-            raise InvalidRequestError("this model is served for embeddings or scores; it does not generate", "model")
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:

@@ -65,7 +65,7 @@ from jaxserve.scheduling.page_snapshot import PoolSnapshot, pool_snapshot
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step_plan import Sampler, StepPlan
 from jaxserve.speculation.speculator import Models, Speculator, make_speculator
-from jaxserve.types import Request, StepOutput
+from jaxserve.types import QueueFullError, Request, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,8 @@ class Engine:
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
+        # A step that waits for weights leaves nothing to do ahead.
+        self._schedules_ahead = config.async_scheduling and not config.cpu_offload_gib
         self._arrivals, self._seeds, self.adapters = 0, Seeds(config), Adapters.of(config, runner)
         self._allocate()
 
@@ -191,11 +193,12 @@ class Engine:
 
         Raises InvalidRequestError or QueueFullError; then nothing has changed.
         """
-        self.weights.check_awake()
+        if self.weights.level:
+            raise QueueFullError("the engine sleeps: its weights are not on the devices until it is woken up")
         self._admission.check_queue(requests)
         params = requests[0].params
         stop_ids = frozenset(self._admission.check(requests))
-        adapter = find_adapter(self.adapters, requests[0])
+        adapter = find_adapter(self.adapters, requests[0]) if requests[0].adapter else None
         for request in requests:
             room = self.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -295,8 +298,9 @@ class Engine:
             output.extend(self._commit_oldest())
         if self.in_flight:
             with self.timeline.phase("mask"):
-                self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
-            if plan is None or (len(self.in_flight) == most and not self.config.schedules_ahead):
+                if any(batch.deferred is not None for batch in self.in_flight[-1].batches):
+                    self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
+            if plan is None or (len(self.in_flight) == most and not self._schedules_ahead):
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()
@@ -334,7 +338,9 @@ class Engine:
         """How many tokens a row may sample in the next call."""
         scheduler = self.scheduler
         running = self.scheduler.running
-        lengths = self.runner.programs.lengths(self.shapes, running.most_in_a_group, running.batch.sampler)
+        lengths = self.runner.programs.lengths(
+            self.shapes, max(map(running.num_running, range(running.device_groups))), running.batch.sampler
+        )
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
 
@@ -343,8 +349,10 @@ class Engine:
         if self.copies is not None:
             self.copies.save()
         fill_slots(plan.placed, self.scheduler.running, self.runner, self._place_of)
-        self.runner.copy_pages(plan.copies)
-        self.runner.copy_states(plan.restored)
+        if plan.copies:
+            self.runner.copy_pages(plan.copies)
+        if plan.restored:
+            self.runner.copy_states(plan.restored)
         if self.speculator is not None:
             self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())
@@ -354,7 +362,8 @@ class Engine:
         batches = list(batches_of(plan.rows, running, self.shapes, self._cost))
         for batch in batches:
             room = batch.shape.table_updates
-            self.runner.update_tables(copies, updates[:, room:])
+            if copies or updates.shape[1] > room:
+                self.runner.update_tables(copies, updates[:, room:])
             sampled, hidden = self.runner.step(
                 program_of(batch, running, self.runner.programs), batch.pack(running, updates[:, :room])
             )
@@ -362,7 +371,8 @@ class Engine:
             # all copies and updates go with the first batch
             copies = []
             updates = updates[:, :0]
-            sent = InFlightBatch(batch.rows, sampled, Deferred.of(batch.rows, running))
+            deferred = Deferred.of(batch.rows, running) if running.batch.any_masked else None
+            sent = InFlightBatch(batch.rows, sampled, deferred)
             sent.send_for_results(scores=running.batch.sampler is Sampler.FULL)
             if hidden is not None and self.pooler is not None:
                 hidden.copy_to_host_async()
@@ -370,7 +380,8 @@ class Engine:
             elif hidden is not None and batch.rows.scores:
                 sent.prompt_scores = PromptScores.start(batch, self.runner, self._place_of)
             step.batches.append(sent)
-        self.runner.copy_states(plan.kept)
+        if plan.kept:
+            self.runner.copy_states(plan.kept)
         if self._chunk is not None and not plan.rows.only_decodes and not step.checks:
             sizes = [batch.shape.tokens for batch in batches]
             step.estimated = self._chunk.estimate(sizes, plan.rows.count, running.device_groups)
@@ -399,8 +410,8 @@ class Engine:
         """Commits a step's tokens; returns what they add to each completion."""
         output = StepOutput([], [], [], [])
         for batch in step.batches:
-            if (load := batch.expert_load()) is not None:
-                self.counters.count_experts(load.tolist(), self.model.num_experts)
+            if batch.sampled.expert_load is not None:
+                self.counters.count_experts(batch.expert_load().tolist(), self.model.num_experts)
         for batch in step.batches:  # finish all scores before any commit, which may end a request that has scores
             if batch.prompt_scores is not None:
                 batch.prompt_scores.finish()
@@ -422,7 +433,8 @@ class Engine:
                         self.speculator.finished(detail.seq)
                     facts = self.eos_token_ids, self.pooler, self.counters, batch.rows.checks
                     output.updates.append(complete(detail, scores, *facts))
-        output.updates += self.beams.advance(self.counters)
+        if self.beams.groups:
+            output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 

@@ -38,8 +38,6 @@ class Deferred:
     @classmethod
     def of(cls, rows: Rows, running: RunningTable) -> Deferred | None:
         """The deferred draws of a batch; None if it has none."""
-        if not running.batch.any_masked:
-            return None
         count = np.where(running.masked[rows.slot], rows.num_new, 0)
         row = np.repeat(np.arange(len(rows)), count)
         return cls(row, np.arange(len(row)) - (np.cumsum(count) - count)[row]) if len(row) else None
@@ -93,10 +91,9 @@ class InFlightBatch:
         them. To be called once: what is read again may be put together again."""
         return None if self.sampled.scores is None else np.asarray(self.sampled.scores)
 
-    def expert_load(self) -> np.ndarray | None:
-        """Of all passes, int64 [3], as `routing.load`; None for a model without experts. It came with the tokens."""
-        load = self.sampled.expert_load
-        return None if load is None else np.asarray(load).sum(axis=0, dtype=np.int64)
+    def expert_load(self) -> np.ndarray:
+        """Of all passes of a model with experts, int64 [3], as `routing.load`. It came with the tokens."""
+        return np.asarray(self.sampled.expert_load).sum(axis=0, dtype=np.int64)
 
 
 @dataclass

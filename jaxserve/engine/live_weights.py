@@ -27,7 +27,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.identity import difference
 from jaxserve.speculation.speculator import Speculator
-from jaxserve.types import InvalidRequestError, QueueFullError
+from jaxserve.types import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,6 @@ class Weights:
         self._folder: str | None = None  # of the latest update; None: there was none
         self._from_files = True  # False: the latest update was from arrays
         self.version = self.level = 0
-
-    def check_awake(self) -> None:
-        """Raises QueueFullError while the engine sleeps."""
-        if self.level:
-            raise QueueFullError("the engine sleeps: its weights are not on the devices until it is woken up")
 
     def sleep(self, level: int = 1) -> None:
         """Frees the devices' memory of weights, cache and slots, until `wake_up`. Level 1 keeps the weights in host

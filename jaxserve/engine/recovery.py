@@ -140,7 +140,9 @@ class Recovery:
                 if (seq := batch.rows.seqs[i]).status is Status.WAITING:
                     displaced[seq] = len(seq.tokens)
         running_batch = running.batch
-        self._before = _Before(running_batch, running.known[running_batch.slot], displaced, self._engine.beams.groups)
+        self._before = _Before(
+            running_batch, running.known[running_batch.slot], displaced, dict(self._engine.beams.groups)
+        )
 
     def committed(self) -> None:
         """The commit has succeeded."""
@@ -205,7 +207,7 @@ class Recovery:
                 self._goals[seq] = max(self._goals.get(seq, 0), total + 1)
         for seq, known in (self._before.known if self._before is not None else {}).items():
             self._goals[seq] = max(self._goals.get(seq, 0), known + 1)  # includes sequences that have ended
-        for request_id, group in self._engine.beams.groups.items():
+        for request_id, group in list(self._engine.beams.groups.items()):
             self._goals[request_id] = max(self._goals.get(request_id, 0), group.length + 2)
 
     def _restart(self, request_ids: Container[str], output: StepOutput) -> None:
@@ -213,7 +215,7 @@ class Recovery:
         scheduler = self._engine.scheduler
         beams = self._engine.beams
         known = {}
-        groups = beams.groups
+        groups = dict(beams.groups)
         if self._before is not None:
             known = self._before.known
             groups = self._before.groups
@@ -277,7 +279,7 @@ class Recovery:
             is_plain = seq.request_id in chosen and seq.request_id not in engine.beams.groups
             if is_plain and len(seq.tokens) < self._goals.get(seq, 0):
                 return False
-        groups = engine.beams.groups.items()
+        groups = list(engine.beams.groups.items())
         return all(group.length >= self._goals.get(name, 0) for name, group in groups if name in chosen)
 
     def _next(self, output: StepOutput) -> None:

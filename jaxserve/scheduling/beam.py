@@ -67,7 +67,7 @@ class Beams:
     def __init__(self, scheduler: Scheduler, eos_token_ids: tuple[int, ...]):
         self._scheduler = scheduler
         self._eos_token_ids = eos_token_ids
-        self._groups: dict[str, Group] = {}
+        self.groups: dict[str, Group] = {}
 
     def check(self, request: Request, tokens: int, stops: int) -> None:
         """Raises InvalidRequestError for a search that cannot run. Each beam has at most `tokens` tokens, prompt
@@ -98,39 +98,34 @@ class Beams:
         few = msgspec.structs.replace(request.params, n=1, logprobs=request.params.n + len(stop_ids), temperature=0.0)
         single = msgspec.structs.replace(request, params=few)
         seq = Sequence(single, 0, 0, max_tokens + 1, frozenset(), arrival, adapter=adapter)
-        self._groups[request.request_id] = Group(request, max_tokens, stop_ids, seq, [seq])
+        self.groups[request.request_id] = Group(request, max_tokens, stop_ids, seq, [seq])
         self._scheduler.add(seq)
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        """The running searches, by request id."""
-        return dict(self._groups)
 
     def start_over(self, groups: dict[str, Group]) -> None:
         """Forgets all searches, then starts these again. The scheduler must not have any of their sequences."""
-        self._groups = {}
+        self.groups = {}
         for group in groups.values():
             first = group.first
             self.start(group.request, group.max_tokens, group.stop_ids, first.order[1], first.adapter)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._groups
+        return request_id in self.groups
 
     def abort(self, request_id: str) -> None:
-        self._groups.pop(request_id, None)
+        self.groups.pop(request_id, None)
         self._scheduler.abort(request_id)
 
     def take(self, detail: DetailedUpdate, scores: np.ndarray) -> None:
         """Notes the possible continuations of a beam from the step's `scores` (`Sampled.scores`)."""
         seq = detail.seq
         entry = read_scores(scores[0, detail.row], 0, seq.params.logprobs or 0)
-        self._groups[seq.request_id].sampled[seq] = entry.top
+        self.groups[seq.request_id].sampled[seq] = entry.top
 
     def advance(self, counters: EngineStats) -> list[SequenceUpdate]:
         """Runs the next round of every search whose beams have all sampled. Returns the outputs of searches that are
         over, and counts their tokens."""
         updates = []
-        for request_id, group in list(self._groups.items()):
+        for request_id, group in list(self.groups.items()):
             # A beam that was preempted in the meantime samples again.
             group.sampled = {seq: top for seq, top in group.sampled.items() if self._scheduler.running.is_idle(seq)}
             if len(group.sampled) == len(group.seqs) and self._next_round(group):

@@ -36,17 +36,15 @@ class Prefixes:
         is_latest = last is not None and last.gains == gains
         if last and is_latest and last.needed > room:
             return False
-        cached = last.pages if last and is_latest and last.losses == blocks.losses else self._match(seq)
+        cached = last.pages if last and is_latest and last.losses == blocks.losses else None
+        if cached is None:
+            cached = []
+            if blocks.prefix_caching and not seq.scores_prompt:  # never its last token, which is always computed
+                full = (len(seq.tokens) - 1) // blocks.page_size
+                cached = blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, blocks.page_size))
         needed = blocks.needed_pages(len(seq.tokens), cached, step)
         seq.lookups[seq.group] = Lookup(cached, needed, gains, blocks.losses)
         return needed <= room
-
-    def _match(self, seq: Sequence) -> list[int]:
-        """Cached pages that the sequence can start from. They never hold its last token, which is always computed."""
-        if not self._blocks.prefix_caching or seq.scores_prompt:
-            return []
-        full = (len(seq.tokens) - 1) // self._blocks.page_size
-        return self._blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, self._blocks.page_size))
 
     def begin_state(self, running: RunningTable, seq: Sequence, computed: int) -> None:
         """Prepares the recurrent state of a new request that starts with `computed` cached tokens. The snapshot at the
@@ -78,9 +76,8 @@ class Prefixes:
         """Gives places to new snapshots, for rows of a step that end where one is wanted. Returns the copies to make
         after the step, as (slot, place). Later lookups find these snapshots."""
         states = self._blocks.states
+        assert states is not None
         size = self._blocks.page_size
-        if states is None:
-            return []
         copies = []
         for i in np.flatnonzero(rows.end == running.state_stop[rows.slot]).tolist():
             seq = rows.seqs[i]

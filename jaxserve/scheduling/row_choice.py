@@ -96,7 +96,9 @@ def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBa
     if batch.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[batch.slot] | (known == total)
     prompts = (left > 0) & ~decodes & (known == total)
-    return turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any()), prompts
+    if turns.stages > 1:
+        decodes = turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any())
+    return decodes, prompts
 
 
 @dataclass(slots=True)
@@ -220,8 +222,6 @@ class MicroBatches:
         that have waited longest. They are sequences whose last token has left the last stage when the step begins. If
         there is none and the step `may_wait`, they are sequences whose last token is still computed: the devices wait
         for it, and the host is still ahead of them."""
-        if self.stages == 1:
-            return decodes
         slot = running.batch.slot
         planned = self._planned[slot]
         pending = running.total[slot] - running.known[slot]

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 from jaxserve.scheduling.step_plan import Rows, Sampler
 from jaxserve.types import NO_PENALTY_ROW
 
+ORDER = attrgetter("order")
 NO_STOP = np.iinfo(np.int32).max
 NO_TOKEN = -2  # pads stop ids: differs from every token, and from the -1 that stands for no new token
 
@@ -146,11 +148,6 @@ class RunningTable:
         """The last running sequence of a group of devices."""
         return next(seq for seq in reversed(self._ordered) if seq.group == group)
 
-    @property
-    def most_in_a_group(self) -> int:
-        """The most sequences that run on one group of devices."""
-        return max(map(self.num_running, range(self.device_groups)))
-
     def num_running(self, group: int) -> int:
         """How many sequences run on a group of devices."""
         return self._slots_each - len(self._free[group])
@@ -199,7 +196,7 @@ class RunningTable:
         slot = seq.slot = self._free[seq.group].pop()
         seq.penalty_row = self._free_penalty_rows[seq.group].pop() if seq.params.has_penalties else NO_PENALTY_ROW
         seq.status = Status.RUNNING
-        insort(self._ordered, seq, key=lambda s: s.order)
+        insort(self._ordered, seq, key=ORDER)
         self._batch = None
         self.computed[slot] = self.start[slot] = computed
         self.known[slot] = self.total[slot] = len(seq.tokens)
@@ -371,14 +368,15 @@ class RunningTable:
         seq.slot = NO_SLOT
         seq.take_tokens()
         seq.pending_tokens = int(self.total[slot] - self.known[slot])
-        del self._ordered[bisect_left(self._ordered, seq.order, key=lambda s: s.order)]
+        del self._ordered[bisect_left(self._ordered, seq.order, key=ORDER)]
         self._batch = None
         self.slot_generation[slot] += 1
         self._free[seq.group].append(slot)
         if seq.penalty_row != NO_PENALTY_ROW:
             self._free_penalty_rows[seq.group].append(seq.penalty_row)
             seq.penalty_row = NO_PENALTY_ROW
-        self.drop_proposals(slot)
+        if self.proposes:
+            self.drop_proposals(slot)
         self.maybe_shared.discard(seq)
         self.needs_detail.discard(seq)
         if seq in self.new_sequences:

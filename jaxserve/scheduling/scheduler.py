@@ -65,6 +65,7 @@ class Scheduler:
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
         self.turns = MicroBatches(stages, max_num_seqs)
         self._watermark = blocks.capacity // 100
+        self._has_windows = any(window is not None for window in blocks.windows)
         self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages=stages)
         self._whole_steps = replace(self._budget, chunk=None) if prompts_first else None
         self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
@@ -187,7 +188,8 @@ class Scheduler:
         each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
         running = self.running
         preemptions = self.num_preemptions
-        self._prefixes.release_unseen(running)
+        if self._has_windows:
+            self._prefixes.release_unseen(running)
         if tokens_per_call > 1 and (self.can_admit() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
@@ -200,8 +202,10 @@ class Scheduler:
                 return self.schedule(tokens_per_call)
             return None
         running.advance(rows)
-        self.turns.begin(rows)
-        return StepPlan(rows, copies, *running.drain_updates(), self._prefixes.keep_states(running, rows))
+        if self.turns.stages > 1:
+            self.turns.begin(rows)
+        kept = [] if self.blocks.states is None else self._prefixes.keep_states(running, rows)
+        return StepPlan(rows, copies, *running.drain_updates(), kept)
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
         """The next rows of running sequences, which get the pages that they need, and the page copies to make first. If
@@ -219,7 +223,7 @@ class Scheduler:
                 running.drop_proposals(rows.slot)
             elif not self.loads.give_way(self.waiting):
                 self._preempt(running.last)
-        copies = unshare(rows, shared, running, self.blocks)
+        copies = unshare(rows, shared, running, self.blocks) if running.maybe_shared else []
         if needed:
             pages = self.blocks.allocate(needed)
             running.add_pages([rows.seqs[i] for i in growing.tolist()], rows.slot[growing], missing, pages)
@@ -261,7 +265,7 @@ class Scheduler:
                 break
             if share is not None and share.room(seq, 0, uncached(seq, self.blocks)) <= 0:
                 break
-            if not self.loads.begin(seq):
+            if self.blocks.tiers is None or not self.loads.begin(seq):
                 return seq
             self.waiting.set_aside(seq)
         return None
@@ -335,7 +339,8 @@ class Scheduler:
         if ids:
             if seq.params.logprobs is None:
                 self.running.needs_detail.discard(seq)
-            self._fork(seq)
+            if seq.unforked:
+                self._fork(seq)
         if ended:
             self._finish(seq)
         elif not ids:
@@ -354,7 +359,8 @@ class Scheduler:
         seq.advance(ids)
         is_first = seq.num_outputs == len(ids)
         reason = seq.finish_reason
-        self._fork(seq)
+        if seq.unforked:
+            self._fork(seq)
         if reason is not None:
             self._finish(seq)
         return DetailedUpdate(SequenceUpdate(seq.request_id, seq.index, ids, reason), seq, row, is_first)
@@ -365,8 +371,6 @@ class Scheduler:
         """Adds the request's other completions. With `share` the prompt is computed, and they share its pages. In a
         recurrent model they compute the prompt again: they begin with its last token, and the state in the slot already
         includes this token."""
-        if not seq.unforked:
-            return  # the usual case
         share = share and not self.recurrent
         computed = seq.prompt_len - 1
         pages = seq.pages[: self.blocks.pages_for(computed)] if share and seq.pages else None

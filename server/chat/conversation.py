@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -43,14 +44,13 @@ async def prepare(
     """
     adapter = state.check_model(body.model)
     body.check()
-    state.check_template(body.chat_template)
+    if body.chat_template is not None:
+        state.check_template()
     tokenizer, info = state.require_ready()
     body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
-    ids = await state.text_work(
-        http,
-        lambda: encode_chat(tokenizer, info, body.conversation(), body.truncate_prompt_tokens, body.truncation_side),
-    )
+    given = body.conversation(), body.truncate_prompt_tokens, body.truncation_side
+    ids = await state.text_work(http, partial(encode_chat, tokenizer, info, *given))
     max_tokens = body.output_limit()
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens, body.truncation_side)
 
@@ -108,7 +108,7 @@ def encode_chat(
     Raises InvalidRequestError if the template refuses it (`histories.rendered`), or if `fit_text` does.
     """
     template = conversation.chat_template or tokenizer.chat_template or ""
-    tools = conversation.template_tools()
+    tools = conversation.template_tools() if conversation.tools else None
     messages = for_template(conversation.template_messages(), tools, template)
     kwargs = template_variables(tokenizer.template_defaults | conversation.template_kwargs(), tools, template)
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
@@ -175,7 +175,10 @@ class ChatRun:
             is_restricted = len(tools) < len(body.all_tools)
             field = "functions" if body.functions else "tools"
             functions = Functions(tools, self._mode, body.is_parallel, is_restricted, self._tool_format, field)
-        self._find_grammars(functions, form, stop_token_ids)
+        self.grammar: Grammar | None = None
+        self.grammar_after_reasoning: Grammar | None = None
+        if functions is not None or form is not None or self._is_framed:
+            self._find_grammars(functions, form, stop_token_ids)
         self._parsers: dict[int, OutputParser] = {}
 
     def _find_grammars(self, functions: Functions | None, form: Grammar | None, stop_ids: tuple[int, ...]) -> None:
@@ -235,16 +238,15 @@ class ChatRun:
 
     def _parser(self, index: int) -> OutputParser:
         if (parser := self._parsers.get(index)) is None:
-            tools = self._tool_parser()
+            tools: ToolParser | None = None
+            if self._tool_format is not None:
+                tools = self._tool_format.Parser(self._tools)
+            elif self._mode != "none":
+                tools = forced_parser(self._tools, self._mode)
             one_call = not self.body.is_parallel
             parser = OutputParser(self.splitter(), tools, self.body.include_reasoning, one_call=one_call)
             self._parsers[index] = parser
         return parser
-
-    def _tool_parser(self) -> ToolParser | None:
-        if self._tool_format is not None:
-            return self._tool_format.Parser(self._tools)
-        return None if self._mode == "none" else forced_parser(self._tools, self._mode)
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What the choices gain, as it is generated; see Generation.deltas."""

@@ -153,7 +153,8 @@ class Generation:
         timeout = self._state.settings.request_timeout
         n = self.requests[0].params.n
         accepted = False
-        await self._hash_long_prompts()
+        if self._prompt_tokens >= LONG_PROMPT:
+            await self._hash_long_prompts()
         try:
             with self._state.accounts.hold(self._key, len(self.requests), n):
                 async with contextlib.aclosing(client.generate(self.requests, timeout, self._accepted)) as batches:
@@ -187,7 +188,8 @@ class Generation:
             self._recorded.take(update)
         processor = self.processors[position]
         times = self._times[position]
-        self._count_logprobs(update, processor.request)
+        if not processor.request.streams:
+            self._count_logprobs(update, processor.request.params)
         before = processor.num_output_tokens
         cached = processor.num_cached_tokens
         delta = processor.process(update)
@@ -200,11 +202,8 @@ class Generation:
             delta.index += position * processor.request.params.n
         return delta
 
-    def _count_logprobs(self, update: SequenceUpdate, request: Request) -> None:
+    def _count_logprobs(self, update: SequenceUpdate, params: SamplingParams) -> None:
         """Raises InvalidRequestError if an answer that is not streamed holds too many log-probabilities."""
-        if request.streams or (update.logprobs is None and update.prompt_logprobs is None):
-            return
-        params = request.params
         self._held_logprobs += len(update.logprobs or ()) * (1 + (params.logprobs or 0))
         self._held_logprobs += len(update.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
         if self._held_logprobs > MAX_HELD_LOGPROBS:

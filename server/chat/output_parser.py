@@ -33,10 +33,6 @@ class Piece(Parsed, kw_only=True):
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.parts or self.reasoning or self.finish_reason)
-
 
 class OutputParser:
     """Turns one choice's deltas into pieces. `one_call`: of the calls, only the first is kept.
@@ -71,10 +67,10 @@ class OutputParser:
         piece.finish_reason = delta.finish_reason
         piece.stop_reason = delta.stop_reason
         self._read(delta, piece)
-        if piece.is_empty:
-            self._held = piece
-            return None
-        return piece
+        if piece.parts or piece.reasoning or piece.finish_reason:
+            return piece
+        self._held = piece
+        return None
 
     def _read(self, delta: ChoiceDelta, piece: Piece) -> None:
         """Adds reasoning, content and calls to a piece."""

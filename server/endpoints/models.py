@@ -84,7 +84,8 @@ async def tokenize(http: Request) -> Response:
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        state.check_template(chat.chat_template)
+        if chat.chat_template is not None:
+            state.check_template()
         ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, chat))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
     if body.return_token_strs:

@@ -162,9 +162,9 @@ class ServerState:
         """The seed of a request: the client's, or one that the recorder draws; None: the engine derives one."""
         return self.recorder.seed() if given is None and self.recorder is not None else given
 
-    def check_template(self, chat_template: str | None) -> None:
-        """Raises InvalidRequestError for a chat template in a request unless the operator allows it."""
-        if chat_template is not None and not self.settings.trust_request_chat_template:
+    def check_template(self) -> None:
+        """Raises InvalidRequestError, for a request that brings a chat template, unless the operator allows it."""
+        if not self.settings.trust_request_chat_template:
             raise InvalidRequestError(
                 "a request may bring a chat_template only where the server runs with --trust-request-chat-template",
                 "chat_template",

@@ -78,7 +78,8 @@ class ApiServerConnection:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._outgoing or self._closing)
+                    while not (self._outgoing or self._closing):
+                        self._changed.wait()
                     if not self._outgoing:
                         return
                     frames = list(self._outgoing)

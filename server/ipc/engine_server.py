@@ -134,7 +134,8 @@ class EngineServer:
         threading.Thread(target=self._beat, args=(engine,), name="beat", daemon=True).start()
         self._stats_due = time.monotonic()
         while True:
-            self._change_weights(engine)
+            if self._changes.waits:
+                self._change_weights(engine)
             held_up = self._held_up()
             tidies = not engine.has_work and engine.idle()
             self._take_messages(engine, held_up, tidies)
@@ -228,7 +229,8 @@ class EngineServer:
         if self._stats_due is not None:
             due = max(0.0, self._stats_due - time.monotonic())
             timeout = due if timeout is None else min(timeout, due)
-        if (left := self._changes.seconds_left()) is not None:
+        if self._changes.waits:
+            left = self._changes.seconds_left()
             timeout = left if timeout is None else min(timeout, left)
         block = held_up or (not engine.has_work and not self._draining)
         if held_up:
@@ -314,8 +316,6 @@ class EngineServer:
     def _change_weights(self, engine: EngineLike) -> None:
         """Makes a change of the weights for which no request runs any more. A paused request, whose client does not
         read, runs too."""
-        if not self._changes.waits:
-            return
         with self._api_servers_lock:
             runs = engine.has_work or any(api_server.running for api_server in self._api_servers.values())
         for api_server, submit in self._changes.make(at_rest=not runs, announce=self._announce_weights):
@@ -333,7 +333,7 @@ class EngineServer:
         try:
             if self._draining:
                 raise QueueFullError("the engine is shutting down")
-            if self._changes.holds(api_server, submit):
+            if self._changes.waits and self._changes.holds(api_server, submit):
                 return
             requests = submit.requests(prefix)
             engine.add_requests(requests)
@@ -363,7 +363,8 @@ class EngineServer:
                 if update.finish_reason is not None:
                     _forget(api_server, update.request_id, update.index)
             for update in mine.updates:
-                _send_scores(api_server, update)
+                if update.prompt_logprobs is not None:
+                    _send_scores(api_server, update)
             if len(mine):
                 _send_output(api_server, mine)
 

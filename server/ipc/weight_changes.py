@@ -75,9 +75,10 @@ class WeightChanges:
         """How deeply the engine sleeps; see `Weights.level`."""
         return 0 if self._weights is None else self._weights.level
 
-    def seconds_left(self) -> float | None:
-        """Until the change that waits is given up; None if there is none."""
-        return None if self._asked is None else max(0.0, self._asked.deadline - time.monotonic())
+    def seconds_left(self) -> float:
+        """Until the change that waits is given up."""
+        assert self._asked is not None
+        return max(0.0, self._asked.deadline - time.monotonic())
 
     def ask(
         self,
@@ -122,10 +123,9 @@ class WeightChanges:
         then(UpdateChecked(asked, found))
 
     def holds(self, api_server: ApiServerConnection, submit: messages.Submit) -> bool:
-        """Whether a new request must wait for new weights, in which case it is kept. Raises QueueFullError for one that
-        cannot wait, because the engine is about to sleep or too many wait already."""
-        if self._asked is None:
-            return False
+        """Whether a new request must wait for the change that waits, in which case it is kept. Raises QueueFullError
+        for one that cannot wait, because the engine is about to sleep or too many wait already."""
+        assert self._asked is not None
         if isinstance(self._asked.message, messages.Sleep):
             raise QueueFullError("the engine is about to sleep; try again after it was woken up")
         if sum(len(one.prompts) for _, one in self._held) + len(submit.prompts) > self._most:

@@ -155,16 +155,15 @@ class Conversation(msgspec.Struct, kw_only=True):
             )
         return [message.to_template(i) for i, message in enumerate(self.messages)]
 
-    def template_tools(self) -> list[dict[str, Any]] | None:
+    def template_tools(self) -> list[dict[str, Any]]:
         """The tools, with their type first, as models have seen them."""
-        if not self.tools:
-            return None
-        return [{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in self.tools]
+        return [{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in self.tools or ()]
 
     def template_kwargs(self) -> dict[str, Any]:
         """The variables that the request gives to the template."""
         kwargs = dict(self.chat_template_kwargs or {})
-        check_variables(kwargs, "chat_template_kwargs")
+        if kwargs:
+            check_variables(kwargs, "chat_template_kwargs")
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":
@@ -213,7 +212,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.tools and self.functions:
             raise InvalidRequestError("functions is the older form of tools: give one of them", "functions")
         try:
-            check_tools(self.all_tools)
+            if tools := self.all_tools:
+                check_tools(tools)
             self.choose()
         except InvalidRequestError as error:
             older = {"tools": "functions", "tool_choice": "function_call"} if self.is_legacy else {}

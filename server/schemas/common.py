@@ -264,10 +264,10 @@ class SamplingFields(EngineFields, kw_only=True):
             given["min_tokens"] = min(least, room)
         params = SamplingParams(
             **given,
-            logit_bias=_logit_bias(self.logit_bias),
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None,
             seed=seed,
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            bad_words=_bad_words(self.bad_words or (), tokenizer),
+            bad_words=_bad_words(self.bad_words, tokenizer) if self.bad_words else (),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -326,12 +326,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[TokenId]
     model: str | None = None
-
-
-def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    if not given:
-        return None
-    return {int(token): value for token, value in given.items()}
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

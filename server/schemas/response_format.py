@@ -80,7 +80,8 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
 
     If structured_outputs holds only `enable_in_reasoning`, another field may ask for the form.
     """
-    found = [grammar for name in FORM_FIELDS if (grammar := _within(name, fields.get(name))) is not None]
+    given = {name: value for name in FORM_FIELDS if (value := fields.get(name)) is not None}
+    found = [grammar for name, value in given.items() if (grammar := _within(name, value)) is not None]
     if len(found) > 1:
         raise InvalidRequestError(
             f"{found[0].field} and {found[1].field} both ask for a form: give one", found[1].field
@@ -89,8 +90,6 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
 
 
 def _within(field: str, value: Any) -> Grammar | None:
-    if value is None:
-        return None
     try:
         grammar = FORM_FIELDS[field](value)
         return grammar and msgspec.structs.replace(grammar, field=field)

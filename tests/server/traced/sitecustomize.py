@@ -26,7 +26,10 @@ def follow_flag():
         if recording and not wanted:
             found = [(code.co_filename, code.co_qualname, code.co_firstlineno) for code in list(seen)]
             found = [row for row in found if os.path.realpath(row[0]).startswith(ROOT)]
-            FLAG.with_suffix(f".{os.getpid()}.json").write_text(json.dumps(found))
+            written = FLAG.with_suffix(f".{os.getpid()}.part")
+            written.write_text(json.dumps(found))
+            written.rename(written.with_suffix(".json"))
+            seen.clear()
         recording = wanted
         time.sleep(0.02)
 
