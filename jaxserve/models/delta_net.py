@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import HeadNorm
-from jaxserve.models.sources import Source, rows, whole
+from jaxserve.models.sources import Names, Source, rows, whole
 from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.operands import DeltaHeads, Partials
 from jaxserve.pallas_kernels.ops import Ops
@@ -59,37 +59,50 @@ class GatedDeltaNet(nn.Module):
         return linear("out", out.shape[1:], (self.hidden_size,), ("embed", "kv_heads", None, None))(out, ops)
 
 
-def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
+def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
     """Path within the attention -> the tensors that make it up.
 
-    The roles are delta_qkvz, which has for each key head its query, its key, its values and its gates; delta_ba, which
-    has for each key head its rates and its steps; delta_conv, which has all queries, then all keys, then all values;
-    and delta_a_log, delta_dt_bias, delta_norm and delta_out.
+    The roles are delta_conv, which has all queries, then all keys, then all values; delta_a_log, delta_dt_bias,
+    delta_norm and delta_out; and those of the projections, in one of two forms. By key heads: delta_qkvz, which has for
+    each key head its query, its key, its values and its gates; delta_ba, which has for each key head its rates and its
+    steps. By kinds: delta_qkv, in the order of delta_conv; delta_z, the gates; delta_b, the rates; delta_a, the steps.
     """
     heads = spec.key_heads
     group = spec.group
     key = spec.key_dim
     value = spec.value_dim
-    width = spec.conv_width
     sizes = {0: key, key: key, 2 * key: group * value}  # part of a key head: first channel -> channels
     channels = heads * spec.channels
-
-    def of_part(first: int, size: int) -> Source:
-        def view(target: np.ndarray) -> np.ndarray:
-            return target[:, first : first + size]
-
-        before = heads * first
-        split = (heads, size, width)
-        return Source("delta_conv.weight", (channels, 1, width), view, split, take=rows(before, heads * size))
-
     values = spec.value_heads * value
+
+    def by_heads(role: str, first: int, size: int, shape: tuple[int, ...], take: Any = None) -> Source:
+        """The source of `size` rows of each head, which begin at the head's row `first`."""
+
+        def view(target: np.ndarray) -> np.ndarray:
+            return target.reshape(heads, -1, target.shape[-1])[:, first : first + size]
+
+        return Source(role, shape, view, (heads, size, -1), take=take)
+
+    def parts_of(role: str, *columns: int) -> list[Source]:
+        """The sources of a tensor with all queries, then all keys, then all values."""
+        shape = (channels, *columns)
+        return [
+            by_heads(role, first, size, shape, take=rows(heads * first, heads * size)) for first, size in sizes.items()
+        ]
+
     found = {
-        "qkvz/kernel": [Source("delta_qkvz.weight", (2 * heads * key + 2 * values, hidden), whole)],
-        "ba/kernel": [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)],
-        "conv": [of_part(first, size) for first, size in sizes.items()],
+        "conv": parts_of("delta_conv.weight", 1, spec.conv_width),
         "a_log": [Source("delta_a_log", (spec.value_heads,), whole, (heads, group))],
         "dt_bias": [Source("delta_dt_bias", (spec.value_heads,), whole, (heads, group))],
         "norm/scale": [Source("delta_norm.weight", (value,), whole)],
         "out/kernel": [Source("delta_out.weight", (hidden, values), whole)],
     }
+    if "delta_qkvz.weight" in names:
+        found["qkvz/kernel"] = [Source("delta_qkvz.weight", (channels + values, hidden), whole)]
+        found["ba/kernel"] = [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)]
+    else:
+        gates = by_heads("delta_z.weight", spec.channels, group * value, (values, hidden))
+        found["qkvz/kernel"] = [*parts_of("delta_qkv.weight", hidden), gates]
+        both = {"delta_b.weight": 0, "delta_a.weight": group}
+        found["ba/kernel"] = [by_heads(role, at, group, (spec.value_heads, hidden)) for role, at in both.items()]
     return {f"attention/{path}": some for path, some in found.items()}

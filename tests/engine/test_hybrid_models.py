@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from engines import drain, generate, make_engine, request, run_all
+from recurrent_models import RECURRENT_CASES
 
 from jaxserve.commands.model_report import describe_model
 from jaxserve.config import ConfigError, EngineConfig
@@ -21,8 +22,9 @@ from jaxserve.types import InvalidRequestError
 pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-CASES = "qwen3_next_odd", "qwen3_next_groups"
+CASES = "qwen3_next_odd", "qwen3_next_groups", *RECURRENT_CASES
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
+SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole"
 
 
 def golden(case):
@@ -41,7 +43,7 @@ def check(engine, case, tag="", params=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
+@pytest.mark.parametrize("case", CASES)
 def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
@@ -102,22 +104,24 @@ def test_no_place_for_snapshots(model_folders):
 
 
 @pytest.mark.slow
-def test_preempted(model_folders):
-    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, kv_pages=30, max_model_len=200)
-    check(engine, SPLIT)
+@pytest.mark.parametrize("case", SPLITS)
+def test_preempted(case, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, kv_pages=30, max_model_len=200)
+    check(engine, case)
     assert engine.stats().preemptions > 3
 
 
 @pytest.mark.slow
-def test_two_devices(model_folders):
-    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, tensor_parallel_size=2)
-    check(engine, SPLIT)
+@pytest.mark.parametrize("case", SPLITS)
+def test_two_devices(case, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, tensor_parallel_size=2)
+    check(engine, case)
     states = engine.runner.cache[-1]
     assert [x.addressable_shards[0].data.shape[1] for x in states] == [1, 1]
     kernel = engine.runner.params["layers_1"]["attention"]["qkvz"]["kernel"]
     assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
     with pytest.raises(ConfigError, match="2 key heads of recurrent layers; this model allows"):
-        make_engine(model_folders(SPLIT), tensor_parallel_size=4)
+        make_engine(model_folders(case), tensor_parallel_size=4)
 
 
 @pytest.mark.slow
