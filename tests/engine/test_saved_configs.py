@@ -36,7 +36,11 @@ OWN_CODE = {"InternLM3ForCausalLM", "MiniCPMForCausalLM"}  # repositories bring 
 LAYERS = 6
 _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
 # Settings beside the class's defaults, which are no model by themselves.
-NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 64}}
+NEEDED = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {"head_dim": 64},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
+}
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
     "DeepseekV2ForCausalLM": {

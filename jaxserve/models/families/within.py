@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
+from jaxserve.models.families.llama import FAMILY as LLAMA
 from jaxserve.models.families.llama import IGNORED, NAMES
 from jaxserve.models.families.llama4 import FAMILY as LLAMA4
 from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
-from jaxserve.models.families.qwen3_5 import FAMILIES as QWEN3_5_FAMILIES
+from jaxserve.models.families.qwen2 import FAMILY as QWEN2_FAMILY
+from jaxserve.models.families.qwen3 import FAMILY as QWEN3
+from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 
@@ -37,7 +40,9 @@ UNREAD = (
 OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
-    "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_start_token_id", "image_end_token_id",
+    "video_start_token_id", "video_end_token_id", "image_seq_length", "downsample_ratio",
+    "vision_feature_select_strategy",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -49,20 +54,31 @@ MISTRAL = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "sliding_window": None,
 }  # fmt: skip
-QWEN3_5 = {
-    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-}  # fmt: skip
-QWEN3_5_MOE = {
-    "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "num_experts": 256,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+QWEN2 = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32,
 }  # fmt: skip
 Reader = Callable[[HFConfig], ModelConfig]
 # From tie_word_embeddings of the whole and of its text to whether the output head is the embedding.
 Ties = Callable[[bool | None, bool | None], bool]
 
 
-def _by_text(tied: bool) -> Ties:
+class Text(NamedTuple):
+    """How a text_config is read: its reader, and the values for keys that it does not have."""
+
+    read: Reader
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
+
+def by_whole(whole: bool | None, text: bool | None) -> bool:
+    return bool(whole)
+
+
+def by_either(whole: bool | None, text: bool | None) -> bool:
+    return bool(whole or text)
+
+
+def by_text(tied: bool) -> Ties:
     """transformers 5 writes true for the whole of a Mistral 3 that has an output head, and false for its text. Without
     either they are `tied`."""
 
@@ -73,23 +89,49 @@ def _by_text(tied: bool) -> Ties:
     return ties
 
 
-def _by_whole(whole: bool | None, text: bool | None) -> bool:
-    return bool(whole)
+def family_within(
+    name: str,
+    architecture: str,
+    texts: Mapping[str, Text],
+    names: Names,
+    ties: Ties,
+    *,
+    flat: bool = False,
+    more_layers: bool = False,
+) -> Family:
+    """The family "`name` with images".
+
+    Args:
+      texts: by the model_type of the text_config; the first is usual.
+      ties: see `Ties`.
+      more_layers: see `Family`.
+      flat: some files have no text_config. Their settings of the text are beside those of the whole.
+    """
+    read = _reader(texts, ties, flat)
+    return Family(
+        f"{name} with images", (architecture,), read, names, IGNORED, more_layers, layouts=LAYOUTS, unread=UNREAD
+    )
 
 
-def _reader(readers: Mapping[str, Reader], defaults: Mapping[str, Any], ties: Ties) -> Reader:
-    """A function that reads `text_config` with the reader for its model_type, by default the first. Beside text_config
-    a config has settings of images, which are ignored, and a few settings of the whole model."""
+def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
+    """A function that reads `text_config`. Beside it a config has settings of images, which are ignored, and a few
+    settings of the whole model."""
+    usual = next(iter(texts))
 
     def read(hf: HFConfig) -> ModelConfig:
+        source = f"{hf.source}: text_config"
         inner = hf.take("text_config", None) or {}
         if not isinstance(inner, dict):
             raise ConfigError(f"{hf.source}: text_config must be a JSON object, got {inner!r:.80}")
         hf.ignore(*OF_IMAGES)
-        kind = inner.get("model_type", next(iter(readers)))
-        if kind not in readers:
+        if flat and not inner:
+            source = hf.source
+            inner = {key: x for key, x in hf.values.items() if key not in (*OF_IMAGES, "model_type")}
+            hf.ignore(*inner)
+        kind = inner.get("model_type", usual)
+        if kind not in texts:
             raise ConfigError(
-                f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(readers)})"
+                f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(texts)})"
             )
         tied = ties(hf.take("tie_word_embeddings", None), inner.get("tie_word_embeddings"))
         whole: dict[str, Any] = {"tie_word_embeddings": tied}
@@ -97,8 +139,8 @@ def _reader(readers: Mapping[str, Reader], defaults: Mapping[str, Any], ties: Ti
             if (dtype := hf.take(name, None)) is not None:
                 whole[name] = dtype
         rope = {} if {"rope_theta", "rope_parameters"} & inner.keys() or kind != "mistral" else {"rope_theta": 1e9}
-        text = HFConfig({**defaults, **rope, **inner, **whole}, f"{hf.source}: text_config")
-        config = readers[kind](text)
+        text = HFConfig({**texts[kind].defaults, **rope, **inner, **whole}, source)
+        config = texts[kind].read(text)
         text.take("quantization_config", None)
         text.finish()
         ends = take_token_ids(hf.take("eos_token_id", None))
@@ -107,49 +149,38 @@ def _reader(readers: Mapping[str, Reader], defaults: Mapping[str, Any], ties: Ti
     return read
 
 
-def _family(
-    name: str,
-    architecture: str,
-    readers: Mapping[str, Reader],
-    names: Names,
-    ties: Ties,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> Family:
-    """The family "`name` with images". `readers` are by the model_type of the text."""
-    read = _reader(readers, defaults, ties)
-    return Family(f"{name} with images", (architecture,), read, names, IGNORED, layouts=LAYOUTS, unread=UNREAD)
-
-
-_DENSE, _MIXTURE = QWEN3_5_FAMILIES
 FAMILIES = (
-    _family(
-        "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": read_gemma3}, SANDWICH_NAMES, _by_text(True), GEMMA3
+    family_within(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        {"gemma3_text": Text(read_gemma3, GEMMA3)},
+        SANDWICH_NAMES,
+        by_text(True),
     ),
-    _family(
+    family_within(
         "mistral3",
         "Mistral3ForConditionalGeneration",
-        {"mistral": read_mistral, "ministral3": read_ministral3},
+        {"mistral": Text(read_mistral, MISTRAL), "ministral3": Text(read_ministral3, MISTRAL)},
         NAMES,
-        _by_text(False),
-        MISTRAL,
+        by_text(False),
     ),
-    _family(
-        "llama4", "Llama4ForConditionalGeneration", {"llama4_text": LLAMA4.read_config}, LLAMA4.names, _by_text(False)
+    family_within(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        {"llama4_text": Text(LLAMA4.read_config)},
+        LLAMA4.names,
+        by_text(False),
     ),
-    _family(
-        "qwen3_5",
-        "Qwen3_5ForConditionalGeneration",
-        {"qwen3_5_text": _DENSE.read_config},
-        _DENSE.names,
-        _by_whole,
-        QWEN3_5,
-    ),
-    _family(
-        "qwen3_5_moe",
-        "Qwen3_5MoeForConditionalGeneration",
-        {"qwen3_5_moe_text": _MIXTURE.read_config},
-        _MIXTURE.names,
-        _by_whole,
-        QWEN3_5_MOE,
+    family_within(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        {
+            "qwen2": Text(QWEN2_FAMILY.read_config, QWEN2),
+            "qwen3": Text(QWEN3.read_config, QWEN2),
+            "qwen3_moe": Text(QWEN3_MOE.read_config),
+            "llama": Text(LLAMA.read_config),
+        },
+        QWEN3_MOE.names,
+        by_text(False),
     ),
 )
