@@ -6,8 +6,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import quantized_forms
 from engines import drain, generate, make_engine, request, run_all
 from recurrent_models import RECURRENT_CASES
+from tiny_models import tensors
 
 from jaxserve.commands.model_report import describe_model
 from jaxserve.config import ConfigError, EngineConfig
@@ -17,6 +19,7 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
 from jaxserve.models.weights import abstract_params
+from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.types import InvalidRequestError
 
 pytestmark = pytest.mark.compiles
@@ -122,6 +125,28 @@ def test_two_devices(case, model_folders):
     assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
     with pytest.raises(ConfigError, match="2 key heads of recurrent layers; this model allows"):
         make_engine(model_folders(case), tensor_parallel_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_fp8_in_blocks(devices, tmp_path):
+    """As Qwen3.5 is published: blocks of 128 x 128, which end within heads. Projections that share a weight have a
+    tensor each."""
+    case = "qwen3_5_moe_whole"
+    folders = tmp_path / "quantized", tmp_path / "plain"
+    quantized_forms.write("fp8-blocks", RECURRENT_CASES[case].config, tensors(case), *folders)
+    prompt, _ = golden(case)[3]
+    found = []
+    for folder in folders:
+        options = {"matmul_backend": "cpu" if devices == 1 else "auto", "activation_quantization": "none"}
+        engine = make_engine(folder, tensor_parallel_size=devices, **options)
+        found.append(generate(engine, request("0", prompt, max_tokens=16, prompt_logprobs=0))[0])
+        kernels = engine.runner.params["layers_0"]["attention"]
+        kinds = {type(kernels[name]["kernel"]) for name in ("qkvz", "ba", "out")}
+        assert (kinds == {QuantArray}) == (folder == folders[0])
+    scores = [[entry.logprob for entry in result.prompt_logprobs[1:]] for result in found]
+    np.testing.assert_allclose(*scores, atol=2e-3)
+    assert found[0].token_ids == found[1].token_ids
 
 
 @pytest.mark.slow
