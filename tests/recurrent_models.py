@@ -7,6 +7,7 @@ _SHARED = {
     "norm": 0.4, "tie_word_embeddings": False, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu",
     "pad_token_id": ABSENT,
 }  # fmt: skip
+_OLMO = _SHARED | {"norm": 1.0, "pad_token_id": 0}
 # Settings that published files have, and that nothing reads.
 _PUBLISHED = {
     "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
@@ -55,5 +56,19 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         ),
         _VISION | {"out_hidden_size": 96, "model_type": "qwen3_5_moe"}, image_token_id=505, video_token_id=506,
         vision_start_token_id=507, vision_end_token_id=508,
+    ),
+    # transformers cuts the convolution into three equal parts when it saves, so queries, keys and values are as wide.
+    "olmo_hybrid_turning": dense(
+        "OlmoHybridForCausalLM", "olmo_hybrid", **_OLMO | {"num_key_value_heads": 3}, modern=False, hidden=72, heads=6,
+        layers=3, attention_bias=True, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=24,
+        linear_value_head_dim=12, linear_conv_kernel_dim=3, linear_allow_neg_eigval=False, rope_theta=7000.0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], rope_scaling=None,
+    ),
+    # As published, without rotary positions, and with rates up to 2.
+    "olmo_hybrid_still": dense(
+        "OlmoHybridForCausalLM", "olmo_hybrid", **_OLMO, hidden=96, layers=4, attention_bias=False,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_value_head_dim=18, linear_conv_kernel_dim=4,
+        linear_a_log_min=0.0, linear_a_log_max=16.0, linear_dt_min=0.001, linear_dt_max=0.1, linear_dt_init_floor=1e-4,
+        linear_allow_neg_eigval=True, rope_parameters={"rope_theta": None, "rope_type": "default"},
     ),
 }  # fmt: skip

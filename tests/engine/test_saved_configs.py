@@ -66,6 +66,13 @@ WITHOUT_EFFECT = {
     # The indexer is left out: see `families.deepseek`.
     "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim", "index_topk", "index_head_dim", "index_n_heads"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
+    "OlmoHybridForCausalLM": {  # of random weights
+        "linear_a_log_min",
+        "linear_a_log_max",
+        "linear_dt_min",
+        "linear_dt_max",
+        "linear_dt_init_floor",
+    },
 }
 # Settings that transformers reads outside of a model's source, or that are part of every config.
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}

@@ -28,7 +28,7 @@ NAMES = HYBRID_NAMES | {
 }
 
 
-def _recurrent(hf: HFConfig) -> list[bool]:
+def read_recurrent(hf: HFConfig) -> list[bool]:
     """For each layer, whether it is a gated delta net: by `layer_types`; without this key every layer except every
     `full_attention_interval`-th."""
     count = hf.take("num_hidden_layers")
@@ -65,7 +65,7 @@ def read_hybrid(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
         norm=replace(norm, offset=0.0),
     )
     layers = tuple(
-        LayerSpec(attention=delta if recurrent else attention, mlp=mlp, norm=norm) for recurrent in _recurrent(hf)
+        LayerSpec(attention=delta if recurrent else attention, mlp=mlp, norm=norm) for recurrent in read_recurrent(hf)
     )
     max_position = read_max_position(hf, 32768)
     ropes = {"default": read_rope(hf, max_position, partial=0.25, head_dim=attention.head_dim)}
