@@ -29,6 +29,7 @@ LAYOUTS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
 )
+# Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
     "mtp.",
     *(
@@ -129,7 +130,7 @@ def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
             inner = {key: x for key, x in hf.values.items() if key not in (*OF_IMAGES, "model_type")}
             hf.ignore(*inner)
         kind = inner.get("model_type", usual)
-        if kind not in texts:
+        if not isinstance(kind, str) or kind not in texts:
             raise ConfigError(
                 f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(texts)})"
             )
