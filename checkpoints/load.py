@@ -49,7 +49,8 @@ class Piece:
       take: a function from the tensor's numbers to those of the piece, in the order of the view: a part of a fused
         tensor, or rows in another order. It may copy. None: all numbers.
         `view`, `split` and `take` must not depend on the number of columns, so that they also apply to scales.
-      transposed: if the tensor holds floats, it is [in, out] in the file. A quantized tensor is never transposed.
+      transposed: if the tensor holds floats, it is [in, out] in the file; None: unless its shape is [out, in]. A
+        quantized tensor is never transposed.
     """
 
     name: str
@@ -57,12 +58,15 @@ class Piece:
     view: Callable[[np.ndarray], np.ndarray]
     split: tuple[int, ...] | None = None
     take: Callable[[np.ndarray], np.ndarray] | None = None
-    transposed: bool = False
+    transposed: bool | None = False
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the file, if it holds floats."""
-        return self.shape[::-1] if self.transposed else self.shape
+    def is_transposed(self, shape: tuple[int, ...]) -> bool:
+        """Whether floats of this shape in the file are [in, out]."""
+        return shape != self.shape if self.transposed is None else self.transposed
+
+    def is_stored_as(self, shape: tuple[int, ...]) -> bool:
+        """Whether floats in the file may have this shape."""
+        return shape == (self.shape[::-1] if self.is_transposed(shape) else self.shape)
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def _rows(pieces: list[Piece], reader: RowReader, shape: tuple[int, ...]) -> Sto
 def _value(piece: Piece, tensors: Mapping[str, TensorInfo], reader: QuantReader) -> np.ndarray | QuantArray:
     if not reader.parts(piece.name):
         floats = tensors[piece.name].read()
-        return floats.T if piece.transposed else floats
+        return floats.T if piece.is_transposed(floats.shape) else floats
     assert len(piece.shape) == 2, f"{piece.name} is no matrix"
     value = reader.read(piece.name, (piece.shape[0], piece.shape[1]))
     assert value.shape == piece.shape, (piece.name, value.shape)
@@ -289,10 +293,10 @@ def check(
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}, which its config.json asks for")
     for name, piece in needed.items():
         tensor = tensors[name]
-        if tensor.shape != piece.stored_shape:
+        if not piece.is_stored_as(tensor.shape):
             raise CheckpointError(
                 f"{tensor.path.name}: tensor {name!r} has shape {list(tensor.shape)}, "
-                f"but config.json asks for {list(piece.stored_shape)}"
+                f"but config.json asks for {list(piece.shape[::-1] if piece.transposed else piece.shape)}"
             )
         if tensor.dtype.name not in FLOATS:
             raise CheckpointError(
@@ -320,7 +324,7 @@ def _fill(host: np.ndarray, piece: Piece, tensor: TensorInfo) -> None:
     if piece.take is not None:
         put_piece(host, piece, tensor.read())
         return
-    if piece.transposed:
+    if piece.is_transposed(tensor.shape):
         put_piece(host, piece, tensor.read().T)
         return
     view = _view(host, piece)

@@ -78,7 +78,8 @@ class DeltaHeads(NamedTuple):
     qkv: [tokens, key_heads, channels], before the convolution: a key head's query and key, then the values of its group
       of value heads.
     decay: float32 [tokens, key_heads, group], the logarithm of what a head's matrix is multiplied with; at most 0.
-    rate: float32 [tokens, key_heads, group], the share of its error that a value replaces, from 0 to 1.
+    rate: float32 [tokens, key_heads, group], the share of its error that a value replaces, from 0 to 1; to 2 in
+      OLMo Hybrid.
     conv: [key_heads, channels, width], the convolution's weights, of which the last is a token's own.
     """
 

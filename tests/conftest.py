@@ -79,7 +79,7 @@ def model_folders(tmp_path_factory):
     def folder(case: str) -> Path:
         if case not in built:
             built[case] = tiny_models.build(case, tmp_path_factory.mktemp(case))
-            vocab = tiny_models.CASES[case].config["vocab_size"]
+            vocab = tiny_models.CASES[case].text["vocab_size"]
             tiny_models.build_tokenizer(built[case], vocab)
         return built[case]
 

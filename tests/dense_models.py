@@ -5,7 +5,7 @@ them with the results.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ class DenseCase:
     embed: float | None = None  # deviation of embeddings; None: 1, or the root of their size's inverse if tied
     prompt_lengths: tuple[int, ...] = (1, 7, 37, 130)
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The settings of the language model, which may be a part of a model that also sees."""
+        return self.config.get("text_config", self.config)
 
 
 def dense(architecture: str, model_type: str, *, hidden: int = 64, heads: int = 4, layers: int = 2, modern: bool = True,
@@ -48,6 +53,16 @@ def dense(architecture: str, model_type: str, *, hidden: int = 64, heads: int = 
     }
     values = {key: value for key, value in (base | config).items() if value is not ABSENT}
     return DenseCase(dict(sorted(values.items())), norm, gain, embed, prompts, options or {})
+
+
+def seeing(architecture: str, model_type: str, text: DenseCase, vision: dict[str, Any], **config: Any) -> DenseCase:
+    """A model that also sees, with this language model."""
+    of_whole = {key: text.config[key] for key in ("transformers_version", "dtype", "torch_dtype") if key in text.config}
+    values = {key: value for key, value in text.config.items() if key not in ("architectures", "transformers_version")}
+    tied = values.pop("tie_word_embeddings", False)
+    config = {"text_config": values, "vision_config": vision, "tie_word_embeddings": tied} | config
+    config |= {"architectures": [architecture], "model_type": model_type} | of_whole
+    return replace(text, config=dict(sorted(config.items())))
 
 
 ABSENT = object()  # in the place of a value: the key is not in the file

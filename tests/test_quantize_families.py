@@ -32,7 +32,16 @@ import perplexity
 TEXT = trained_models.DEMO / "calibration.txt"
 GOLDEN = json.loads((trained_models.TRAINED / "perplexity.json").read_text())
 EXPERTS = ("mixtral_experts", "qwen3_moe_step", "deepseek_v3_groups", "qwen2_moe_shared")
-OTHERS = ("gemma2_caps", "neox_parallel", "phi3_window", "falcon_40b", "opt_350m", "glm4_sandwich", "qwen3_next_odd")
+OTHERS = (
+    "gemma2_caps",
+    "neox_parallel",
+    "phi3_window",
+    "falcon_40b",
+    "opt_350m",
+    "glm4_sandwich",
+    "qwen3_next_odd",
+    "qwen3_5_groups",
+)
 PLAIN = ("gate", "kv_b_proj", "shared_expert_gate", "lm_head", "project_in", "project_out", "embed_out")
 
 

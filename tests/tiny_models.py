@@ -17,7 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std
+from image_models import IMAGE_CASES
 from moe_models import MOE_CASES
+from recurrent_models import RECURRENT_CASES
 from safetensors.numpy import save_file
 
 UNK, BOS, EOS, IM_START, IM_END = range(5)
@@ -47,6 +49,11 @@ class Case:
     dtype: str = "float32"
     prompt_lengths: tuple[int, ...] = (1, 7, 37, 130)
     options: Mapping[str, Any] = field(default_factory=dict)  # of the engine that runs it
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The settings of the language model, which may be a part of a model that also sees."""
+        return self.config.get("text_config", self.config)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -305,7 +312,7 @@ CASES: dict[str, Case] = {
     "tp_mha": _case("qwen2", hidden=128, heads=8, kv_heads=8, intermediate=256, theta=1000000.0),
 }
 
-OTHER_CASES = DENSE_CASES | MOE_CASES
+OTHER_CASES = DENSE_CASES | MOE_CASES | RECURRENT_CASES | IMAGE_CASES
 for _name, _dense in OTHER_CASES.items():
     _generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     CASES[_name] = Case(_dense.config, _generation, "float32", _dense.prompt_lengths, _dense.options)

@@ -88,6 +88,7 @@ PUBLISHED = (
     Published("Qwen/Qwen2-7B-Instruct", "qwen2", 7_615_616_512, 5_545_257_984, 57_344),
     Published("Qwen/Qwen2.5-32B-Instruct", "qwen2", 32_763_876_352, 19_206_907_904, 262_144),
     Published("Qwen/Qwen2.5-72B-Instruct", "qwen2", 72_706_203_648, 41_190_506_496, 327_680),
+    Published("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2", 7_615_616_512, 5_545_257_984, 57_344),
     Published("Qwen/Qwen3-0.6B", "qwen3", 596_049_920, 538_378_240, 114_688),
     Published("Qwen/Qwen3-4B", "qwen3", 4_022_468_096, 2_651_732_992, 147_456),
     Published("Qwen/Qwen3-8B", "qwen3", 8_190_735_360, 6_071_347_200, 147_456),
@@ -103,4 +104,6 @@ PUBLISHED = (
     Published("openai/gpt-oss-120b", "gpt_oss", 116_829_156_672, 62_662_806_144, 73_728),
     Published("deepseek-ai/DeepSeek-V3", "deepseek_v3", 671_026_419_200, 350_427_728_896, 70_272),
     Published("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 79_674_391_296, 42_083_215_360, 24_576),
+    Published("Qwen/Qwen3.5-9B", "qwen3_5", 8_953_803_264, 7_638_495_232, 32_768),
+    Published("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe", 34_660_610_688, 19_414_981_632, 20_480),
 )

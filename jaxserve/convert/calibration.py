@@ -124,7 +124,8 @@ def fuse(pieces: Mapping[str, Pieces], shapes: Mapping[str, Any], tensors: Mappi
 
 def _fill(host: np.ndarray, pieces: list[Piece], tensors: Mapping[str, np.ndarray]) -> None:
     for piece in pieces:
-        value = tensors[piece.name].T if piece.transposed else tensors[piece.name]
+        value = tensors[piece.name]
+        value = value.T if piece.is_transposed(value.shape) else value
         value = value if piece.take is None else piece.take(value)
         piece.view(host)[...] = value if piece.split is None else value.reshape(piece.split)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import HeadNorm
-from jaxserve.models.sources import Source, rows, whole
+from jaxserve.models.sources import Names, Source, rows, whole
 from jaxserve.models.spec import GatedDeltaSpec
 from jaxserve.pallas_kernels.operands import DeltaHeads, Partials
 from jaxserve.pallas_kernels.ops import Ops
@@ -53,43 +53,57 @@ class GatedDeltaNet(nn.Module):
         decay = -jnp.exp(a_log) * jax.nn.softplus(steps + bias)
         shape = (heads, spec.channels, spec.conv_width)
         conv = weight(self, "conv", nn.initializers.normal(0.5), ("kv_heads", None, None), shape, self.dtype)
-        out = attend(DeltaHeads(qkv, decay, jax.nn.sigmoid(rates), conv))
+        out = attend(DeltaHeads(qkv, decay, spec.rate_scale * jax.nn.sigmoid(rates), conv))
         out = HeadNorm(spec.norm, (spec.value_dim,), self.dtype, name="norm")(out, -1)
         out = (out * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))).astype(self.dtype)
         return linear("out", out.shape[1:], (self.hidden_size,), ("embed", "kv_heads", None, None))(out, ops)
 
 
-def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
+def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
     """Path within the attention -> the tensors that make it up.
 
-    The roles are delta_qkvz, which has for each key head its query, its key, its values and its gates; delta_ba, which
-    has for each key head its rates and its steps; delta_conv, which has all queries, then all keys, then all values;
-    and delta_a_log, delta_dt_bias, delta_norm and delta_out.
+    The roles are delta_a_log, delta_dt_bias, delta_norm and delta_out, and those of the convolution and the projections
+    in one of these forms. delta_conv has all queries, then all keys, then all values; or delta_conv_q, delta_conv_k and
+    delta_conv_v have one kind each. delta_qkvz has for each key head its query, its key, its values and its gates, and
+    delta_ba its rates and its steps; or the gates are in delta_z, the rates in delta_b, the steps in delta_a, and
+    delta_qkv, or delta_qkv_q, delta_qkv_k and delta_qkv_v, have the forms of the convolution.
     """
     heads = spec.key_heads
     group = spec.group
     key = spec.key_dim
     value = spec.value_dim
-    width = spec.conv_width
-    sizes = {0: key, key: key, 2 * key: group * value}  # part of a key head: first channel -> channels
+    parts = {"q": (0, key), "k": (key, key), "v": (2 * key, group * value)}  # of a key head: first channel, channels
     channels = heads * spec.channels
-
-    def of_part(first: int, size: int) -> Source:
-        def view(target: np.ndarray) -> np.ndarray:
-            return target[:, first : first + size]
-
-        before = heads * first
-        split = (heads, size, width)
-        return Source("delta_conv.weight", (channels, 1, width), view, split, take=rows(before, heads * size))
-
     values = spec.value_heads * value
+
+    def by_heads(role: str, first: int, size: int, shape: tuple[int, ...], take: Any = None) -> Source:
+        """The source of `size` rows of each head, which begin at the head's row `first`."""
+
+        def view(target: np.ndarray) -> np.ndarray:
+            return target.reshape(heads, -1, target.shape[-1])[:, first : first + size]
+
+        return Source(f"{role}.weight", shape, view, (heads, size, -1), take=take)
+
+    def by_kinds(role: str, *columns: int) -> list[Source]:
+        """The sources of queries, keys and values in one tensor, or in one for each."""
+        if f"{role}.weight" not in names:
+            return [by_heads(f"{role}_{kind}", *part, (heads * part[1], *columns)) for kind, part in parts.items()]
+        shape = (channels, *columns)
+        return [by_heads(role, at, size, shape, take=rows(heads * at, heads * size)) for at, size in parts.values()]
+
     found = {
-        "qkvz/kernel": [Source("delta_qkvz.weight", (2 * heads * key + 2 * values, hidden), whole)],
-        "ba/kernel": [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)],
-        "conv": [of_part(first, size) for first, size in sizes.items()],
+        "conv": by_kinds("delta_conv", 1, spec.conv_width),
         "a_log": [Source("delta_a_log", (spec.value_heads,), whole, (heads, group))],
         "dt_bias": [Source("delta_dt_bias", (spec.value_heads,), whole, (heads, group))],
         "norm/scale": [Source("delta_norm.weight", (value,), whole)],
         "out/kernel": [Source("delta_out.weight", (hidden, values), whole)],
     }
+    if "delta_qkvz.weight" in names:
+        found["qkvz/kernel"] = [Source("delta_qkvz.weight", (channels + values, hidden), whole)]
+        found["ba/kernel"] = [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)]
+    else:
+        gates = by_heads("delta_z", spec.channels, group * value, (values, hidden))
+        found["qkvz/kernel"] = [*by_kinds("delta_qkv", hidden), gates]
+        both = {"delta_b": 0, "delta_a": group}
+        found["ba/kernel"] = [by_heads(role, at, group, (spec.value_heads, hidden)) for role, at in both.items()]
     return {f"attention/{path}": some for path, some in found.items()}

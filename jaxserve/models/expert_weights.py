@@ -89,12 +89,12 @@ def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
 
 def _fused(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> _Made:
     """For checkpoints in which gate and up are one tensor. By the name "expert_gate_up.rows" of the family, the rows of
-    gate and up alternate ("in turns"), or all rows of the gate come first. By "expert_gate_up.floats" floats may be
-    transposed."""
+    gate and up alternate ("in turns"), or all rows of the gate come first. By "expert_gate_up.floats" floats are
+    transposed ("transposed"), or where their shape says so ("either")."""
     size = mlp.size
     numbers = range(experts.count)
     in_turns = names.get("expert_gate_up.rows", "halves") == "in turns"
-    transposed = names.get("expert_gate_up.floats") == "transposed"
+    transposed = {"transposed": True, "either": None}.get(names.get("expert_gate_up.floats", ""), False)
 
     def of_expert(e: int) -> list[Piece]:
         name = names["expert_gate_up.weight"].format(i=layer, e=e)

@@ -20,6 +20,7 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import RopeConfig
 
 _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope", "mrope": "default"}  # in the first Phi-3 configs, and in those of Qwen2-VL
 UNTURNED = RopeConfig(rotary_dim=0)  # for layers without rotary positions
 
 
@@ -64,8 +65,10 @@ def read_rope(
     if parameters is not None:
         scaling = dict(parameters)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    kind = "longrope" if kind == "su" else kind  # the first Phi-3 configs call longrope "su"
+    kind = _OLD_NAMES.get(kind, kind)
     scaling.pop("type", None)
+    for key in ("mrope_section", "mrope_interleaved"):
+        scaling.pop(key, None)  # they tell which of three positions turns a channel; in text all three are equal
     if kind not in _SCALINGS:
         raise ConfigError(f"{hf.source}: rope scaling {kind!r} is not supported (only {', '.join(_SCALINGS)})")
     theta = scaling.pop("rope_theta", None) or own_theta or theta

@@ -174,6 +174,8 @@ class GatedDeltaSpec:
       conv_width: tokens that the convolution over queries, keys and values sees, a token itself included.
       activation: applied to the results of the convolution.
       norm: of each value head's results, which are then multiplied by the silu of a projection of the layer's input.
+      rate_scale: multiplies the rates, which are between 0 and 1. With 2 a state may change its sign (Grazzi et al.
+        2025, arXiv:2411.12537).
     """
 
     key_heads: int
@@ -183,6 +185,7 @@ class GatedDeltaSpec:
     conv_width: int
     activation: Activation = "silu"
     norm: NormSpec
+    rate_scale: float = 1.0
     window: None = None
 
     def __post_init__(self) -> None:

@@ -191,7 +191,7 @@ def layer_sources(
     for name in _NORMS[spec.residual]:
         layer |= norm_sources(name, spec.norm, hidden)
     if isinstance(attention, GatedDeltaSpec):
-        layer |= delta_sources(attention, hidden)
+        layer |= delta_sources(attention, hidden, names)
     else:
         order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
         if isinstance(attention, LatentAttentionSpec):

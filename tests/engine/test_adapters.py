@@ -1,6 +1,7 @@
 """LoRA adapters through the engine's steps, against what transformers computes with PEFT's merged weights."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import Completion, generate, make_engine, request
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.adapters.adapter import Adapter, load_adapter
 from jaxserve.engine import in_flight
@@ -87,6 +89,39 @@ def test_merged_weights(model, model_folders, monkeypatch):
     alone = make_engine(model_folders(model), rows=2, prefix_caching=False)
     unchanged = generate(alone, *[request(str(k), prompt, max_tokens=16) for k, prompt in enumerate(prompts)])
     assert [first.token_ids, second.token_ids] == [completion.token_ids for completion in unchanged]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3_5_groups", "olmo_hybrid_still"])
+def test_projections_of_recurrent_layers(case, tmp_path, model_folders, monkeypatch):
+    """Several tensors of a file are one product here, and one of them lies in three parts of it."""
+    rng = np.random.default_rng(2)
+    weights = load_file(model_folders(case) / "model.safetensors")
+    matrices = {}
+    merged = dict(weights)
+    for name, weight in weights.items():
+        if "linear_attn" in name and "proj" in name:
+            a = (rng.standard_normal((4, weight.shape[1])) / 2).astype(np.float32)
+            b = (rng.standard_normal((weight.shape[0], 4)) / 10).astype(np.float32)
+            stem = f"base_model.model.{name.removesuffix('weight')}"
+            matrices |= {f"{stem}lora_A.weight": a, f"{stem}lora_B.weight": b}
+            merged[name] = weight + b @ a
+    modules = sorted({name.split(".")[-3] for name in matrices})
+    (tmp_path / "adapter").mkdir()
+    save_file(matrices, tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 4, "target_modules": modules}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings | {"bias": "none"}))
+    shutil.copytree(model_folders(case), tmp_path / "merged")
+    save_file(merged, tmp_path / "merged" / "model.safetensors")
+    engine = adapted_engine(model_folders(case), monkeypatch, 1)
+    upload(engine, 0, tmp_path / "adapter")
+    prompt = range(5, 60)
+    asked = [request(str(seed), prompt, max_tokens=16, seed=seed, prompt_logprobs=0) for seed in (0, 1)]
+    plain, changed = generate(engine, *asked)
+    wanted = generate(make_engine(tmp_path / "merged"), request("merged", prompt, max_tokens=16, prompt_logprobs=0))[0]
+    assert changed.token_ids == wanted.token_ids != plain.token_ids
+    scores = [[entry.logprob for entry in one.prompt_logprobs[1:]] for one in (changed, wanted)]
+    np.testing.assert_allclose(*scores, atol=2e-3)
 
 
 @pytest.mark.slow

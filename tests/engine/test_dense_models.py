@@ -12,6 +12,7 @@ from dense_models import DENSE_CASES
 from engines import generate, make_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_models import IMAGE_CASES
 from moe_models import MOE_CASES
 from safetensors.numpy import load_file, save_file
 from tiny_models import CASES
@@ -54,7 +55,9 @@ def answers(engine, case, tag=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*(case for case in cases(ON_DEVICES) if case.values[0] not in ODD), CHUNKED])
+@pytest.mark.parametrize(
+    "case", [*(case for case in cases(ON_DEVICES) if case.values[0] not in ODD), CHUNKED, *IMAGE_CASES]
+)
 def test_on_two_devices(case, model_folders):
     engine = make_engine(model_folders(case), tokens=320, tensor_parallel_size=2, **CASES[case].options)
     answers(engine, case)
@@ -92,7 +95,7 @@ def test_in_bfloat16(case, model_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*cases(IN_PARTS), CHUNKED])
+@pytest.mark.parametrize("case", [*cases(IN_PARTS), CHUNKED, *IMAGE_CASES])
 def test_in_parts(case, model_folders):
     """In chunks and with too few pages for all, then once more from the cache."""
     options = {"max_model_len": 256} | CASES[case].options

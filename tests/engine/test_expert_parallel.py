@@ -13,6 +13,7 @@ pytestmark = pytest.mark.compiles
 PLAIN = "qwen3_moe_plain"  # 8 experts, 2 for each token, windows
 OTHERS = (
     "gpt_oss_sinks", "mixtral_window", "glm4_moe_groups", "ernie4_5_moe_mixed", "llama4_chunks", "qwen3_next_groups",
+    "qwen3_5_moe_whole", "qwen3_vl_moe_wide",
 )  # fmt: skip
 SLOW = pytest.mark.slow
 PROMPTS = [list(range(5 + i, 25 + 13 * i)) for i in range(4)] + [[7, 8, 9] * 10]

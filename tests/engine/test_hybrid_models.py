@@ -1,28 +1,38 @@
 """Models with recurrent layers: a sequence's tokens depend on nothing but itself, though its state lies in a slot that
 others had before, is updated in place, and cannot be shared."""
 
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import quantized_forms
 from engines import drain, generate, make_engine, request, run_all
+from recurrent_models import RECURRENT_CASES
+from safetensors.numpy import load_file, save_file
+from tiny_models import tensors
 
+from jaxserve.checkpoints.load import put_piece
 from jaxserve.commands.model_report import describe_model
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.config import HFConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.families import read_model_config
+from jaxserve.models.spec import GatedDeltaSpec, NormSpec
 from jaxserve.models.weights import abstract_params
+from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.types import InvalidRequestError
 
 pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-CASES = "qwen3_next_odd", "qwen3_next_groups"
+CASES = "qwen3_next_odd", "qwen3_next_groups", *RECURRENT_CASES
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
+SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole", "olmo_hybrid_still"
 
 
 def golden(case):
@@ -41,7 +51,7 @@ def check(engine, case, tag="", params=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
+@pytest.mark.parametrize("case", CASES)
 def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
@@ -102,22 +112,46 @@ def test_no_place_for_snapshots(model_folders):
 
 
 @pytest.mark.slow
-def test_preempted(model_folders):
-    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, kv_pages=30, max_model_len=200)
-    check(engine, SPLIT)
+@pytest.mark.parametrize("case", SPLITS)
+def test_preempted(case, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, kv_pages=30, max_model_len=200)
+    check(engine, case)
     assert engine.stats().preemptions > 3
 
 
 @pytest.mark.slow
-def test_two_devices(model_folders):
-    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, tensor_parallel_size=2)
-    check(engine, SPLIT)
+@pytest.mark.parametrize("case", SPLITS)
+def test_two_devices(case, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, tensor_parallel_size=2)
+    check(engine, case)
     states = engine.runner.cache[-1]
     assert [x.addressable_shards[0].data.shape[1] for x in states] == [1, 1]
     kernel = engine.runner.params["layers_1"]["attention"]["qkvz"]["kernel"]
     assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
     with pytest.raises(ConfigError, match="2 key heads of recurrent layers; this model allows"):
-        make_engine(model_folders(SPLIT), tensor_parallel_size=4)
+        make_engine(model_folders(case), tensor_parallel_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_fp8_in_blocks(devices, tmp_path):
+    """As Qwen3.5 is published: blocks of 128 x 128, which end within heads. Projections that share a weight have a
+    tensor each."""
+    case = "qwen3_5_moe_whole"
+    folders = tmp_path / "quantized", tmp_path / "plain"
+    quantized_forms.write("fp8-blocks", RECURRENT_CASES[case].config, tensors(case), *folders)
+    prompt, _ = golden(case)[3]
+    found = []
+    for folder in folders:
+        options = {"matmul_backend": "cpu" if devices == 1 else "auto", "activation_quantization": "none"}
+        engine = make_engine(folder, tensor_parallel_size=devices, **options)
+        found.append(generate(engine, request("0", prompt, max_tokens=16, prompt_logprobs=0))[0])
+        kernels = engine.runner.params["layers_0"]["attention"]
+        kinds = {type(kernels[name]["kernel"]) for name in ("qkvz", "ba", "out")}
+        assert (kinds == {QuantArray}) == (folder == folders[0])
+    scores = [[entry.logprob for entry in result.prompt_logprobs[1:]] for result in found]
+    np.testing.assert_allclose(*scores, atol=2e-3)
+    assert found[0].token_ids == found[1].token_ids
 
 
 @pytest.mark.slow
@@ -188,6 +222,49 @@ def test_states_are_counted(devices, model_folders):
     config = EngineConfig(model=str(model_folders(SPLIT)), max_num_seqs=rows, tensor_parallel_size=devices)
     report = "\n".join(describe_model(config))
     assert f"states of recurrent layers: {slot:,} bytes a sequence" in report
+
+
+def test_forms_of_the_projections():
+    """The same weights in tensors by key heads, in one for queries, keys and values, and in one for each of them."""
+    spec = GatedDeltaSpec(key_heads=2, value_heads=6, key_dim=4, value_dim=5, conv_width=3, norm=NormSpec())
+    rng = np.random.default_rng(3)
+    sizes = {"qkv_q": 8, "qkv_k": 8, "qkv_v": 30, "z": 30, "b": 6, "a": 6}
+    kinds = {name: rng.standard_normal((size, 7)).astype(np.float32) for name, size in sizes.items()}
+    conv = {f"conv_{kind}": rng.standard_normal((sizes[f"qkv_{kind}"], 1, 3)).astype(np.float32) for kind in "qkv"}
+    fused = {"conv": np.concatenate(list(conv.values()))}
+    qkv = {"qkv": np.concatenate([kinds[f"qkv_{kind}"] for kind in "qkv"])}
+    by_head = {name: x.reshape(2, -1, 7) for name, x in kinds.items()}
+    qkvz = np.concatenate([by_head[name] for name in ("qkv_q", "qkv_k", "qkv_v", "z")], 1).reshape(-1, 7)
+    ba = np.concatenate([by_head["b"], by_head["a"]], 1).reshape(-1, 7)
+    few = {name: kinds[name] for name in ("z", "b", "a")}
+    shapes = {"qkvz/kernel": (76, 7), "ba/kernel": (12, 7), "conv": (2, 23, 3)}
+    made = []
+    for form in (fused | {"qkvz": qkvz, "ba": ba}, fused | qkv | few, conv | kinds):
+        names = {f"delta_{name}.weight": name for name in form}
+        sources = delta_sources(spec, 7, names)
+        hosts = {path: np.full(shape, np.nan, np.float32) for path, shape in shapes.items()}
+        for path, host in hosts.items():
+            for source in sources[f"attention/{path}"]:
+                piece = source.piece(names, 0)
+                assert form[piece.name].shape == piece.shape
+                put_piece(host, piece, form[piece.name])
+        made.append(hosts)
+    for path in shapes:
+        assert not np.isnan(made[0][path]).any()
+        np.testing.assert_array_equal(made[0][path], made[1][path])
+        np.testing.assert_array_equal(made[0][path], made[2][path])
+
+
+@pytest.mark.slow
+def test_olmo_hybrid_as_published(tmp_path, model_folders):
+    """Layers of attention have another name for their first norm than transformers writes."""
+    folder = model_folders("olmo_hybrid_still")
+    shutil.copytree(folder, tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.3.feedforward_layer_norm.weight"
+    stored[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = stored.pop(name)
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    check(make_engine(tmp_path / "model", tokens=64), "olmo_hybrid_still")
 
 
 def test_the_published_size():

@@ -257,6 +257,39 @@ def test_mxfp4(devices, tmp_path, model_folders):
     assert answers(engine, 4) == answers(make_engine(folders[1]), 4)
 
 
+def as_published(values, transposed):
+    """The experts of a layer in two stacks, whose matrices may be transposed."""
+    made = {}
+    experts = {}
+    for name, value in values.items():
+        layer, found, rest = name.partition(".experts.")
+        if not found:
+            made[name] = value
+        elif rest.startswith(("gate_up", "down")):
+            experts[layer, rest] = value
+        else:
+            number, role = rest.removesuffix(".weight").split(".")
+            experts.setdefault((layer, role), {})[int(number)] = value
+    for (layer, role), given in experts.items():
+        stack = np.stack([given[e] for e in range(len(given))])
+        if role == "up_proj":
+            continue
+        if role == "gate_proj":
+            ups = experts[layer, "up_proj"]
+            stack = np.concatenate([stack, np.stack([ups[e] for e in range(len(ups))])], 1)
+        name = "gate_up_proj" if role.startswith("gate") else role
+        made[f"{layer}.experts.{name}"] = np.ascontiguousarray(stack.swapaxes(1, 2)) if transposed else stack
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "transposed"), [("qwen3_5_moe_whole", False), ("qwen3_vl_moe_wide", True)])
+def test_stacks_as_published(case, transposed, tmp_path, model_folders):
+    folder = model_folders(case)
+    stacked = float_copy(folder, as_published(dict(tiny_models.tensors(case)), transposed), tmp_path)
+    assert answers(make_engine(stacked), 2) == answers(make_engine(folder), 2)
+
+
 def form(x) -> list:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
 

@@ -36,7 +36,11 @@ OWN_CODE = {"InternLM3ForCausalLM", "MiniCPMForCausalLM"}  # repositories bring 
 LAYERS = 6
 _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
 # Settings beside the class's defaults, which are no model by themselves.
-NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 64}}
+NEEDED = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {"head_dim": 64},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
+}
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
     "DeepseekV2ForCausalLM": {
@@ -62,6 +66,13 @@ WITHOUT_EFFECT = {
     # The indexer is left out: see `families.deepseek`.
     "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim", "index_topk", "index_head_dim", "index_n_heads"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
+    "OlmoHybridForCausalLM": {  # of random weights
+        "linear_a_log_min",
+        "linear_a_log_max",
+        "linear_dt_min",
+        "linear_dt_max",
+        "linear_dt_init_floor",
+    },
 }
 # Settings that transformers reads outside of a model's source, or that are part of every config.
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}

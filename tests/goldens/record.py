@@ -9,12 +9,19 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -37,8 +44,15 @@ class Greedy:
     margin: float  # the smallest distance between the best two logits
 
 
-def load(folder: Path) -> PreTrainedModel:
-    model, info = AutoModelForCausalLM.from_pretrained(
+def class_of(name: str) -> Any:
+    """The class of a case's model. The one for causal language models has no encoder of images."""
+    (architecture,) = tiny_models.CASES[name].config["architectures"]
+    sees = architecture.endswith("ForConditionalGeneration")
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def load(name: str, folder: Path) -> PreTrainedModel:
+    model, info = class_of(name).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     problems = {kind: names for kind, names in info.items() if names}
@@ -59,7 +73,7 @@ def note_shapes(name: str, folder: Path) -> None:
     """Finds out what a dense case's tensors are called, from a model of its config."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(tiny_models.CASES[name].config))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = class_of(name).from_config(AutoConfig.from_pretrained(folder))
     dense_models.recorded[name] = written_shapes(model)
 
 
@@ -107,7 +121,7 @@ def make_prompt(name: str, slot: int, seed: int) -> np.ndarray:
     case = tiny_models.CASES[name]
     low = len(tiny_models.SPECIAL_TOKENS)
     raw = tiny_models.stream(name, "prompt", slot, seed).random_raw(case.prompt_lengths[slot])
-    return (low + raw % np.uint64(case.config["vocab_size"] - low)).astype(np.int32)
+    return (low + raw % np.uint64(case.text["vocab_size"] - low)).astype(np.int32)
 
 
 def record(name: str, folder: Path) -> dict[str, np.ndarray]:
@@ -116,7 +130,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     case = tiny_models.CASES[name]
     if name in tiny_models.OTHER_CASES:
         note_shapes(name, folder)
-    model = load(tiny_models.build(name, folder))
+    model = load(name, tiny_models.build(name, folder))
     check_manifest(model, name)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     if name in dense_models.recorded:
@@ -147,7 +161,7 @@ def check(name: str, folder: Path) -> list[str]:
     golden = np.load(path)
     if str(golden["fingerprint"]) != tiny_models.fingerprint(name):
         return ["the config or the weights are not those that were recorded"]
-    model = load(tiny_models.build(name, folder))
+    model = load(name, tiny_models.build(name, folder))
     problems = []
     for slot in range(len(tiny_models.CASES[name].prompt_lengths)):
         prompt = golden[f"prompt_{slot}"]

@@ -34,6 +34,7 @@ class Family:
     more_layers: bool = False  # files hold layers behind the last one, for predicting several tokens; they are not read
     variant: Callable[[ModelConfig], Names] = lambda config: {}  # names that differ between models of the family
     layouts: tuple[Mapping[str, str], ...] = ()  # usual beginning of names -> the beginning that some files have
+    told_by: str = "embed.weight"  # the role whose tensor tells the layout of files
     mtp: Mapping[str, str] = field(default_factory=dict)  # names of the head for multi-token prediction
     unread: tuple[str, ...] = ()  # beginnings of the names of tensors that serving does not use, such as images'
 
@@ -44,11 +45,11 @@ class Family:
         return {_begun(name, layout) for layout in layouts for name in self.names.values()}
 
     def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
-        """Role -> name of a model's tensors, in the first layout in which the files have the embeddings (`has`)."""
+        """Role -> name of a model's tensors, in the first layout in which the files have `told_by` (`has`)."""
         usual = {**self.names, **self.variant(config)}
         for layout in ({}, *self.layouts, BARE):
             names = {role: _begun(name, layout) for role, name in usual.items()}
-            if has(names["embed.weight"]):
+            if any(has(names[self.told_by].format(i=i)) for i in range(config.num_layers)):
                 return names
         return usual
 

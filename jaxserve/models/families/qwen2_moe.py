@@ -14,6 +14,7 @@ from jaxserve.models.families.llama import (
     read_windows,
     uniform_layers,
 )
+from jaxserve.models.families.shared import read_activation
 from jaxserve.models.spec import ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.expert_routing import Router
 
@@ -21,6 +22,11 @@ MLP = "model.layers.{i}.mlp"
 EXPERTS = {
     "router.weight": f"{MLP}.gate.weight",
     **{f"expert_{role}.weight": f"{MLP}.experts.{{e}}.{role}_proj.weight" for role in ("gate", "up", "down")},
+}
+# As transformers 5 keeps experts, and as some files have them: one stack for gates and ups, and one for downs.
+STACKED = {
+    "expert_gate_up.weight": f"{MLP}.experts.{{e}}.gate_up_proj",
+    "expert_fused_down.weight": f"{MLP}.experts.{{e}}.down_proj",
 }
 QWEN2_MOE_NAMES = (
     NAMES
@@ -34,14 +40,13 @@ QWEN2_MOE_NAMES = (
 
 def read_experts(hf: HFConfig, **choices: Any) -> MLPSpec:
     """The mixture that Qwen's configs describe. `choices` are further fields of ExpertsSpec."""
-    plain = read_mlp(hf)
     normalized = bool(hf.take("norm_topk_prob", False))
     router = Router(top_k=hf.take("num_experts_per_tok"), normalized=normalized)
     # transformers 5 writes the number of Qwen3-MoE's experts as num_local_experts.
     written = hf.take("num_local_experts", None)
     count = hf.take("num_experts") if written is None else hf.take("num_experts", written)
     experts = ExpertsSpec(count=count, router=router, **choices)
-    return MLPSpec(size=hf.take("moe_intermediate_size"), activation=plain.activation, experts=experts)
+    return MLPSpec(size=hf.take("moe_intermediate_size"), activation=read_activation(hf, "silu"), experts=experts)
 
 
 def with_experts(hf: HFConfig, layers: tuple[LayerSpec, ...], mixture: MLPSpec) -> tuple[LayerSpec, ...]:

@@ -4,6 +4,7 @@ Qwen2-MoE. Norms multiply by 1 + w, except the norms of the delta nets' results,
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
@@ -11,21 +12,23 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, read_attention, read_max_position, read_mlp, read_norm, read_shared
 from jaxserve.models.families.qwen2_moe import QWEN2_MOE_NAMES, read_experts, with_experts
 from jaxserve.models.rope import read_rope
-from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, ModelConfig, QKNormSpec
+from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, MLPSpec, ModelConfig, QKNormSpec
 
 DELTA = "model.layers.{i}.linear_attn"
-NAMES = QWEN2_MOE_NAMES | {
-    "delta_qkvz.weight": f"{DELTA}.in_proj_qkvz.weight",
-    "delta_ba.weight": f"{DELTA}.in_proj_ba.weight",
+HYBRID_NAMES = QWEN2_MOE_NAMES | {
     "delta_conv.weight": f"{DELTA}.conv1d.weight",
     "delta_a_log": f"{DELTA}.A_log",
     "delta_dt_bias": f"{DELTA}.dt_bias",
     "delta_norm.weight": f"{DELTA}.norm.weight",
     "delta_out.weight": f"{DELTA}.out_proj.weight",
 }
+NAMES = HYBRID_NAMES | {
+    "delta_qkvz.weight": f"{DELTA}.in_proj_qkvz.weight",
+    "delta_ba.weight": f"{DELTA}.in_proj_ba.weight",
+}
 
 
-def _recurrent(hf: HFConfig) -> list[bool]:
+def read_recurrent(hf: HFConfig) -> list[bool]:
     """For each layer, whether it is a gated delta net: by `layer_types`; without this key every layer except every
     `full_attention_interval`-th."""
     count = hf.take("num_hidden_layers")
@@ -43,31 +46,38 @@ def _recurrent(hf: HFConfig) -> list[bool]:
     return [kind == "linear_attention" for kind in types]
 
 
-def _read(hf: HFConfig) -> ModelConfig:
+def read_hybrid(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
+    """The fields of ModelConfig for a model with this MLP in every layer. `kv_heads` is the default of
+    num_key_value_heads."""
     bias = bool(hf.take("attention_bias", False))
     norm = read_norm(hf, offset=1.0)
+    qk_norm = QKNormSpec(norm=norm)
     attention = read_attention(
-        hf, head_dim=256, kv_heads=2, qk_norm=QKNormSpec(norm=norm), qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
+        hf, head_dim=256, kv_heads=kv_heads, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
     )
-    dense = read_mlp(hf)
     delta = GatedDeltaSpec(
         key_heads=hf.take("linear_num_key_heads", 16),
         value_heads=hf.take("linear_num_value_heads", 32),
         key_dim=hf.take("linear_key_head_dim", 128),
         value_dim=hf.take("linear_value_head_dim", 128),
         conv_width=hf.take("linear_conv_kernel_dim", 4),
-        activation=dense.activation,
+        activation=mlp.activation,
         norm=replace(norm, offset=0.0),
     )
     layers = tuple(
-        LayerSpec(attention=delta if recurrent else attention, mlp=dense, norm=norm) for recurrent in _recurrent(hf)
+        LayerSpec(attention=delta if recurrent else attention, mlp=mlp, norm=norm) for recurrent in read_recurrent(hf)
     )
-    hf.values.setdefault("norm_topk_prob", True)
-    mixture = read_experts(hf, shared_size=hf.take("shared_expert_intermediate_size"), shared_gate=True)
     max_position = read_max_position(hf, 32768)
     ropes = {"default": read_rope(hf, max_position, partial=0.25, head_dim=attention.head_dim)}
-    shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)
-    return ModelConfig(family="qwen3_next", layers=with_experts(hf, layers, mixture), **shared)
+    return {"layers": layers, **read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)}
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    hf.values.setdefault("norm_topk_prob", True)
+    mixture = read_experts(hf, shared_size=hf.take("shared_expert_intermediate_size"), shared_gate=True)
+    fields = read_hybrid(hf, read_mlp(hf), kv_heads=2)
+    layers = with_experts(hf, fields.pop("layers"), mixture)
+    return ModelConfig(family="qwen3_next", layers=layers, **fields)
 
 
 # Files hold a further layer that predicts more tokens; it is not read.

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
+from jaxserve.models.families.llama import FAMILY as LLAMA
 from jaxserve.models.families.llama import IGNORED, NAMES
 from jaxserve.models.families.llama4 import FAMILY as LLAMA4
 from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
+from jaxserve.models.families.qwen2 import FAMILY as QWEN2_FAMILY
+from jaxserve.models.families.qwen3 import FAMILY as QWEN3
+from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 
 # The beginnings that names "model." and "lm_head." of the language model have in these files: first as transformers
@@ -23,14 +29,21 @@ LAYOUTS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
 )
-UNREAD = tuple(
-    f"{start}{part}"
-    for start in ("", "model.")
-    for part in ("vision_tower.", "multi_modal_projector.", "vision_model.")
+# Layers that predict further tokens, encoders of images, and what brings their results to the text.
+UNREAD = (
+    "mtp.",
+    *(
+        f"{start}{part}"
+        for start in ("", "model.")
+        for part in ("vision_tower.", "multi_modal_projector.", "vision_model.", "visual.")
+    ),
 )
 OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
+    "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_start_token_id", "image_end_token_id",
+    "video_start_token_id", "video_end_token_id", "image_seq_length", "downsample_ratio",
+    "vision_feature_select_strategy",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -42,34 +55,93 @@ MISTRAL = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "sliding_window": None,
 }  # fmt: skip
+QWEN2 = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32,
+}  # fmt: skip
 Reader = Callable[[HFConfig], ModelConfig]
+# From tie_word_embeddings of the whole and of its text to whether the output head is the embedding.
+Ties = Callable[[bool | None, bool | None], bool]
 
 
-def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, Any], tied: bool) -> Reader:
-    """A function that reads `text_config` with the reader for its model_type. Beside text_config a config has settings
-    of images, which are ignored, and a few settings of the whole model."""
+class Text(NamedTuple):
+    """How a text_config is read: its reader, and the values for keys that it does not have."""
+
+    read: Reader
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
+
+def by_whole(whole: bool | None, text: bool | None) -> bool:
+    return bool(whole)
+
+
+def by_either(whole: bool | None, text: bool | None) -> bool:
+    return bool(whole or text)
+
+
+def by_text(tied: bool) -> Ties:
+    """transformers 5 writes true for the whole of a Mistral 3 that has an output head, and false for its text. Without
+    either they are `tied`."""
+
+    def ties(whole: bool | None, text: bool | None) -> bool:
+        given = (whole, text) if text in (None, True) else (text,)
+        return next((tie for tie in given if tie is not None), tied)
+
+    return ties
+
+
+def family_within(
+    name: str,
+    architecture: str,
+    texts: Mapping[str, Text],
+    names: Names,
+    ties: Ties,
+    *,
+    flat: bool = False,
+    more_layers: bool = False,
+) -> Family:
+    """The family "`name` with images".
+
+    Args:
+      texts: by the model_type of the text_config; the first is usual.
+      ties: see `Ties`.
+      more_layers: see `Family`.
+      flat: some files have no text_config. Their settings of the text are beside those of the whole.
+    """
+    read = _reader(texts, ties, flat)
+    return Family(
+        f"{name} with images", (architecture,), read, names, IGNORED, more_layers, layouts=LAYOUTS, unread=UNREAD
+    )
+
+
+def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
+    """A function that reads `text_config`. Beside it a config has settings of images, which are ignored, and a few
+    settings of the whole model."""
+    usual = next(iter(texts))
 
     def read(hf: HFConfig) -> ModelConfig:
+        source = f"{hf.source}: text_config"
         inner = hf.take("text_config", None) or {}
         if not isinstance(inner, dict):
             raise ConfigError(f"{hf.source}: text_config must be a JSON object, got {inner!r:.80}")
         hf.ignore(*OF_IMAGES)
+        if flat and not inner:
+            source = hf.source
+            inner = {key: x for key, x in hf.values.items() if key not in (*OF_IMAGES, "model_type")}
+            hf.ignore(*inner)
         kind = inner.get("model_type", usual)
-        if kind not in readers:
+        if not isinstance(kind, str) or kind not in texts:
             raise ConfigError(
-                f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(readers)})"
+                f"{hf.source}: text_config.model_type={kind!r} is not supported (only {', '.join(texts)})"
             )
-        # transformers 5 writes true for the whole of a Mistral 3 that has an output head, and false for its text.
-        of_whole = hf.take("tie_word_embeddings", None)
-        of_text = inner.get("tie_word_embeddings")
-        ties = (of_whole, of_text) if of_text in (None, True) else (of_text,)
-        whole = {"tie_word_embeddings": next((tie for tie in ties if tie is not None), tied)}
+        tied = ties(hf.take("tie_word_embeddings", None), inner.get("tie_word_embeddings"))
+        whole: dict[str, Any] = {"tie_word_embeddings": tied}
         for name in ("torch_dtype", "dtype"):
             if (dtype := hf.take(name, None)) is not None:
                 whole[name] = dtype
         rope = {} if {"rope_theta", "rope_parameters"} & inner.keys() or kind != "mistral" else {"rope_theta": 1e9}
-        text = HFConfig({**defaults, **rope, **inner, **whole}, f"{hf.source}: text_config")
-        config = readers[kind](text)
+        text = HFConfig({**texts[kind].defaults, **rope, **inner, **whole}, source)
+        config = texts[kind].read(text)
         text.take("quantization_config", None)
         text.finish()
         ends = take_token_ids(hf.take("eos_token_id", None))
@@ -79,31 +151,37 @@ def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, An
 
 
 FAMILIES = (
-    Family(
-        "gemma3 with images",
-        ("Gemma3ForConditionalGeneration",),
-        _reader({"gemma3_text": read_gemma3}, "gemma3_text", GEMMA3, tied=True),
+    family_within(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        {"gemma3_text": Text(read_gemma3, GEMMA3)},
         SANDWICH_NAMES,
-        IGNORED,
-        layouts=LAYOUTS,
-        unread=UNREAD,
+        by_text(True),
     ),
-    Family(
-        "mistral3 with images",
-        ("Mistral3ForConditionalGeneration",),
-        _reader({"mistral": read_mistral, "ministral3": read_ministral3}, "mistral", MISTRAL, tied=False),
+    family_within(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        {"mistral": Text(read_mistral, MISTRAL), "ministral3": Text(read_ministral3, MISTRAL)},
         NAMES,
-        IGNORED,
-        layouts=LAYOUTS,
-        unread=UNREAD,
+        by_text(False),
     ),
-    Family(
-        "llama4 with images",
-        ("Llama4ForConditionalGeneration",),
-        _reader({"llama4_text": LLAMA4.read_config}, "llama4_text", {}, tied=False),
+    family_within(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        {"llama4_text": Text(LLAMA4.read_config)},
         LLAMA4.names,
-        LLAMA4.ignored,
-        layouts=LAYOUTS,
-        unread=UNREAD,
+        by_text(False),
+    ),
+    family_within(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        {
+            "qwen2": Text(QWEN2_FAMILY.read_config, QWEN2),
+            "qwen3": Text(QWEN3.read_config, QWEN2),
+            "qwen3_moe": Text(QWEN3_MOE.read_config),
+            "llama": Text(LLAMA.read_config),
+        },
+        QWEN3_MOE.names,
+        by_text(False),
     ),
 )

@@ -1,0 +1,138 @@
+"""Small random checkpoints of language models inside models that see, for `tiny_models`; as those of `dense_models`.
+
+Each family has a config as it was published, with settings in older forms, and one as transformers 5 writes it.
+"""
+
+from dense_models import ABSENT, DenseCase, dense, seeing
+
+_SHARED = {"rms_norm_eps": 1e-3, "hidden_act": "silu", "num_key_value_heads": 2, "pad_token_id": ABSENT}
+_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+_QWEN3 = _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_GLM = _QWEN | {"image_size": 8}
+_TOKENS = {"image_token_id": 505, "video_token_id": 506}
+_OF_QWEN = _TOKENS | {"vision_start_token_id": 507, "vision_end_token_id": 508}
+_OF_GLM = _TOKENS | {
+    "image_start_token_id": 507, "image_end_token_id": 508, "video_start_token_id": 509, "video_end_token_id": 510,
+}  # fmt: skip
+_INTERN = {
+    "model_type": "internvl_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4],
+}  # fmt: skip
+
+IMAGE_CASES: dict[str, DenseCase] = {
+    # The settings of the text are beside those of the whole.
+    "qwen2_5_vl_flat": dense(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **_SHARED, **_OF_QWEN, modern=False, hidden=96,
+        layers=3, tie_word_embeddings=True, use_sliding_window=True, sliding_window=19, max_window_layers=1,
+        rope_theta=7000.0, rope_scaling={"type": "mrope", "mrope_section": [4, 4, 4]},
+        vision_config=_QWEN | {"model_type": "qwen2_5_vl", "out_hidden_size": 96, "window_size": 8},
+    ),
+    "qwen2_5_vl_yarn": seeing(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl",
+        dense(
+            "", "qwen2_5_vl_text", **_SHARED, tie_word_embeddings=False, layers=2, use_sliding_window=False,
+            sliding_window=None, max_window_layers=2, layer_types=["full_attention"] * 2,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 7000.0, "mrope_section": [2, 3, 3], "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        _QWEN | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 64, "window_size": 8}, **_OF_QWEN,
+    ),
+    "qwen3_vl_tied": seeing(
+        "Qwen3VLForConditionalGeneration", "qwen3_vl",
+        dense(
+            "", "qwen3_vl_text", **_SHARED, modern=False, hidden=72, heads=6, head_dim=16, attention_bias=True,
+            tie_word_embeddings=True, rope_theta=7000.0,
+            rope_scaling={"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+        ),
+        _QWEN3 | {"model_type": "qwen3_vl", "out_hidden_size": 72}, **_OF_QWEN,
+    ),
+    "qwen3_vl_wide": seeing(
+        "Qwen3VLForConditionalGeneration", "qwen3_vl",
+        dense(
+            "", "qwen3_vl_text", **_SHARED, layers=3, head_dim=32, attention_bias=False, tie_word_embeddings=False,
+            rope_parameters={"rope_theta": 9000.0, "mrope_section": [8, 4, 4], "rope_type": "default"},
+        ),
+        _QWEN3 | {"model_type": "qwen3_vl_vision", "out_hidden_size": 64}, **_OF_QWEN,
+    ),
+    "qwen3_vl_moe_steps": seeing(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
+        dense(
+            "", "qwen3_vl_moe_text", **_SHARED, modern=False, layers=3, head_dim=24, attention_bias=True,
+            tie_word_embeddings=False, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
+            decoder_sparse_step=1, mlp_only_layers=[1], norm_topk_prob=True, rope_theta=7000.0,
+            rope_scaling={"mrope_interleaved": True, "mrope_section": [4, 4, 4], "rope_type": "default"},
+        ),
+        _QWEN3 | {"model_type": "qwen3_vl_moe", "out_hidden_size": 64}, **_OF_QWEN,
+    ),
+    "qwen3_vl_moe_wide": seeing(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
+        dense(
+            "", "qwen3_vl_moe_text", **_SHARED, hidden=96, layers=4, attention_bias=False, tie_word_embeddings=False,
+            num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=56, decoder_sparse_step=2,
+            mlp_only_layers=[], head_dim=32,
+            rope_parameters={"rope_theta": 9000.0, "mrope_section": [8, 4, 4], "rope_type": "default"},
+        ),
+        _QWEN3 | {"model_type": "qwen3_vl_moe_vision", "out_hidden_size": 96}, **_OF_QWEN,
+    ),
+    "glm4v_half": seeing(
+        "Glm4vForConditionalGeneration", "glm4v",
+        dense(
+            "", "glm4v_text", **_SHARED, modern=False, hidden=96, attention_bias=True, tie_word_embeddings=False,
+            partial_rotary_factor=0.5, rope_theta=7000.0,
+            rope_scaling={"type": "default", "mrope_section": [2, 2, 2]},
+        ),
+        _GLM | {"model_type": "glm4v", "out_hidden_size": 96}, **_OF_GLM,
+    ),
+    "glm4v_whole": seeing(
+        "Glm4vForConditionalGeneration", "glm4v",
+        dense(
+            "", "glm4v_text", **_SHARED | {"num_key_value_heads": 1}, layers=3, tie_word_embeddings=True,
+            rope_parameters={"rope_theta": 9000.0, "mrope_section": [2, 3, 3], "rope_type": "default"},
+        ),
+        _GLM | {"model_type": "glm4v_vision", "out_hidden_size": 64}, **_OF_GLM,
+    ),
+    "glm4v_moe_groups": seeing(
+        "Glm4vMoeForConditionalGeneration", "glm4v_moe",
+        dense(
+            "", "glm4v_moe_text", **_SHARED, modern=False, hidden=96, layers=3, head_dim=32, attention_bias=True,
+            tie_word_embeddings=False, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2,
+            n_shared_experts=2, moe_intermediate_size=40, norm_topk_prob=True, routed_scaling_factor=1.7,
+            first_k_dense_replace=1, use_qk_norm=False, partial_rotary_factor=0.5, rope_theta=7000.0,
+            rope_scaling={"type": "default", "mrope_section": [2, 3, 3]},
+        ),
+        _GLM | {"model_type": "glm4v_moe", "out_hidden_size": 96}, **_OF_GLM,
+    ),
+    "glm4v_moe_plain": seeing(
+        "Glm4vMoeForConditionalGeneration", "glm4v_moe",
+        dense(
+            "", "glm4v_moe_text", **_SHARED, layers=2, head_dim=16, attention_bias=False, tie_word_embeddings=False,
+            n_routed_experts=6, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+            moe_intermediate_size=48, norm_topk_prob=False, routed_scaling_factor=0.8, first_k_dense_replace=0,
+            rope_parameters={
+                "rope_theta": 9000.0, "mrope_section": [2, 1, 1], "rope_type": "default", "partial_rotary_factor": 0.5,
+            },
+        ),
+        _GLM | {"model_type": "glm4v_moe_vision", "out_hidden_size": 64}, **_OF_GLM,
+    ),
+    "internvl_qwen2": seeing(
+        "InternVLForConditionalGeneration", "internvl",
+        dense(
+            "", "qwen2", **_SHARED, modern=False, hidden=96, layers=3, tie_word_embeddings=True, rope_theta=7000.0,
+            use_sliding_window=True, sliding_window=19, max_window_layers=1, rope_scaling=None,
+        ),
+        _INTERN, image_token_id=505, image_seq_length=4, downsample_ratio=0.5, projector_hidden_act="gelu",
+        vision_feature_layer=-1, vision_feature_select_strategy="default",
+    ),
+    "internvl_qwen3_moe": seeing(
+        "InternVLForConditionalGeneration", "internvl",
+        dense(
+            "", "qwen3_moe", **_SHARED, layers=3, head_dim=24, tie_word_embeddings=False, attention_bias=True,
+            decoder_sparse_step=1, mlp_only_layers=[1], moe_intermediate_size=40, norm_topk_prob=True, num_experts=6,
+            num_experts_per_tok=3, sliding_window=None, use_sliding_window=False,
+            rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _INTERN, image_token_id=505, image_seq_length=4,
+    ),
+}  # fmt: skip
