@@ -197,6 +197,8 @@ class Experts(nn.Module):
         assert experts is not None
         spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
         y = MLP(spec, self.hidden_size, self.dtype, name="shared")(x, ops).reduce(x.dtype)
+        if experts.shared_scale != 1.0:
+            y = y * jnp.asarray(experts.shared_scale, x.dtype)
         if not experts.shared_gate:
             return y
         axes = (None, "embed")

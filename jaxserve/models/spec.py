@@ -66,9 +66,10 @@ class AttentionSpec:
       scale: factor of the products of queries and keys; None: head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap); None: scores stay as they are.
       sinks: each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
-      clip: queries, keys and values are limited to [-clip, clip]; None: they are not limited.
+      clip: queries, keys and values are limited to [-clip, clip], behind the norms; None: they are not limited.
       out_gate: sigmoid: before the output projection, results are multiplied by the sigmoid of a further projection of
-        the layer's input. Files keep this projection behind each head's query (Qwen3-Next). None: there is no gate.
+        the layer's input. Files keep this projection behind each head's query (Qwen3-Next), or by itself (AFMoE). None:
+        there is no gate.
       qk_norm: the norms of queries and keys; None: there are none.
     """
 
@@ -215,6 +216,7 @@ class ExpertsSpec:
       limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
       shared_size: inner size of a shared MLP, which every token also goes through; 0: there is none.
       shared_gate: the shared MLP's result is multiplied by a sigmoid gate, projected from the token (Qwen2-MoE).
+      shared_scale: multiplies the shared MLP's result.
     """
 
     count: int
@@ -223,6 +225,7 @@ class ExpertsSpec:
     limit: float | None = None
     shared_size: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.count):

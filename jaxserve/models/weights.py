@@ -213,7 +213,7 @@ def _attention(
     if attention.out_bias:
         layer["attention/out/bias"] = [Source("o.bias", (hidden,), whole)]
     if attention.out_gate is not None:
-        layer |= _out_gate(attention, kv_heads, hidden)
+        layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
     if attention.sinks:
@@ -222,10 +222,14 @@ def _attention(
     return layer
 
 
-def _out_gate(attention: AttentionSpec, kv_heads: int, hidden: int) -> dict[str, list[Source]]:
-    """The gates of the heads' results. In the tensor of queries, each head's gate follows its query."""
+def _out_gate(attention: AttentionSpec, kv_heads: int, names: Names, hidden: int) -> dict[str, list[Source]]:
+    """The gates of the heads' results. Without a tensor of their own, each head's gate follows its query in the tensor
+    of queries."""
     width = attention.num_heads * attention.head_dim
     dim = attention.head_dim
+    if _has(names, "out_gate.weight"):
+        assert not attention.qkv_bias
+        return {"attention/gate/kernel": [Source("out_gate.weight", (width, hidden), whole)]}
     gates = _of_pairs(dim, 1)
     found = {"attention/gate/kernel": [Source("q.weight", (2 * width, hidden), whole, take=gates)]}
     if attention.qkv_bias:
@@ -313,7 +317,7 @@ def _qkv(
     takes: dict[str, Callable[[np.ndarray], np.ndarray] | None] = dict.fromkeys("qkv")
     if order is not None:
         takes |= {"q": ordered, "k": ordered}
-    if spec.out_gate is not None:
+    if spec.out_gate is not None and not _has(names, "out_gate.weight"):
         sizes["q"] *= 2
         of_queries = _of_pairs(dim, 0)
         takes["q"] = of_queries if order is None else lambda t: ordered(of_queries(t))

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,14 @@ class Greedy:
     margin: float  # the smallest distance between the best two logits
 
 
+def class_of(folder: Path) -> Any:
+    """The class that config.json names. transformers has no automatic class for some of its models."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name, AutoModelForCausalLM)
+
+
 def load(folder: Path) -> PreTrainedModel:
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = class_of(folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     problems = {kind: names for kind, names in info.items() if names}
@@ -59,7 +66,9 @@ def note_shapes(name: str, folder: Path) -> None:
     """Finds out what a dense case's tensors are called, from a model of its config."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(tiny_models.CASES[name].config))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    config = AutoConfig.from_pretrained(folder)
+    kind = class_of(folder)
+    model = AutoModelForCausalLM.from_config(config) if kind is AutoModelForCausalLM else kind(config)
     dense_models.recorded[name] = written_shapes(model)
 
 
