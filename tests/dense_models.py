@@ -420,6 +420,27 @@ DENSE_CASES: dict[str, DenseCase] = {
         num_layers=3, intermediate_size=100, activation_function="gelu", layer_norm_epsilon=1e-3,
         attention_types=[[["local"], 2], [["global"], 1]], window_size=25, tie_word_embeddings=False,
     ),
+    "apertus_hub": dense(
+        "ApertusForCausalLM", "apertus", modern=False, hidden=72, head_dim=24, num_key_value_heads=2,
+        hidden_act="xielu", rms_norm_eps=1e-3, attention_bias=True, mlp_bias=False, post_norm=False, qk_norm=True,
+        hidden_dropout=0.0, rope_theta=7000.0, tie_word_embeddings=False,
+        rope_scaling={
+            "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
+            "rope_type": "llama3", "type": "llama3",
+        },
+    ),
+    "apertus_tied": dense(
+        "ApertusForCausalLM", "apertus", num_key_value_heads=4, hidden_act="xielu", rms_norm_eps=1e-5, layers=3,
+        tie_word_embeddings=True, rope_parameters={"rope_theta": 7000.0, "rope_type": "default"}, pad_token_id=ABSENT,
+    ),
+    "nanochat_capped": dense(
+        "NanoChatForCausalLM", "nanochat", modern=False, hidden=72, num_key_value_heads=2, hidden_act="relu2",
+        rms_norm_eps=1e-3, attention_bias=True, final_logit_softcapping=2.5, rope_theta=7000.0, rope_scaling=None,
+    ),
+    "nanochat_plain": dense(
+        "NanoChatForCausalLM", "nanochat", num_key_value_heads=4, hidden_act="gelu", rms_norm_eps=1e-5, layers=3,
+        final_logit_softcapping=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0},
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -442,6 +463,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
     if name.endswith("bias"):
         return 0.0, 0.1
+    if "act_fn" in name:  # learned numbers of an activation, of which one is negative
+        return (-0.3 if name.endswith("eps") else 0.5), 0.2
     if name.endswith("A_log"):  # states that last long in some heads
         return -1.0, 1.0
     if len(shape) == 1 or "norm" in name:
@@ -463,5 +486,5 @@ UNTIED = (
     "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
     "deepseek_v3", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
-    "hyperclovax", "gptj",
+    "hyperclovax", "gptj", "apertus", "nanochat",
 )  # fmt: skip

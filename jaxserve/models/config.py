@@ -100,6 +100,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: type(value) is list and all(x is None or _NUMBER[1](x) for x in value),
     ),
     "window_size": _LENGTH,
+    "attention_layers": _TEXTS,
     "no_rope_layer_interval": _LAYERS,
     "sliding_window_pattern": _PATTERN,
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
@@ -124,8 +125,8 @@ HARMLESS = frozenset([
     "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
     "task_specific_params", "finetuning_task", "prefix", "layerdrop", "init_std", "embedding_dropout",
     "embedding_initializer_range", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-    "summary_first_dropout",
-    "reorder_and_upcast_attn", "sentence_transformers", "num_labels",
+    "summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32", "sentence_transformers", "num_labels",
 ])  # fmt: skip
 
 

@@ -160,6 +160,8 @@ class Decoder(nn.Module):
             self.project_out = Linear((hidden,), (size,), ("embed", "embed"), dtype=self.dtype)
         if (learned := config.learned_positions) is not None:
             self.positions = LearnedPositions(learned.rows, learned.offset, hidden, self.dtype)
+        if config.embed_norm is not None:
+            self.embed_norm = Norm(config.embed_norm, hidden, self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype)
@@ -188,6 +190,8 @@ class Decoder(nn.Module):
             x = self.project_in(x, ops)
         if config.learned_positions is not None:
             x = x + self.positions(positions)
+        if config.embed_norm is not None:
+            x = self.embed_norm(x, ops)[1]
         return x, angles(config, positions)
 
     def finish(self, x: jax.Array, y: Partials | None, ops: Ops) -> jax.Array:

@@ -214,6 +214,25 @@ def activation_of(model: ModelConfig, path: str) -> str:
     return "" if mlp is None or mlp.bias else mlp.activation
 
 
+class XIELU(nn.Module):
+    """The activation xIELU (Huang & Schlag 2024, arXiv:2411.13010). It has learned numbers in each layer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.constant(0.5)
+        alpha_p, alpha_n, beta, eps = (
+            value_of(weight(self, name, init, (None,) * len(shape), shape, jnp.float32))
+            for name, shape in XIELU_SHAPES.items()
+        )
+        wide = x.astype(jnp.float32)
+        positive = jax.nn.softplus(alpha_p) * wide * wide
+        negative = (jnp.expm1(jnp.minimum(wide, eps)) - wide) * (beta + jax.nn.softplus(alpha_n))
+        return (jnp.where(wide > 0, positive, negative) + beta * wide).astype(x.dtype)
+
+
+XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}  # as in files
+
+
 class MLP(nn.Module):
     """An MLP: gated, down(activation(gate(x)) * up(x)), with gate and up in one matmul; or down(activation(up(x)))."""
 
@@ -235,5 +254,9 @@ class MLP(nn.Module):
             hidden = gate_up(x, ops, reader(self, ops, "down"))
         else:
             up = linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x, ops)
-            hidden = ops.activated(up, activation, x.dtype)
+            hidden = (
+                XIELU(name="xielu")(up.reduce(x.dtype))
+                if activation == "xielu"
+                else (ops.activated(up, activation, x.dtype))
+            )
         return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)

@@ -13,7 +13,7 @@ from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
 
 
@@ -239,6 +239,7 @@ class MLPSpec:
     Attributes:
       size: inner size of the MLP, or of each expert.
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
+        xielu, an activation with learned numbers, is for MLPs without a gate.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
     """
@@ -291,6 +292,7 @@ class ModelConfig:
       dtype: the dtype of the checkpoint.
       embed_size: size of an embedding that a matrix projects to the hidden size, and another one back before the head.
       embed_scale: multiplies embeddings.
+      embed_norm: the norm of embeddings, before the first layer; None: there is none.
       learned_positions: None: there is no table of positions.
       head_bias: whether the output head has a bias.
       logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
@@ -308,6 +310,7 @@ class ModelConfig:
     dtype: str = "float32"
     embed_size: int | None = None
     embed_scale: float = 1.0
+    embed_norm: NormSpec | None = None
     learned_positions: LearnedPositions | None = None
     head_bias: bool = False
     logit_scale: float = 1.0

@@ -22,7 +22,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
-from jaxserve.models.layers import Declared
+from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
@@ -153,6 +153,8 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     add({"embed/table": [Source("embed.weight", (vocab, size), whole)]})  # rows beyond the vocabulary stay zero
     if config.norm is not None:
         add(norm_sources("norm", config.norm, hidden))
+    if config.embed_norm is not None:
+        add(norm_sources("embed_norm", config.embed_norm, hidden))
     if not config.tie_embeddings:
         add({"head/kernel": [Source("head.weight", (vocab, size), whole)]})
     if config.head_bias:
@@ -270,6 +272,8 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
             ]
         down = (hidden, width) if kind == "weight" else (hidden,)
         both[f"mlp/down/{place}"] = [Source(f"down.{kind}", down, whole)]
+    if spec.activation == "xielu":
+        both |= {f"mlp/xielu/{name}": [Source(name, shape, whole)] for name, shape in XIELU_SHAPES.items()}
     return both
 
 

@@ -40,6 +40,7 @@ NEEDED = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 3]]},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.

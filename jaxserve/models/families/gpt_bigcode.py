@@ -12,14 +12,14 @@ from jaxserve.models.sources import Names
 from jaxserve.models.spec import LearnedPositions, ModelConfig
 
 PLAIN = {role.removesuffix(".T"): name for role, name in NAMES.items()}  # matrices are [out, in], other than GPT-2's
+FUSED = {kind: PLAIN.pop(f"qkv.{kind}") for kind in ("weight", "bias")}
 
 
 def _read(hf: HFConfig) -> ModelConfig:
     max_position, size = read_gpt2_sizes(hf, 1024)
     hf.expect("add_cross_attention", False)
     # Of transformers' own code: how it computes, not what.
-    hf.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner", "max_batch_size",
-              "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input")  # fmt: skip
+    hf.ignore("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input")
     mlp = read_mlp(hf, size=size, gated=False, bias=True, activation=read_activation(hf, "gelu_pytorch_tanh"))
     norm = read_layer_norm(hf, "layer_norm_epsilon")
     heads = hf.take("num_attention_heads")
@@ -36,9 +36,8 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 def _variant(config: ModelConfig) -> Names:
     """Without shared keys and values, the fused projection has them for each head beside its query."""
-    if config.num_kv_heads == 1:
-        return {}
-    return {f"qkv_grouped.{kind}": PLAIN[f"qkv.{kind}"] for kind in ("weight", "bias")}
+    role = "qkv" if config.num_kv_heads == 1 else "qkv_grouped"
+    return {f"{role}.{kind}": name for kind, name in FUSED.items()}
 
 
 FAMILY = Family(

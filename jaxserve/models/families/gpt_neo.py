@@ -27,19 +27,22 @@ NAMES = {
 
 
 def _read_windows(hf: HFConfig) -> list[int | None]:
-    """The window of each layer. `attention_types` has pairs of a list of kinds and how often it is repeated."""
-    types = hf.take("attention_types", None) or [[["global", "local"], 12]]
-    hf.ignore("attention_layers")  # follows from attention_types
-    try:
-        kinds = [kind for names, count in types for _ in range(min(count, 4096)) for kind in names]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{hf.source}: attention_types must be pairs of kinds and a number, got {types!r}") from None
+    """The window of each layer, by `attention_layers`. Without this key `attention_types` has pairs of a list of kinds
+    and how often it is repeated."""
+    kinds = hf.take("attention_layers", None)
+    hf.ignore("attention_types")
+    if kinds is None:
+        types = hf.take("attention_types", None) or [[["global", "local"], 12]]
+        try:
+            kinds = [kind for names, count in types for _ in range(min(count, 4096)) for kind in names]
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{hf.source}: attention_types must be pairs of kinds and a number, got {types}"
+            ) from None
     windows = {"global": None, "local": hf.take("window_size", 256)}
-    layers = hf.take("num_hidden_layers")
-    if len(kinds) != layers or any(kind not in windows for kind in kinds):
-        raise ConfigError(
-            f"{hf.source}: attention_types={types!r} must be 'global' or 'local' for each of {layers} layers"
-        )
+    count = hf.take("num_hidden_layers")
+    if len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
+        raise ConfigError(f"{hf.source}: attention_layers must be {count} times 'global' or 'local', got {kinds!r:.80}")
     return [windows[kind] for kind in kinds]
 
 

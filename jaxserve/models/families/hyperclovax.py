@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, NAMES, read_attention, read_mlp, read_shared, uniform_layers
@@ -16,12 +18,12 @@ OUT_NORMS = {
 
 def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", False))
-    scale = hf.take("attention_multiplier", None)
+    attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
     return ModelConfig(
         family="hyperclovax",
         layers=uniform_layers(
             hf,
-            read_attention(hf, scale=scale, qkv_bias=bias, out_bias=bias),
+            replace(attention, scale=hf.take("attention_multiplier", attention.softmax_scale)),
             read_mlp(hf, bias=bool(hf.take("mlp_bias", False))),
             residual="sandwich" if hf.take("use_post_norm", True) else "pre",
             residual_scale=hf.take("residual_multiplier", 1.0),

@@ -9,12 +9,14 @@ from typing import Any
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
+from jaxserve.models.families.deepseek import FAMILIES as DEEPSEEK
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
-from jaxserve.models.families.llama import IGNORED, NAMES
+from jaxserve.models.families.llama import IGNORED
 from jaxserve.models.families.llama4 import FAMILY as LLAMA4
 from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
+from jaxserve.models.families.mistral4 import MISTRAL4_NAMES, read_mistral4
 from jaxserve.models.spec import ModelConfig
 
 # The beginnings that names "model." and "lm_head." of the language model have in these files: first as transformers
@@ -31,6 +33,9 @@ UNREAD = tuple(
 OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
+    "projection_hidden_size", "projection_layer_norm_eps", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
+    "ignore_index",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -42,6 +47,7 @@ MISTRAL = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "sliding_window": None,
 }  # fmt: skip
+DEEPSEEK3 = DEEPSEEK[1]
 Reader = Callable[[HFConfig], ModelConfig]
 
 
@@ -68,7 +74,8 @@ def _reader(readers: Mapping[str, Reader], usual: str, defaults: Mapping[str, An
             if (dtype := hf.take(name, None)) is not None:
                 whole[name] = dtype
         rope = {} if {"rope_theta", "rope_parameters"} & inner.keys() or kind != "mistral" else {"rope_theta": 1e9}
-        text = HFConfig({**defaults, **rope, **inner, **whole}, f"{hf.source}: text_config")
+        assumed = {} if kind == "mistral4" else defaults  # it has its own
+        text = HFConfig({**assumed, **rope, **inner, **whole}, f"{hf.source}: text_config")
         config = readers[kind](text)
         text.take("quantization_config", None)
         text.finish()
@@ -91,8 +98,13 @@ FAMILIES = (
     Family(
         "mistral3 with images",
         ("Mistral3ForConditionalGeneration",),
-        _reader({"mistral": read_mistral, "ministral3": read_ministral3}, "mistral", MISTRAL, tied=False),
-        NAMES,
+        _reader(
+            {"mistral": read_mistral, "ministral3": read_ministral3, "mistral4": read_mistral4},
+            "mistral",
+            MISTRAL,
+            tied=False,
+        ),
+        MISTRAL4_NAMES,
         IGNORED,
         layouts=LAYOUTS,
         unread=UNREAD,
@@ -105,5 +117,15 @@ FAMILIES = (
         LLAMA4.ignored,
         layouts=LAYOUTS,
         unread=UNREAD,
+    ),
+    Family(
+        "kimi k2.5 with images",
+        ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+        _reader(dict.fromkeys(("deepseek_v3", "kimi_k2"), DEEPSEEK3.read_config), "deepseek_v3", {}, tied=False),
+        DEEPSEEK3.names,
+        DEEPSEEK3.ignored,
+        more_layers=True,
+        layouts=LAYOUTS,
+        unread=(*UNREAD, "mm_projector.", "model.mm_projector."),
     ),
 )
