@@ -44,6 +44,9 @@ PUBLISHED = (
     Published("google/gemma-3-27b-it", "gemma3", 27_009_346_304, 16_023_833_600, 507_904),
     Published("zai-org/GLM-4-9B-0414", "glm4", 9_400_279_040, 6_691_143_680, 40_960),
     Published("openai-community/gpt2", "gpt2", 124_439_808, 122_804_736, 36_864),
+    Published("bigcode/starcoder", "gpt_bigcode", 15_517_456_384, 8_528_211_968, 20_480),
+    Published("EleutherAI/gpt-neo-2.7B", "gpt_neo", 2_651_307_520, 1_567_063_040, 327_680),
+    Published("EleutherAI/gpt-j-6b", "gptj", 6_050_882_784, 3_734_129_088, 458_752),
     Published("EleutherAI/pythia-6.9b", "gpt_neox", 6_857_302_016, 4_151_590_912, 524_288),
     Published("EleutherAI/gpt-neox-20b", "gpt_neox", 20_554_567_680, 11_523_563_520, 1_081_344),
     Published("ibm-granite/granite-3.3-8b-instruct", "granite", 8_170_864_640, 4_512_481_280, 163_840),
@@ -101,6 +104,8 @@ PUBLISHED = (
     Published("Qwen/Qwen3-235B-A22B", "qwen3_moe", 235_093_634_560, 123_142_036_480, 192_512),
     Published("openai/gpt-oss-20b", "gpt_oss", 20_914_757_184, 12_621_184_128, 49_152),
     Published("openai/gpt-oss-120b", "gpt_oss", 116_829_156_672, 62_662_806_144, 73_728),
+    Published("allenai/OLMoE-1B-7B-0924", "olmoe", 6_919_161_856, 3_876_851_712, 131_072),
+    Published("MiniMaxAI/MiniMax-M2", "minimax_m2", 228_689_764_864, 119_816_404_992, 253_952),
     Published("deepseek-ai/DeepSeek-V3", "deepseek_v3", 671_026_419_200, 350_427_728_896, 70_272),
     Published("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 79_674_391_296, 42_083_215_360, 24_576),
 )

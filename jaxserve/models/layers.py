@@ -221,8 +221,7 @@ class XIELU(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.constant(0.5)
         alpha_p, alpha_n, beta, eps = (
-            value_of(weight(self, name, init, (None,) * len(shape), shape, jnp.float32))
-            for name, shape in XIELU_SHAPES.items()
+            value_of(weight(self, name, init, (None,), (1,), jnp.float32)) for name in XIELU_SHAPES
         )
         wide = x.astype(jnp.float32)
         positive = jax.nn.softplus(alpha_p) * wide * wide
@@ -230,7 +229,8 @@ class XIELU(nn.Module):
         return (jnp.where(wide > 0, positive, negative) + beta * wide).astype(x.dtype)
 
 
-XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}  # as in files
+# The numbers of xIELU, and their shapes in files.
+XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 
 class MLP(nn.Module):

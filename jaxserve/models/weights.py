@@ -273,7 +273,8 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
         down = (hidden, width) if kind == "weight" else (hidden,)
         both[f"mlp/down/{place}"] = [Source(f"down.{kind}", down, whole)]
     if spec.activation == "xielu":
-        both |= {f"mlp/xielu/{name}": [Source(name, shape, whole)] for name, shape in XIELU_SHAPES.items()}
+        for name, shape in XIELU_SHAPES.items():
+            both[f"mlp/xielu/{name}"] = [Source(name, shape, whole, take=lambda t: t.reshape(1))]
     return both
 
 
