@@ -384,6 +384,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "clip_qkv": optional("attention.clamp_kqv"),
         },
     ),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", LOCAL_EXPERTS | {"partial_rotary_factor": turned_part}),
     "olmo": Architecture(
         "OlmoForCausalLM", BIASED | {"clip_qkv": optional("attention.clamp_kqv")}, norm_key="", paired=True
     ),

@@ -65,6 +65,7 @@ CASES = {
     },
     "arcee_squares": {},
     "olmoe_clip": {"norm_topk_prob": False},
+    "minimax_m2_saved": {},
     "qwen3_next_groups": {"norm_topk_prob": True, "decoder_sparse_step": 1},
     "ministral3_scaled": {"mscale": 0.8},
     "granite_plain_attention": {  # which is a MiniCPM by other names
