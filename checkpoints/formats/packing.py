@@ -26,7 +26,7 @@ def quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     (Kimi K2.5)."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
-    found = next((x for place in places for key in SETTINGS if (x := place.get(key))), {})
+    found: Any = next((x for place in places for key in SETTINGS if (x := place.get(key))), {})
     if not isinstance(found, dict):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r:.100}")
     return found
