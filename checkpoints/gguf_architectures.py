@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.checkpoints.gguf_settings import (
     DEEPSEEK_EXPERTS,
+    EXPERTS,
     LOCAL_EXPERTS,
     QWEN2_MOE,
     QWEN3_NEXT,
@@ -373,6 +374,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "arcee": Architecture("ArceeForCausalLM", BIASES | {"hidden_act": "relu2"}, paired=True),
+    "olmoe": Architecture(
+        "OlmoeForCausalLM",
+        BIASED
+        | EXPERTS
+        | {
+            "num_experts": size("expert_count"),
+            "norm_topk_prob": False,
+            "clip_qkv": optional("attention.clamp_kqv"),
+        },
+    ),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", LOCAL_EXPERTS | {"partial_rotary_factor": turned_part}),
     "olmo": Architecture(
         "OlmoForCausalLM", BIASED | {"clip_qkv": optional("attention.clamp_kqv")}, norm_key="", paired=True
     ),

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2"]
 
 
@@ -19,6 +19,10 @@ class Router:
 
     Every expert has a score: the softmax over all experts' logits, or the sigmoid of its own logit. The `top_k` experts
     with the greatest scores are chosen, and their scores are their weights.
+
+    Sparsemixer (Liu et al. 2024, arXiv:2409.12136) chooses one expert after the other by the greatest logit. A chosen
+    expert's weight is its softmax among the experts that were not chosen before it and whose logits are near its own:
+    (own - other) / max(|other|, own) is at most 2 * jitter. The fields after `jitter` have no effect on it.
 
     Attributes:
       normalized: the weights are divided by their sum, which is at least `least_sum`.
@@ -33,6 +37,7 @@ class Router:
 
     top_k: int
     score: Score = "softmax"
+    jitter: float = 0.0
     normalized: bool = True
     least_sum: float = 0.0
     scale: float = 1.0
@@ -67,6 +72,8 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     """
     assert (correction is not None) == router.corrected
     logits = logits.astype(jnp.float32)
+    if router.score == "sparsemixer":
+        return _sparsemixer(logits, router)
     if router.score == "softmax" and router.groups == 1 and correction is None and not router.least_sum:
         # Logits have the order of their softmax, even where the softmax is too small for float32.
         chosen, experts = jax.lax.top_k(logits, router.top_k)
@@ -81,6 +88,21 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     if router.normalized:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
     return experts, weights * router.scale
+
+
+def _sparsemixer(logits: jax.Array, router: Router) -> tuple[jax.Array, jax.Array]:
+    """As `route`."""
+    left = logits
+    experts = []
+    weights = []
+    for _ in range(router.top_k):
+        best = jnp.max(left, axis=-1, keepdims=True)
+        is_far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * router.jitter
+        near = jnp.where(is_far, -jnp.inf, left)
+        weights.append(jnp.exp(best - jax.nn.logsumexp(near, axis=-1, keepdims=True)))
+        experts.append(jnp.argmax(left, axis=-1, keepdims=True))
+        left = jnp.where(jnp.arange(logits.shape[-1]) == experts[-1], -jnp.inf, left)
+    return jnp.concatenate(experts, axis=-1).astype(jnp.int32), jnp.concatenate(weights, axis=-1)
 
 
 def load(chosen: jax.Array, experts: int, count: jax.Array) -> jax.Array:

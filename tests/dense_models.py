@@ -354,6 +354,108 @@ DENSE_CASES: dict[str, DenseCase] = {
         layer_types=["indexed_attention"] * 3, tie_word_embeddings=False,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
+    "youtu_hub": dense(
+        "YoutuForCausalLM", "youtu", modern=False, hidden=72, hidden_act="silu", rms_norm_eps=1e-3, q_lora_rank=36,
+        kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=20, num_key_value_heads=4,
+        attention_bias=True, rope_theta=7000.0, rope_scaling=None, rope_interleave=True, mlp_bias=False,
+        pad_token_id=ABSENT,
+    ),
+    "youtu_untied": dense(
+        "YoutuForCausalLM", "youtu", layers=3, hidden_act="silu", rms_norm_eps=1e-5, q_lora_rank=None, kv_lora_rank=32,
+        qk_nope_head_dim=16, qk_rope_head_dim=12, v_head_dim=24, num_key_value_heads=4, rope_interleave=False,
+        tie_word_embeddings=False,
+        rope_parameters=_YARN | {"rope_theta": 10000.0, "mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "minicpm3_longrope": dense(
+        "MiniCPM3ForCausalLM", "minicpm3", modern=False, hidden=72, hidden_act="silu", rms_norm_eps=1e-3,
+        q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, num_key_value_heads=4, scale_emb=3,
+        scale_depth=1.1, dim_model_base=48, tie_word_embeddings=True, attention_bias=True, rope_theta=10000.0,
+        prompts=(33, 41, 70, 130),
+        rope_scaling={
+            "type": "longrope", "original_max_position_embeddings": 32, "long_factor": [1.0, 2.0, 4.0, 9.0],
+            "short_factor": [1.0, 1.1, 1.3, 1.5],
+        },
+    ),
+    "minicpm3_plain": dense(
+        "MiniCPM3ForCausalLM", "minicpm3", layers=3, hidden_act="silu", rms_norm_eps=1e-5, q_lora_rank=None,
+        kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=12, v_head_dim=24, num_key_value_heads=4, scale_emb=2.0,
+        scale_depth=None, dim_model_base=None, mlp_bias=True, tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
+    "hyperclovax_post_norms": dense(
+        "HyperCLOVAXForCausalLM", "hyperclovax", modern=False, hidden=72, head_dim=24, num_key_value_heads=2,
+        hidden_act="silu", rms_norm_eps=1e-3, embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4,
+        attention_multiplier=0.11, attention_bias=True, mlp_bias=True, use_post_norm=True, rope_theta=7000.0,
+        rope_scaling=None,
+    ),
+    "hyperclovax_plain": dense(
+        "HyperCLOVAXForCausalLM", "hyperclovax", num_key_value_heads=2, hidden_act="silu", rms_norm_eps=1e-5,
+        residual_multiplier=0.7, use_post_norm=False, tie_word_embeddings=True, attention_multiplier=None,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
+    "granite_swa_bases": dense(
+        "GraniteSWAForCausalLM", "granite_swa", layers=5, num_key_value_heads=2, hidden_act="silu", rms_norm_eps=1e-3,
+        embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11,
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=False, sliding_window=18,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+        layer_rope_theta=[5000.0, 90000.0, 5000.0, 0.0, 700.0],
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "linear", "factor": 2.0},
+    ),
+    "granite_swa_older": dense(
+        "GraniteSWAForCausalLM", "granite_swa", modern=False, hidden=72, layers=5, num_key_value_heads=4,
+        hidden_act="silu", rms_norm_eps=1e-3, embedding_multiplier=2.0, sliding_window=21, attention_multiplier=0.2,
+        rope_theta=7000.0, rope_scaling=None,
+    ),
+    "gpt_bigcode_shared": dense(
+        "GPTBigCodeForCausalLM", "gpt_bigcode", **GPT2, modern=False, n_embd=72, n_head=3, n_layer=3, n_inner=None,
+        multi_query=True, attention_softmax_in_fp32=True, scale_attention_softmax_in_fp32=True, inference_runner=0,
+        max_batch_size=None, pad_key_length=True, pre_allocate_kv_cache=False, validate_runner_input=True,
+        resid_pdrop=0.1, scale_attn_weights=True,
+    ),
+    "gpt_bigcode_each": dense(
+        "GPTBigCodeForCausalLM", "gpt_bigcode", **GPT2 | {"activation_function": "gelu_pytorch_tanh"}, n_embd=64,
+        n_head=4, n_layer=2, n_inner=100, multi_query=False, scale_attn_weights=False, tie_word_embeddings=False,
+    ),
+    "gptj_older": dense(
+        "GPTJForCausalLM", "gptj", **GPT2, modern=False, n_embd=72, n_head=3, n_layer=3, n_inner=None, rotary_dim=8,
+        rotary=True, scale_attn_weights=True, resid_pdrop=0.1, gradient_checkpointing=False,
+    ),
+    "gptj_inner": dense(
+        "GPTJForCausalLM", "gptj", **GPT2 | {"activation_function": "gelu"}, n_embd=64, n_head=4, n_layer=2,
+        n_inner=100, rotary_dim=16, tie_word_embeddings=False,
+    ),
+    "gpt_neo_windows": dense(
+        "GPTNeoForCausalLM", "gpt_neo", modern=False, hidden=72, num_attention_heads=ABSENT, num_hidden_layers=ABSENT,
+        num_heads=3, num_layers=4, intermediate_size=None, activation_function="gelu_new", layer_norm_epsilon=1e-3,
+        attention_types=[[["global", "local"], 2]], attention_layers=["global", "local"] * 2, window_size=18,
+        resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0, gradient_checkpointing=False,
+    ),
+    "gpt_neo_kinds": dense(
+        "GPTNeoForCausalLM", "gpt_neo", num_attention_heads=ABSENT, num_hidden_layers=ABSENT, num_heads=4,
+        num_layers=3, intermediate_size=100, activation_function="gelu", layer_norm_epsilon=1e-3,
+        attention_types=[[["local"], 2], [["global"], 1]], window_size=25, tie_word_embeddings=False,
+    ),
+    "apertus_hub": dense(
+        "ApertusForCausalLM", "apertus", modern=False, hidden=72, head_dim=24, num_key_value_heads=2,
+        hidden_act="xielu", rms_norm_eps=1e-3, attention_bias=True, mlp_bias=False, post_norm=False, qk_norm=True,
+        hidden_dropout=0.0, rope_theta=7000.0, tie_word_embeddings=False,
+        rope_scaling={
+            "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
+            "rope_type": "llama3", "type": "llama3",
+        },
+    ),
+    "apertus_tied": dense(
+        "ApertusForCausalLM", "apertus", num_key_value_heads=4, hidden_act="xielu", rms_norm_eps=1e-5, layers=3,
+        tie_word_embeddings=True, rope_parameters={"rope_theta": 7000.0, "rope_type": "default"}, pad_token_id=ABSENT,
+    ),
+    "nanochat_capped": dense(
+        "NanoChatForCausalLM", "nanochat", modern=False, hidden=72, num_key_value_heads=2, hidden_act="relu2",
+        rms_norm_eps=1e-3, attention_bias=True, final_logit_softcapping=2.5, rope_theta=7000.0, rope_scaling=None,
+    ),
+    "nanochat_plain": dense(
+        "NanoChatForCausalLM", "nanochat", num_key_value_heads=4, hidden_act="gelu", rms_norm_eps=1e-5, layers=3,
+        final_logit_softcapping=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0},
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -376,6 +478,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
     if name.endswith("bias"):
         return 0.0, 0.1
+    if "act_fn" in name:  # learned numbers of an activation, of which one is negative
+        return (-0.3 if name.endswith("eps") else 0.5), 0.2
     if name.endswith("A_log"):  # states that last long in some heads
         return -1.0, 1.0
     if len(shape) == 1 or "norm" in name:
@@ -395,5 +499,7 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
     "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
-    "deepseek_v3",
+    "deepseek_v3", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
+    "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
+    "hyperclovax", "gptj", "apertus", "nanochat",
 )  # fmt: skip

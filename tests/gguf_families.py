@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "GPTNeoX": "gptneox", "Falcon": "falcon", "Exaone4": "exaone4", "SeedOss": "seed_oss",
     "HunYuanDenseV1": "hunyuan-dense", "Nemotron": "nemotron", "Ernie4_5": "ernie4_5", "Ernie4_5_Moe": "ernie4_5-moe",
     "Llama4": "llama4", "Arcee": "arcee", "MiniCPM": "minicpm",
-    "Ministral3": "mistral3", "Qwen3Next": "qwen3next",
+    "Ministral3": "mistral3", "Qwen3Next": "qwen3next", "Olmoe": "olmoe", "MiniMaxM2": "minimax-m2",
 }  # fmt: skip
 PAIRED = ("granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "mistral3")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next")

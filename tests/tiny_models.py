@@ -420,7 +420,7 @@ def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
             mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")
         else:
             mean, std = _mean_and_std(name, shape, case.config["tie_word_embeddings"])
-        values = mean + std * normal(stream(case_name, name), shape)
+        values = np.asarray(mean + std * normal(stream(case_name, name), shape))
         yield name, values.astype(np.float32).astype(DTYPES[case.dtype])
 
 

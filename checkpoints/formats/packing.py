@@ -16,13 +16,17 @@ FLOATS = ("float16", "bfloat16", "float32")
 EXPONENTS = ("float8_e8m0fnu", "uint8")  # powers of two
 MAX_BLOCK = 2**20
 PIECE_BYTES = 2**16  # unpacked at a time, so that intermediate arrays stay in the processor's cache
+SETTINGS = ("quantization_config", "compression_config")  # keys of config.json
 
 Tensors = Mapping[str, TensorInfo]
 
 
 def quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization settings of config.json; empty if it has none."""
-    found = config.get("quantization_config") or config.get("compression_config") or {}
+    """The quantization settings of config.json; empty if it has none. A model with images may have those of its text
+    (Kimi K2.5)."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, Mapping) else {})
+    found: Any = next((x for place in places for key in SETTINGS if (x := place.get(key))), {})
     if not isinstance(found, dict):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r:.100}")
     return found

@@ -74,12 +74,11 @@ class Attention(nn.Module):
         spec = self.spec
         chosen = self.spec.qk_norm
         norms = [] if chosen is None else self._norms(chosen)
-        fused = chosen is None or (chosen.fused and angles.query_scale is None)
-        if fused and spec.clip is None and angles.query_scale is None:
+        plain = spec.clip is None and angles.query_scale is None
+        fused = chosen is None or (chosen.fused and plain)
+        if fused and plain:
             return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
         whole = qkv.reduce(self.dtype)
-        if spec.clip is not None:
-            whole = jnp.clip(whole, -spec.clip, spec.clip)
         q = whole[:, :, :-2]
         k = whole[:, :, -2:-1]
         v = whole[:, :, -1:]
@@ -97,7 +96,10 @@ class Attention(nn.Module):
         if angles.query_scale is not None:
             q = q * angles.query_scale.astype(q.dtype)[:, None, None, None]
         scales = [norm.scale() for norm in norms] if fused else []
-        return Heads(Partials(jnp.concatenate([q, k, v], axis=2)[None]), cos, sin, *scales)
+        whole = jnp.concatenate([q, k, v], axis=2)
+        if spec.clip is not None:
+            whole = jnp.clip(whole, -spec.clip, spec.clip)
+        return Heads(Partials(whole[None]), cos, sin, *scales)
 
     def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:
         """The norms of queries [tokens, kv_heads, group, head_dim] and of keys [tokens, kv_heads, 1, head_dim]."""

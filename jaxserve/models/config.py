@@ -75,6 +75,13 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("n_routed_experts", "moe_num_experts", "moe_k", "experts_per_token"), _count(2**12)),
     **dict.fromkeys(("n_group", "topk_group", "interleave_moe_layer_step", "no_rope_layer_interval"), _count(2**12)),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), _count(2**12, least=0)),
+    **dict.fromkeys(("num_shared_experts", "rotary_dim", "num_dense_layers"), _count(2**12, least=0)),
+    "shared_intermediate_size": _count(2**24, least=0),
+    **dict.fromkeys(("prefix_dense_intermediate_size", "prefix_dense_sliding_window_pattern"), _SIZE),
+    **dict.fromkeys(
+        ("router_scaling_factor", "route_scale", "router_jitter_noise", "short_mscale", "long_mscale"), _NUMBER
+    ),
+    **dict.fromkeys(("moe_topk", "num_shared_expert"), _count(2**12)),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), _count(2**12, least=-1)),
     "moe_layer_interval": _count(2**12),
     **dict.fromkeys(("routed_scaling_factor", "moe_norm_min", "swiglu_limit", "attn_scale", "floor_scale"), _NUMBER),
@@ -88,6 +95,12 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("torch_dtype", "dtype", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("full_attention", "sliding_attention", "text_config"), _OBJECT),
     "no_rope_layers": _SWITCHES,
+    "layer_rope_theta": (
+        "a list of numbers of at least 0, or null",
+        lambda value: type(value) is list and all(x is None or _NUMBER[1](x) for x in value),
+    ),
+    "window_size": _LENGTH,
+    "attention_layers": _TEXTS,
     "no_rope_layer_interval": _LAYERS,
     "sliding_window_pattern": _PATTERN,
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), _OBJECT),
@@ -107,12 +120,13 @@ HARMLESS = frozenset([
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "neftune_noise_alpha", "max_length",
     "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams",
     "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
-    "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",  # for training only
+    "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "output_router_logits",  # for training only
     "early_stopping", "no_repeat_ngram_size", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict", "return_dict_in_generate", "use_return_dict", "id2label", "label2id", "problem_type",
-    "task_specific_params", "finetuning_task", "prefix", "layerdrop", "init_std", "embedding_dropout", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "reorder_and_upcast_attn", "sentence_transformers", "num_labels",
+    "task_specific_params", "finetuning_task", "prefix", "layerdrop", "init_std", "embedding_dropout",
+    "embedding_initializer_range", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+    "summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32", "sentence_transformers", "num_labels",
 ])  # fmt: skip
 
 

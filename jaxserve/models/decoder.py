@@ -58,21 +58,24 @@ class DecoderLayer(nn.Module):
         attention_module = self._attention()
         mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, name="mlp")
         scale = self.spec.residual_scale
+        normed_last = self.spec.residual in ("post", "sandwich")  # what is added to x is then scaled behind this norm
 
         def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
             return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y, reader)
 
         def normed(name: str, y: Partials) -> Partials:
-            return Partials(norm(name, y.reduce(x.dtype))[1][None])
+            return scaled(Partials(norm(name, y.reduce(x.dtype))[1][None]))
 
         def scaled(y: Partials) -> Partials:
             return y if scale == 1.0 else Partials((y.reduce(x.dtype) * jnp.asarray(scale, x.dtype))[None])
 
         def attention(x: Any) -> Partials:
-            return scaled(attention_module(x, ropes, attend, ops))
+            y = attention_module(x, ropes, attend, ops)
+            return y if normed_last else scaled(y)
 
         def mlp(x: Any) -> Partials:
-            return scaled(mlp_module(x, ops))
+            y = mlp_module(x, ops)
+            return y if normed_last else scaled(y)
 
         of_qkv = reader(self, ops, "attention", self._only_reader)
         of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp.gated else "up")
@@ -157,6 +160,8 @@ class Decoder(nn.Module):
             self.project_out = Linear((hidden,), (size,), ("embed", "embed"), dtype=self.dtype)
         if (learned := config.learned_positions) is not None:
             self.positions = LearnedPositions(learned.rows, learned.offset, hidden, self.dtype)
+        if config.embed_norm is not None:
+            self.embed_norm = Norm(config.embed_norm, hidden, self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype)
@@ -185,6 +190,8 @@ class Decoder(nn.Module):
             x = self.project_in(x, ops)
         if config.learned_positions is not None:
             x = x + self.positions(positions)
+        if config.embed_norm is not None:
+            x = self.embed_norm(x, ops)[1]
         return x, angles(config, positions)
 
     def finish(self, x: jax.Array, y: Partials | None, ops: Ops) -> jax.Array:

@@ -133,11 +133,16 @@ def _biases(
 
 def _shared(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> dict[str, Pieces]:
     size = experts.shared_size
-    made: dict[str, Pieces] = {
-        "mlp/shared/gate_up/kernel": [
+    if "shared_gate_up.weight" in names:
+        name = names["shared_gate_up.weight"].format(i=layer)
+        gate_up = [Piece(name, (2 * size, hidden), lambda t: t.reshape(size, 2, -1).swapaxes(0, 1), (2, size, -1))]
+    else:
+        gate_up = [
             _piece(names, f"shared_{role}.weight", layer, (size, hidden), partial(_of, branch, size))
             for role, branch in (("gate", 0), ("up", 1))
-        ],
+        ]
+    made: dict[str, Pieces] = {
+        "mlp/shared/gate_up/kernel": gate_up,
         "mlp/shared/down/kernel": [_piece(names, "shared_down.weight", layer, (hidden, size))],
     }
     if experts.shared_gate:

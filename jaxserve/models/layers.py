@@ -197,6 +197,8 @@ class Experts(nn.Module):
         assert experts is not None
         spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
         y = MLP(spec, self.hidden_size, self.dtype, name="shared")(x, ops).reduce(x.dtype)
+        if experts.shared_scale != 1.0:
+            y = y * jnp.asarray(experts.shared_scale, x.dtype)
         if not experts.shared_gate:
             return y
         axes = (None, "embed")
@@ -210,6 +212,25 @@ def activation_of(model: ModelConfig, path: str) -> str:
     match = re.fullmatch(r"layers_(\d+)/mlp/(?:shared/)?gate_up/kernel", path)
     mlp = model.layers[int(match[1])].mlp if match else None
     return "" if mlp is None or mlp.bias else mlp.activation
+
+
+class XIELU(nn.Module):
+    """The activation xIELU (Huang & Schlag 2024, arXiv:2411.13010). It has learned numbers in each layer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.constant(0.5)
+        alpha_p, alpha_n, beta, eps = (
+            value_of(weight(self, name, init, (None,), (1,), jnp.float32)) for name in XIELU_SHAPES
+        )
+        wide = x.astype(jnp.float32)
+        positive = jax.nn.softplus(alpha_p) * wide * wide
+        negative = (jnp.expm1(jnp.minimum(wide, eps)) - wide) * (beta + jax.nn.softplus(alpha_n))
+        return (jnp.where(wide > 0, positive, negative) + beta * wide).astype(x.dtype)
+
+
+# The numbers of xIELU, and their shapes in files.
+XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 
 class MLP(nn.Module):
@@ -233,5 +254,9 @@ class MLP(nn.Module):
             hidden = gate_up(x, ops, reader(self, ops, "down"))
         else:
             up = linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x, ops)
-            hidden = ops.activated(up, activation, x.dtype)
+            hidden = (
+                XIELU(name="xielu")(up.reduce(x.dtype))
+                if activation == "xielu"
+                else (ops.activated(up, activation, x.dtype))
+            )
         return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)

@@ -181,11 +181,13 @@ def head_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
     are paired with each other and get the angle zero. Products of queries and keys do not depend on the order.
     """
     turned = rotary_dim(rope, head_dim)
-    if turned == 0 or (turned == head_dim and not rope.interleaved):
+    if turned == 0 or (turned == head_dim and not rope.interleaved and not rope.backwards):
         return None
     pairs = np.arange(turned)
     rest = np.arange(turned, head_dim)
     first, second = (pairs[::2], pairs[1::2]) if rope.interleaved else np.split(pairs, 2)
+    if rope.backwards:
+        first, second = second, first
     return np.concatenate([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]])
 
 

@@ -33,6 +33,7 @@ class RopeConfig:
       rotary_dim: the number of leading channels of a head that turn; None: all; 0: none.
       interleaved: in the checkpoint, channel 2i is paired with 2i + 1 instead of i with i + rotary_dim / 2. Loading
         reorders the weights (`rope.head_order`), so that the operations need to know one pairing only.
+      backwards: pairs turn the other way (NanoChat). Loading swaps the channels of each pair.
       query_scale: None: queries are not scaled by their position.
     """
 
@@ -48,6 +49,7 @@ class RopeConfig:
     truncate: bool = True
     rotary_dim: int | None = None
     interleaved: bool = False
+    backwards: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_scale: QueryScale | None = None

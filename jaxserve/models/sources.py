@@ -15,12 +15,12 @@ from jaxserve.models.spec import LatentAttentionSpec
 # k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate; of experts expert_gate,
 # expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights add ".weight",
 # biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias [experts],
-# "correction_row" of one that is [1, experts].
+# "correction_row" of one that is [1, experts]; those of `layers.XIELU` have its names.
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
-# and its value; gate_up has gate and up one after the other. Roles of matrices [in, out] end in ".T". A file may stack
-# experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b and kv_norm. Gated
-# delta nets have the roles of `delta_net.delta_sources`. With an output gate, q has for each head its query, then its
-# gate.
+# and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
+# ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
+# kv_b and kv_norm. Gated delta nets have the roles of `delta_net.delta_sources`. With an output gate that
+# is not named out_gate, q has for each head its query, then its gate.
 Names = Mapping[str, str]
 
 

@@ -13,7 +13,7 @@ from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
 
 
@@ -66,9 +66,10 @@ class AttentionSpec:
       scale: factor of the products of queries and keys; None: head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap); None: scores stay as they are.
       sinks: each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
-      clip: queries, keys and values are limited to [-clip, clip]; None: they are not limited.
+      clip: queries, keys and values are limited to [-clip, clip], behind the norms; None: they are not limited.
       out_gate: sigmoid: before the output projection, results are multiplied by the sigmoid of a further projection of
-        the layer's input. Files keep this projection behind each head's query (Qwen3-Next). None: there is no gate.
+        the layer's input. Files keep this projection behind each head's query (Qwen3-Next), or by itself (AFMoE). None:
+        there is no gate.
       qk_norm: the norms of queries and keys; None: there are none.
     """
 
@@ -218,6 +219,7 @@ class ExpertsSpec:
       limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
       shared_size: inner size of a shared MLP, which every token also goes through; 0: there is none.
       shared_gate: the shared MLP's result is multiplied by a sigmoid gate, projected from the token (Qwen2-MoE).
+      shared_scale: multiplies the shared MLP's result.
     """
 
     count: int
@@ -226,6 +228,7 @@ class ExpertsSpec:
     limit: float | None = None
     shared_size: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.count):
@@ -239,6 +242,7 @@ class MLPSpec:
     Attributes:
       size: inner size of the MLP, or of each expert.
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
+        xielu, an activation with learned numbers, is for MLPs without a gate.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
     """
@@ -291,6 +295,7 @@ class ModelConfig:
       dtype: the dtype of the checkpoint.
       embed_size: size of an embedding that a matrix projects to the hidden size, and another one back before the head.
       embed_scale: multiplies embeddings.
+      embed_norm: the norm of embeddings, before the first layer; None: there is none.
       learned_positions: None: there is no table of positions.
       head_bias: whether the output head has a bias.
       logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
@@ -308,6 +313,7 @@ class ModelConfig:
     dtype: str = "float32"
     embed_size: int | None = None
     embed_scale: float = 1.0
+    embed_norm: NormSpec | None = None
     learned_positions: LearnedPositions | None = None
     head_bias: bool = False
     logit_scale: float = 1.0

@@ -22,7 +22,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
-from jaxserve.models.layers import Declared
+from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
@@ -153,6 +153,8 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     add({"embed/table": [Source("embed.weight", (vocab, size), whole)]})  # rows beyond the vocabulary stay zero
     if config.norm is not None:
         add(norm_sources("norm", config.norm, hidden))
+    if config.embed_norm is not None:
+        add(norm_sources("embed_norm", config.embed_norm, hidden))
     if not config.tie_embeddings:
         add({"head/kernel": [Source("head.weight", (vocab, size), whole)]})
     if config.head_bias:
@@ -213,7 +215,7 @@ def _attention(
     if attention.out_bias:
         layer["attention/out/bias"] = [Source("o.bias", (hidden,), whole)]
     if attention.out_gate is not None:
-        layer |= _out_gate(attention, kv_heads, hidden)
+        layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
     if attention.sinks:
@@ -222,10 +224,14 @@ def _attention(
     return layer
 
 
-def _out_gate(attention: AttentionSpec, kv_heads: int, hidden: int) -> dict[str, list[Source]]:
-    """The gates of the heads' results. In the tensor of queries, each head's gate follows its query."""
+def _out_gate(attention: AttentionSpec, kv_heads: int, names: Names, hidden: int) -> dict[str, list[Source]]:
+    """The gates of the heads' results. Without a tensor of their own, each head's gate follows its query in the tensor
+    of queries."""
     width = attention.num_heads * attention.head_dim
     dim = attention.head_dim
+    if _has(names, "out_gate.weight"):
+        assert not attention.qkv_bias
+        return {"attention/gate/kernel": [Source("out_gate.weight", (width, hidden), whole)]}
     gates = _of_pairs(dim, 1)
     found = {"attention/gate/kernel": [Source("q.weight", (2 * width, hidden), whole, take=gates)]}
     if attention.qkv_bias:
@@ -266,6 +272,9 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
             ]
         down = (hidden, width) if kind == "weight" else (hidden,)
         both[f"mlp/down/{place}"] = [Source(f"down.{kind}", down, whole)]
+    if spec.activation == "xielu":
+        for name, shape in XIELU_SHAPES.items():
+            both[f"mlp/xielu/{name}"] = [Source(name, shape, whole, take=lambda t: t.reshape(1))]
     return both
 
 
@@ -313,7 +322,7 @@ def _qkv(
     takes: dict[str, Callable[[np.ndarray], np.ndarray] | None] = dict.fromkeys("qkv")
     if order is not None:
         takes |= {"q": ordered, "k": ordered}
-    if spec.out_gate is not None:
+    if spec.out_gate is not None and not _has(names, "out_gate.weight"):
         sizes["q"] *= 2
         of_queries = _of_pairs(dim, 0)
         takes["q"] = of_queries if order is None else lambda t: ordered(of_queries(t))

@@ -64,6 +64,8 @@ CASES = {
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layers": [1, 1, 1, 0, 1],
     },
     "arcee_squares": {},
+    "olmoe_clip": {"norm_topk_prob": False},
+    "minimax_m2_saved": {},
     "qwen3_next_groups": {"norm_topk_prob": True, "decoder_sparse_step": 1},
     "ministral3_scaled": {"mscale": 0.8},
     "granite_plain_attention": {  # which is a MiniCPM by other names

@@ -52,6 +52,12 @@ def test_config_json_comes_first(tmp_path):
     assert with_settings(config, tmp_path) == config
 
 
+def test_settings_of_the_text_of_a_model_with_images(tmp_path):
+    config, shape, arrays, rows, expected = load("awq")
+    reader = find_format({"text_config": config}, save(tmp_path / "model.safetensors", arrays))
+    np.testing.assert_array_equal(dequantize(reader.read(WEIGHT, shape))[rows], expected)
+
+
 def test_exl2_without_any_settings(tmp_path):
     tensors, expected = exl2([(4, 128), (3, 64)], 32)
     reader = find_format({"model_type": "llama"}, save(tmp_path / "output.safetensors", tensors))

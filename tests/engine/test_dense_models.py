@@ -35,7 +35,8 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 # Norms that are split over devices, norms that need all of them, several kinds of layers, and latents.
 ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older", "deepseek_v3_groups")
 ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query heads
-ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b")  # heads that two devices cannot share
+# Heads that two devices cannot share.
+ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b", "gpt_bigcode_shared", "gptj_older", "gpt_neo_windows")
 IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
 CHUNKED = "llama4_chunks"
 BIASED = "gpt_oss_sinks"  # biases of experts, which are added behind the sum over devices
@@ -95,7 +96,9 @@ def test_in_bfloat16(case, model_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*cases(IN_PARTS), CHUNKED, *IMAGE_CASES])
+@pytest.mark.parametrize(
+    "case", [*cases(IN_PARTS), CHUNKED, *IMAGE_CASES, *(case for case in MOE_CASES if "next" not in case)]
+)
 def test_in_parts(case, model_folders):
     """In chunks and with too few pages for all, then once more from the cache."""
     options = {"max_model_len": 256} | CASES[case].options
@@ -166,6 +169,8 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
         ("gemma3_layer_types", "Gemma3ForConditionalGeneration", "language_model.model."),
         ("ministral3_scaled", "Mistral3ForConditionalGeneration", "model.language_model."),
         ("llama4_chunks", "Llama4ForConditionalGeneration", "language_model.model."),
+        ("mistral4_groups", "Mistral3ForConditionalGeneration", "model.language_model."),
+        ("deepseek_v3_groups", "KimiK25ForConditionalGeneration", "language_model.model."),
     ],
 )
 def test_beside_an_encoder_of_images(case, architecture, begin, model_folders, tmp_path):

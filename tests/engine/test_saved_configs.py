@@ -40,9 +40,18 @@ NEEDED = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 3]]},
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
+    "Cohere2MoeForCausalLM": {
+        "expert_selection_fn": "sigmoid", "layer_types": _TYPES, "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+        "num_shared_experts": 1,
+    },
+    "Dots1ForCausalLM": {"first_k_dense_replace": 1, "sliding_window": 8, "layer_types": _TYPES},
+    "Mistral4ForCausalLM": {"first_k_dense_replace": 1},
     "DeepseekV2ForCausalLM": {
         "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 4,
     },
@@ -63,6 +72,10 @@ EFFECTIVE = {
 WITHOUT_EFFECT = {
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
+    "MiniCPM3ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "YoutuForCausalLM": {"num_key_value_heads", "head_dim"},
     # The indexer is left out: see `families.deepseek`.
     "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim", "index_topk", "index_head_dim", "index_n_heads"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
@@ -73,10 +86,14 @@ WITHOUT_EFFECT = {
         "linear_dt_max",
         "linear_dt_init_floor",
     },
+    "ExaoneMoeForCausalLM": {"sliding_window_pattern"},
+    "HYV3ForCausalLM": {"enable_moe_fp32_combine"},  # a matter of rounding
 }
 # Settings that transformers reads outside of a model's source, or that are part of every config.
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}
-BY_CLASS = {"use_sliding_window"}  # read by config classes, which then write another window
+# Read by config classes, which then write another window, another rope_parameters, or have a property that the model
+# reads. The class of Cohere2Moe has rope_scaling without a use; it is refused.
+BY_CLASS = {"use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base"}
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 
@@ -99,7 +116,8 @@ def classes():
     """Architecture -> the config class of the model that transformers has for it. Names from before transformers had a
     model get the class of their family."""
     named = {}
-    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    unlisted = {"mistral4": "Mistral4ForCausalLM"}
+    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, unlisted
     for kind, names in [pair for table in tables for pair in table.items()]:
         for name in (names,) if isinstance(names, str) else names:
             named.setdefault(name, []).append(kind)
@@ -271,8 +289,9 @@ OLDER_ROPES = (
 def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
-        if values.pop("rope_parameters", None) is None or architecture.startswith(("Phi3", "GPTNeoX")):
-            continue  # Phi-3 knows longrope only; GPT-NeoX calls the base rotary_emb_base
+        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
+        if values.pop("rope_parameters", None) is None or architecture.startswith(others):
+            continue  # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base
         older = values | {"rope_theta": 500000.0, "rope_scaling": scaling}
         config = CLASSES[architecture](**plain(older))
         assert read(plain(config.to_dict()), architecture) == read(older, architecture), architecture
@@ -295,6 +314,7 @@ AS_PUBLISHED = {  # further ones of single families
     },
     "DeepseekV3ForCausalLM": {"ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "num_nextn_predict_layers": 1},
     "Glm4MoeForCausalLM": {"num_nextn_predict_layers": 1},
+    "PhimoeForCausalLM": {"router_jitter_noise": 0.01},  # which its router reads
 }  # fmt: skip
 
 

@@ -165,6 +165,22 @@ def test_routers(choices):
         np.testing.assert_allclose(weight, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("jitter", [0.01, 0.4])
+def test_sparsemixer(jitter):
+    """Token by token in float64, as its paper describes it: the second choice is among the experts but the first."""
+    logits = rng.standard_normal((40, 12)).astype(np.float32) * 2
+    chosen, weights = route(jnp.asarray(logits), Router(top_k=2, score="sparsemixer", jitter=jitter))
+    for row, own, found in zip(logits.astype(np.float64), np.asarray(chosen), np.asarray(weights), strict=True):
+        assert own.tolist() == np.argsort(-row)[:2].tolist()
+        left = row.copy()
+        for expert, weight in zip(own, found, strict=True):
+            best = row[expert]
+            near = (best - row) / np.maximum(np.abs(row), best) <= 2 * jitter
+            among = np.exp(np.where(near, left, -np.inf) - best)
+            np.testing.assert_allclose(weight, 1 / among.sum(), rtol=1e-5)
+            left[expert] = -np.inf
+
+
 def test_impossible_routers():
     assert "between 1 and the 4 experts" in Router(top_k=5).problem(4)
     assert "3 equal groups" in Router(top_k=1, groups=3).problem(4)

@@ -11,6 +11,7 @@ attention sees. Here the indexer is not read and attention sees all tokens, whic
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,12 +50,18 @@ INDEXER = ("indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", 
            "indexer.weights_proj.weight")  # fmt: skip
 
 
-def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
+# The sizes of latent attention that transformers assumes for keys which a config does not have.
+SIZES = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
+def read_latent_attention(hf: HFConfig, sizes: Mapping[str, int] = SIZES) -> LatentAttentionSpec:
     """Reads the attention of a config. Keys that follow from others (`qk_head_dim`, `head_dim`, `num_key_value_heads`)
-    are ignored."""
+    are ignored. `sizes` are the family's defaults."""
     hf.ignore("qk_head_dim", "head_dim", "num_key_value_heads")
-    nope = hf.take("qk_nope_head_dim", 128)
-    rope = hf.take("qk_rope_head_dim", 64)
+    nope = hf.take("qk_nope_head_dim", sizes["qk_nope_head_dim"])
+    rope = hf.take("qk_rope_head_dim", sizes["qk_rope_head_dim"])
     scaling = rope_settings(hf)
     scale = (nope + rope) ** -0.5
     everywhere = scaling.get("mscale_all_dim")
@@ -62,18 +69,20 @@ def read_latent_attention(hf: HFConfig) -> LatentAttentionSpec:
         scale *= (0.1 * everywhere * math.log(scaling["factor"]) + 1.0) ** 2
     return LatentAttentionSpec(
         num_heads=hf.take("num_attention_heads"),
-        rank=hf.take("kv_lora_rank", 512),
-        q_rank=hf.take("q_lora_rank", None if "q_lora_rank" in hf.values else 1536),
+        rank=hf.take("kv_lora_rank", sizes["kv_lora_rank"]),
+        q_rank=hf.take("q_lora_rank", None if "q_lora_rank" in hf.values else sizes["q_lora_rank"]),
         nope_dim=nope,
         rope_dim=rope,
-        v_dim=hf.take("v_head_dim", 128),
+        v_dim=hf.take("v_head_dim", sizes["v_head_dim"]),
         norm=NormSpec(eps=1e-6),  # fixed; `rms_norm_eps` is for the other norms
         bias=bool(hf.take("attention_bias", False)),
         scale=scale,
     )
 
 
-def _read_layers(hf: HFConfig, router: Router, dense_layers: int) -> tuple[LayerSpec, ...]:
+def _read_layers(
+    hf: HFConfig, router: Router, norm: NormSpec, dense_layers: int, sizes: Mapping[str, int]
+) -> tuple[LayerSpec, ...]:
     """Reads the layers. `dense_layers` is the default number of layers with a dense MLP, which come first."""
     hf.expect("moe_layer_freq", 1)
     dense = read_mlp(hf)
@@ -81,11 +90,11 @@ def _read_layers(hf: HFConfig, router: Router, dense_layers: int) -> tuple[Layer
     shared = hf.take("n_shared_experts", None) or 0
     experts = ExpertsSpec(count=hf.take("n_routed_experts"), router=router, shared_size=size * shared)
     mixture = MLPSpec(size=size, activation=dense.activation, experts=experts)
-    layer = LayerSpec(attention=read_latent_attention(hf), mlp=mixture, norm=read_norm(hf))
-    return tuple(replace(layer, mlp=dense) if is_dense else layer for is_dense in _dense(hf, dense_layers))
+    layer = LayerSpec(attention=read_latent_attention(hf, sizes), mlp=mixture, norm=norm)
+    return tuple(replace(layer, mlp=dense) if is_dense else layer for is_dense in read_dense(hf, dense_layers))
 
 
-def _dense(hf: HFConfig, first: int) -> list[bool]:
+def read_dense(hf: HFConfig, first: int) -> list[bool]:
     """For each layer, whether it has a dense MLP: by `mlp_layer_types`; without this key the first layers have one."""
     count = hf.take("num_hidden_layers")
     types = hf.take("mlp_layer_types", None)
@@ -98,7 +107,16 @@ def _dense(hf: HFConfig, first: int) -> list[bool]:
     return [kind == "dense" for kind in types]
 
 
-def _read(hf: HFConfig, family: str, router: Router, longest: int, dense_layers: int = 0) -> ModelConfig:
+def read_deepseek(
+    hf: HFConfig,
+    family: str,
+    router: Router,
+    longest: int,
+    dense_layers: int = 0,
+    sizes: Mapping[str, int] = SIZES,
+    eps: float = 1e-6,
+) -> ModelConfig:
+    """Reads a model with latent attention and this router. The other arguments are the family's defaults."""
     hf.ignore("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "index_n_heads",
               "index_head_dim", "index_topk")  # fmt: skip
     # "indexed_attention" is V3.2's with the indexer, which is not read.
@@ -107,8 +125,10 @@ def _read(hf: HFConfig, family: str, router: Router, longest: int, dense_layers:
     max_position = read_max_position(hf, longest)
     interleaved = bool(hf.take("rope_interleave", True))
     ropes = {"default": read_rope(hf, max_position, interleaved=interleaved)}
-    layers = _read_layers(hf, router, dense_layers)
-    return ModelConfig(family=family, layers=layers, **read_shared(hf, max_position=max_position, ropes=ropes))
+    norm = read_norm(hf, eps)
+    layers = _read_layers(hf, router, norm, dense_layers, sizes)
+    shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)
+    return ModelConfig(family=family, layers=layers, **shared)
 
 
 def _read_second(hf: HFConfig) -> ModelConfig:
@@ -123,24 +143,38 @@ def _read_second(hf: HFConfig) -> ModelConfig:
         options = groups
     scale = float(hf.take("routed_scaling_factor", 1.0))
     router = Router(top_k=hf.take("num_experts_per_tok"), normalized=False, scale=scale, **options)
-    return _read(hf, "deepseek_v2", router, 2048)
+    return read_deepseek(hf, "deepseek_v2", router, 2048)
 
 
 def _read_third(hf: HFConfig) -> ModelConfig:
     hf.ignore("mlp_bias")  # V3.2's configs have it, and no version of V3 reads it
-    hf.expect("topk_method", "noaux_tc")
-    hf.expect("scoring_func", "sigmoid")
-    router = Router(
-        top_k=hf.take("num_experts_per_tok", 8),
-        score="sigmoid",
-        normalized=bool(hf.take("norm_topk_prob", True)),
-        scale=float(hf.take("routed_scaling_factor", 2.5)),
-        corrected=True,
-        group_score="top2",
-        **_read_groups(hf, 8, 4),
-    )
+    router = read_router(hf, top_k=8, scale=2.5, groups=8, top_groups=4)
     longest = 163840 if hf.take("architectures", None) == ["DeepseekV32ForCausalLM"] else 4096
-    return _read(hf, "deepseek_v3", router, longest, dense_layers=3)
+    return read_deepseek(hf, "deepseek_v3", router, longest, dense_layers=3)
+
+
+def read_router(
+    hf: HFConfig,
+    *,
+    top_k: int | None = None,
+    normalized: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    **choices: Any,
+) -> Router:
+    """V3's router. The named arguments are the family's defaults; without `top_k` the config must say it. `choices` are
+    fields of the Router that differ from V3's."""
+    hf.expect("topk_method", "noaux_tc")
+    fields: dict[str, Any] = {"score": "sigmoid", "corrected": True, "group_score": "top2"}
+    fields |= _read_groups(hf, groups, top_groups) | choices
+    hf.expect("scoring_func", fields["score"])
+    return Router(
+        top_k=hf.take("num_experts_per_tok") if top_k is None else hf.take("num_experts_per_tok", top_k),
+        normalized=bool(hf.take("norm_topk_prob", normalized)),
+        scale=float(hf.take("routed_scaling_factor", scale)),
+        **fields,
+    )
 
 
 def _read_groups(hf: HFConfig, groups: int, top_groups: int) -> dict[str, Any]:
@@ -150,14 +184,14 @@ def _read_groups(hf: HFConfig, groups: int, top_groups: int) -> dict[str, Any]:
     return {"groups": groups, "top_groups": top_groups}
 
 
-_NAMES = NAMES | LATENT_NAMES | EXPERTS
+DEEPSEEK_NAMES = NAMES | LATENT_NAMES | EXPERTS
 FAMILIES = [
-    Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _read_second, _NAMES, IGNORED),
+    Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _read_second, DEEPSEEK_NAMES, IGNORED),
     Family(
         "deepseek_v3",
         ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
         _read_third,
-        _NAMES,
+        DEEPSEEK_NAMES,
         (*IGNORED, *INDEXER),
         more_layers=True,
         mtp=MTP,

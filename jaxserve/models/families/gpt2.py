@@ -23,16 +23,20 @@ NAMES = {
 }
 
 
-def _read(hf: HFConfig) -> ModelConfig:
+def read_gpt2_sizes(hf: HFConfig, longest: int) -> tuple[int, int]:
+    """The longest sequence, by default `longest`, and the inner size of MLPs. Settings get their usual names."""
     hf.rename(
         n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_inner="intermediate_size"
     )
     hf.rename(n_positions="max_position_embeddings", activation_function="hidden_act")
-    max_position = hf.take("max_position_embeddings", 1024)
-    hidden = hf.take("hidden_size")
+    max_position = hf.take("max_position_embeddings", longest)
     hf.expect("n_ctx", max_position)
+    return max_position, hf.take("intermediate_size", None) or 4 * hf.take("hidden_size")
+
+
+def _read(hf: HFConfig) -> ModelConfig:
+    max_position, size = read_gpt2_sizes(hf, 1024)
     hf.expect("add_cross_attention", False)
-    size = hf.take("intermediate_size", None) or 4 * hidden
     mlp = read_mlp(hf, size=size, gated=False, bias=True, activation=read_activation(hf, "gelu_new"))
     norm = read_layer_norm(hf, "layer_norm_epsilon")
     attention = read_attention(hf, qkv_bias=True, out_bias=True)

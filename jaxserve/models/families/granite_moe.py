@@ -1,4 +1,5 @@
-"""Granite-MoE: Granite 3 with experts, whose weights are stacked in the files."""
+"""Granite-MoE: Granite 3 with experts, whose weights are stacked in the files. GraniteMoeShared has a shared MLP beside
+them."""
 
 from __future__ import annotations
 
@@ -17,14 +18,25 @@ GRANITE_MOE_NAMES = NAMES | {
     "expert_gate_up.weight": f"{MOE}.{{e}}.input_linear.weight",
     "expert_fused_down.weight": f"{MOE}.{{e}}.output_linear.weight",
 }
+SHARED = {
+    "shared_gate_up.weight": "model.layers.{i}.shared_mlp.input_linear.weight",
+    "shared_down.weight": "model.layers.{i}.shared_mlp.output_linear.weight",
+}
 
 
-def _read(hf: HFConfig) -> ModelConfig:
-    dense = read_granite(hf, "granite_moe")
+def _read(hf: HFConfig, family: str = "granite_moe", shared: int = 0) -> ModelConfig:
+    dense = read_granite(hf, family)
     router = Router(top_k=hf.take("num_experts_per_tok", 2))
-    experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router)
+    experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router, shared_size=shared)
     layers = tuple(replace(layer, mlp=replace(layer.mlp, experts=experts)) for layer in dense.layers)
     return replace(dense, layers=layers)
 
 
-FAMILY = Family("granite_moe", ("GraniteMoeForCausalLM",), _read, GRANITE_MOE_NAMES, IGNORED)
+def _read_shared(hf: HFConfig) -> ModelConfig:
+    return _read(hf, "granite_moe_shared", hf.take("shared_intermediate_size", 0))
+
+
+FAMILIES = (
+    Family("granite_moe", ("GraniteMoeForCausalLM",), _read, GRANITE_MOE_NAMES, IGNORED),
+    Family("granite_moe_shared", ("GraniteMoeSharedForCausalLM",), _read_shared, GRANITE_MOE_NAMES | SHARED, IGNORED),
+)

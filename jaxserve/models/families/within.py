@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
+from jaxserve.models.families.deepseek import FAMILIES as DEEPSEEK
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
 from jaxserve.models.families.llama import FAMILY as LLAMA
-from jaxserve.models.families.llama import IGNORED, NAMES
+from jaxserve.models.families.llama import IGNORED
 from jaxserve.models.families.llama4 import FAMILY as LLAMA4
 from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
+from jaxserve.models.families.mistral4 import MISTRAL4_NAMES, read_mistral4
 from jaxserve.models.families.qwen2 import FAMILY as QWEN2_FAMILY
 from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
@@ -35,15 +37,16 @@ UNREAD = (
     *(
         f"{start}{part}"
         for start in ("", "model.")
-        for part in ("vision_tower.", "multi_modal_projector.", "vision_model.", "visual.")
+        for part in ("vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.")
     ),
 )
 OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
-    "video_token_id", "vision_start_token_id", "vision_end_token_id", "image_start_token_id", "image_end_token_id",
-    "video_start_token_id", "video_end_token_id", "image_seq_length", "downsample_ratio",
-    "vision_feature_select_strategy",
+    "projection_hidden_size", "projection_layer_norm_eps", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
+    "image_seq_length", "downsample_ratio", "vision_feature_select_strategy", "media_placeholder_token_id",
+    "use_unified_vision_chunk", "video_placeholder", "ignore_index",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -59,6 +62,7 @@ QWEN2 = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32,
 }  # fmt: skip
+DEEPSEEK3 = DEEPSEEK[1]
 Reader = Callable[[HFConfig], ModelConfig]
 # From tie_word_embeddings of the whole and of its text to whether the output head is the embedding.
 Ties = Callable[[bool | None, bool | None], bool]
@@ -92,7 +96,7 @@ def by_text(tied: bool) -> Ties:
 
 def family_within(
     name: str,
-    architecture: str,
+    architecture: str | tuple[str, ...],
     texts: Mapping[str, Text],
     names: Names,
     ties: Ties,
@@ -103,15 +107,15 @@ def family_within(
     """The family "`name` with images".
 
     Args:
+      architecture: or several, under which files have the same model.
       texts: by the model_type of the text_config; the first is usual.
       ties: see `Ties`.
       more_layers: see `Family`.
       flat: some files have no text_config. Their settings of the text are beside those of the whole.
     """
+    known = (architecture,) if isinstance(architecture, str) else architecture
     read = _reader(texts, ties, flat)
-    return Family(
-        f"{name} with images", (architecture,), read, names, IGNORED, more_layers, layouts=LAYOUTS, unread=UNREAD
-    )
+    return Family(f"{name} with images", known, read, names, IGNORED, more_layers, layouts=LAYOUTS, unread=UNREAD)
 
 
 def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
@@ -161,8 +165,12 @@ FAMILIES = (
     family_within(
         "mistral3",
         "Mistral3ForConditionalGeneration",
-        {"mistral": Text(read_mistral, MISTRAL), "ministral3": Text(read_ministral3, MISTRAL)},
-        NAMES,
+        {
+            "mistral": Text(read_mistral, MISTRAL),
+            "ministral3": Text(read_ministral3, MISTRAL),
+            "mistral4": Text(read_mistral4),
+        },
+        MISTRAL4_NAMES,
         by_text(False),
     ),
     family_within(
@@ -183,5 +191,13 @@ FAMILIES = (
         },
         QWEN3_MOE.names,
         by_text(False),
+    ),
+    family_within(
+        "kimi k2.5",
+        ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+        dict.fromkeys(("deepseek_v3", "kimi_k2"), Text(DEEPSEEK3.read_config)),
+        DEEPSEEK3.names,
+        by_text(False),
+        more_layers=True,
     ),
 )
