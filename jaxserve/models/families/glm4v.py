@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.glm import FAMILIES as GLM
-from jaxserve.models.families.glm4_moe import FAMILY as GLM4_MOE
+from jaxserve.models.families.glm4_moe import FAMILIES as GLM4_MOE_FAMILIES
 from jaxserve.models.families.within import Text, by_either, family_within
 from jaxserve.models.spec import ModelConfig
 
-_, GLM4 = GLM
+GLM4 = GLM[1]
+GLM4_MOE = GLM4_MOE_FAMILIES[0]
 # The values that transformers assumes for keys that a text_config does not have.
 DENSE = {
     "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
