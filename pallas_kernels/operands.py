@@ -82,7 +82,26 @@ class DeltaHeads(NamedTuple):
     conv: [key_heads, channels, width], the convolution's weights, of which the last is a token's own.
     """
 
+    SPLIT = 1, 1, 1, 0  # of each array the axis that devices share
     qkv: jax.Array
     decay: jax.Array
     rate: jax.Array
     conv: jax.Array
+
+
+class ConvInputs(NamedTuple):
+    """New tokens' inputs of a short convolution.
+
+    x: [tokens, channels].
+    conv: [channels, width], the convolution's weights, of which the last is a token's own.
+    bias: [channels], or None.
+    """
+
+    x: jax.Array
+    conv: jax.Array
+    bias: jax.Array | None
+
+    SPLIT = 1, 0, 0
+
+
+StateInputs = DeltaHeads | ConvInputs  # of recurrent layers: the first array has one entry per token

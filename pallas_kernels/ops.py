@@ -22,8 +22,10 @@ from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.short_conv import short_conv
 from jaxserve.pallas_kernels.types import (
     BlockArray,
+    ConvState,
     DeltaState,
     KVPages,
     LatentPages,
@@ -194,6 +196,7 @@ class Ops:
     latent_attention: Callable[..., jax.Array] = latent.latent_attention
     write_latent: Callable[..., LatentPages] = latent.write_latent
     delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
+    short_conv: Callable[..., tuple[jax.Array, ConvState]] = short_conv
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     gated_matmul: Callable[..., jax.Array] | None = None

@@ -68,6 +68,18 @@ class DeltaState(NamedTuple):
     inputs: jax.Array
 
 
+class ConvState(NamedTuple):
+    """The states of short convolutions, one for each layer and slot.
+
+    inputs: float32 [states, width - 1, channels], the last inputs, the oldest first.
+    """
+
+    inputs: jax.Array
+
+
+State = DeltaState | ConvState  # of recurrent layers: each array has one entry per layer and slot on its first axis
+
+
 def has_scale(dtype: Any) -> bool:
     """Whether keys and values of this dtype are codes, which need a scale."""
     return dtype in (jnp.int8, jnp.float8_e4m3fn)

@@ -11,7 +11,7 @@ from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import ConfigError
 from jaxserve.models.quantized import is_quantizable
 from jaxserve.models.sources import Names
-from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_files(model: ModelConfig, roles: Names, files: Collection[str], chosen
 def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     """Raises ConfigError if a calibrated method does not know a model's kinds of layers, or its fused tensors."""
     for layer in model.layers:
-        unknown = isinstance(layer.attention, GatedDeltaSpec) or getattr(layer.attention, "chunk", None)
+        unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None)
         if unknown or (layer.mlp.experts and (layer.mlp.bias or layer.mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()

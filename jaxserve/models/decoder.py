@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
-from jaxserve.models.delta_net import GatedDeltaNet
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
 from jaxserve.models.norms import Norm
+from jaxserve.models.recurrent import recurrent_layer
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig, RecurrentSpec
 from jaxserve.models.stages import Part, Stage
-from jaxserve.pallas_kernels.operands import DeltaHeads, Heads, LatentHeads, Partials
+from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 
 
@@ -112,10 +112,10 @@ class DecoderLayer(nn.Module):
                 return "qkv"
         return ""
 
-    def _attention(self) -> Attention | LatentAttention | GatedDeltaNet:
+    def _attention(self) -> nn.Module:
         spec = self.spec.attention
-        if isinstance(spec, GatedDeltaSpec):
-            return GatedDeltaNet(spec, self.hidden_size, self.dtype, name="attention")
+        if isinstance(spec, RecurrentSpec):
+            return recurrent_layer(spec, self.hidden_size, self.dtype)
         if isinstance(spec, LatentAttentionSpec):
             return LatentAttention(spec, self.hidden_size, self.dtype, name="attention")
         return Attention(spec, self.hidden_size, self.kv_heads, self.dtype, name="attention")
@@ -215,12 +215,11 @@ class Decoder(nn.Module):
             x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps), self.ops)
         return self.logits(self.finish(x, y, self.ops), self.ops)
 
-    def _queries(self, eps: float, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
-        if isinstance(heads, DeltaHeads):
-            recurrent = self.config.recurrent
-            assert recurrent is not None
-            return jnp.zeros((*heads.decay.shape, recurrent.value_dim), jnp.float32)
-        return queries(self.ops, self.dtype, eps, heads)
+    def _queries(self, eps: float, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
+        if isinstance(heads, Heads | LatentHeads):
+            return queries(self.ops, self.dtype, eps, heads)
+        assert self.config.recurrent is not None
+        return jnp.zeros((len(heads[0]), *self.config.recurrent.results), jnp.float32)
 
 
 def queries(ops: Ops, dtype: Any, eps: float, heads: Heads | LatentHeads) -> jax.Array:

@@ -83,7 +83,7 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
         return Source("delta_conv.weight", (channels, 1, width), view, split, take=rows(before, heads * size))
 
     values = spec.value_heads * value
-    found = {
+    return {
         "qkvz/kernel": [Source("delta_qkvz.weight", (2 * heads * key + 2 * values, hidden), whole)],
         "ba/kernel": [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)],
         "conv": [of_part(first, size) for first, size in sizes.items()],
@@ -92,4 +92,3 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int) -> dict[str, list[Source]]:
         "norm/scale": [Source("delta_norm.weight", (value,), whole)],
         "out/kernel": [Source("delta_out.weight", (hidden, values), whole)],
     }
-    return {f"attention/{path}": some for path, some in found.items()}

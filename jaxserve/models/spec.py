@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.config import ConfigError
 from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
+from jaxserve.pallas_kernels.types import ConvState, DeltaState
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
@@ -163,10 +164,48 @@ class LatentAttentionSpec:
         return self.rope_dim
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """One of the arrays that a recurrent layer keeps of a sequence.
+
+    Attributes:
+      shape: for one sequence.
+      split: the axis of `shape` that devices share; None: each device has the whole array.
+    """
+
+    shape: tuple[int, ...]
+    split: int | None = 0
+    dtype: str = "float32"
+
+
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaSpec:
-    """A gated delta net (Yang et al. 2025, arXiv:2412.06464), which takes the place of attention. Its state of a
-    sequence has one matrix [key_dim, value_dim] per value head, whatever the sequence's length.
+class RecurrentSpec:
+    """A recurrent layer, which takes the place of attention. What it keeps of a sequence has a fixed size, whatever the
+    sequence's length: the arrays of `state`, which one operation advances by a step's tokens
+    (`execution.slot_states.advance`)."""
+
+    window: None = None
+
+    @property
+    def state(self) -> Any:
+        """What the layer keeps of a sequence: a NamedTuple of `StatePart`, of the class of which the operation takes
+        and returns the layer's states."""
+        raise NotImplementedError
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The shape of the operation's float32 results for a token. Devices share the first axis."""
+        raise NotImplementedError
+
+    def cannot_share(self, devices: int) -> str | None:
+        """What this number of devices cannot share evenly; None: they can share the layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec(RecurrentSpec):
+    """A gated delta net (Yang et al. 2025, arXiv:2412.06464). Its state of a sequence has one matrix [key_dim,
+    value_dim] per value head, and the convolution's last inputs.
 
     Attributes:
       key_heads, value_heads: the numbers of heads; each key head serves `group` consecutive value heads.
@@ -183,7 +222,6 @@ class GatedDeltaSpec:
     conv_width: int
     activation: Activation = "silu"
     norm: NormSpec
-    window: None = None
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -202,6 +240,52 @@ class GatedDeltaSpec:
     def channels(self) -> int:
         """Channels per token and key head that enter the convolution: its query, its key, and its group's values."""
         return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def state(self) -> DeltaState:
+        matrix: Any = StatePart((self.key_heads, self.group, self.key_dim, self.value_dim))
+        inputs: Any = StatePart((self.key_heads, (self.conv_width - 1) * self.channels))
+        return DeltaState(matrix, inputs)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.key_heads, self.group, self.value_dim
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.key_heads} key heads of recurrent layers" if self.key_heads % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """A gated short convolution (LFM2). Of the three projections of the layer's input, the first multiplies the third
+    before a causal convolution of each channel, and the second multiplies its results. The state is the convolution's
+    last inputs.
+
+    Attributes:
+      channels: of each of the three projections.
+      width: tokens that the convolution sees, a token itself included.
+      bias: whether the projections and the convolution have biases.
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width < 2:
+            raise ConfigError(f"conv_L_cache must be at least 2, got {self.width}")
+
+    @property
+    def state(self) -> ConvState:
+        inputs: Any = StatePart((self.width - 1, self.channels), split=1)
+        return ConvState(inputs)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return (self.channels,)
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.channels} channels of short convolutions" if self.channels % devices else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +344,7 @@ class LayerSpec:
       residual_scale: multiplies what attention and MLP add to x.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
     mlp: MLPSpec
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
@@ -313,7 +397,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))
         attentions = self.attentions
-        if len({spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)}) > 1:
+        if len({spec for spec in self.specs if isinstance(spec, RecurrentSpec)}) > 1:
             raise ConfigError("all recurrent layers must have the same shape")
         shapes = {(type(a).__name__, a.num_heads, a.num_kv_heads, a.head_dim, a.rotated_dim) for a in attentions}
         if len(shapes) != 1:
@@ -355,19 +439,19 @@ class ModelConfig:
         return max((layer.mlp.experts.count for layer in self.layers if layer.mlp.experts is not None), default=0)
 
     @property
-    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | GatedDeltaSpec]:
+    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | RecurrentSpec]:
         """Each layer's attention, or the recurrent layer in its place."""
         return [layer.attention for layer in self.layers]
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
         """The attention of the layers that have attention. At least one layer has."""
-        return [spec for spec in self.specs if not isinstance(spec, GatedDeltaSpec)]
+        return [spec for spec in self.specs if not isinstance(spec, RecurrentSpec)]
 
     @property
-    def recurrent(self) -> GatedDeltaSpec | None:
+    def recurrent(self) -> RecurrentSpec | None:
         """The shape that all recurrent layers share; None: the model has none."""
-        return next((spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)), None)
+        return next((spec for spec in self.specs if isinstance(spec, RecurrentSpec)), None)
 
     @property
     def num_recurrent(self) -> int:

@@ -19,21 +19,21 @@ from jax.sharding import Mesh
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.layers import Declared
 from jaxserve.models.quantized import quantized_abstract, random_weight
+from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
-    GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
     QKNormSpec,
+    RecurrentSpec,
 )
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
@@ -190,8 +190,8 @@ def layer_sources(
     layer: dict[str, list[Source]] = {}
     for name in _NORMS[spec.residual]:
         layer |= norm_sources(name, spec.norm, hidden)
-    if isinstance(attention, GatedDeltaSpec):
-        layer |= delta_sources(attention, hidden)
+    if isinstance(attention, RecurrentSpec):
+        layer |= recurrent_sources(attention, hidden)
     else:
         order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
         if isinstance(attention, LatentAttentionSpec):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.delta_net.reference import CHUNK, DeltaRows, delta_net
+from jaxserve.pallas_kernels.delta_net.reference import CHUNK, delta_net
 from jaxserve.pallas_kernels.operands import DeltaHeads
+from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import DeltaState
 
 HEADS = 2
@@ -104,7 +105,7 @@ class Runner:
             packed.append(jnp.asarray(np.concatenate([whole, padding]), jnp.float32))
         heads = DeltaHeads(*packed, jnp.asarray(self.given.conv, jnp.float32))
         decodes = sum(counts[i] == 1 for i in order)
-        where = DeltaRows(*map(jnp.asarray, (source, source if keeps else np.full_like(source, SLOTS), fresh, q_start)),
+        where = StateRows(*map(jnp.asarray, (source, source if keeps else np.full_like(source, SLOTS), fresh, q_start)),
                           jnp.int32(decodes), jnp.asarray(of_token, jnp.int32))  # fmt: skip
         before = self.state
         out, self.state = self.run(heads, self.state, where, decode_only)
