@@ -339,6 +339,17 @@ DENSE_CASES: dict[str, DenseCase] = {
         layer_types=["indexed_attention"] * 3, tie_word_embeddings=False,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
+    "lfm2_odd": dense(
+        "Lfm2ForCausalLM", "lfm2", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2, conv_L_cache=4,
+        intermediate_size=ABSENT, block_ff_dim=200, block_ffn_dim_multiplier=1.3, block_multiple_of=24, conv_bias=True,
+        block_auto_adjust_ff_dim=True, full_attn_idxs=[1], norm_eps=1e-3, rope_theta=10000.0, tie_embedding=False,
+        block_dim=72, block_norm_eps=1e-5, block_use_swiglu=True, conv_dim=72, num_heads=6, use_pos_enc=True,
+    ),
+    "lfm2_tied": dense(
+        "Lfm2ForCausalLM", "lfm2", layers=5, num_key_value_heads=2, conv_L_cache=3, block_auto_adjust_ff_dim=False,
+        norm_eps=1e-5, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded

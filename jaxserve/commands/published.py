@@ -49,6 +49,7 @@ PUBLISHED = (
     Published("ibm-granite/granite-3.3-8b-instruct", "granite", 8_170_864_640, 4_512_481_280, 163_840),
     Published("tencent/Hunyuan-7B-Instruct", "hunyuan", 7_504_568_320, 4_649_205_760, 131_072),
     Published("internlm/internlm3-8b-instruct", "internlm3", 8_804_241_408, 6_102_982_656, 49_152),
+    Published("LiquidAI/LFM2-1.2B", "lfm2", 1_170_340_608, 802_878_976, 12_288),
     Published("HuggingFaceTB/SmolLM-135M", "llama", 134_515_008, 111_712_896, 23_040),
     Published("HuggingFaceTB/SmolLM2-360M-Instruct", "llama", 361_821_120, 257_374_080, 40_960),
     Published("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "llama", 1_100_048_384, 761_909_248, 22_528),

@@ -21,7 +21,8 @@ from jaxserve.types import InvalidRequestError
 pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-CASES = "qwen3_next_odd", "qwen3_next_groups"
+CASES = "qwen3_next_groups", "qwen3_next_odd", "lfm2_odd", "lfm2_tied", "lfm2_moe_bias", "lfm2_moe_plain"
+KINDS = ["qwen3_next_groups", "lfm2_tied"]  # one for each kind of recurrent layer
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
 
 
@@ -41,7 +42,7 @@ def check(engine, case, tag="", params=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
+@pytest.mark.parametrize("case", CASES)
 def test_chunked_in_used_slots(case, model_folders):
     """Prompts in pieces of 16 tokens and less, while others decode; then again in slots that hold states."""
     engine = make_engine(model_folders(case), tokens=16, rows=6, decode_steps=False)
@@ -68,11 +69,11 @@ def test_several_tokens_a_call(static, model_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_prompts_that_part(devices, model_folders):
+@pytest.mark.parametrize(("devices", "case"), [(1, KINDS[0]), (2, KINDS[0]), *((1, case) for case in KINDS[1:])])
+def test_prompts_that_part(devices, case, model_folders):
     """The second prompt shows where others part from the first: its steps end there, and the third begins there. A
     sequence that begins from a snapshot says what it says without."""
-    prompt, tokens = golden(SPLIT)[3]
+    prompt, tokens = golden(case)[3]
     others = [prompt[:100] + [5 + i] * 20 for i in range(3)]
     options = {"rows": 4, "tokens": 32, "tensor_parallel_size": devices, "max_num_seqs": 4}
 
@@ -81,10 +82,10 @@ def test_prompts_that_part(devices, model_folders):
             run_all(engine, request(f"{tag}{i}", one, max_tokens=20))[f"{tag}{i}", 0] for i, one in enumerate(others)
         ]
 
-    plain = make_engine(model_folders(SPLIT), prefix_caching=False, **options)
+    plain = make_engine(model_folders(case), prefix_caching=False, **options)
     expected = [result.token_ids for result in run(plain, "plain")]
     assert plain.runner.layout.states.snapshots == 0
-    engine = make_engine(model_folders(SPLIT), state_snapshots=3, **options)
+    engine = make_engine(model_folders(case), state_snapshots=3, **options)
     assert run_all(engine, request("first", prompt, max_tokens=64))["first", 0].token_ids == tokens
     results = run(engine, "")
     assert [result.token_ids for result in results] == expected
@@ -102,9 +103,10 @@ def test_no_place_for_snapshots(model_folders):
 
 
 @pytest.mark.slow
-def test_preempted(model_folders):
-    engine = make_engine(model_folders(SPLIT), rows=8, tokens=64, kv_pages=30, max_model_len=200)
-    check(engine, SPLIT)
+@pytest.mark.parametrize("case", KINDS)
+def test_preempted(case, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, kv_pages=30, max_model_len=200)
+    check(engine, case)
     assert engine.stats().preemptions > 3
 
 
@@ -118,6 +120,17 @@ def test_two_devices(model_folders):
     assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
     with pytest.raises(ConfigError, match="2 key heads of recurrent layers; this model allows"):
         make_engine(model_folders(SPLIT), tensor_parallel_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "devices"), [("lfm2_odd", 2), ("lfm2_tied", 4)])
+def test_shared_by_devices(case, devices, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, tensor_parallel_size=devices)
+    check(engine, case)
+    layout = engine.runner.layout
+    states = jax.tree.leaves(engine.runner.cache[layout.num_arrays :])
+    held = sum(x.addressable_shards[0].data.nbytes for x in states)
+    assert held == layout.state_bytes(engine.runner.mesh) < sum(x.nbytes for x in states)
 
 
 @pytest.mark.slow

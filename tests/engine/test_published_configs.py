@@ -40,7 +40,7 @@ BILLIONS = {  # of parameters, as their cards say, embeddings included once wher
     "LGAI-EXAONE/EXAONE-4.0-32B": 32.0, "ByteDance-Seed/Seed-OSS-36B-Instruct": 36.15,
     "internlm/internlm3-8b-instruct": 8.8, "openbmb/MiniCPM-2B-sft-bf16": 2.72,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.57, "tencent/Hunyuan-7B-Instruct": 7.5,
-    "nvidia/Minitron-4B-Base": 4.19, "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.77,
+    "nvidia/Minitron-4B-Base": 4.19, "LiquidAI/LFM2-1.2B": 1.17, "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.77,
 }  # fmt: skip
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
 OTHERS = {

@@ -35,6 +35,7 @@ PUBLISHED = {
 OWN_CODE = {"InternLM3ForCausalLM", "MiniCPMForCausalLM"}  # repositories bring the code; transformers has none
 LAYERS = 6
 _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
+_CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
 NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 64}}
 # Settings beside which others have an effect that they do not have beside the defaults.
@@ -45,6 +46,8 @@ EFFECTIVE = {
     "Ernie4_5_MoeForCausalLM": {"moe_layer_end_index": 3},
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1},
     "GptOssForCausalLM": {"swiglu_limit": 6.0},
+    "Lfm2ForCausalLM": {"layer_types": _CONVOLUTIONS, "block_multiple_of": 250},
+    "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "Qwen2MoeForCausalLM": {
