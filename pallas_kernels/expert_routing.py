@@ -21,7 +21,7 @@ class Router:
     with the greatest scores are chosen, and their scores are their weights.
 
     Attributes:
-      normalized: the weights are divided by their sum, which is at least `least_sum`.
+      normalized: the weights are divided by their sum, which is at least `least_sum`, plus `sum_offset`.
       scale: multiplies the final weights.
       corrected: a learned bias per expert is added to the scores for the choice (Wang et al. 2024, arXiv:2408.15664).
         The weights are scores without it.
@@ -35,6 +35,7 @@ class Router:
     score: Score = "softmax"
     normalized: bool = True
     least_sum: float = 0.0
+    sum_offset: float = 0.0
     scale: float = 1.0
     corrected: bool = False
     groups: int = 1
@@ -67,7 +68,8 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     """
     assert (correction is not None) == router.corrected
     logits = logits.astype(jnp.float32)
-    if router.score == "softmax" and router.groups == 1 and correction is None and not router.least_sum:
+    plain_sum = not router.least_sum and not router.sum_offset
+    if router.score == "softmax" and router.groups == 1 and correction is None and plain_sum:
         # Logits have the order of their softmax, even where the softmax is too small for float32.
         chosen, experts = jax.lax.top_k(logits, router.top_k)
         total = jax.nn.logsumexp(chosen if router.normalized else logits, axis=-1, keepdims=True)
@@ -79,7 +81,8 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     experts = jax.lax.top_k(order, router.top_k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if router.normalized:
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
+        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
+        weights = weights / (total + router.sum_offset)
     return experts, weights * router.scale
 
 

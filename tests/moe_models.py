@@ -67,4 +67,17 @@ MOE_CASES: dict[str, DenseCase] = {
         rope_parameters={"rope_theta": 7000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
         layer_types=(["full_attention"] + ["linear_attention"] * 3) * 2,
     ),
+    "lfm2_moe_bias": dense(
+        "Lfm2MoeForCausalLM", "lfm2_moe", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=3,
+        conv_L_cache=3, conv_bias=True, intermediate_size=104, moe_intermediate_size=40, num_dense_layers=1,
+        num_experts=7, num_experts_per_tok=3, norm_topk_prob=True, routed_scaling_factor=1.3, use_expert_bias=True,
+        norm_eps=1e-3, rope_theta=10000.0, layer_types=["conv", "full_attention", "conv", "conv"],
+    ),
+    "lfm2_moe_plain": dense(
+        "Lfm2MoeForCausalLM", "lfm2_moe", layers=4, num_key_value_heads=2, conv_L_cache=5, intermediate_size=96,
+        moe_intermediate_size=48, num_dense_layers=2, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False,
+        routed_scaling_factor=0.7, use_expert_bias=False, norm_eps=1e-5, tie_word_embeddings=False,
+        layer_types=["full_attention", "conv", "conv", "full_attention"],
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
 }  # fmt: skip
