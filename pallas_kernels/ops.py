@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
+from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
@@ -29,6 +30,7 @@ from jaxserve.pallas_kernels.types import (
     DeltaState,
     KVPages,
     LatentPages,
+    MambaState,
     MixedArray,
     PanelArray,
     QuantArray,
@@ -197,6 +199,7 @@ class Ops:
     write_latent: Callable[..., LatentPages] = latent.write_latent
     delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
     short_conv: Callable[..., tuple[jax.Array, ConvState]] = short_conv
+    mamba2: Callable[..., tuple[jax.Array, MambaState]] = mamba2
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     gated_matmul: Callable[..., jax.Array] | None = None

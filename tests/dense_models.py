@@ -350,6 +350,19 @@ DENSE_CASES: dict[str, DenseCase] = {
         norm_eps=1e-5, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
     ),
+    "bamba_odd": dense(
+        "BambaForCausalLM", "bamba", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2,
+        hidden_act="silu", rms_norm_eps=1e-3, attn_layer_indices=[2], attention_bias=True, mlp_bias=True,
+        mamba_n_heads=9, mamba_n_groups=3, mamba_d_state=24, mamba_d_head="auto", mamba_d_conv=5, mamba_expand=2,
+        mamba_chunk_size=48, mamba_conv_bias=True, mamba_proj_bias=True, num_logits_to_keep=1, attn_rotary_emb=6,
+        partial_rotary_factor=0.5, rope_theta=7000.0, rope_scaling=None,
+    ),
+    "bamba_groups": dense(
+        "BambaForCausalLM", "bamba", layers=5, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-5,
+        attn_layer_indices=[0, 3], mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_head=16,
+        mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=False, mamba_proj_bias=False, tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -391,5 +404,5 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
     "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
-    "deepseek_v3",
+    "deepseek_v3", "bamba",
 )  # fmt: skip

@@ -80,4 +80,21 @@ MOE_CASES: dict[str, DenseCase] = {
         layer_types=["full_attention", "conv", "conv", "full_attention"],
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
     ),
+    "granite_hybrid_experts": dense(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_SHARED, modern=False, hidden=72, heads=6, layers=4,
+        intermediate_size=40, shared_intermediate_size=56, num_local_experts=6, num_experts_per_tok=3,
+        embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11,
+        attention_bias=True, layer_types=["mamba", "attention", "mamba", "mamba"], position_embedding_type="nope",
+        mamba_n_heads=6, mamba_n_groups=3, mamba_d_state=20, mamba_d_head=24, mamba_d_conv=3, mamba_expand=2,
+        mamba_chunk_size=32, mamba_conv_bias=True, mamba_proj_bias=True, rope_theta=10000.0,
+        init_method="mup", normalization_function="rmsnorm", output_router_logits=False,
+    ),
+    "granite_hybrid_dense": dense(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_SHARED | {"tie_word_embeddings": True}, layers=5,
+        shared_intermediate_size=104, num_local_experts=0, num_experts_per_tok=0, attention_multiplier=0.3,
+        layer_types=["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"] * 2,
+        position_embedding_type="rope", mamba_n_heads=4, mamba_n_groups=1, mamba_d_state=16, mamba_d_head="auto",
+        mamba_d_conv=4, mamba_expand=3, mamba_conv_bias=False, mamba_proj_bias=False,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
 }  # fmt: skip

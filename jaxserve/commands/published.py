@@ -47,6 +47,7 @@ PUBLISHED = (
     Published("EleutherAI/pythia-6.9b", "gpt_neox", 6_857_302_016, 4_151_590_912, 524_288),
     Published("EleutherAI/gpt-neox-20b", "gpt_neox", 20_554_567_680, 11_523_563_520, 1_081_344),
     Published("ibm-granite/granite-3.3-8b-instruct", "granite", 8_170_864_640, 4_512_481_280, 163_840),
+    Published("ibm-granite/granite-4.0-h-tiny", "granite_moe_hybrid", 6_939_037_248, 3_813_836_544, 8_192),
     Published("tencent/Hunyuan-7B-Instruct", "hunyuan", 7_504_568_320, 4_649_205_760, 131_072),
     Published("internlm/internlm3-8b-instruct", "internlm3", 8_804_241_408, 6_102_982_656, 49_152),
     Published("LiquidAI/LFM2-1.2B", "lfm2", 1_170_340_608, 802_878_976, 12_288),

@@ -14,11 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.devices.mesh import is_split, num_shards, spec
 from jaxserve.execution.cache_kinds import layers_of_array
-from jaxserve.models.spec import GatedDeltaSpec, RecurrentSpec, StatePart
-from jaxserve.pallas_kernels.operands import StateInputs
+from jaxserve.models.spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec, StatePart
+from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, StateInputs
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import State
+
+# For each array of an operation's inputs the axis that devices share; None: each device has the whole array.
+SPLIT: dict[type, tuple[int | None, ...]] = {
+    DeltaHeads: (1, 1, 1, 0),
+    ConvInputs: (1, 0, 0),
+    MambaInputs: (1, None, 1, 0, 0, 0, 0, 0, None, None),
+}
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,8 @@ def advance(
     if not is_split(mesh):
         return operation(inputs, state, rows, first)
     everywhere = PartitionSpec()
-    given: Any = zip(inputs, inputs.SPLIT, strict=True)
-    shared: Any = type(inputs)(*(None if x is None else _split(axis) for x, axis in given))
+    kind: Any = type(inputs)
+    shared = kind(*(None if x is None else _split(axis) for x, axis in zip(inputs, SPLIT[kind], strict=True)))
     states = _splits(net)
     return jax.shard_map(
         operation,
@@ -109,6 +116,10 @@ def advance(
 def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, State]]:
     if isinstance(net, GatedDeltaSpec):
         return partial(ops.delta_net, key_dim=net.key_dim, activation=ACTIVATIONS[net.activation])
+    if isinstance(net, Mamba2Spec):
+        options = {"groups": net.groups, "per_group": net.per_group, "activation": ACTIVATIONS[net.activation]}
+        return partial(ops.mamba2, **options)
+    assert isinstance(net, ShortConvSpec)
     return ops.short_conv
 
 

@@ -7,11 +7,14 @@ in one way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoints.load import Piece, Pieces, Stack
+from jaxserve.models.sources import rows
 from jaxserve.models.spec import ExpertsSpec, MLPSpec
 
 View = Callable[[np.ndarray], np.ndarray]
@@ -133,10 +136,13 @@ def _biases(
 
 def _shared(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> dict[str, Pieces]:
     size = experts.shared_size
+    gate_up: list[Any] = [(f"shared_{role}.weight", (size, hidden), None) for role in ("gate", "up")]
+    if "shared_gate_up.weight" in names:
+        gate_up = [("shared_gate_up.weight", (2 * size, hidden), rows(first, size)) for first in (0, size)]
     made: dict[str, Pieces] = {
         "mlp/shared/gate_up/kernel": [
-            _piece(names, f"shared_{role}.weight", layer, (size, hidden), partial(_of, branch, size))
-            for role, branch in (("gate", 0), ("up", 1))
+            replace(_piece(names, role, layer, shape, partial(_of, branch, size)), take=take)
+            for branch, (role, shape, take) in enumerate(gate_up)
         ],
         "mlp/shared/down/kernel": [_piece(names, "shared_down.weight", layer, (hidden, size))],
     }

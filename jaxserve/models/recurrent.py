@@ -7,12 +7,14 @@ from typing import Any
 import flax.linen as nn
 
 from jaxserve.models.delta_net import GatedDeltaNet, delta_sources
+from jaxserve.models.mamba2 import Mamba2, mamba_sources
 from jaxserve.models.short_conv import ShortConv, conv_sources
 from jaxserve.models.sources import Source
-from jaxserve.models.spec import GatedDeltaSpec, RecurrentSpec, ShortConvSpec
+from jaxserve.models.spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 
 KINDS: dict[type[RecurrentSpec], tuple[Any, Any]] = {
     GatedDeltaSpec: (GatedDeltaNet, delta_sources),
+    Mamba2Spec: (Mamba2, mamba_sources),
     ShortConvSpec: (ShortConv, conv_sources),
 }
 

@@ -12,7 +12,7 @@ from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
-from jaxserve.pallas_kernels.types import ConvState, DeltaState
+from jaxserve.pallas_kernels.types import ConvState, DeltaState, MambaState
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
@@ -286,6 +286,73 @@ class ShortConvSpec(RecurrentSpec):
 
     def cannot_share(self, devices: int) -> str | None:
         return f"{self.channels} channels of short convolutions" if self.channels % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060). Its state of a sequence has one matrix [head_dim, state_dim] per head,
+    and the convolution's last inputs.
+
+    Attributes:
+      groups: equal groups of neighbouring heads. The heads of a group share the vectors B and C.
+      conv_width: tokens that the convolution over x, B and C sees, a token itself included.
+      conv_bias, bias: whether the convolution has a bias, and whether the projections have.
+      activation: applied to the results of the convolution.
+      norm: over the results of a group's heads, with a scale for each channel; None: there is no norm.
+      norm_before_gate: whether the silu of a projection of the layer's input multiplies the results behind the norm,
+        instead of before it.
+      least_step: steps are at least this.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_width: int
+    conv_bias: bool = True
+    bias: bool = False
+    activation: Activation = "silu"
+    norm: NormSpec | None = None
+    norm_before_gate: bool = False
+    least_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ConfigError(f"{self.heads} heads of Mamba cannot form {self.groups} equal groups (n_groups)")
+        if self.conv_width < 2:
+            raise ConfigError(f"the convolution of Mamba must see at least 2 tokens, got {self.conv_width}")
+
+    @property
+    def per_group(self) -> int:
+        """Heads of a group."""
+        return self.heads // self.groups
+
+    @property
+    def channels(self) -> int:
+        """Channels of x, and of the gate, per token."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Numbers per token that the heads of a group share: B and C of all groups."""
+        return 2 * self.groups * self.state_dim
+
+    @property
+    def state(self) -> MambaState:
+        kept = self.conv_width - 1
+        matrix: Any = StatePart((self.heads, self.head_dim, self.state_dim))
+        inputs: Any = StatePart((kept, self.channels), split=1)
+        shared: Any = StatePart((kept, self.shared), split=None)
+        return MambaState(matrix, inputs, shared)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.heads, self.head_dim
+
+    def cannot_share(self, devices: int) -> str | None:
+        if self.heads % devices:
+            return f"{self.heads} heads of Mamba"
+        return f"{self.groups} groups of Mamba's heads" if self.groups % devices and devices % self.groups else None
 
 
 @dataclass(frozen=True, kw_only=True)

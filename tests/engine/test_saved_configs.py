@@ -37,7 +37,12 @@ LAYERS = 6
 _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
 _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
-NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 64}}
+_MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
+NEEDED = {
+    "BambaForCausalLM": {"attn_layer_indices": [2]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 64},
+}  # fmt: skip
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
     "DeepseekV2ForCausalLM": {
@@ -60,15 +65,17 @@ EFFECTIVE = {
 }  # fmt: skip
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
+    "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
     # The indexer is left out: see `families.deepseek`.
     "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim", "index_topk", "index_head_dim", "index_n_heads"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
+    "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
 }
 # Settings that transformers reads outside of a model's source, or that are part of every config.
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}
-BY_CLASS = {"use_sliding_window"}  # read by config classes, which then write another window
+BY_CLASS = {"use_sliding_window", "attn_layer_indices"}  # read by config classes, which then write another window
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 
