@@ -106,7 +106,8 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
 class Gate:
     """The activation of a gated MLP, called with gate_up [tokens, size, 2] and `count`, and its description.
 
-    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`.
+    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`. An MLP without a gate calls it with
+    [tokens, size], to which `activation` is applied.
     """
 
     activation: str
@@ -114,6 +115,8 @@ class Gate:
     compute: Callable[..., jax.Array]
 
     def __call__(self, gate_up: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        if gate_up.ndim == 2:
+            return ACTIVATIONS[self.activation](gate_up)
         if self.limit is not None:
             return clamped_gate(gate_up, self.limit)
         return self.compute(gate_up, self.activation, count=count)

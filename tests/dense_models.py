@@ -363,6 +363,20 @@ DENSE_CASES: dict[str, DenseCase] = {
         mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=False, mamba_proj_bias=False, tie_word_embeddings=False,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
     ),
+    "nemotron_h_pattern": dense(
+        "NemotronHForCausalLM", "nemotron_h", modern=False, hidden=72, heads=6, layers=7, num_key_value_heads=2,
+        head_dim=16, intermediate_size=104, hybrid_override_pattern="M-M*-M-", mamba_num_heads=9, mamba_head_dim=14,
+        n_groups=3, ssm_state_size=20, conv_kernel=3, expand=2, chunk_size=48, use_conv_bias=True, use_bias=True,
+        mlp_bias=True, mlp_hidden_act="relu2", mamba_hidden_act="silu", layer_norm_epsilon=1e-3, rms_norm_eps=1e-5,
+        time_step_floor=1e-4, time_step_max=0.1, time_step_min=0.001, time_step_rank=8, num_logits_to_keep=1,
+        mamba_proj_bias=False, attention_head_dim=16, rescale_prenorm_residual=True, sliding_window=None,
+    ),
+    "nemotron_h_types": dense(
+        "NemotronHForCausalLM", "nemotron_h", layers=5, num_key_value_heads=4, head_dim=24, intermediate_size=96,
+        layers_block_type=["full_attention", "mlp", "linear_attention", "full_attention", "linear_attention"],
+        mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16, conv_kernel=4, use_conv_bias=False,
+        mlp_hidden_act="silu", mamba_hidden_act="gelu", layer_norm_epsilon=1e-5, time_step_min=0.0001,
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -404,5 +418,5 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
     "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
-    "deepseek_v3", "bamba",
+    "deepseek_v3", "bamba", "nemotron_h",
 )  # fmt: skip

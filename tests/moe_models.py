@@ -97,4 +97,12 @@ MOE_CASES: dict[str, DenseCase] = {
         mamba_d_conv=4, mamba_expand=3, mamba_conv_bias=False, mamba_proj_bias=False,
         rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
     ),
+    "nemotron_h_experts": dense(
+        "NemotronHForCausalLM", "nemotron_h", layers=6, num_key_value_heads=2, head_dim=24, intermediate_size=96,
+        layers_block_type=["moe", "linear_attention", "full_attention", "moe", "linear_attention", "mlp"],
+        mamba_num_heads=6, mamba_head_dim=20, n_groups=2, ssm_state_size=12, conv_kernel=4, use_conv_bias=True,
+        mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, n_routed_experts=12, num_experts_per_tok=3, n_group=4,
+        topk_group=2, moe_intermediate_size=40, moe_shared_expert_intermediate_size=56, norm_topk_prob=True,
+        routed_scaling_factor=1.7, n_shared_experts=1, moe_latent_size=None, tie_word_embeddings=False,
+    ),
 }  # fmt: skip

@@ -76,7 +76,11 @@ def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     """Raises ConfigError if a calibrated method does not know a model's kinds of layers, or its fused tensors."""
     for layer in model.layers:
         unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None)
-        if unknown or (layer.mlp.experts and (layer.mlp.bias or layer.mlp.experts.router.weighs_inputs)):
+        if (
+            unknown
+            or layer.mlp is None
+            or (layer.mlp.experts and (layer.mlp.bias or layer.mlp.experts.router.weighs_inputs))
+        ):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()
     if method == "awq" and (fused or not _is_like_llama(model)):
@@ -105,6 +109,7 @@ def _is_like_llama(model: ModelConfig) -> bool:
             norm=NormSpec(eps=layer.norm.eps),
         )
         for layer in kinds
+        if layer.mlp is not None
         for a in [cast(AttentionSpec, layer.attention)]
     }  # fmt: skip
     return kinds == plain

@@ -105,7 +105,9 @@ class CacheLayout:
         paged = iter(self.groups.places)
         recurrent = 0
         for layer in layers:
-            if self.states is not None and isinstance(layer.attention, RecurrentSpec):
+            if layer.attention is None:  # the layer changes nothing in the array that it is given
+                found.append(LayerPlace(0, 0, 0))
+            elif self.states is not None and isinstance(layer.attention, RecurrentSpec):
                 array, part = self.states.place(recurrent)
                 found.append(LayerPlace(self.num_arrays + array, None, part * self.states.places))
                 recurrent += 1

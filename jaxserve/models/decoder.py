@@ -54,9 +54,8 @@ class DecoderLayer(nn.Module):
         self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops
     ) -> tuple[jax.Array, Partials | None]:
         """Returns (x, y). The argument `y` is None in the first layer, and where the layer before returned None."""
-        kind = MLP if self.spec.mlp.experts is None else Experts
         attention_module = self._attention()
-        mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, name="mlp")
+        mlp_module = self._mlp()
         scale = self.spec.residual_scale
 
         def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
@@ -75,12 +74,16 @@ class DecoderLayer(nn.Module):
             return scaled(mlp_module(x, ops))
 
         of_qkv = reader(self, ops, "attention", self._only_reader)
-        of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp.gated else "up")
+        of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp is None or self.spec.mlp.gated else "up")
         match self.spec.residual:
             case "pre":
-                x, inputs = norm("attention_norm", x, y, of_qkv)
-                x, inputs = norm("mlp_norm", x, attention(inputs), of_mlp)
-                return x, mlp(inputs)
+                if self.spec.attention is not None:
+                    x, inputs = norm("attention_norm", x, y, of_qkv)
+                    y = attention(inputs)
+                if self.spec.mlp is not None:
+                    x, inputs = norm("mlp_norm", x, y, of_mlp)
+                    y = mlp(inputs)
+                return x, y
             case "sandwich":
                 x, inputs = norm("attention_norm", x, y, of_qkv)
                 x, inputs = norm("mlp_norm", x, normed("attention_out_norm", attention(inputs)), of_mlp)
@@ -112,8 +115,15 @@ class DecoderLayer(nn.Module):
                 return "qkv"
         return ""
 
-    def _attention(self) -> nn.Module:
+    def _mlp(self) -> Any:
+        spec = self.spec.mlp
+        kind = MLP if self.spec.experts is None else Experts
+        return None if spec is None else kind(spec, self.hidden_size, self.dtype, name="mlp")
+
+    def _attention(self) -> Any:
         spec = self.spec.attention
+        if spec is None:
+            return None
         if isinstance(spec, RecurrentSpec):
             return recurrent_layer(spec, self.hidden_size, self.dtype)
         if isinstance(spec, LatentAttentionSpec):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -69,6 +68,8 @@ def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
     inner = (("expert_gate", 0), ("expert_up", 1))
 
     def of_expert(e: int) -> list[Piece]:
+        if not mlp.gated:
+            return [_piece(names, "expert_up.weight", layer, (size, hidden), expert=e)]
         return [
             _piece(names, f"{role}.weight", layer, (size, hidden), partial(_of, branch, size), e)
             for role, branch in inner
@@ -136,14 +137,21 @@ def _biases(
 
 def _shared(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> dict[str, Pieces]:
     size = experts.shared_size
-    gate_up: list[Any] = [(f"shared_{role}.weight", (size, hidden), None) for role in ("gate", "up")]
-    if "shared_gate_up.weight" in names:
-        gate_up = [("shared_gate_up.weight", (2 * size, hidden), rows(first, size)) for first in (0, size)]
-    made: dict[str, Pieces] = {
-        "mlp/shared/gate_up/kernel": [
-            replace(_piece(names, role, layer, shape, partial(_of, branch, size)), take=take)
-            for branch, (role, shape, take) in enumerate(gate_up)
-        ],
+    fused = "shared_gate_up.weight" in names
+
+    def branch(which: int) -> Piece:
+        view = partial(_of, which, size)
+        if fused:
+            whole = _piece(names, "shared_gate_up.weight", layer, (2 * size, hidden), view)
+            return replace(whole, take=rows(which * size, size))
+        return _piece(names, f"shared_{('gate', 'up')[which]}.weight", layer, (size, hidden), view)
+
+    first: dict[str, Pieces]
+    if mlp.gated:
+        first = {"mlp/shared/gate_up/kernel": [branch(0), branch(1)]}
+    else:
+        first = {"mlp/shared/up/kernel": [_piece(names, "shared_up.weight", layer, (size, hidden))]}
+    made = first | {
         "mlp/shared/down/kernel": [_piece(names, "shared_down.weight", layer, (hidden, size))],
     }
     if experts.shared_gate:

@@ -404,6 +404,7 @@ class LayerSpec:
     """A layer: attention, or a recurrent layer in its place, then an MLP. Both add their results to the stream x.
 
     Attributes:
+      attention, mlp: None: the layer has only the other one, and one norm. `residual` is then pre.
       norm: the shape that all norms of the layer share; `residual` says where they are.
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
         (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
@@ -411,11 +412,16 @@ class LayerSpec:
       residual_scale: multiplies what attention and MLP add to x.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
-    mlp: MLPSpec
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
+    mlp: MLPSpec | None
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
     residual_scale: float = 1.0
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The layer's mixture; None: it has no experts."""
+        return None if self.mlp is None else self.mlp.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -503,12 +509,17 @@ class ModelConfig:
     @property
     def num_experts(self) -> int:
         """Of each layer that has experts; 0 where none has."""
-        return max((layer.mlp.experts.count for layer in self.layers if layer.mlp.experts is not None), default=0)
+        return max((layer.experts.count for layer in self.layers if layer.experts is not None), default=0)
 
     @property
     def specs(self) -> list[AttentionSpec | LatentAttentionSpec | RecurrentSpec]:
-        """Each layer's attention, or the recurrent layer in its place."""
-        return [layer.attention for layer in self.layers]
+        """The attention, or the recurrent layer in its place, of the layers that have one."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def mlps(self) -> list[MLPSpec]:
+        """The MLP of the layers that have one."""
+        return [layer.mlp for layer in self.layers if layer.mlp is not None]
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
@@ -523,7 +534,7 @@ class ModelConfig:
     @property
     def num_recurrent(self) -> int:
         """The number of recurrent layers, which have no attention."""
-        return self.num_layers - len(self.attentions)
+        return len(self.specs) - len(self.attentions)
 
     @property
     def num_heads(self) -> int:
@@ -547,4 +558,4 @@ class ModelConfig:
 
     @property
     def has_windows(self) -> bool:
-        return any(layer.attention.window is not None for layer in self.layers)
+        return any(spec.window is not None for spec in self.specs)

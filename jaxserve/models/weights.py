@@ -164,7 +164,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
-        if layer.mlp.experts:
+        if layer.mlp is not None and layer.mlp.experts:
             made = expert_pieces(layer.mlp, hidden, names, i, has)
             pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
     return pieces
@@ -188,17 +188,18 @@ def layer_sources(
     hidden = model.config.hidden_size
     attention = spec.attention
     layer: dict[str, list[Source]] = {}
+    has = {"attention": attention is not None, "mlp": spec.mlp is not None}
     for name in _NORMS[spec.residual]:
-        layer |= norm_sources(name, spec.norm, hidden)
+        layer |= norm_sources(name, spec.norm, hidden) if has[name.partition("_")[0]] else {}
     if isinstance(attention, RecurrentSpec):
         layer |= recurrent_sources(attention, hidden)
-    else:
+    elif attention is not None:
         order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
         if isinstance(attention, LatentAttentionSpec):
             layer |= latent_sources(attention, order, hidden)
         else:
             layer |= _attention(attention, model.kv_heads, order, names, hidden, inputs or hidden)
-    return layer if spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
+    return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
 def _attention(

@@ -24,6 +24,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = (
     "qwen3_next_groups", "qwen3_next_odd", "lfm2_odd", "lfm2_tied", "lfm2_moe_bias", "lfm2_moe_plain",
     "granite_hybrid_dense", "granite_hybrid_experts", "bamba_odd", "bamba_groups",
+    "nemotron_h_pattern", "nemotron_h_types", "nemotron_h_experts",
 )  # fmt: skip
 KINDS = ["qwen3_next_groups", "lfm2_tied", "granite_hybrid_dense"]  # one for each kind of recurrent layer
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
@@ -127,7 +128,8 @@ def test_two_devices(model_folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "devices"), [("lfm2_odd", 2), ("lfm2_tied", 4), ("granite_hybrid_dense", 2), ("bamba_groups", 4)]
+    ("case", "devices"),
+    [("lfm2_odd", 2), ("lfm2_tied", 4), ("granite_hybrid_dense", 2), ("bamba_groups", 4), ("nemotron_h_experts", 2)],
 )
 def test_shared_by_devices(case, devices, model_folders):
     engine = make_engine(model_folders(case), rows=8, tokens=64, tensor_parallel_size=devices)

@@ -72,6 +72,14 @@ WITHOUT_EFFECT = {
     "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim", "index_topk", "index_head_dim", "index_n_heads"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
     "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
+    "NemotronHForCausalLM": {
+        "chunk_size",
+        "num_logits_to_keep",
+        "rescale_prenorm_residual",
+        "time_step_floor",
+        "time_step_max",
+        "use_mamba_kernels",
+    },
 }
 # Settings that transformers reads outside of a model's source, or that are part of every config.
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}
