@@ -339,44 +339,6 @@ DENSE_CASES: dict[str, DenseCase] = {
         layer_types=["indexed_attention"] * 3, tie_word_embeddings=False,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
-    "lfm2_odd": dense(
-        "Lfm2ForCausalLM", "lfm2", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2, conv_L_cache=4,
-        intermediate_size=ABSENT, block_ff_dim=200, block_ffn_dim_multiplier=1.3, block_multiple_of=24, conv_bias=True,
-        block_auto_adjust_ff_dim=True, full_attn_idxs=[1], norm_eps=1e-3, rope_theta=10000.0, tie_embedding=False,
-        block_dim=72, block_norm_eps=1e-5, block_use_swiglu=True, conv_dim=72, num_heads=6, use_pos_enc=True,
-    ),
-    "lfm2_tied": dense(
-        "Lfm2ForCausalLM", "lfm2", layers=5, num_key_value_heads=2, conv_L_cache=3, block_auto_adjust_ff_dim=False,
-        norm_eps=1e-5, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
-        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-    ),
-    "bamba_odd": dense(
-        "BambaForCausalLM", "bamba", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2,
-        hidden_act="silu", rms_norm_eps=1e-3, attn_layer_indices=[2], attention_bias=True, mlp_bias=True,
-        mamba_n_heads=9, mamba_n_groups=3, mamba_d_state=24, mamba_d_head="auto", mamba_d_conv=5, mamba_expand=2,
-        mamba_chunk_size=48, mamba_conv_bias=True, mamba_proj_bias=True, num_logits_to_keep=1, attn_rotary_emb=6,
-        partial_rotary_factor=0.5, rope_theta=7000.0, rope_scaling=None,
-    ),
-    "bamba_groups": dense(
-        "BambaForCausalLM", "bamba", layers=5, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-5,
-        attn_layer_indices=[0, 3], mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_head=16,
-        mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=False, mamba_proj_bias=False, tie_word_embeddings=False,
-        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
-    ),
-    "nemotron_h_pattern": dense(
-        "NemotronHForCausalLM", "nemotron_h", modern=False, hidden=72, heads=6, layers=7, num_key_value_heads=2,
-        head_dim=16, intermediate_size=104, hybrid_override_pattern="M-M*-M-", mamba_num_heads=9, mamba_head_dim=14,
-        n_groups=3, ssm_state_size=20, conv_kernel=3, expand=2, chunk_size=48, use_conv_bias=True, use_bias=True,
-        mlp_bias=True, mlp_hidden_act="relu2", mamba_hidden_act="silu", layer_norm_epsilon=1e-3, rms_norm_eps=1e-5,
-        time_step_floor=1e-4, time_step_max=0.1, time_step_min=0.001, time_step_rank=8, num_logits_to_keep=1,
-        mamba_proj_bias=False, attention_head_dim=16, rescale_prenorm_residual=True, sliding_window=None,
-    ),
-    "nemotron_h_types": dense(
-        "NemotronHForCausalLM", "nemotron_h", layers=5, num_key_value_heads=4, head_dim=24, intermediate_size=96,
-        layers_block_type=["full_attention", "mlp", "linear_attention", "full_attention", "linear_attention"],
-        mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16, conv_kernel=4, use_conv_bias=False,
-        mlp_hidden_act="silu", mamba_hidden_act="gelu", layer_norm_epsilon=1e-5, time_step_min=0.0001,
-    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded

@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std
+from hybrid_models import HYBRID_CASES
 from moe_models import MOE_CASES
 from safetensors.numpy import save_file
 
@@ -305,7 +306,7 @@ CASES: dict[str, Case] = {
     "tp_mha": _case("qwen2", hidden=128, heads=8, kv_heads=8, intermediate=256, theta=1000000.0),
 }
 
-OTHER_CASES = DENSE_CASES | MOE_CASES
+OTHER_CASES = DENSE_CASES | MOE_CASES | HYBRID_CASES
 for _name, _dense in OTHER_CASES.items():
     _generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     CASES[_name] = Case(_dense.config, _generation, "float32", _dense.prompt_lengths, _dense.options)

@@ -41,7 +41,7 @@ class ShortConv(nn.Module):
         if bias:
             conv_bias = weight(self, "conv_bias", nn.initializers.zeros, ("kv_heads",), (channels,), self.dtype)
         out = attend(ConvInputs(before * given, conv, conv_bias))
-        out = (behind * out).astype(self.dtype)
+        out = (behind.astype(jnp.float32) * out).astype(self.dtype)
         return linear("out", (channels,), (self.hidden_size,), ("embed", "kv_heads"))(out, ops)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dense_models import DENSE_CASES
 from engines import generate, make_engine, request
+from hybrid_models import HYBRID_CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_models import MOE_CASES
@@ -229,9 +230,9 @@ VALUES = st.one_of(
 
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None)
-@given(case=st.sampled_from(sorted(DENSE_CASES)), data=st.data())
+@given(case=st.sampled_from(sorted(DENSE_CASES | HYBRID_CASES)), data=st.data())
 def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
-    values = copy.deepcopy(DENSE_CASES[case].config)
+    values = copy.deepcopy(CASES[case].config)
     for _ in range(data.draw(st.integers(1, 3))):
         place = values
         for key in ("rope_scaling", "rope_parameters", "full_attention"):

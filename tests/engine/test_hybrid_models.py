@@ -141,6 +141,18 @@ def test_shared_by_devices(case, devices, model_folders):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts"])
+def test_in_bfloat16(case, model_folders):
+    """Activations and weights are as narrow as this, states are not: no type is mixed up."""
+    recorded = np.load(GOLDENS / f"{case}.npz")
+    prompt = [*recorded["prompt_3"].tolist(), *recorded["tokens_3"].tolist()]
+    engine = make_engine(model_folders(case), tokens=320, tensor_parallel_size=2, dtype="bfloat16")
+    result = generate(engine, request("0", prompt, max_tokens=1, prompt_logprobs=0))[0]
+    found = [entry.logprob for entry in result.prompt_logprobs[len(recorded["prompt_3"]) :]]
+    assert np.median(np.abs(np.array(found) - recorded["logprobs_3"])) < 0.1
+
+
+@pytest.mark.slow
 def test_completions_of_one_prompt(model_folders):
     """Completion 0 is what n = 1 gives; the others differ, and repeat with the seed, also where they wait for slots."""
     engine = make_engine(model_folders(SPLIT), rows=4, tokens=64)

@@ -23,8 +23,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     dense = read_granite(hf, "granite_moe")
     router = Router(top_k=hf.take("num_experts_per_tok", 2))
     experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router)
-    layers = tuple(replace(layer, mlp=replace(layer.mlp, experts=experts)) for layer in dense.layers)
-    return replace(dense, layers=layers)
+    (mlp,) = set(dense.mlps)
+    return replace(dense, layers=tuple(replace(layer, mlp=replace(mlp, experts=experts)) for layer in dense.layers))
 
 
 FAMILY = Family("granite_moe", ("GraniteMoeForCausalLM",), _read, GRANITE_MOE_NAMES, IGNORED)

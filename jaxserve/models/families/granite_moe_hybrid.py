@@ -48,6 +48,7 @@ def _read(hf: HFConfig) -> ModelConfig:
         raise ConfigError(f"layer_types has {len(kinds)} entries, num_hidden_layers is {plain.num_layers}")
     layer = plain.layers[0]
     assert isinstance(layer.attention, AttentionSpec)
+    assert layer.mlp is not None
     specs = mixed(kinds, layer.attention, read_mamba(hf, layer.norm, layer.mlp.activation), hf.source)
     mlp = _mlp(hf, layer.mlp)
     ropes = plain.ropes if hf.take("position_embedding_type", None) == "rope" else {"default": UNTURNED}
