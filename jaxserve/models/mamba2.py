@@ -15,7 +15,7 @@ from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import normalize
 from jaxserve.models.sources import Source, rows, whole
 from jaxserve.models.spec import Mamba2Spec
-from jaxserve.pallas_kernels.operands import MambaInputs, Partials
+from jaxserve.pallas_kernels.operands import MambaInputs, Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
 
@@ -37,7 +37,7 @@ class Mamba2(nn.Module):
             return Linear(in_shape, out_shape, axes, spec.bias, self.dtype, as_partials=True, name=name)
 
         def per_head(name: str, init: Any) -> jax.Array:
-            return weight(self, name, init, ("kv_heads",), (heads,), jnp.float32)
+            return value_of(weight(self, name, init, ("kv_heads",), (heads,), jnp.float32))
 
         inputs = (self.hidden_size,)
         zx = linear("zx", inputs, (heads, 2 * spec.head_dim), ("kv_heads", None, "embed"))(x, ops)
@@ -67,7 +67,7 @@ class Mamba2(nn.Module):
         found = {name: weight(self, name, nn.initializers.normal(0.5), (axis, None), shape, self.dtype)}
         bias = None
         if spec.conv_bias:
-            bias = weight(self, f"{name}_bias", nn.initializers.zeros, (axis,), (channels,), self.dtype)
+            bias = value_of(weight(self, f"{name}_bias", nn.initializers.zeros, (axis,), (channels,), self.dtype))
         return found | {f"{name}_bias": bias}
 
     def _gated(self, out: jax.Array, z: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ class Mamba2(nn.Module):
         gate = jax.nn.silu(z.astype(jnp.float32))
         if spec.norm is None:
             return out * gate
-        scale = weight(self, "norm", nn.initializers.ones, ("kv_heads",), (spec.channels,), self.dtype)
+        scale = value_of(weight(self, "norm", nn.initializers.ones, ("kv_heads",), (spec.channels,), self.dtype))
         if not spec.norm_before_gate:
             out = out * gate
         out = normalize(out.reshape(len(out), spec.groups, -1), spec.norm, None, None).reshape(out.shape)

@@ -13,7 +13,7 @@ from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layers import Linear, weight
 from jaxserve.models.sources import Source, whole
 from jaxserve.models.spec import ShortConvSpec
-from jaxserve.pallas_kernels.operands import ConvInputs, Partials
+from jaxserve.pallas_kernels.operands import ConvInputs, Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
 
@@ -39,7 +39,9 @@ class ShortConv(nn.Module):
         conv = weight(self, "conv", nn.initializers.normal(0.5), ("kv_heads", None), shape, self.dtype)
         conv_bias = None
         if bias:
-            conv_bias = weight(self, "conv_bias", nn.initializers.zeros, ("kv_heads",), (channels,), self.dtype)
+            conv_bias = value_of(
+                weight(self, "conv_bias", nn.initializers.zeros, ("kv_heads",), (channels,), self.dtype)
+            )
         out = attend(ConvInputs(before * given, conv, conv_bias))
         out = (behind.astype(jnp.float32) * out).astype(self.dtype)
         return linear("out", (channels,), (self.hidden_size,), ("embed", "kv_heads"))(out, ops)
