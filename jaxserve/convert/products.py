@@ -75,12 +75,9 @@ def check_files(model: ModelConfig, roles: Names, files: Collection[str], chosen
 def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     """Raises ConfigError if a calibrated method does not know a model's kinds of layers, or its fused tensors."""
     for layer in model.layers:
+        mlp = layer.mlp
         unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None)
-        if (
-            unknown
-            or layer.mlp is None
-            or (layer.mlp.experts and (layer.mlp.bias or layer.mlp.experts.router.weighs_inputs))
-        ):
+        if unknown or mlp is None or (mlp.experts and (mlp.bias or mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()
     if method == "awq" and (fused or not _is_like_llama(model)):
