@@ -173,7 +173,8 @@ def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = Fal
     multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
 
     def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
-        fused = options.get("stacks") is None  # the kernel has no room for adapters between its products
+        # The kernel has no room for adapters between its products, and knows gated experts only.
+        fused = options.get("stacks") is None and w.gated
         if fused and isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
             return cpu_panels.mixture(x, chosen, weights, w, **options)
         if device.platform == "cpu" and not partitioned:

@@ -25,7 +25,7 @@ class Router:
     (own - other) / max(|other|, own) is at most 2 * jitter. The fields after `jitter` have no effect on it.
 
     Attributes:
-      normalized: the weights are divided by their sum, which is at least `least_sum`.
+      normalized: the weights are divided by their sum, which is at least `least_sum`, plus `sum_offset`.
       scale: multiplies the final weights.
       corrected: a learned bias per expert is added to the scores for the choice (Wang et al. 2024, arXiv:2408.15664).
         The weights are scores without it.
@@ -40,6 +40,7 @@ class Router:
     jitter: float = 0.0
     normalized: bool = True
     least_sum: float = 0.0
+    sum_offset: float = 0.0
     scale: float = 1.0
     corrected: bool = False
     groups: int = 1
@@ -74,7 +75,8 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     logits = logits.astype(jnp.float32)
     if router.score == "sparsemixer":
         return _sparsemixer(logits, router)
-    if router.score == "softmax" and router.groups == 1 and correction is None and not router.least_sum:
+    plain_sum = not router.least_sum and not router.sum_offset
+    if router.score == "softmax" and router.groups == 1 and correction is None and plain_sum:
         # Logits have the order of their softmax, even where the softmax is too small for float32.
         chosen, experts = jax.lax.top_k(logits, router.top_k)
         total = jax.nn.logsumexp(chosen if router.normalized else logits, axis=-1, keepdims=True)
@@ -86,7 +88,8 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     experts = jax.lax.top_k(order, router.top_k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if router.normalized:
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
+        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))
+        weights = weights / (total + router.sum_offset)
     return experts, weights * router.scale
 
 

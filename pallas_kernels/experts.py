@@ -21,7 +21,8 @@ from jaxserve.pallas_kernels.types import BlockArray, QuantArray
 class ExpertWeights:
     """The weights of all experts of a layer.
 
-    gate_up: [experts, 2 * size, in], rows of the gate and of the other branch in turns; of any kind of weight.
+    gate_up: [experts, 2 * size, in], rows of the gate and of the other branch in turns; of any kind of weight. Experts
+      without a gate have the other branch only, [experts, size, in].
     down: [experts, out, size], of any kind of weight.
     gate_up_bias: [experts, 2 * size], or None.
     """
@@ -29,6 +30,10 @@ class ExpertWeights:
     gate_up: Any
     down: Any
     gate_up_bias: Any = None
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_up.shape[1] == 2 * self.down.shape[2]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=[])
@@ -76,7 +81,8 @@ def mixture(
       x: [tokens, in].
       chosen: int32 [tokens, top_k], experts of each token; numbers beyond the experts stand for none, which gives 0.
       weights: float32 [tokens, top_k].
-      gate: [rows, size, 2] -> [rows, size], the activation of a gated MLP; `count` says how many rows matter.
+      gate: [rows, size, 2] -> [rows, size], the activation of a gated MLP; `count` says how many rows matter. For
+        experts without a gate it gets [rows, size].
       count: int32 scalar, how many leading tokens matter; None: all. The others give 0.
       multiply: as `grouped_matmul`.
       weighs_inputs: the weights multiply the experts' inputs, not their results.
@@ -103,7 +109,8 @@ def mixture(
     if w.gate_up_bias is not None:
         owner = jnp.minimum(chosen.reshape(-1)[order], number - 1)
         hidden = hidden + w.gate_up_bias[owner].astype(jnp.float32)
-    hidden = gate(hidden.astype(x.dtype).reshape(len(hidden), -1, 2), count=jnp.sum(sizes))
+    hidden = hidden.astype(x.dtype)
+    hidden = gate(hidden.reshape(len(hidden), -1, 2) if w.gated else hidden, count=jnp.sum(sizes))
     y = multiply(hidden, w.down, sizes)
     if stacks is not None and places is not None:
         y = add_adapters(y, hidden, stacks.down, *where)

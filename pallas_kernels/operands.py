@@ -87,3 +87,44 @@ class DeltaHeads(NamedTuple):
     decay: jax.Array
     rate: jax.Array
     conv: jax.Array
+
+
+class ConvInputs(NamedTuple):
+    """New tokens' inputs of a short convolution.
+
+    x: [tokens, channels].
+    conv: [channels, width], the convolution's weights, of which the last is a token's own.
+    bias: [channels], or None.
+    """
+
+    x: jax.Array
+    conv: jax.Array
+    bias: jax.Array | None
+
+
+class MambaInputs(NamedTuple):
+    """New tokens' inputs of a Mamba-2 layer (Dao & Gu 2024, arXiv:2405.21060).
+
+    x: [tokens, heads * head_dim], before the convolution.
+    bc: [tokens, 2 * groups * state_dim], B of all groups, then C, before the convolution.
+    step: float32 [tokens, heads], at least 0.
+    a: float32 [heads], below 0. The decay of a head's matrix is exp(step * a).
+    d: float32 [heads], the share of x that is added to the result.
+    group: int32 [heads], the group of each head.
+    conv, conv_bc: [channels, width], the convolution's weights for x, and for B and C.
+    conv_bias, conv_bc_bias: [channels], or None.
+    """
+
+    x: jax.Array
+    bc: jax.Array
+    step: jax.Array
+    a: jax.Array
+    d: jax.Array
+    group: jax.Array
+    conv: jax.Array
+    conv_bias: jax.Array | None
+    conv_bc: jax.Array
+    conv_bc_bias: jax.Array | None
+
+
+StateInputs = DeltaHeads | ConvInputs | MambaInputs  # of recurrent layers: the first array has one entry per token

@@ -19,14 +19,18 @@ from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
+from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.short_conv import short_conv
 from jaxserve.pallas_kernels.types import (
     BlockArray,
+    ConvState,
     DeltaState,
     KVPages,
     LatentPages,
+    MambaState,
     MixedArray,
     PanelArray,
     QuantArray,
@@ -102,7 +106,8 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
 class Gate:
     """The activation of a gated MLP, called with gate_up [tokens, size, 2] and `count`, and its description.
 
-    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`.
+    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`. An MLP without a gate calls it with
+    [tokens, size], to which `activation` is applied.
     """
 
     activation: str
@@ -110,6 +115,8 @@ class Gate:
     compute: Callable[..., jax.Array]
 
     def __call__(self, gate_up: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        if gate_up.ndim == 2:
+            return ACTIVATIONS[self.activation](gate_up)
         if self.limit is not None:
             return clamped_gate(gate_up, self.limit)
         return self.compute(gate_up, self.activation, count=count)
@@ -194,6 +201,8 @@ class Ops:
     latent_attention: Callable[..., jax.Array] = latent.latent_attention
     write_latent: Callable[..., LatentPages] = latent.write_latent
     delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
+    short_conv: Callable[..., tuple[jax.Array, ConvState]] = short_conv
+    mamba2: Callable[..., tuple[jax.Array, MambaState]] = mamba2
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     gated_matmul: Callable[..., jax.Array] | None = None

@@ -68,6 +68,33 @@ class DeltaState(NamedTuple):
     inputs: jax.Array
 
 
+class ConvState(NamedTuple):
+    """The states of short convolutions, one for each layer and slot.
+
+    inputs: float32 [states, width - 1, channels], the last inputs, the oldest first.
+    """
+
+    inputs: jax.Array
+
+
+class MambaState(NamedTuple):
+    """The states of Mamba-2 layers (Dao & Gu 2024, arXiv:2405.21060), one for each layer and slot.
+
+    matrix: float32 [states, heads, head_dim, state_dim].
+    inputs: float32 [states, width - 1, heads * head_dim], the convolution's last inputs x, the oldest first.
+    shared: float32 [states, width - 1, 2 * groups * state_dim], the same of B and C.
+    """
+
+    matrix: jax.Array
+    inputs: jax.Array
+    shared: jax.Array
+
+
+State = (
+    DeltaState | ConvState | MambaState
+)  # of recurrent layers: each array has one entry per layer and slot on its first axis
+
+
 def has_scale(dtype: Any) -> bool:
     """Whether keys and values of this dtype are codes, which need a scale."""
     return dtype in (jnp.int8, jnp.float8_e4m3fn)

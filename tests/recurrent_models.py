@@ -18,6 +18,8 @@ _VISION = {
     "patch_size": 4,
 }  # fmt: skip
 
+_GRANITE = {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
+
 RECURRENT_CASES: dict[str, DenseCase] = {
     "qwen3_5_groups": dense(
         "Qwen3_5ForCausalLM", "qwen3_5_text", **_SHARED, hidden=96, layers=5, head_dim=16, attention_bias=False,
@@ -70,5 +72,82 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         linear_num_key_heads=2, linear_num_value_heads=4, linear_value_head_dim=18, linear_conv_kernel_dim=4,
         linear_a_log_min=0.0, linear_a_log_max=16.0, linear_dt_min=0.001, linear_dt_max=0.1, linear_dt_init_floor=1e-4,
         linear_allow_neg_eigval=True, rope_parameters={"rope_theta": None, "rope_type": "default"},
+    ),
+    "lfm2_odd": dense(
+        "Lfm2ForCausalLM", "lfm2", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2, conv_L_cache=4,
+        intermediate_size=ABSENT, block_ff_dim=200, block_ffn_dim_multiplier=1.3, block_multiple_of=24, conv_bias=True,
+        block_auto_adjust_ff_dim=True, full_attn_idxs=[1], norm_eps=1e-3, rope_theta=10000.0, tie_embedding=False,
+        block_dim=72, block_norm_eps=1e-5, block_use_swiglu=True, conv_dim=72, num_heads=6, use_pos_enc=True,
+    ),
+    "lfm2_tied": dense(
+        "Lfm2ForCausalLM", "lfm2", layers=5, num_key_value_heads=2, conv_L_cache=3, block_auto_adjust_ff_dim=False,
+        norm_eps=1e-5, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "bamba_odd": dense(
+        "BambaForCausalLM", "bamba", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2,
+        hidden_act="silu", rms_norm_eps=1e-3, attn_layer_indices=[2], attention_bias=True, mlp_bias=True,
+        mamba_n_heads=9, mamba_n_groups=3, mamba_d_state=24, mamba_d_head="auto", mamba_d_conv=5, mamba_expand=2,
+        mamba_chunk_size=48, mamba_conv_bias=True, mamba_proj_bias=True, num_logits_to_keep=1, attn_rotary_emb=6,
+        partial_rotary_factor=0.5, rope_theta=7000.0, rope_scaling=None,
+    ),
+    "bamba_groups": dense(
+        "BambaForCausalLM", "bamba", layers=5, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-5,
+        attn_layer_indices=[0, 3], mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_head=16,
+        mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=False, mamba_proj_bias=False, tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+    ),
+    "nemotron_h_pattern": dense(
+        "NemotronHForCausalLM", "nemotron_h", modern=False, hidden=72, heads=6, layers=7, num_key_value_heads=2,
+        head_dim=16, intermediate_size=104, hybrid_override_pattern="M-M*-M-", mamba_num_heads=9, mamba_head_dim=14,
+        n_groups=3, ssm_state_size=20, conv_kernel=3, expand=2, chunk_size=48, use_conv_bias=True, use_bias=True,
+        mlp_bias=True, mlp_hidden_act="relu2", mamba_hidden_act="silu", layer_norm_epsilon=1e-3, rms_norm_eps=1e-5,
+        time_step_floor=1e-4, time_step_max=0.1, time_step_min=0.001, time_step_rank=8, num_logits_to_keep=1,
+        mamba_proj_bias=False, attention_head_dim=16, rescale_prenorm_residual=True, sliding_window=None,
+    ),
+    "nemotron_h_types": dense(
+        "NemotronHForCausalLM", "nemotron_h", layers=5, num_key_value_heads=4, head_dim=24, intermediate_size=96,
+        layers_block_type=["full_attention", "mlp", "linear_attention", "full_attention", "linear_attention"],
+        mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16, conv_kernel=4, use_conv_bias=False,
+        mlp_hidden_act="silu", mamba_hidden_act="gelu", layer_norm_epsilon=1e-5, time_step_min=0.0001,
+    ),
+    "lfm2_moe_bias": dense(
+        "Lfm2MoeForCausalLM", "lfm2_moe", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=3,
+        conv_L_cache=3, conv_bias=True, intermediate_size=104, moe_intermediate_size=40, num_dense_layers=1,
+        num_experts=7, num_experts_per_tok=3, norm_topk_prob=True, routed_scaling_factor=1.3, use_expert_bias=True,
+        norm_eps=1e-3, rope_theta=10000.0, layer_types=["conv", "full_attention", "conv", "conv"],
+    ),
+    "lfm2_moe_plain": dense(
+        "Lfm2MoeForCausalLM", "lfm2_moe", layers=4, num_key_value_heads=2, conv_L_cache=5, intermediate_size=96,
+        moe_intermediate_size=48, num_dense_layers=2, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False,
+        routed_scaling_factor=0.7, use_expert_bias=False, norm_eps=1e-5, tie_word_embeddings=False,
+        layer_types=["full_attention", "conv", "conv", "full_attention"],
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "granite_hybrid_experts": dense(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_GRANITE, modern=False, hidden=72, heads=6, layers=4,
+        tie_word_embeddings=False, intermediate_size=40, shared_intermediate_size=56, num_local_experts=6,
+        num_experts_per_tok=3,
+        embedding_multiplier=3.0, logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11,
+        attention_bias=True, layer_types=["mamba", "attention", "mamba", "mamba"], position_embedding_type="nope",
+        mamba_n_heads=6, mamba_n_groups=3, mamba_d_state=20, mamba_d_head=24, mamba_d_conv=3, mamba_expand=2,
+        mamba_chunk_size=32, mamba_conv_bias=True, mamba_proj_bias=True, rope_theta=10000.0,
+        init_method="mup", normalization_function="rmsnorm", output_router_logits=False,
+    ),
+    "granite_hybrid_dense": dense(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_GRANITE, tie_word_embeddings=True, layers=5,
+        shared_intermediate_size=104, num_local_experts=0, num_experts_per_tok=0, attention_multiplier=0.3,
+        layer_types=["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"] * 2,
+        position_embedding_type="rope", mamba_n_heads=4, mamba_n_groups=1, mamba_d_state=16, mamba_d_head="auto",
+        mamba_d_conv=4, mamba_expand=3, mamba_conv_bias=False, mamba_proj_bias=False,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
+    "nemotron_h_experts": dense(
+        "NemotronHForCausalLM", "nemotron_h", layers=6, num_key_value_heads=2, head_dim=24, intermediate_size=96,
+        layers_block_type=["moe", "linear_attention", "full_attention", "moe", "linear_attention", "mlp"],
+        mamba_num_heads=6, mamba_head_dim=20, n_groups=2, ssm_state_size=12, conv_kernel=4, use_conv_bias=True,
+        mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, n_routed_experts=12, num_experts_per_tok=3, n_group=4,
+        topk_group=2, moe_intermediate_size=40, moe_shared_expert_intermediate_size=56, norm_topk_prob=True,
+        routed_scaling_factor=1.7, n_shared_experts=1, moe_latent_size=None, tie_word_embeddings=False,
     ),
 }  # fmt: skip

@@ -22,9 +22,10 @@ from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramNam
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.steps import StepResult
-from jaxserve.pallas_kernels.types import DeltaState, KVPages, LatentPages
+from jaxserve.pallas_kernels.types import ConvState, DeltaState, KVPages, LatentPages, MambaState
 
-CLASSES = {kind.__name__: kind for kind in (Sampled, StepResult, SlotState, KVPages, LatentPages, DeltaState)}
+_KINDS = Sampled, StepResult, SlotState, KVPages, LatentPages, DeltaState, ConvState, MambaState
+CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 
 class Program(msgspec.Struct, frozen=True):

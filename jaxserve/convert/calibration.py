@@ -149,6 +149,7 @@ def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], input
         total = seen if total is None else jax.tree.map(jnp.add, total, seen)
         tokens += [np.asarray(given) for given, _ in routed]
         chosen += [np.asarray(numbers) for _, numbers in routed]
+    assert spec.mlp is not None, "see `products.check_calibration`"
     gate = Ops().gate_of(spec.mlp.activation, spec.mlp.experts.limit if spec.mlp.experts else None)
     empty = [np.zeros((0, 0), np.float32)]
     return Measured(

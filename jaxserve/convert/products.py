@@ -11,7 +11,7 @@ from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import ConfigError
 from jaxserve.models.quantized import is_quantizable
 from jaxserve.models.sources import Names
-from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ def check_files(model: ModelConfig, roles: Names, files: Collection[str], chosen
 def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     """Raises ConfigError if a calibrated method does not know a model's kinds of layers, or its fused tensors."""
     for layer in model.layers:
-        unknown = isinstance(layer.attention, GatedDeltaSpec) or getattr(layer.attention, "chunk", None)
-        if unknown or (layer.mlp.experts and (layer.mlp.bias or layer.mlp.experts.router.weighs_inputs)):
+        mlp = layer.mlp
+        unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None)
+        if unknown or mlp is None or (mlp.experts and (mlp.bias or mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()
     if method == "awq" and (fused or not _is_like_llama(model)):
@@ -105,6 +106,7 @@ def _is_like_llama(model: ModelConfig) -> bool:
             norm=NormSpec(eps=layer.norm.eps),
         )
         for layer in kinds
+        if layer.mlp is not None
         for a in [cast(AttentionSpec, layer.attention)]
     }  # fmt: skip
     return kinds == plain

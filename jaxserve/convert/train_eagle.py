@@ -236,6 +236,7 @@ class Training:
         config = self.drafter.config
         attention = config.attentions[0]
         layer = config.layers[0]
+        assert layer.mlp is not None
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -266,7 +267,7 @@ def _shape(target: ModelConfig, vocabulary: int) -> ModelConfig:
     like: Any = target.attentions[0]
     attention = AttentionSpec(num_heads=like.num_heads, num_kv_heads=like.num_kv_heads, head_dim=like.head_dim)
     norm = NormSpec(eps=1e-5)
-    width = next((layer.mlp.size for layer in target.layers if layer.mlp.experts is None), 3 * target.hidden_size)
+    width = next((mlp.size for mlp in target.mlps if mlp.experts is None), 3 * target.hidden_size)
     layer = LayerSpec(attention=attention, mlp=MLPSpec(size=width), norm=norm)
     return ModelConfig(
         family="llama", vocab_size=vocabulary, hidden_size=target.hidden_size, layers=(layer,), norm=norm,

@@ -133,7 +133,7 @@ class Sizing:
         dtype = self._runner.model.dtype
         rows = max(s.rows for s in self._shapes)
         tokens = max(s.tokens for s in self._shapes)
-        arrays = tokens * max(self._width(layer.mlp) for layer in model.layers) * dtype.itemsize
+        arrays = tokens * max(map(self._width, model.mlps)) * dtype.itemsize
         logits = int(LOGITS * rows * 4 * model.vocab_size / num_shards(self._runner.mesh, "vocab"))
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
         return Needs(max(arrays, logits), results, GUESSED_CODE)

@@ -13,17 +13,18 @@ from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
 from jaxserve.execution.kv_cache import CacheLayout, KVCache, LayerPlace
-from jaxserve.execution.slot_states import delta_net
+from jaxserve.execution.slot_states import advance
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
-from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
+from jaxserve.models.spec import RecurrentSpec
 from jaxserve.pallas_kernels.expert_routing import load
-from jaxserve.pallas_kernels.operands import DeltaHeads, Partials
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.scheduling.block_manager import Chunk
 
 
@@ -80,7 +81,7 @@ class LayerInputs(NamedTuple):
     ropes: Ropes
     tables: list[jax.Array]  # the rows' block tables, for each group of layers
     of_groups: list[tuple[jax.Array, ...]]  # where attention of each group of layers writes and reads
-    rows: DeltaRows | None  # slots of recurrent states; None: the model has no recurrent layers
+    rows: StateRows | None  # slots of recurrent states; None: the model has no recurrent layers
 
     def at(self, place: LayerPlace) -> tuple:
         """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
@@ -177,7 +178,7 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
         if isinstance(window, Chunk):
             seen = _of_chunk(table, placed.kv_len, window, layout.page_size)
         of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))
-    rows = None if layout.states is None else _delta_rows(slots, batch, placed)
+    rows = None if layout.states is None else _state_rows(slots, batch, placed)
     ropes = angles(context.model.config, placed.position)
     return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows)
 
@@ -201,12 +202,12 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
     return Placement(row, position, kv_len, (index < q_start[-1]) & batch.writes[row])
 
 
-def _delta_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> DeltaRows:
+def _state_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> StateRows:
     """The slots whose recurrent states the rows read, and those that they write. Rows that keep nothing write to the
     padding slot."""
     target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
     begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
-    return DeltaRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
+    return StateRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
 
 
 def _of_chunk(table: jax.Array, kv_len: jax.Array, chunk: Chunk, page_size: int) -> tuple[jax.Array, jax.Array]:
@@ -233,9 +234,9 @@ def run_layer(
 
     def attend(heads: Any) -> jax.Array:
         nonlocal pages
-        if isinstance(heads, DeltaHeads):
+        if isinstance(module.spec.attention, RecurrentSpec):
             rows, first = where
-            out, pages = delta_net(module, ops, heads, pages, rows, first, mesh, decode_only)
+            out, pages = advance(module.spec.attention, ops, heads, pages, rows, first, mesh, decode_only)
             return out
         out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
         return out

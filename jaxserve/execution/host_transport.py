@@ -238,7 +238,7 @@ class HostTransport:
         last = self._last.stage
         assert last is not None
         scores = Form((most, rows, SCORE_WORDS), jnp.int32) if program.sampler >= Sampler.FULL else None
-        some_experts = any(self._last.model.config.layers[i].mlp.experts is not None for i in last.layers)
+        some_experts = any(self._last.model.config.layers[i].experts is not None for i in last.layers)
         load = Form((1, 3), jnp.int32) if some_experts else None
         forms: Any = Form((most, rows), jnp.int32), scores, load
         return Sampled(*forms)

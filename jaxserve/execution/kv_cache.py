@@ -19,16 +19,16 @@ from jaxserve.devices.mesh import num_shards, on_one_cpu
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups
 from jaxserve.execution.slot_states import StateLayout
-from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import LayerSpec, ModelConfig, RecurrentSpec
 from jaxserve.pallas_kernels import cpu
-from jaxserve.pallas_kernels.types import DeltaState
+from jaxserve.pallas_kernels.types import State
 from jaxserve.scheduling.block_manager import Chunk
 
 COPIES = 16  # page copies per call of `copy_pages`
 COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, unless it is for a single page
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
-KVCache = list[Pages | DeltaState]  # first arrays of pages, then arrays of states; each has a few layers
+KVCache = list[Pages | State]  # first arrays of pages, then arrays of states; each has a few layers
 
 
 class LayerPlace(NamedTuple):
@@ -105,7 +105,9 @@ class CacheLayout:
         paged = iter(self.groups.places)
         recurrent = 0
         for layer in layers:
-            if self.states is not None and isinstance(layer.attention, GatedDeltaSpec):
+            if layer.attention is None:  # the layer changes nothing in the array that it is given
+                found.append(LayerPlace(0, 0, 0))
+            elif self.states is not None and isinstance(layer.attention, RecurrentSpec):
                 array, part = self.states.place(recurrent)
                 found.append(LayerPlace(self.num_arrays + array, None, part * self.states.places))
                 recurrent += 1
@@ -190,8 +192,7 @@ class CacheLayout:
         pages: Any = (self.array, shardings(self.kind))
         states: Any = []
         if self.states is not None:
-            place = self.states.sharding(mesh)
-            states = [(self.states.array, jax.tree.map(lambda _: place, self.states.array))] * self.states.num_arrays
+            states = [(self.states.array, self.states.shardings(mesh))] * self.states.num_arrays
         draft: Any = []
         if self.draft is not None:
             draft = [(self.draft.pages(self.num_pages, self.page_size), shardings(self.draft))]

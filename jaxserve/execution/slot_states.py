@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.devices.mesh import is_split, num_shards, sharding, spec
+from jaxserve.devices.mesh import is_split, num_shards, spec
 from jaxserve.execution.cache_kinds import layers_of_array
-from jaxserve.models.decoder import DecoderLayer
-from jaxserve.models.spec import GatedDeltaSpec
-from jaxserve.pallas_kernels.delta_net.reference import DeltaRows
-from jaxserve.pallas_kernels.operands import DeltaHeads
+from jaxserve.models.spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec, StatePart
+from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, StateInputs
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
-from jaxserve.pallas_kernels.types import DeltaState
+from jaxserve.pallas_kernels.state_rows import StateRows
+from jaxserve.pallas_kernels.types import State
 
-AXES = None, "kv_heads"  # logical axes of the arrays' first dimensions
+# For each array of an operation's inputs the axis that devices share; None: each device has the whole array.
+SPLIT: dict[type, tuple[int | None, ...]] = {
+    DeltaHeads: (1, 1, 1, 0),
+    ConvInputs: (1, 0, 0),
+    MambaInputs: (1, None, 1, 0, 0, 0, 0, 0, None, None),
+}
 
 
 @dataclass(frozen=True)
 class StateLayout:
     """The arrays of the states of a model's recurrent layers.
 
-    Each `DeltaState` holds the states of a few layers: first those of its first layer for all slots, then those of its
+    Each `State` holds the states of a few layers: first those of its first layer for all slots, then those of its
     second. The padding slot is among them. A step changes the states of its rows in place. Nothing is cleared when a
     sequence begins: the step takes zero for the state of a slot whose length is 0.
 
@@ -39,7 +45,7 @@ class StateLayout:
       snapshots: number of places for copies.
     """
 
-    spec: GatedDeltaSpec
+    net: RecurrentSpec
     layers: int
     slots: int
     snapshots: int = 0
@@ -59,49 +65,69 @@ class StateLayout:
         return divmod(index, layers_of_array(self.layers))
 
     @property
-    def array(self) -> DeltaState:
+    def array(self) -> State:
         """The shapes of one of the arrays."""
-        return self._states(layers_of_array(self.layers) * self.places)
-
-    def _states(self, count: int) -> DeltaState:
-        net = self.spec
-        matrix = (count, net.key_heads, net.group, net.key_dim, net.value_dim)
-        inputs = (count, net.key_heads, (net.conv_width - 1) * net.channels)
-        shapes: Any = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (matrix, inputs))
-        return DeltaState(*shapes)
+        count = layers_of_array(self.layers) * self.places
+        return jax.tree.map(lambda part: jax.ShapeDtypeStruct((count, *part.shape), part.dtype), self.net.state)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot over all layers and all devices."""
-        return self.layers * sum(x.size * x.dtype.itemsize for x in self._states(1))
+        """Bytes of one slot over all layers. What each device has whole counts once."""
+        return self.layers * sum(map(_bytes, jax.tree.leaves(self.net.state)))
 
     def device_bytes(self, mesh: Mesh) -> int:
         """Bytes of the states of all slots and snapshots on each device."""
-        return self.places * self.slot_bytes // num_shards(mesh, "kv_heads")
+        ways = num_shards(mesh, "kv_heads")
+        parts = jax.tree.leaves(self.net.state)
+        each = sum(_bytes(part) // (1 if part.split is None else ways) for part in parts)
+        return self.places * self.layers * each
 
-    def sharding(self, mesh: Mesh) -> NamedSharding:
-        return sharding(mesh, *AXES)
+    def shardings(self, mesh: Mesh) -> Any:
+        return jax.tree.map(partial(NamedSharding, mesh), _splits(self.net))
 
 
-def delta_net(
-    layer: DecoderLayer, ops: Ops, heads: DeltaHeads, state: DeltaState, rows: DeltaRows, first: jax.Array,
-    mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, DeltaState]:  # fmt: skip
-    """`Ops.delta_net` for the heads of each device. `first` is the index of the layer's first state in `state`."""
-    net = layer.spec.attention
-    assert isinstance(net, GatedDeltaSpec)
+def _bytes(part: StatePart) -> int:
+    return math.prod(part.shape) * np.dtype(part.dtype).itemsize
+
+
+def advance(
+    net: RecurrentSpec, ops: Ops, inputs: StateInputs, state: State, rows: StateRows, first: jax.Array, mesh: Mesh,
+    decode_only: bool,
+) -> tuple[jax.Array, State]:  # fmt: skip
+    """The operation of a recurrent layer, on each device for its share of the layer. `first` is the index of the
+    layer's first state in `state`. Returns the results, and the states with those of the rows replaced."""
     static = mesh.devices.flat[0].platform != "cpu"  # on a GPU a loop of unknown length waits for the host
-    options = {"key_dim": net.key_dim, "activation": ACTIVATIONS[net.activation]}
-    advance = partial(ops.delta_net, **options, decode_only=decode_only, static=static)
+    operation = partial(_operation(net, ops), decode_only=decode_only, static=static)
     if not is_split(mesh):
-        return advance(heads, state, rows, first)
-    by_head = spec(None, "kv_heads")
+        return operation(inputs, state, rows, first)
     everywhere = PartitionSpec()
-    splits: Any = (by_head, by_head, by_head, spec("kv_heads"))
+    kind: Any = type(inputs)
+    shared = kind(*(None if x is None else _split(axis) for x, axis in zip(inputs, SPLIT[kind], strict=True)))
+    states = _splits(net)
     return jax.shard_map(
-        advance,
+        operation,
         mesh=mesh,
-        in_specs=(DeltaHeads(*splits), by_head, everywhere, everywhere),
-        out_specs=(by_head, by_head),
+        in_specs=(shared, states, everywhere, everywhere),
+        out_specs=(_split(1), states),
         check_vma=False,
-    )(heads, state, rows, first)
+    )(inputs, state, rows, first)
+
+
+def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, State]]:
+    if isinstance(net, GatedDeltaSpec):
+        return partial(ops.delta_net, key_dim=net.key_dim, activation=ACTIVATIONS[net.activation])
+    if isinstance(net, Mamba2Spec):
+        options = {"groups": net.groups, "per_group": net.per_group, "activation": ACTIVATIONS[net.activation]}
+        return partial(ops.mamba2, **options)
+    assert isinstance(net, ShortConvSpec)
+    return ops.short_conv
+
+
+def _split(axis: int | None) -> PartitionSpec:
+    """How devices share an array: along this axis, or not at all."""
+    return PartitionSpec() if axis is None else spec(*(None,) * axis, "kv_heads")
+
+
+def _splits(net: RecurrentSpec) -> Any:
+    """How devices share the arrays of states, which have an axis of states before those of `StatePart.shape`."""
+    return jax.tree.map(lambda part: _split(None if part.split is None else part.split + 1), net.state)

@@ -13,7 +13,7 @@ from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import HeadNorm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
-from jaxserve.pallas_kernels.operands import DeltaHeads, Heads, LatentHeads, Partials, value_of
+from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, StateInputs, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
 
@@ -23,9 +23,9 @@ Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tok
 class AttentionFn(Protocol):
     """Writes the layer's new keys and values to the cache; each token then attends over all that it may see."""
 
-    def __call__(self, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
+    def __call__(self, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
         """The results before the output projection. Of Heads: [tokens, kv_heads, group, head_dim]. Of LatentHeads:
-        [tokens, heads, v_dim]. Of DeltaHeads: float32 [tokens, key_heads, group, value_dim]."""
+        [tokens, heads, v_dim]. Of a recurrent layer's: float32 [tokens, *spec.results]."""
 
 
 class Attention(nn.Module):

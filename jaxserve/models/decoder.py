@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
-from jaxserve.models.delta_net import GatedDeltaNet
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
 from jaxserve.models.norms import Norm
+from jaxserve.models.recurrent import recurrent_layer
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig, RecurrentSpec
 from jaxserve.models.stages import Part, Stage
-from jaxserve.pallas_kernels.operands import DeltaHeads, Heads, LatentHeads, Partials
+from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 
 
@@ -54,9 +54,8 @@ class DecoderLayer(nn.Module):
         self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops
     ) -> tuple[jax.Array, Partials | None]:
         """Returns (x, y). The argument `y` is None in the first layer, and where the layer before returned None."""
-        kind = MLP if self.spec.mlp.experts is None else Experts
         attention_module = self._attention()
-        mlp_module = kind(self.spec.mlp, self.hidden_size, self.dtype, name="mlp")
+        mlp_module = self._mlp()
         scale = self.spec.residual_scale
         normed_last = self.spec.residual in ("post", "sandwich")  # what is added to x is then scaled behind this norm
 
@@ -78,12 +77,16 @@ class DecoderLayer(nn.Module):
             return y if normed_last else scaled(y)
 
         of_qkv = reader(self, ops, "attention", self._only_reader)
-        of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp.gated else "up")
+        of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp is None or self.spec.mlp.gated else "up")
         match self.spec.residual:
             case "pre":
-                x, inputs = norm("attention_norm", x, y, of_qkv)
-                x, inputs = norm("mlp_norm", x, attention(inputs), of_mlp)
-                return x, mlp(inputs)
+                if self.spec.attention is not None:
+                    x, inputs = norm("attention_norm", x, y, of_qkv)
+                    y = attention(inputs)
+                if self.spec.mlp is not None:
+                    x, inputs = norm("mlp_norm", x, y, of_mlp)
+                    y = mlp(inputs)
+                return x, y
             case "sandwich":
                 x, inputs = norm("attention_norm", x, y, of_qkv)
                 x, inputs = norm("mlp_norm", x, normed("attention_out_norm", attention(inputs)), of_mlp)
@@ -115,10 +118,17 @@ class DecoderLayer(nn.Module):
                 return "qkv"
         return ""
 
-    def _attention(self) -> Attention | LatentAttention | GatedDeltaNet:
+    def _mlp(self) -> Any:
+        spec = self.spec.mlp
+        kind = MLP if self.spec.experts is None else Experts
+        return None if spec is None else kind(spec, self.hidden_size, self.dtype, name="mlp")
+
+    def _attention(self) -> Any:
         spec = self.spec.attention
-        if isinstance(spec, GatedDeltaSpec):
-            return GatedDeltaNet(spec, self.hidden_size, self.dtype, name="attention")
+        if spec is None:
+            return None
+        if isinstance(spec, RecurrentSpec):
+            return recurrent_layer(spec, self.hidden_size, self.dtype)
         if isinstance(spec, LatentAttentionSpec):
             return LatentAttention(spec, self.hidden_size, self.dtype, name="attention")
         return Attention(spec, self.hidden_size, self.kv_heads, self.dtype, name="attention")
@@ -222,12 +232,11 @@ class Decoder(nn.Module):
             x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps), self.ops)
         return self.logits(self.finish(x, y, self.ops), self.ops)
 
-    def _queries(self, eps: float, heads: Heads | LatentHeads | DeltaHeads) -> jax.Array:
-        if isinstance(heads, DeltaHeads):
-            recurrent = self.config.recurrent
-            assert recurrent is not None
-            return jnp.zeros((*heads.decay.shape, recurrent.value_dim), jnp.float32)
-        return queries(self.ops, self.dtype, eps, heads)
+    def _queries(self, eps: float, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
+        if isinstance(heads, Heads | LatentHeads):
+            return queries(self.ops, self.dtype, eps, heads)
+        assert self.config.recurrent is not None
+        return jnp.zeros((len(heads[0]), *self.config.recurrent.results), jnp.float32)
 
 
 def queries(ops: Ops, dtype: Any, eps: float, heads: Heads | LatentHeads) -> jax.Array:

@@ -106,4 +106,4 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, 
         found["qkvz/kernel"] = [*by_kinds("delta_qkv", hidden), gates]
         both = {"delta_b": 0, "delta_a": group}
         found["ba/kernel"] = [by_heads(role, at, group, (spec.value_heads, hidden)) for role, at in both.items()]
-    return {f"attention/{path}": some for path, some in found.items()}
+    return found

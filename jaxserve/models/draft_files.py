@@ -94,7 +94,7 @@ def draft_pieces(drafter: Drafter, names: Names, layer: int, has: Callable[[str]
     if spec.own_head:
         sources["head/kernel"] = [Source("head.weight", (config.vocab_size, hidden), whole)]
     found: dict[str, Pieces] = {path: [one.piece(names, layer) for one in some] for path, some in sources.items()}
-    if kind.mlp.experts:
+    if kind.mlp is not None and kind.mlp.experts:
         of_experts = expert_pieces(kind.mlp, hidden, names, layer, has)
         found |= {f"layers_0/{path}": some for path, some in of_experts.items()}
     return found

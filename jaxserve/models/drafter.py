@@ -69,6 +69,7 @@ class EagleLayer(nn.Module):
             return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y)
 
         attention: Any = self.spec.attention
+        mlp: Any = self.spec.mlp
         normed = norm("hidden_norm", x)[1]
         both = jnp.concatenate([norm("embed_norm", embedded)[1], normed], axis=-1)
         reading = Attention(
@@ -76,7 +77,7 @@ class EagleLayer(nn.Module):
         )
         y = reading(both, ropes, attend, ops)
         x, inputs = norm("mlp_norm", normed if self.norms_residual else x, y)
-        return x, MLP(self.spec.mlp, self.hidden_size, self.dtype, name="mlp")(inputs, ops)
+        return x, MLP(mlp, self.hidden_size, self.dtype, name="mlp")(inputs, ops)
 
 
 class Drafter(nn.Module):

@@ -7,11 +7,13 @@ in one way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from jaxserve.checkpoints.load import Piece, Pieces, Stack
+from jaxserve.models.sources import rows
 from jaxserve.models.spec import ExpertsSpec, MLPSpec
 
 View = Callable[[np.ndarray], np.ndarray]
@@ -66,6 +68,8 @@ def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
     inner = (("expert_gate", 0), ("expert_up", 1))
 
     def of_expert(e: int) -> list[Piece]:
+        if not mlp.gated:
+            return [_piece(names, "expert_up.weight", layer, (size, hidden), expert=e)]
         return [
             _piece(names, f"{role}.weight", layer, (size, hidden), partial(_of, branch, size), e)
             for role, branch in inner
@@ -133,16 +137,21 @@ def _biases(
 
 def _shared(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, str], layer: int) -> dict[str, Pieces]:
     size = experts.shared_size
-    if "shared_gate_up.weight" in names:
-        name = names["shared_gate_up.weight"].format(i=layer)
-        gate_up = [Piece(name, (2 * size, hidden), lambda t: t.reshape(size, 2, -1).swapaxes(0, 1), (2, size, -1))]
+    fused = "shared_gate_up.weight" in names
+
+    def branch(which: int) -> Piece:
+        view = partial(_of, which, size)
+        if fused:
+            whole = _piece(names, "shared_gate_up.weight", layer, (2 * size, hidden), view)
+            return replace(whole, take=rows(which * size, size))
+        return _piece(names, f"shared_{('gate', 'up')[which]}.weight", layer, (size, hidden), view)
+
+    first: dict[str, Pieces]
+    if mlp.gated:
+        first = {"mlp/shared/gate_up/kernel": [branch(0), branch(1)]}
     else:
-        gate_up = [
-            _piece(names, f"shared_{role}.weight", layer, (size, hidden), partial(_of, branch, size))
-            for role, branch in (("gate", 0), ("up", 1))
-        ]
-    made: dict[str, Pieces] = {
-        "mlp/shared/gate_up/kernel": gate_up,
+        first = {"mlp/shared/up/kernel": [_piece(names, "shared_up.weight", layer, (size, hidden))]}
+    made = first | {
         "mlp/shared/down/kernel": [_piece(names, "shared_down.weight", layer, (hidden, size))],
     }
     if experts.shared_gate:

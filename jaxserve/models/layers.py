@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -147,7 +148,7 @@ ROUTING = "routing"  # the collection of variables in which a mixture of experts
 
 
 class Experts(nn.Module):
-    """A mixture of gated MLPs. A router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
+    """A mixture of MLPs. A router chooses a few for each token; see `jaxserve.pallas_kernels.experts`."""
 
     spec: MLPSpec
     hidden_size: int
@@ -168,7 +169,8 @@ class Experts(nn.Module):
             init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros
             return weight(self, name, init, axes, shape, self.dtype) if given else None
 
-        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, 2 * size, hidden))
+        rows = 2 * size if self.spec.gated else size
+        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, rows, hidden))
         down = of_experts("experts_down", ("expert", "embed", "expert_mlp"), (count, hidden, size))
         first_bias = of_experts("experts_gate_up_bias", ("expert", "expert_mlp"), (count, 2 * size), self.spec.bias)
         last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
@@ -195,7 +197,7 @@ class Experts(nn.Module):
         """The shared MLP, through which all tokens x [tokens, hidden] go; its result has the same shape."""
         experts = self.spec.experts
         assert experts is not None
-        spec = MLPSpec(size=experts.shared_size, activation=self.spec.activation, bias=self.spec.bias)
+        spec = replace(self.spec, size=experts.shared_size, experts=None)
         y = MLP(spec, self.hidden_size, self.dtype, name="shared")(x, ops).reduce(x.dtype)
         if experts.shared_scale != 1.0:
             y = y * jnp.asarray(experts.shared_scale, x.dtype)

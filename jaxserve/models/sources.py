@@ -19,8 +19,8 @@ from jaxserve.models.spec import LatentAttentionSpec
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
 # ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
-# kv_b and kv_norm. Gated delta nets have the roles of `delta_net.delta_sources`. With an output gate that
-# is not named out_gate, q has for each head its query, then its gate.
+# kv_b and kv_norm. Recurrent layers have roles of their own, see `recurrent.KINDS`. With an output gate that is not
+# named out_gate, q has for each head its query, then its gate.
 Names = Mapping[str, str]
 
 

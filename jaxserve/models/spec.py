@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.config import ConfigError
 from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
+from jaxserve.pallas_kernels.types import ConvState, DeltaState, MambaState
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
@@ -164,10 +165,48 @@ class LatentAttentionSpec:
         return self.rope_dim
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """One of the arrays that a recurrent layer keeps of a sequence.
+
+    Attributes:
+      shape: for one sequence.
+      split: the axis of `shape` that devices share; None: each device has the whole array.
+    """
+
+    shape: tuple[int, ...]
+    split: int | None = 0
+    dtype: str = "float32"
+
+
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaSpec:
-    """A gated delta net (Yang et al. 2025, arXiv:2412.06464), which takes the place of attention. Its state of a
-    sequence has one matrix [key_dim, value_dim] per value head, whatever the sequence's length.
+class RecurrentSpec:
+    """A recurrent layer, which takes the place of attention. What it keeps of a sequence has a fixed size, whatever the
+    sequence's length: the arrays of `state`, which one operation advances by a step's tokens
+    (`execution.slot_states.advance`)."""
+
+    window: None = None
+
+    @property
+    def state(self) -> Any:
+        """What the layer keeps of a sequence: a NamedTuple of `StatePart`, of the class of which the operation takes
+        and returns the layer's states."""
+        raise NotImplementedError
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The shape of the operation's float32 results for a token. Devices share the first axis."""
+        raise NotImplementedError
+
+    def cannot_share(self, devices: int) -> str | None:
+        """What this number of devices cannot share evenly; None: they can share the layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec(RecurrentSpec):
+    """A gated delta net (Yang et al. 2025, arXiv:2412.06464). Its state of a sequence has one matrix [key_dim,
+    value_dim] per value head, and the convolution's last inputs.
 
     Attributes:
       key_heads, value_heads: the numbers of heads; each key head serves `group` consecutive value heads.
@@ -187,7 +226,6 @@ class GatedDeltaSpec:
     activation: Activation = "silu"
     norm: NormSpec
     rate_scale: float = 1.0
-    window: None = None
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -206,6 +244,119 @@ class GatedDeltaSpec:
     def channels(self) -> int:
         """Channels per token and key head that enter the convolution: its query, its key, and its group's values."""
         return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def state(self) -> DeltaState:
+        matrix: Any = StatePart((self.key_heads, self.group, self.key_dim, self.value_dim))
+        inputs: Any = StatePart((self.key_heads, (self.conv_width - 1) * self.channels))
+        return DeltaState(matrix, inputs)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.key_heads, self.group, self.value_dim
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.key_heads} key heads of recurrent layers" if self.key_heads % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """A gated short convolution (LFM2). Of the three projections of the layer's input, the first multiplies the third
+    before a causal convolution of each channel, and the second multiplies its results. The state is the convolution's
+    last inputs.
+
+    Attributes:
+      channels: of each of the three projections.
+      width: tokens that the convolution sees, a token itself included.
+      bias: whether the projections and the convolution have biases.
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width < 2:
+            raise ConfigError(f"conv_L_cache must be at least 2, got {self.width}")
+
+    @property
+    def state(self) -> ConvState:
+        inputs: Any = StatePart((self.width - 1, self.channels), split=1)
+        return ConvState(inputs)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return (self.channels,)
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.channels} channels of short convolutions" if self.channels % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060). Its state of a sequence has one matrix [head_dim, state_dim] per head,
+    and the convolution's last inputs.
+
+    Attributes:
+      groups: equal groups of neighbouring heads. The heads of a group share the vectors B and C.
+      conv_width: tokens that the convolution over x, B and C sees, a token itself included.
+      conv_bias, bias: whether the convolution has a bias, and whether the projections have.
+      activation: applied to the results of the convolution.
+      norm: over the results of a group's heads, with a scale for each channel; None: there is no norm.
+      norm_before_gate: whether the silu of a projection of the layer's input multiplies the results behind the norm,
+        instead of before it.
+      least_step: steps are at least this.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_width: int
+    conv_bias: bool = True
+    bias: bool = False
+    activation: Activation = "silu"
+    norm: NormSpec | None = None
+    norm_before_gate: bool = False
+    least_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ConfigError(f"{self.heads} heads of Mamba cannot form {self.groups} equal groups (n_groups)")
+        if self.conv_width < 2:
+            raise ConfigError(f"the convolution of Mamba must see at least 2 tokens, got {self.conv_width}")
+
+    @property
+    def per_group(self) -> int:
+        """Heads of a group."""
+        return self.heads // self.groups
+
+    @property
+    def channels(self) -> int:
+        """Channels of x, and of the gate, per token."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Numbers per token that the heads of a group share: B and C of all groups."""
+        return 2 * self.groups * self.state_dim
+
+    @property
+    def state(self) -> MambaState:
+        kept = self.conv_width - 1
+        matrix: Any = StatePart((self.heads, self.head_dim, self.state_dim))
+        inputs: Any = StatePart((kept, self.channels), split=1)
+        shared: Any = StatePart((kept, self.shared), split=None)
+        return MambaState(matrix, inputs, shared)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.heads, self.head_dim
+
+    def cannot_share(self, devices: int) -> str | None:
+        if self.heads % devices:
+            return f"{self.heads} heads of Mamba"
+        return f"{self.groups} groups of Mamba's heads" if self.groups % devices and devices % self.groups else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +411,7 @@ class LayerSpec:
     """A layer: attention, or a recurrent layer in its place, then an MLP. Both add their results to the stream x.
 
     Attributes:
+      attention, mlp: None: the layer has only the other one, and one norm. `residual` is then pre.
       norm: the shape that all norms of the layer share; `residual` says where they are.
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
         (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
@@ -267,11 +419,16 @@ class LayerSpec:
       residual_scale: multiplies what attention and MLP add to x.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
-    mlp: MLPSpec
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
+    mlp: MLPSpec | None
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
     residual_scale: float = 1.0
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The layer's mixture; None: it has no experts."""
+        return None if self.mlp is None else self.mlp.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +479,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))
         attentions = self.attentions
-        if len({spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)}) > 1:
+        if len({spec for spec in self.specs if isinstance(spec, RecurrentSpec)}) > 1:
             raise ConfigError("all recurrent layers must have the same shape")
         shapes = {(type(a).__name__, a.num_heads, a.num_kv_heads, a.head_dim, a.rotated_dim) for a in attentions}
         if len(shapes) != 1:
@@ -361,27 +518,32 @@ class ModelConfig:
     @property
     def num_experts(self) -> int:
         """Of each layer that has experts; 0 where none has."""
-        return max((layer.mlp.experts.count for layer in self.layers if layer.mlp.experts is not None), default=0)
+        return max((layer.experts.count for layer in self.layers if layer.experts is not None), default=0)
 
     @property
-    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | GatedDeltaSpec]:
-        """Each layer's attention, or the recurrent layer in its place."""
-        return [layer.attention for layer in self.layers]
+    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | RecurrentSpec]:
+        """The attention, or the recurrent layer in its place, of the layers that have one."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def mlps(self) -> list[MLPSpec]:
+        """The MLP of the layers that have one."""
+        return [layer.mlp for layer in self.layers if layer.mlp is not None]
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
         """The attention of the layers that have attention. At least one layer has."""
-        return [spec for spec in self.specs if not isinstance(spec, GatedDeltaSpec)]
+        return [spec for spec in self.specs if not isinstance(spec, RecurrentSpec)]
 
     @property
-    def recurrent(self) -> GatedDeltaSpec | None:
+    def recurrent(self) -> RecurrentSpec | None:
         """The shape that all recurrent layers share; None: the model has none."""
-        return next((spec for spec in self.specs if isinstance(spec, GatedDeltaSpec)), None)
+        return next((spec for spec in self.specs if isinstance(spec, RecurrentSpec)), None)
 
     @property
     def num_recurrent(self) -> int:
         """The number of recurrent layers, which have no attention."""
-        return self.num_layers - len(self.attentions)
+        return len(self.specs) - len(self.attentions)
 
     @property
     def num_heads(self) -> int:
@@ -405,4 +567,4 @@ class ModelConfig:
 
     @property
     def has_windows(self) -> bool:
-        return any(layer.attention.window is not None for layer in self.layers)
+        return any(spec.window is not None for spec in self.specs)

@@ -53,9 +53,9 @@ def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> It
             yield f"{kv_heads} key-value heads"
     elif size % kv_heads or heads % size:
         yield f"{heads} query heads over {kv_heads} key-value heads"
-    if net is not None and net.key_heads % size:
-        yield f"{net.key_heads} key heads of recurrent layers"
-    mlps = {layer.mlp for layer in config.layers}
+    if net is not None and (problem := net.cannot_share(size)):
+        yield problem
+    mlps = set(config.mlps)
     shared = {mlp.experts.shared_size for mlp in mlps if mlp.experts} - {0}
     for width in sorted({mlp.size for mlp in mlps if not mlp.experts} | shared):
         if width % size:

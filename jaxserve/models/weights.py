@@ -19,21 +19,21 @@ from jax.sharding import Mesh
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.delta_net import delta_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.quantized import quantized_abstract, random_weight
+from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
-    GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
     QKNormSpec,
+    RecurrentSpec,
 )
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
@@ -166,7 +166,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
-        if layer.mlp.experts:
+        if layer.mlp is not None and layer.mlp.experts:
             made = expert_pieces(layer.mlp, hidden, names, i, has)
             pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
     return pieces
@@ -190,17 +190,18 @@ def layer_sources(
     hidden = model.config.hidden_size
     attention = spec.attention
     layer: dict[str, list[Source]] = {}
+    has = {"attention": attention is not None, "mlp": spec.mlp is not None}
     for name in _NORMS[spec.residual]:
-        layer |= norm_sources(name, spec.norm, hidden)
-    if isinstance(attention, GatedDeltaSpec):
-        layer |= delta_sources(attention, hidden, names)
-    else:
+        layer |= norm_sources(name, spec.norm, hidden) if has[name.partition("_")[0]] else {}
+    if isinstance(attention, RecurrentSpec):
+        layer |= recurrent_sources(attention, hidden, names)
+    elif attention is not None:
         order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
         if isinstance(attention, LatentAttentionSpec):
             layer |= latent_sources(attention, order, hidden)
         else:
             layer |= _attention(attention, model.kv_heads, order, names, hidden, inputs or hidden)
-    return layer if spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
+    return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
 def _attention(

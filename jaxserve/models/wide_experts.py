@@ -32,8 +32,10 @@ def with_whole_groups(config: ModelConfig, mesh: Mesh) -> ModelConfig:
         return config
 
     def stored(layer: LayerSpec) -> LayerSpec:
+        if layer.mlp is None or layer.mlp.experts is None:
+            return layer
         size = layer.mlp.size
-        if layer.mlp.experts is None or math.gcd(size // parts, GROUP) >= LEAST:
+        if math.gcd(size // parts, GROUP) >= LEAST:
             return layer
         whole = GROUP * parts
         return replace(layer, mlp=replace(layer.mlp, stored_size=-(-size // whole) * whole))
@@ -43,7 +45,10 @@ def with_whole_groups(config: ModelConfig, mesh: Mesh) -> ModelConfig:
 
 def as_in_files(decoder: Any) -> Any:
     """The decoder with experts as wide as the checkpoint has them."""
-    layers = tuple(replace(layer, mlp=replace(layer.mlp, stored_size=None)) for layer in decoder.config.layers)
+    layers = tuple(
+        layer if layer.mlp is None else replace(layer, mlp=replace(layer.mlp, stored_size=None))
+        for layer in decoder.config.layers
+    )
     return decoder.clone(config=replace(decoder.config, layers=layers))
 
 

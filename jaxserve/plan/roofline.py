@@ -16,7 +16,7 @@ from jaxserve.devices.targets import rates
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
 from jaxserve.models.quantized import STACKS
-from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec
+from jaxserve.models.spec import LatentAttentionSpec, RecurrentSpec
 from jaxserve.plan.deployment import Deployment
 
 # Bytes per second that a device sends to the others, by parts of a device_kind; the first match counts. From NVIDIA's
@@ -108,7 +108,7 @@ def assumed_launches(deployment: Deployment) -> int:
         return 0
     layers = deployment.plan.model.layers
     each = LAYER_LAUNCHES if deployment.devices == deployment.groups else SHARED_LAYER_LAUNCHES
-    mixtures = sum(layer.mlp.experts is not None for layer in layers)
+    mixtures = sum(layer.experts is not None for layer in layers)
     return each * len(layers) + MIXTURE_LAUNCHES * mixtures + OTHER_LAUNCHES
 
 
@@ -172,12 +172,12 @@ class Roofline:
         self._each = deployment.devices // deployment.groups
         self._hidden = model.hidden_size
         self.layers = model.num_layers
-        self._mixtures = sum(layer.mlp.experts is not None for layer in model.layers)
+        self._mixtures = sum(layer.experts is not None for layer in model.layers)
         self._itemsize = np.dtype(plan.dtype).itemsize
-        experts = next((layer.mlp.experts for layer in model.layers if layer.mlp.experts is not None), None)
+        experts = next((layer.experts for layer in model.layers if layer.experts is not None), None)
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
         self.weights = Weights.of(params, _head(plan), 1.0 - self._unused)
-        specs = [spec for spec in model.specs if not isinstance(spec, GatedDeltaSpec)]
+        specs = [spec for spec in model.specs if not isinstance(spec, RecurrentSpec)]
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
         self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)

@@ -24,31 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.pallas_kernels.operands import DeltaHeads
+from jaxserve.pallas_kernels.state_rows import Chunks, StateRows, convolve, in_chunks, read, write
 from jaxserve.pallas_kernels.types import DeltaState
 
 CHUNK = 64
 EPS = 1e-6  # added to the squared lengths of queries and keys
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-class DeltaRows(NamedTuple):
-    """The rows of a batch, and the slots whose states they read and write.
-
-    Attributes:
-      source: int32 [rows], the slot whose state a row continues from.
-      target: int32 [rows], the slot that gets the row's new state; the padding slot for rows that keep nothing.
-      fresh: bool [rows], whether the row begins its sequence. Its state is then zero, whatever the slot holds.
-      q_start: int32 [rows + 1], the index of each row's first token.
-      num_decodes: int32 scalar, the number of leading rows with one token. Token i belongs to row i there.
-      row: int32 [tokens], the row of each token.
-    """
-
-    source: jax.Array
-    target: jax.Array
-    fresh: jax.Array
-    q_start: jax.Array
-    num_decodes: jax.Array
-    row: jax.Array
 
 
 class Tokens(NamedTuple):
@@ -65,7 +46,7 @@ class Tokens(NamedTuple):
 def delta_net(
     heads: DeltaHeads,
     state: DeltaState,
-    rows: DeltaRows,
+    rows: StateRows,
     first: jax.Array | int = 0,
     *,
     key_dim: int,
@@ -86,53 +67,14 @@ def delta_net(
 
     Returns the results, float32 [tokens, key_heads, group, value_dim], and the states.
     """
-    clear = rows.fresh[:, None, None]
-    before = jnp.where(clear[..., None, None], 0.0, state.matrix[first + rows.source])
-    inputs = jnp.where(clear, 0.0, state.inputs[first + rows.source])
-    # Read once, before the states are overwritten. Otherwise XLA reads them for each use, and copies all states first.
-    before, inputs = lax.optimization_barrier((before, inputs))
+    before, inputs = read(state, rows, first)
     mixed, inputs = convolve(heads.qkv.astype(jnp.float32), heads.conv.astype(jnp.float32), inputs, rows)
     tokens = _tokens(activation(mixed), heads, key_dim, before.shape[2:])
-    one_each = tokens if decode_only else _at(tokens, jnp.minimum(rows.q_start[:-1], len(mixed) - 1))
-    out, after = update(one_each, before)
-    if not decode_only:
-        decodes = jnp.arange(len(rows.source)) < rows.num_decodes
-        after = jnp.where(decodes[:, None, None, None, None], after, before)
-        alone = jnp.pad(out, ((0, max(len(mixed) - len(out), 0)), (0, 0), (0, 0), (0, 0)))[: len(mixed)]
-        out, after = _chunks(tokens, alone, after, rows, static)
-    target = first + rows.target
-    return out, DeltaState(state.matrix.at[target].set(after), state.inputs.at[target].set(inputs))
-
-
-def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: DeltaRows) -> tuple[jax.Array, jax.Array]:
-    """The causal convolution of each channel over its row's tokens and those before them.
-
-    Args:
-      x: float32 [tokens, key_heads, channels].
-      w: float32 [key_heads, channels, width].
-      before: float32 [rows, key_heads, (width - 1) * channels], the last inputs before each row, the oldest first.
-
-    Returns the results, as x, and the last inputs at the end of each row, as `before`.
-    """
-    kept = w.shape[-1] - 1
-    width = w.shape[-1]
-    shape = before.shape
-    before = before.reshape(*shape[:2], kept, -1)
-    place = jnp.maximum(jnp.arange(len(x)) - rows.q_start[rows.row], 0)  # a token's index in its row
-    mixed = x * w[..., kept]
-    for back in range(1, width):
-        own = jnp.roll(x, back, axis=0)
-        older = before[rows.row, :, jnp.clip(kept + place - back, 0, kept - 1)]
-        mixed += jnp.where((place >= back)[:, None, None], own, older) * w[..., kept - back]
-    count = rows.q_start[1:] - rows.q_start[:-1]
-    each = jnp.arange(len(count))
-    last = []
-    for i in range(kept):
-        from_row = count - kept + i  # index of the row's token; below 0: index of an input before the row
-        own = x[jnp.clip(rows.q_start[:-1] + from_row, 0, len(x) - 1)]
-        older = before[each, :, jnp.clip(count + i, 0, kept - 1)]
-        last.append(jnp.where((from_row >= 0)[:, None, None], own, older))
-    return mixed, jnp.stack(last, axis=2).reshape(shape)
+    if decode_only:
+        out, after = update(tokens, before)
+    else:
+        out, after = in_chunks(tokens, before, rows, update, Chunks(CHUNK, _terms, _advance, static))
+    return out, write(state, DeltaState(after, inputs), rows, first)
 
 
 def _tokens(mixed: jax.Array, heads: DeltaHeads, key_dim: int, shape: tuple[int, ...]) -> Tokens:
@@ -144,10 +86,6 @@ def _tokens(mixed: jax.Array, heads: DeltaHeads, key_dim: int, shape: tuple[int,
     q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
     v = v.reshape(*v.shape[:2], shape[0], shape[2])
     return Tokens(unit(q) * key_dim**-0.5, unit(k), v, heads.decay, heads.rate)
-
-
-def _at(tokens: Tokens, index: jax.Array) -> Tokens:
-    return Tokens(*(x[index] for x in tokens))
 
 
 def update(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -207,41 +145,3 @@ def _advance(terms: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     out = einsum("hgik,hgkv->hgiv", terms.queries, state) + einsum("hgij,hgjv->hgiv", terms.scores, new)
     after = state * terms.decay[..., None, None] + einsum("hgik,hgiv->hgkv", terms.keys, new)
     return jnp.moveaxis(out, 2, 0), after
-
-
-def _chunks(
-    tokens: Tokens, out: jax.Array, states: jax.Array, rows: DeltaRows, static: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the chunks of all rows except decodes. `out` has the results of decodes, and `states` the states of all
-    rows before the chunks. Returns both with the results and the states of the other rows."""
-    count = rows.q_start[1:] - rows.q_start[:-1]
-    count = jnp.where(jnp.arange(len(count)) < rows.num_decodes, 0, count)
-    ends = jnp.cumsum(-(-count // CHUNK))  # for each row, the number of chunks up to its last one
-    most = len(out) // CHUNK + len(count)
-    padded = Tokens(*(jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for x in tokens))
-    out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0), (0, 0)))
-
-    def place(chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(row of a chunk, its first token, which of its tokens count). Chunks behind the last one have no tokens."""
-        row = jnp.minimum(jnp.sum(ends <= chunk), len(count) - 1)
-        before = CHUNK * (chunk - (ends[row] - (-(-count[row] // CHUNK))))
-        start = jnp.minimum(rows.q_start[row] + before, len(out) - CHUNK)
-        return row, start, (jnp.arange(CHUNK) < count[row] - before) & (chunk < ends[-1])
-
-    def terms(chunk: jax.Array) -> Terms:
-        _, start, valid = place(chunk)
-        return _terms(Tokens(*(lax.dynamic_slice_in_dim(x, start, CHUNK) for x in padded)), valid)
-
-    every = jax.vmap(terms)(jnp.arange(most)) if static else None
-
-    def one(chunk: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        out, states = carry
-        row, start, valid = place(chunk)
-        ours = terms(chunk) if every is None else jax.tree.map(lambda x: x[chunk], every)
-        new, state = _advance(ours, states[row])
-        old = lax.dynamic_slice_in_dim(out, start, CHUNK)
-        new = jnp.where(valid[:, None, None, None], new, old)
-        return lax.dynamic_update_slice_in_dim(out, new, start, 0), states.at[row].set(state)
-
-    out, states = lax.fori_loop(0, most if static else ends[-1], one, (out, states))
-    return out[:-CHUNK], states

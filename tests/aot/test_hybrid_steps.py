@@ -82,6 +82,41 @@ def test_states_stay_in_place(decode, target, page_size, tmp_path):
     assert memory.temp_size_in_bytes < (6 if decode else 12) * ROWS * STATE / mesh.size + 2**29
 
 
+_SMALL = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 65536}
+OTHER_MODELS = {  # of four layers the second has attention
+    "lfm2": _SMALL | {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "intermediate_size": 12288,
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True, "hidden_act": None,
+        "rms_norm_eps": None,
+    },
+    "granite": _SMALL | {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 2048,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 8192,
+        "num_local_experts": 0, "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("target", ["h200x1", "h200x2", "v6e-4"])
+@pytest.mark.parametrize("model", OTHER_MODELS)
+def test_other_states_stay_in_place(model, target, decode, tmp_path):
+    page_size = 16 if target.startswith("h200") else 128
+    static = target.startswith("h200") or None
+    runner, _ = make_runner(
+        tmp_path, target, "auto", page_size, 4, "bf16", slots=SLOTS, static=static, **OTHER_MODELS[model]
+    )
+    shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), page_size, decode_only=decode)
+    compiled = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()
+    text = compiled.as_text()
+    assert target.startswith("v") or host_waits(text) == []
+    states = 3 * (SLOTS + 1)
+    copies = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{states},.*\bcopy(-start)?\(", line)]
+    assert [line for line in copies if "S(1)" not in line] == []
+    assert compiled.memory_analysis().alias_size_in_bytes > runner.layout.state_bytes(runner.mesh)
+
+
 @pytest.mark.parametrize("target", ["h200x2", pytest.param("v6e-4", marks=pytest.mark.slow)])
 def test_snapshots_are_copied_alone(target, tmp_path):
     """A copy between slots and snapshots moves these states, and leaves the arrays where they are."""

@@ -49,7 +49,8 @@ def test_logits_and_greedy_tokens(case, model_folders):
     for i, prompt in enumerate(prompts):
         expected = golden[f"logits_{i}"]
         rows = jnp.asarray(of_prompt[i][len(prompt) - len(expected) : len(prompt)])
-        actual = np.asarray(engine.runner.model.apply(variables, rows, engine.runner.model.ops, method="logits"))
+        ops = engine.runner.model.ops
+        actual = np.asarray(engine.runner.model.apply(variables, rows, ops, method="logits"))
         scale = np.abs(expected).max()
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * scale, err_msg=f"prompt {i}")
         assert results[i].token_ids == golden[f"tokens_{i}"].tolist(), f"prompt {i}"

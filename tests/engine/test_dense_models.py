@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_models import IMAGE_CASES
 from moe_models import MOE_CASES
+from recurrent_models import RECURRENT_CASES
 from safetensors.numpy import load_file, save_file
 from tiny_models import CASES
 
@@ -237,9 +238,9 @@ VALUES = st.one_of(
 
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None)
-@given(case=st.sampled_from(sorted(DENSE_CASES)), data=st.data())
+@given(case=st.sampled_from(sorted(DENSE_CASES | RECURRENT_CASES)), data=st.data())
 def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
-    values = copy.deepcopy(DENSE_CASES[case].config)
+    values = copy.deepcopy(CASES[case].config)
     for _ in range(data.draw(st.integers(1, 3))):
         place = values
         for key in ("rope_scaling", "rope_parameters", "full_attention"):

@@ -30,7 +30,8 @@ from jaxserve.types import InvalidRequestError
 pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-CASES = "qwen3_next_odd", "qwen3_next_groups", *RECURRENT_CASES
+CASES = "qwen3_next_groups", "qwen3_next_odd", *RECURRENT_CASES
+KINDS = ["lfm2_tied", "granite_hybrid_dense"]  # one for each kind of recurrent layer but gated delta nets
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
 SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole", "olmo_hybrid_still"
 
@@ -78,11 +79,11 @@ def test_several_tokens_a_call(static, model_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_prompts_that_part(devices, model_folders):
+@pytest.mark.parametrize(("devices", "case"), [(1, KINDS[0]), (2, KINDS[0]), *((1, case) for case in KINDS[1:])])
+def test_prompts_that_part(devices, case, model_folders):
     """The second prompt shows where others part from the first: its steps end there, and the third begins there. A
     sequence that begins from a snapshot says what it says without."""
-    prompt, tokens = golden(SPLIT)[3]
+    prompt, tokens = golden(case)[3]
     others = [prompt[:100] + [5 + i] * 20 for i in range(3)]
     options = {"rows": 4, "tokens": 32, "tensor_parallel_size": devices, "max_num_seqs": 4}
 
@@ -91,10 +92,10 @@ def test_prompts_that_part(devices, model_folders):
             run_all(engine, request(f"{tag}{i}", one, max_tokens=20))[f"{tag}{i}", 0] for i, one in enumerate(others)
         ]
 
-    plain = make_engine(model_folders(SPLIT), prefix_caching=False, **options)
+    plain = make_engine(model_folders(case), prefix_caching=False, **options)
     expected = [result.token_ids for result in run(plain, "plain")]
     assert plain.runner.layout.states.snapshots == 0
-    engine = make_engine(model_folders(SPLIT), state_snapshots=3, **options)
+    engine = make_engine(model_folders(case), state_snapshots=3, **options)
     assert run_all(engine, request("first", prompt, max_tokens=64))["first", 0].token_ids == tokens
     results = run(engine, "")
     assert [result.token_ids for result in results] == expected
@@ -112,7 +113,7 @@ def test_no_place_for_snapshots(model_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SPLITS)
+@pytest.mark.parametrize("case", [*SPLITS, *KINDS])
 def test_preempted(case, model_folders):
     engine = make_engine(model_folders(case), rows=8, tokens=64, kv_pages=30, max_model_len=200)
     check(engine, case)
@@ -152,6 +153,32 @@ def test_fp8_in_blocks(devices, tmp_path):
     scores = [[entry.logprob for entry in result.prompt_logprobs[1:]] for result in found]
     np.testing.assert_allclose(*scores, atol=2e-3)
     assert found[0].token_ids == found[1].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [("lfm2_odd", 2), ("lfm2_tied", 4), ("granite_hybrid_dense", 2), ("bamba_groups", 4), ("nemotron_h_experts", 2)],
+)
+def test_shared_by_devices(case, devices, model_folders):
+    engine = make_engine(model_folders(case), rows=8, tokens=64, tensor_parallel_size=devices)
+    check(engine, case)
+    layout = engine.runner.layout
+    states = jax.tree.leaves(engine.runner.cache[layout.num_arrays :])
+    held = sum(x.addressable_shards[0].data.nbytes for x in states)
+    assert held == layout.state_bytes(engine.runner.mesh) < sum(x.nbytes for x in states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts"])
+def test_in_bfloat16(case, model_folders):
+    """Activations and weights are as narrow as this, states are not: no type is mixed up."""
+    recorded = np.load(GOLDENS / f"{case}.npz")
+    prompt = [*recorded["prompt_3"].tolist(), *recorded["tokens_3"].tolist()]
+    engine = make_engine(model_folders(case), tokens=320, tensor_parallel_size=2, dtype="bfloat16")
+    result = generate(engine, request("0", prompt, max_tokens=1, prompt_logprobs=0))[0]
+    found = [entry.logprob for entry in result.prompt_logprobs[len(recorded["prompt_3"]) :]]
+    assert np.median(np.abs(np.array(found) - recorded["logprobs_3"])) < 0.1
 
 
 @pytest.mark.slow

@@ -35,8 +35,12 @@ PUBLISHED = {
 OWN_CODE = {"InternLM3ForCausalLM", "MiniCPMForCausalLM"}  # repositories bring the code; transformers has none
 LAYERS = 6
 _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
+_CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
+_MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 NEEDED = {
+    "BambaForCausalLM": {"attn_layer_indices": [2]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
@@ -58,6 +62,8 @@ EFFECTIVE = {
     "Ernie4_5_MoeForCausalLM": {"moe_layer_end_index": 3},
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1},
     "GptOssForCausalLM": {"swiglu_limit": 6.0},
+    "Lfm2ForCausalLM": {"layer_types": _CONVOLUTIONS, "block_multiple_of": 250},
+    "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "Qwen2MoeForCausalLM": {
@@ -70,6 +76,7 @@ EFFECTIVE = {
 }  # fmt: skip
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
+    "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
@@ -88,12 +95,21 @@ WITHOUT_EFFECT = {
     },
     "ExaoneMoeForCausalLM": {"sliding_window_pattern"},
     "HYV3ForCausalLM": {"enable_moe_fp32_combine"},  # a matter of rounding
+    "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
+    "NemotronHForCausalLM": {
+        "chunk_size",
+        "num_logits_to_keep",
+        "rescale_prenorm_residual",
+        "time_step_floor",
+        "time_step_max",
+        "use_mamba_kernels",
+    },
 }
 # Settings that transformers reads outside of a model's source, or that are part of every config.
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}
 # Read by config classes, which then write another window, another rope_parameters, or have a property that the model
 # reads. The class of Cohere2Moe has rope_scaling without a use; it is refused.
-BY_CLASS = {"use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base"}
+BY_CLASS = {"use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices"}
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 

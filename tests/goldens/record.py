@@ -4,6 +4,7 @@ Needs torch; see README.md beside this file.
 """
 
 import argparse
+import inspect
 import json
 import sys
 import tempfile
@@ -88,6 +89,8 @@ def check_manifest(model: PreTrainedModel, name: str) -> None:
 def greedy(model: PreTrainedModel, prompt: np.ndarray) -> Greedy:
     """Plain greedy decoding with the KV cache, whatever token comes."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    # Bamba takes every token that comes alone for the first, unless it is given the position.
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     out = model(ids, use_cache=True)
     logits = out.logits[0, -LAST_POSITIONS:].numpy().copy()
     tokens = []
@@ -101,7 +104,8 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray) -> Greedy:
         logprobs.append(float(torch.log_softmax(last, -1)[tokens[-1]]))
         if len(tokens) == NEW_TOKENS:
             return Greedy(logits, np.array(tokens, np.int32), np.array(logprobs, np.float32), min(margins))
-        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+        positions = {"position_ids": torch.tensor([[len(prompt) + len(tokens) - 1]])} if takes_positions else {}
+        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True, **positions)
 
 
 @torch.inference_mode()

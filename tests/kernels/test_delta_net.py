@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from state_steps import Steps
 
-from jaxserve.pallas_kernels.delta_net.reference import CHUNK, DeltaRows, delta_net
+from jaxserve.pallas_kernels.delta_net.reference import CHUNK, delta_net
 from jaxserve.pallas_kernels.operands import DeltaHeads
+from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import DeltaState
 
 HEADS = 2
@@ -18,7 +21,6 @@ GROUP = 3
 KEY = 10
 VALUE = 7
 WIDTH = 4
-SLOTS = 9
 CHANNELS = 2 * KEY + GROUP * VALUE
 
 
@@ -65,67 +67,20 @@ def oracle(given: Sequences, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return np.reshape(out, (-1, HEADS, GROUP, VALUE)), matrix, x[-(WIDTH - 1) :].swapaxes(0, 1).reshape(HEADS, -1)
 
 
-class Runner:
-    """Steps over sequences, sequence i in slot `slot[i]` of the second of two layers."""
-
+class Runner(Steps):
     def __init__(self, given: Sequences, slot: list[int], **options: Any):
-        self.given = given
-        self.slot = slot
-        self.done = [0] * len(slot)
-        rng = np.random.default_rng(99)  # slots hold what sequences before left there
-        matrix = rng.normal(size=(2 * (SLOTS + 1), HEADS, GROUP, KEY, VALUE))
-        inputs = rng.normal(size=(2 * (SLOTS + 1), HEADS, (WIDTH - 1) * CHANNELS))
-        self.state = DeltaState(jnp.asarray(matrix, jnp.float32), jnp.asarray(inputs, jnp.float32))
-        self.first = SLOTS + 1
-        self.run = jax.jit(
-            lambda heads, state, rows, decode_only: delta_net(
-                heads, state, rows, self.first, key_dim=KEY, activation=jax.nn.silu, decode_only=decode_only, **options
-            ),
-            static_argnums=3,
-        )
-        self.out: list[list[np.ndarray]] = [[] for _ in slot]
+        conv = jnp.asarray(given.conv, jnp.float32)
+        self.all = given
 
-    def step(self, counts: dict[int, int], tokens: int, rows: int, *, keeps: bool = True, decode_only=False) -> None:
-        """The next `counts[i]` tokens of sequences, rows of one token first, in a bucket of `tokens` and `rows`."""
-        order = sorted(counts, key=lambda i: counts[i] > 1)
-        starts = np.cumsum([0, *(counts[i] for i in order)])
-        q_start = np.full(rows + 1, starts[-1], np.int32)
-        q_start[: len(starts)] = starts
-        source = np.full(rows, SLOTS, np.int32)
-        source[: len(order)] = [self.slot[i] for i in order]
-        fresh = np.ones(rows, bool)
-        fresh[: len(order)] = [self.done[i] == 0 for i in order]
-        of_token = np.minimum(np.searchsorted(q_start, np.arange(tokens), side="right") - 1, rows - 1)
-        packed = []
-        for values in self.given[:3]:
-            parts = [values[i][self.done[i] : self.done[i] + counts[i]] for i in order]
-            whole = np.concatenate(parts)
-            padding = np.full((tokens - len(whole), *whole.shape[1:]), 0.5 if values is self.given.qkv else -0.5)
-            packed.append(jnp.asarray(np.concatenate([whole, padding]), jnp.float32))
-        heads = DeltaHeads(*packed, jnp.asarray(self.given.conv, jnp.float32))
-        decodes = sum(counts[i] == 1 for i in order)
-        where = DeltaRows(*map(jnp.asarray, (source, source if keeps else np.full_like(source, SLOTS), fresh, q_start)),
-                          jnp.int32(decodes), jnp.asarray(of_token, jnp.int32))  # fmt: skip
-        before = self.state
-        out, self.state = self.run(heads, self.state, where, decode_only)
-        changed = {self.first + SLOTS} | ({self.first + self.slot[i] for i in order} if keeps else set())
-        kept = [i for i in range(2 * (SLOTS + 1)) if i not in changed]
-        for old, new in zip(before, self.state, strict=True):
-            np.testing.assert_array_equal(old[jnp.asarray(kept)], new[jnp.asarray(kept)])
-        if keeps:
-            for at, i in enumerate(order):
-                self.out[i].append(np.asarray(out[starts[at] : starts[at + 1]]))
-                self.done[i] += counts[i]
+        def operation(inputs: list, state: DeltaState, rows: StateRows, first: int, decode_only: bool) -> Any:
+            more: Any = {"key_dim": KEY, "activation": jax.nn.silu, "decode_only": decode_only}
+            return delta_net(DeltaHeads(*inputs, conv), state, rows, first, **more, **options)
+
+        shapes: Any = DeltaState((HEADS, GROUP, KEY, VALUE), (HEADS, (WIDTH - 1) * CHANNELS))
+        super().__init__(given[:3], slot, shapes, operation)
 
     def check(self, rtol: float = 1e-5) -> None:
-        for i, slot in enumerate(self.slot):
-            out, matrix, inputs = oracle(self.given, i)
-            for ours, theirs in (
-                (np.concatenate(self.out[i]), out),
-                (self.state.matrix[self.first + slot], matrix),
-                (self.state.inputs[self.first + slot], inputs),
-            ):
-                np.testing.assert_allclose(ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max())
+        self.compare(partial(oracle, self.all), rtol)
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -134,7 +134,7 @@ def exact_route(logits, router, correction):
         own = np.argsort(-np.where(allowed, order, -np.inf))[: router.top_k]
         weights = scores[own]
         if router.normalized:
-            weights = weights / max(weights.sum(), router.least_sum, 1e-20)
+            weights = weights / (max(weights.sum(), router.least_sum, 1e-20) + router.sum_offset)
         found.append((own.tolist(), weights * router.scale))
     return found
 
@@ -149,6 +149,7 @@ def exact_route(logits, router, correction):
         {"groups": 3, "top_groups": 1, "normalized": True},
         {"corrected": True, "least_sum": 0.4},
         {"least_sum": 1e-12, "scale": 0.5},
+        {"sum_offset": 0.3},
     ],
 )
 def test_routers(choices):

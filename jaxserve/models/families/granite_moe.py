@@ -28,8 +28,8 @@ def _read(hf: HFConfig, family: str = "granite_moe", shared: int = 0) -> ModelCo
     dense = read_granite(hf, family)
     router = Router(top_k=hf.take("num_experts_per_tok", 2))
     experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router, shared_size=shared)
-    layers = tuple(replace(layer, mlp=replace(layer.mlp, experts=experts)) for layer in dense.layers)
-    return replace(dense, layers=layers)
+    (mlp,) = set(dense.mlps)
+    return replace(dense, layers=tuple(replace(layer, mlp=replace(mlp, experts=experts)) for layer in dense.layers))
 
 
 def _read_shared(hf: HFConfig) -> ModelConfig:
