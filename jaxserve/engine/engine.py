@@ -101,8 +101,7 @@ class Engine:
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
-        # A step that waits for weights leaves nothing to do ahead.
-        self._schedules_ahead = config.async_scheduling and not config.cpu_offload_gib
+        self._schedules_ahead = config.async_scheduling and not config.cpu_offload_gib  # which steps wait for
         self._arrivals, self._seeds, self.adapters = 0, Seeds(config), Adapters.of(config, runner)
         self._allocate()
 
@@ -338,9 +337,8 @@ class Engine:
         """How many tokens a row may sample in the next call."""
         scheduler = self.scheduler
         running = self.scheduler.running
-        lengths = self.runner.programs.lengths(
-            self.shapes, max(map(running.num_running, range(running.device_groups))), running.batch.sampler
-        )
+        most = max(map(running.num_running, range(running.device_groups)))
+        lengths = self.runner.programs.lengths(self.shapes, most, running.batch.sampler)
         holds_up = scheduler.holds_up or (self.adapters is not None and self.adapters.uploading)
         return self.pace.tokens_per_call(lengths, watched=scheduler.num_streaming > 0, holds_up=holds_up)
 

@@ -57,7 +57,6 @@ class DecoderLayer(nn.Module):
         attention_module = self._attention()
         mlp_module = self._mlp()
         scale = self.spec.residual_scale
-        normed_last = self.spec.residual in ("post", "sandwich")  # what is added to x is then scaled behind this norm
 
         def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
             return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y, reader)
@@ -69,12 +68,10 @@ class DecoderLayer(nn.Module):
             return y if scale == 1.0 else Partials((y.reduce(x.dtype) * jnp.asarray(scale, x.dtype))[None])
 
         def attention(x: Any) -> Partials:
-            y = attention_module(x, ropes, attend, ops)
-            return y if normed_last else scaled(y)
+            return attention_module(x, ropes, attend, ops)
 
         def mlp(x: Any) -> Partials:
-            y = mlp_module(x, ops)
-            return y if normed_last else scaled(y)
+            return mlp_module(x, ops)
 
         of_qkv = reader(self, ops, "attention", self._only_reader)
         of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp is None or self.spec.mlp.gated else "up")
@@ -82,10 +79,10 @@ class DecoderLayer(nn.Module):
             case "pre":
                 if self.spec.attention is not None:
                     x, inputs = norm("attention_norm", x, y, of_qkv)
-                    y = attention(inputs)
+                    y = scaled(attention(inputs))
                 if self.spec.mlp is not None:
                     x, inputs = norm("mlp_norm", x, y, of_mlp)
-                    y = mlp(inputs)
+                    y = scaled(mlp(inputs))
                 return x, y
             case "sandwich":
                 x, inputs = norm("attention_norm", x, y, of_qkv)
@@ -97,15 +94,15 @@ class DecoderLayer(nn.Module):
                 return x, normed("mlp_out_norm", mlp(x))
             case "post_ln":
                 x = added(x, y)
-                x = norm("attention_norm", x, attention(x))[1]
-                return norm("mlp_norm", x, mlp(x))[1], None
+                x = norm("attention_norm", x, scaled(attention(x)))[1]
+                return norm("mlp_norm", x, scaled(mlp(x)))[1], None
             case "parallel":
                 x, inputs = norm("attention_norm", x, y)
-                return x, Partials((attention(inputs).reduce(x.dtype) + mlp(inputs).reduce(x.dtype))[None])
+                return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(inputs).reduce(x.dtype))[None]))
             case "parallel_two_norms":
                 x, inputs = norm("attention_norm", x, y)
                 others = norm("mlp_norm", x)[1]
-                return x, Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None])
+                return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None]))
 
     @property
     def _only_reader(self) -> str:

@@ -271,7 +271,7 @@ def test_forms_of_the_projections():
         sources = delta_sources(spec, 7, names)
         hosts = {path: np.full(shape, np.nan, np.float32) for path, shape in shapes.items()}
         for path, host in hosts.items():
-            for source in sources[f"attention/{path}"]:
+            for source in sources[path]:
                 piece = source.piece(names, 0)
                 assert form[piece.name].shape == piece.shape
                 put_piece(host, piece, form[piece.name])

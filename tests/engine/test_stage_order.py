@@ -37,7 +37,7 @@ class NullStage:
 
     def __init__(self, number: int, count: int):
         self.mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=number)]), number=number)
-        layer = SimpleNamespace(mlp=SimpleNamespace(experts=None))
+        layer = SimpleNamespace(experts=None)
         self.model = SimpleNamespace(config=SimpleNamespace(hidden_size=4, layers=[layer] * count), dtype=np.float32)
         self.stage = Stage(number, number + 1, count)
 
