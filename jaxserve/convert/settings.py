@@ -8,7 +8,7 @@ from jaxserve.setting import ConfigError, check_settings, documented, one_of, se
 
 SCHEMES = ("int8", "int4", "fp8", "int8-dynamic", "fp8-dynamic")
 GROUP_SIZES = (128, 64, 32)
-TOPIC = "conversion"
+TOPIC = "conversion"  # --help of these commands has no topics, but a setting without one has no flag
 
 
 @documented

@@ -101,7 +101,7 @@ class Engine:
         self.timeline = Timeline(config.profile_dir)
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
-        self._schedules_ahead = config.async_scheduling and not config.cpu_offload_gib  # which steps wait for
+        self._schedules_ahead = config.async_scheduling and not config.cpu_offload_gib  # whose copies steps wait for
         self._arrivals, self._seeds, self.adapters = 0, Seeds(config), Adapters.of(config, runner)
         self._allocate()
 

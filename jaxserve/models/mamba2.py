@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) in the place of attention: its projections, and the norm and gate of its
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) in the place of attention: its projections, and the gate and norm of its
 results."""
 
 from __future__ import annotations
@@ -71,17 +71,15 @@ class Mamba2(nn.Module):
         return found | {f"{name}_bias": bias}
 
     def _gated(self, out: jax.Array, z: jax.Array) -> jax.Array:
-        """The norm over each group's channels, and the gate z; float32 [tokens, channels]."""
+        """The gate z, then the norm over each group's channels; float32 [tokens, channels]."""
         spec = self.spec
         gate = jax.nn.silu(z.astype(jnp.float32))
         if spec.norm is None:
             return out * gate
         scale = value_of(weight(self, "norm", nn.initializers.ones, ("kv_heads",), (spec.channels,), self.dtype))
-        if not spec.norm_before_gate:
-            out = out * gate
+        out = out * gate
         out = normalize(out.reshape(len(out), spec.groups, -1), spec.norm, None, None).reshape(out.shape)
-        out = out * scale.astype(jnp.float32)
-        return out * gate if spec.norm_before_gate else out
+        return out * scale.astype(jnp.float32)
 
 
 def mamba_sources(spec: Mamba2Spec, hidden: int, _: Names) -> dict[str, list[Source]]:

@@ -302,9 +302,8 @@ class Mamba2Spec(RecurrentSpec):
       conv_width: tokens that the convolution over x, B and C sees, a token itself included.
       conv_bias, bias: whether the convolution has a bias, and whether the projections have.
       activation: applied to the results of the convolution.
-      norm: over the results of a group's heads, with a scale for each channel; None: there is no norm.
-      norm_before_gate: whether the silu of a projection of the layer's input multiplies the results behind the norm,
-        instead of before it.
+      norm: over the results of a group's heads, with a scale for each channel, behind the gate, which is the silu of a
+        projection of the layer's input. None: there is no norm.
       least_step: steps are at least this.
     """
 
@@ -317,7 +316,6 @@ class Mamba2Spec(RecurrentSpec):
     bias: bool = False
     activation: Activation = "silu"
     norm: NormSpec | None = None
-    norm_before_gate: bool = False
     least_step: float = 0.0
 
     def __post_init__(self) -> None:

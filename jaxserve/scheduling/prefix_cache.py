@@ -36,12 +36,13 @@ class Prefixes:
         is_latest = last is not None and last.gains == gains
         if last and is_latest and last.needed > room:
             return False
-        cached = last.pages if last and is_latest and last.losses == blocks.losses else None
-        if cached is None:
+        if last and is_latest and last.losses == blocks.losses:
+            cached = last.pages
+        elif blocks.prefix_caching and not seq.scores_prompt:  # never its last token, which is always computed
+            full = (len(seq.tokens) - 1) // blocks.page_size
+            cached = blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, blocks.page_size))
+        else:
             cached = []
-            if blocks.prefix_caching and not seq.scores_prompt:  # never its last token, which is always computed
-                full = (len(seq.tokens) - 1) // blocks.page_size
-                cached = blocks.match(seq.root_hash, seq.page_hashes(seq.tokens, full, blocks.page_size))
         needed = blocks.needed_pages(len(seq.tokens), cached, step)
         seq.lookups[seq.group] = Lookup(cached, needed, gains, blocks.losses)
         return needed <= room
