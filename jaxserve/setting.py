@@ -51,6 +51,12 @@ def between(low: float, high: float, unit: str = "") -> Rule:
     return Rule(text, lambda value: type(value) in kinds and low <= value <= high, low=low, high=high)
 
 
+def at_least(low: float) -> Rule:
+    """Numbers from `low` on: whole ones, unless `low` is a float."""
+    kinds = (int,) if isinstance(low, int) else (int, float)
+    return Rule(f"at least {low:g}", lambda value: type(value) in kinds and low <= value, low=low)
+
+
 def in_range(low: float, high: float, unit: str = "") -> Rule:
     """Numbers from `low` to `high`, with fractions."""
     text = f"in [{low}, {high}] {unit}".rstrip()
@@ -162,7 +168,9 @@ def setting(
         other_values=other_values or {},
         options=options,
     )
-    how: dict[str, Any] = {"default": default} if not isinstance(default, dict) else {"default_factory": default.copy}
+    how: dict[str, Any] = {"default": default}
+    if isinstance(default, dict | list):
+        how = {"default_factory": default.copy}
     return dataclasses.field(**how, repr=not secret, metadata={"setting": known})
 
 

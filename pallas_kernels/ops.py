@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.short_conv import short_conv
 from jaxserve.pallas_kernels.types import (
+    AttentionOptions,
     BlockArray,
     ConvState,
     DeltaState,
@@ -369,7 +370,7 @@ class Ops:
 
     def attend(
         self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
-        *, eps: float, dtype: Any, **options: Any,
+        *, eps: float, dtype: Any, **options: Unpack[AttentionOptions],
     ) -> tuple[jax.Array, KVPages]:  # fmt: skip
         """Writes a layer's new keys and values to the pages, then computes attention. `rows` and the options are
         arguments of `paged_attention`."""

@@ -12,7 +12,7 @@ weighted parts. Devices exchange queries, logarithms, and parts, which are added
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from jaxserve.pallas_kernels.operands import Heads, LatentHeads, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.paged_attention.reference import Share
-from jaxserve.pallas_kernels.types import KVPages, LatentPages
+from jaxserve.pallas_kernels.types import AttentionOptions, KVPages, LatentPages
 
 
 def attend(
     ops: Ops, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...],
-    first_page: jax.Array | int, *, axis: str, eps: float, dtype: Any, **options: Any,
+    first_page: jax.Array | int, *, axis: str, eps: float, dtype: Any, **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, KVPages]:  # fmt: skip
     """`Ops.attend`, called by each device of a mesh for its heads and its share of the tokens. The devices along `axis`
     of the mesh have the same key-value heads and different queries. `slots` are those of `own_slots`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,16 @@ class KVPages(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.data.shape[4]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """How scores are made; see `paged_attention.reference.paged_attention`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: jax.Array | None
+    decode_only: bool
 
 
 class LatentPages(NamedTuple):

@@ -7,9 +7,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING
 from typing import Any
 
-from jaxserve.setting import PLAIN, Setting
+from jaxserve.setting import PLAIN, Setting, settings_of
 
 _WIDEST = 120  # columns
 _COLUMN = 34  # where texts begin
@@ -43,6 +44,8 @@ def setting_of(action: argparse.Action) -> Setting | None:
 
 def settings_page(parser: CommandParser) -> str:
     """docs/settings.md: all settings of a command, as its help has them, and what there is to say beyond that."""
+    from jaxserve.ray.settings import RaySettings  # only this page needs them
+
     lines = [
         "# Settings",
         "",
@@ -53,6 +56,12 @@ def settings_page(parser: CommandParser) -> str:
     for name, title in TOPICS.items():
         lines += ["", f"## {title}", "", "| flag | what it sets |", "|---|---|"]
         lines += _rows(_of_topic(parser, name, usual=True) + _of_topic(parser, name, usual=False))
+    lines += ["", "## Replicas on Ray (the file of `jaxserve ray deploy`)", ""]
+    lines += ["| setting | what it sets |", "|---|---|"]
+    for known in settings_of(RaySettings).values():
+        given = "" if known.default in (MISSING, [], {}) else f" (default: {known.default})"
+        bounds = "" if known.rule is None else f" Values: {known.rule.text}."
+        lines.append(f"| `{known.name}` | {known.help}{given}. {known.more}".rstrip() + f"{bounds} |")
     return "\n".join(lines) + "\n"
 
 

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def load_draft(
-    config: EngineConfig, target: ModelPlan, devices: list[jax.Device] | None, **options: Any
+    config: EngineConfig, target: ModelPlan, devices: list[jax.Device] | None, *, static: bool | None = None
 ) -> Sized | None:
-    """The draft model that the settings name, if they do. `options` are those of `ModelRunner`.
+    """The draft model that the settings name, if they do. static: see `ModelRunner`.
 
     Raises ConfigError for a model that does not go with the target.
     """
@@ -50,7 +50,7 @@ def load_draft(
     _check(plan, target, given.model, config.model)
     params = make_params(plan.decoder, plan.folder, plan.mesh, settings, progress=False)
     decoder, params = check_kernels(plan.decoder, params, plan.mesh, config.matmul_backend)
-    runner = ModelRunner(decoder, params, plan.mesh, config.max_num_seqs, 1, **options)
+    runner = ModelRunner(decoder, params, plan.mesh, config.max_num_seqs, 1, static=static)
     runner.set_cache_size(plan.one_page, -(-target.longest // plan.one_page.page_size))
     log.info("loaded the draft model %s in %.1f s", given.model, time.perf_counter() - start)
     return Sized(runner, plan.one_page)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve import heap
 from jaxserve.bundles.program_cache import ProgramCache
-from jaxserve.config import MAX_TOKENS_PER_CALL, ConfigError, EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import enable_compile_cache
 from jaxserve.devices.mesh import num_devices, num_groups, on_one_cpu
 from jaxserve.devices.platforms import check_platform
@@ -146,7 +146,7 @@ def load_models(
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.kept = ProgramCache.of(config, runner, cache)
-    draft = load_draft(config, plan, devices, max_tokens_per_call=MAX_TOKENS_PER_CALL, static=static_steps)
+    draft = load_draft(config, plan, devices, static=static_steps)
     if draft is not None:
         runner.beside = [draft.runner]
         draft.runner.beside = [runner]

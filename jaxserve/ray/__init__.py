@@ -12,6 +12,6 @@ def app(settings: dict[str, Any]) -> Any:
     """Builds the application for `serve run jaxserve.ray:app model=demo` and for Serve's own config files, which give
     RaySettings as `args`. Raises ValueError for settings that are unknown or wrong."""
     from jaxserve.ray.application import build
-    from jaxserve.ray.settings import settings_of
+    from jaxserve.ray.settings import RaySettings
 
-    return build(settings_of(settings))
+    return build(RaySettings.of(settings))

@@ -28,8 +28,13 @@ class GroupBlocks:
     """The pages of all groups, for what concerns single pages or all of them. `parts` are the groups' own, which hand
     pages out and find prefixes. Each has `num_pages` numbers, the first of which stands for its null page."""
 
-    def __init__(self, groups: int, num_pages: int, page_size: int, **options: Any):
-        self.parts = [BlockManager(num_pages, page_size, first=i * num_pages, **options) for i in range(groups)]
+    def __init__(
+        self, groups: int, num_pages: int, page_size: int, *, prefix_caching: bool = True, windows: Windows = (None,)
+    ):
+        self.parts = [
+            BlockManager(num_pages, page_size, prefix_caching=prefix_caching, windows=windows, first=i * num_pages)
+            for i in range(groups)
+        ]
         self._each = num_pages
         one = self.parts[0]
         self.num_pages = groups * num_pages

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ from jaxserve.pallas_kernels.paged_attention.tpu_plan import (
 )
 from jaxserve.pallas_kernels.registry import AttentionProblem, Device
 from jaxserve.pallas_kernels.tpu_dma import vmem_bytes
-from jaxserve.pallas_kernels.types import KVPages
+from jaxserve.pallas_kernels.types import AttentionOptions, KVPages
 
 __all__ = ["paged_attention", "why_not", "write_and_attend", "write_kv"]
 
@@ -71,8 +71,8 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
             f"take --page-size {LANES}"
         )
     limit = vmem_bytes(device.kind)
-    options = {"scale": 1.0, "window": None, "softcap": None}
-    need = max(make_plan(problem, tokens, BLOCK, **options, writes=tokens == 1).vmem_bytes for tokens in (1, TILE))
+    options: AttentionOptions = {"scale": 1.0, "window": None, "softcap": None}
+    need = max(make_plan(problem, tokens, BLOCK, writes=tokens == 1, **options).vmem_bytes for tokens in (1, TILE))
     need = max(need, write_vmem_bytes(problem.kv_heads, problem.head_dim))
     if need > limit:
         return f"the kernels need {need >> 20} MiB of VMEM, {device.kind} gives them {limit >> 20}; take smaller pages"
@@ -101,7 +101,7 @@ def paged_attention(
     up to one: tiles take that space anyway, and with narrower pages XLA's default layout makes it copy the cache at
     each call.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap}
     batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
     out, _ = _decode(batch, pages)
     return _whole(batch, out, None if decode_only else _prompts(batch, pages))
@@ -131,7 +131,7 @@ def write_and_attend(
     A decode's slot is the last of its row, or -1. No two decodes may write to one page, and no row may read a page that
     another one writes.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap}
     batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
     if not decode_only:
         pages = write_kv(pages, k, v, jnp.where(jnp.arange(len(slots)) < num_decodes, -1, slots), first_page)
@@ -149,14 +149,14 @@ class _Batch(NamedTuple):
     num_decodes: jax.Array
     sinks: jax.Array | None
     first_page: jax.Array
-    options: dict[str, Any]
+    options: AttentionOptions
 
-    def plan(self, pages: KVPages, tokens: int, **options: Any) -> Plan:
+    def plan(self, pages: KVPages, tokens: int, *, writes: bool = False) -> Plan:
         _, kv_heads, group, _ = self.q.shape
         problem = AttentionProblem(
             self.q.dtype, pages.data.dtype, kv_heads, group, pages.head_dim, pages.page_size, pages.scale is not None
         )
-        return make_plan(problem, tokens, self.block_tables.shape[1], **self.options, **options)
+        return make_plan(problem, tokens, self.block_tables.shape[1], writes=writes, **self.options)
 
     def padded_q(self, pages: KVPages, tokens: int) -> jax.Array:
         """Pads the queries to `tokens` tokens and to the head_dim of the pages."""

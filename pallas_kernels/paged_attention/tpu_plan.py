@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.registry import AttentionProblem
 from jaxserve.pallas_kernels.tpu_dma import LANES, OTHER_VMEM_BYTES, SMEM_BYTES, SMEM_RESERVED, smem_bytes
+from jaxserve.pallas_kernels.types import AttentionOptions
 
 TILE = 128  # maximum of query tokens in a tile of a prompt
 TILE_ELEMENTS = 4096 * LANES  # maximum of float32 elements in a tile's result, all heads
@@ -106,7 +107,14 @@ def _round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
 
 
-def make_plan(problem: AttentionProblem, tokens: int, table_width: int, **options: Any) -> Plan:
+def make_plan(
+    problem: AttentionProblem,
+    tokens: int,
+    table_width: int,
+    *,
+    writes: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Plan:
     """tokens: 1 for decode, otherwise the number of tokens in the batch."""
     lanes = _round_up(problem.head_dim, LANES)
     tuned = tuning.lookup(
@@ -133,7 +141,10 @@ def make_plan(problem: AttentionProblem, tokens: int, table_width: int, **option
         q_dtype=jnp.dtype(problem.q_dtype),
         kv_dtype=jnp.dtype(problem.kv_dtype),
         has_scale=problem.has_scale,
-        **options,
+        scale=options["scale"],
+        window=options["window"],
+        softcap=options["softcap"],
+        writes=writes,
     )
 
 

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,10 +68,6 @@ class ApiServerLaunch(msgspec.Struct, kw_only=True):
     listener: int
     number: int = 0
     again: bool = False
-
-    @classmethod
-    def of(cls, config: EngineConfig, settings: ServerSettings, **fields: Any) -> ApiServerLaunch:
-        return cls(config=asdict(config), settings=asdict(settings), **fields)
 
     def server_settings(self) -> ServerSettings:
         fields: dict[str, Any] = {

@@ -93,9 +93,9 @@ def serve(
             server.run(sockets=[listener])
             failure = server.failure
         else:
-            launch = ApiServerLaunch.of(
-                config,
-                own,
+            launch = ApiServerLaunch(
+                config=dataclasses.asdict(config),
+                settings=dataclasses.asdict(own),
                 socket_path=process.socket_path,
                 shared=str(process.shared),
                 created=state.created,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.commands.cli import main
 from jaxserve.ray.scaling import KV_USAGE, LoadPolicy
-from jaxserve.ray.settings import read_settings, settings_of
+from jaxserve.ray.settings import RaySettings, read_settings
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ from jaxserve.ray.settings import read_settings, settings_of
 )
 def test_wrong_settings_are_named(given, message):
     with pytest.raises(ValueError, match=message):
-        settings_of(given)
+        RaySettings.of(given)
 
 
 def test_values_of_a_command_line_are_texts():
-    settings = settings_of({"model": "demo", "max_replicas": "3", "target_requests": "2.5"})
+    settings = RaySettings.of({"model": "demo", "max_replicas": "3", "target_requests": "2.5"})
     assert (settings.max_replicas, settings.target_requests) == (3, 2.5)
 
 
