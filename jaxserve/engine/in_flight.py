@@ -92,7 +92,7 @@ class InFlightBatch:
         return None if self.sampled.scores is None else np.asarray(self.sampled.scores)
 
     def expert_load(self) -> np.ndarray:
-        """Of all passes of a model with experts, int64 [3], as `routing.load`. It came with the tokens."""
+        """Of all passes of a model with experts, int64 [3], as `expert_routing.load`. It came with the tokens."""
         return np.asarray(self.sampled.expert_load).sum(axis=0, dtype=np.int64)
 
 

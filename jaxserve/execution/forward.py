@@ -60,7 +60,7 @@ class Output(NamedTuple):
     last: jax.Array
     kv_len: jax.Array
     features: jax.Array | None = None  # [tokens, any], for a draft head
-    expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
+    expert_load: jax.Array | None = None  # see `expert_routing.load`; None for a model without experts
 
 
 class Placement(NamedTuple):
@@ -184,8 +184,8 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
 
 
 def expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
-    """`routing.load` of what the layers' routers chose, in one computation for all layers: a GPU launches a few kernels
-    for it in a step, not a few in each layer."""
+    """`expert_routing.load` of what the layers' routers chose, in one computation for all layers: a GPU launches a few
+    kernels for it in a step, not a few in each layer."""
     return load(jnp.stack(chosen), model.config.num_experts, count) if chosen else None
 
 

@@ -40,7 +40,7 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array
     scores: jax.Array | None
-    expert_load: jax.Array | None = None  # int32 [3] of a pass of a model with experts; see `routing.load`
+    expert_load: jax.Array | None = None  # int32 [3] of a pass of a model with experts; see `expert_routing.load`
 
 
 class TokenCounts(NamedTuple):

@@ -267,7 +267,7 @@ def pass_through(free: list[float], begin: float, seconds: Sequence[float]) -> f
 
 class PipelineRoofline:
     """Reckons the time of steps with the rooflines of the stages, in their order. Running sequences take turns in as
-    many groups as there are stages (`scheduling.micro_batches`), so that a stage works on one group while the next
+    many groups as there are stages (`row_choice.MicroBatches`), so that a stage works on one group while the next
     stage works on the group before."""
 
     def __init__(self, stages: Sequence[Roofline]):

@@ -102,7 +102,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     compile_seconds: float = 0.0
 
     def count_experts(self, load: Sequence[int], experts: int) -> None:
-        """Counts a `routing.load`: tokens of all experts, of the busiest ones, and experts that had tokens."""
+        """Counts a `expert_routing.load`: tokens of all experts, of the busiest ones, and experts that had tokens."""
         routed, busiest, active = load
         self.moe_routed_tokens += routed
         self.moe_mean_tokens += routed / experts
