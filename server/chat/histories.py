@@ -95,7 +95,7 @@ def template_variables(
     """The given variables and others that particular templates read: SmolLM3's the tools from `xml_tools`, DeepSeek
     V3.1's and Granite's `thinking` instead of `enable_thinking`. Hunyuan 3's has another word for no reasoning."""
     more: dict[str, Any] = {}
-    if given.get("reasoning_effort") == "none" and "no_think" in template:
+    if given.get("reasoning_effort") == "none" and "'no_think'" in template:
         given = {**given, "reasoning_effort": "no_think"}
     if tools and "xml_tools" in template and not _READS_TOOLS.search(template):
         more["xml_tools"] = tools

@@ -1,5 +1,4 @@
-"""Hunyuan 3: like Qwen3's, with marks that may have a suffix. The prompt opens or closes the reasoning, and tells so
-whether they have."""
+"""Hunyuan 3: as Qwen3 writes it, with marks that may have a suffix. The prompt ends with one of them, which tells."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ def test_templates_that_read_functions_in_the_place_of_tools():
     ("template", "fields", "prompt"),
     [
         ("{{ reasoning_effort }}", {"reasoning_effort": "none"}, "none"),
-        ("{{ reasoning_effort }}{# low, high, no_think #}", {"reasoning_effort": "none"}, "no_think"),
-        ("{{ reasoning_effort }}{# low, high, no_think #}", {"reasoning_effort": "low"}, "low"),
+        ("{{ reasoning_effort }}{# ['low', 'no_think'] #}", {"reasoning_effort": "none"}, "no_think"),
+        ("{{ reasoning_effort }}{# ['low', 'no_think'] #}", {"reasoning_effort": "low"}, "low"),
         ("{{ thinking }}", {"chat_template_kwargs": {"enable_thinking": True}}, "True"),
         ("{{ thinking }}", {"reasoning_effort": "none"}, "False"),
         ("{{ thinking }}", {"chat_template_kwargs": {"enable_thinking": True, "thinking": 3}}, "3"),

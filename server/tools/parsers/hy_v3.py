@@ -38,8 +38,9 @@ calls: W? {one_or_more("call", "W?", many)} W? all_end
 call: begin W? named W? end
 {glm45.named_rules(functions, parts, separator="separator?")}
 """
-    marks = (("begin", one.call), ("end", one.call_end), ("separator", f"<tool_sep{suffix}>"), *one.of_arguments())
-    marks += (("all_end", f"</tool_calls{suffix}>"),)
+    closing = f"</tool_calls{suffix}>"
+    own = (("begin", one.call), ("separator", f"<tool_sep{suffix}>"), ("end", one.call_end), ("all_end", closing))
+    marks = (*own, *one.of_arguments())
     return Syntax(rules, opening=f"<tool_calls{suffix}>", marks=marks, parts=tuple(parts))
 
 

@@ -18,9 +18,7 @@ FUNCTION = "<function="
 FUNCTION_END = "</function>"
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
-
-
-# A value right behind the mark before it, in an example or where a template writes calls: MiMo's format.
+# A value right behind the mark before it, in a template's example or where it writes calls: MiMo's format.
 _COMPACT = re.compile(r"<parameter=(\w+>[^<\s\\]|' ?[+~] ?\w+ ?[+~] ?'>')")
 
 
