@@ -6,16 +6,26 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-# Names that vLLM has for the same formats, by package.
+# Names that vLLM has for the same formats, and those of SGLang where they differ, by package.
 ALIASES = {
     "jaxserve.server.tools.parsers": {
         "cohere_command3": "cohere", "cohere_command4": "cohere", "ernie45": "hermes", "granite4": "hermes",
         "functiongemma": "gemma", "gemma4": "gemma", "glm47": "glm45", "gpt_oss": "harmony", "openai": "harmony",
-        "llama4_json": "llama3_json", "phi4_mini_json": "phi4", "qwen3_xml": "qwen3_coder",
+        "hy_v4": "hy_v3", "jamba": "hunyuan_a13b", "ling3": "glm45", "llama4_json": "llama3_json",
+        "phi4_mini_json": "phi4", "poolside_v1": "glm45", "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
+        "apertus2509": "apertus", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+        "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4", "glm": "glm45", "gpt-oss": "harmony",
+        "hunyuan": "hy_v3", "llama3": "llama3_json", "minimax-m2": "minimax_m2", "qwen": "hermes",
+        "qwen25": "hermes", "trinity": "hermes",
     },
     "jaxserve.server.reasoning": {
-        "cohere_command3": "cohere", "cohere_command4": "cohere", "deepseek_v3": "deepseek_r1", "glm47": "glm45",
-        "gpt_oss": "harmony", "minimax_m2": "qwen3", "olmo3": "qwen3", "openai_gptoss": "harmony",
+        "cohere_command3": "cohere", "cohere_command4": "cohere", "deepseek_v3": "deepseek_r1",
+        "deepseek_v4": "deepseek_r1", "glm47": "glm45", "gpt_oss": "harmony", "hy_v4": "hy_v3",
+        "mimo": "qwen3", "minimax_m2": "qwen3", "nemotron_v3": "nemotron", "olmo3": "qwen3",
+        "openai_gptoss": "harmony", "poolside_v1": "qwen3", "step3": "qwen3", "step3p5": "qwen3",
+        "apertus2509": "apertus", "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_r1",
+        "deepseek-v4": "deepseek_r1", "gpt-oss": "harmony", "hunyuan": "hy_v3", "minimax": "qwen3",
+        "nemotron_3": "nemotron", "qwen3-thinking": "qwen3",
     },
 }  # fmt: skip
 

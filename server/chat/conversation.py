@@ -17,7 +17,7 @@ from starlette.requests import Request as HTTPRequest
 
 from jaxserve.server.chat.forms import Frame, Functions, Thoughts, answer_grammar
 from jaxserve.server.chat.generation import CompletionTokensDetails, Generation, Usage, whole_choices
-from jaxserve.server.chat.histories import for_template, rendered, template_variables
+from jaxserve.server.chat.histories import for_template, rendered, template_variables, tools_for_template
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
 from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for
@@ -108,7 +108,7 @@ def encode_chat(
     Raises InvalidRequestError if the template refuses it (`histories.rendered`), or if `fit_text` does.
     """
     template = conversation.chat_template or tokenizer.chat_template or ""
-    tools = conversation.template_tools() if conversation.tools else None
+    tools = tools_for_template(conversation.template_tools(), template) if conversation.tools else None
     messages = for_template(conversation.template_messages(), tools, template)
     kwargs = template_variables(tokenizer.template_defaults | conversation.template_kwargs(), tools, template)
     foreign_at = [i for i, message in enumerate(messages) if message["role"] != "assistant"]

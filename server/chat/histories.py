@@ -93,8 +93,10 @@ def template_variables(
     given: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, template: str
 ) -> dict[str, Any]:
     """The given variables and others that particular templates read: SmolLM3's the tools from `xml_tools`, DeepSeek
-    V3.1's and Granite's `thinking` instead of `enable_thinking`."""
+    V3.1's and Granite's `thinking` instead of `enable_thinking`. Hunyuan 3's has another word for no reasoning."""
     more: dict[str, Any] = {}
+    if given.get("reasoning_effort") == "none" and "'no_think'" in template:
+        given = {**given, "reasoning_effort": "no_think"}
     if tools and "xml_tools" in template and not _READS_TOOLS.search(template):
         more["xml_tools"] = tools
     if "enable_thinking" in given and "enable_thinking" not in template:
@@ -107,7 +109,17 @@ def complete(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any
     if tools is None:
         return None
     missing = {"description": "", "parameters": {"type": "object", "properties": {}}}
-    return [{**tool, "function": {**missing, **tool["function"]}} for tool in tools]
+    return [
+        {**tool, "function": {**missing, **tool["function"]}} if "function" in tool else {**missing, **tool}
+        for tool in tools
+    ]
+
+
+def tools_for_template(tools: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """The tools as the template wants them: Apertus's reads functions, without the object around each."""
+    if "<|tools_prefix|>" in template and "tool.function" not in template:
+        return [tool["function"] for tool in tools]
+    return tools
 
 
 def _with_calls(message: dict[str, Any], change: Any) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from jaxserve.server.tools.base import ToolParser
 from jaxserve.server.tools.syntax import Called, quoted
 from jaxserve.types import Grammar
 
+WORDS = {"True": "true", "False": "false", "None": "null"}  # of Python
+
 
 class KeyedParser(ToolParser):
     """Converts keys and values to the JSON text of the arguments.
 
-    A value whose schema has type "string" is returned as it grows. Any other value is read as JSON when it is complete;
-    if it is not JSON, it becomes a string.
+    A value whose schema has type "string" is returned as it grows. Any other value is read as JSON when it is complete,
+    or as a word of Python, which some templates write; if it is neither, it becomes a string.
 
     A subclass defines the states `outside`; `function`, which calls `begin_arguments`; and `key`, which calls
     `begin_value`.
@@ -28,10 +30,10 @@ class KeyedParser(ToolParser):
       line_breaks: one line break at the beginning of a value and one at its end are not part of the value.
     """
 
-    opening: ClassVar[str]
-    key_mark: ClassVar[str]
-    arguments_end: ClassVar[str]
-    value_end: ClassVar[str]
+    opening: str
+    key_mark: str
+    arguments_end: str
+    value_end: str
     line_breaks: ClassVar[bool] = False
     _name = ""
     _count = 0  # keys of the current call so far
@@ -63,12 +65,14 @@ class KeyedParser(ToolParser):
         """State: an argument's name, and the mark before its value."""
         raise NotImplementedError
 
-    def begin_value(self, key: str) -> None:
-        """Adds the key to the arguments and makes `value` the next state."""
+    def begin_value(self, key: str, is_text: bool | None = None) -> None:
+        """Adds the key to the arguments and makes `value` the next state. `is_text`: whether the value is a text; None:
+        as the schema says."""
         self.arguments((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._count += 1
         schema = self.tools.get(self._name, {}).get("properties", {}).get(key, {})
-        self._is_text = isinstance(schema, dict) and schema.get("type") == "string"
+        by_schema = isinstance(schema, dict) and schema.get("type") == "string"
+        self._is_text = by_schema if is_text is None else is_text
         self._started = False
         self.state = self.value_begins if self.line_breaks else self.value
 
@@ -111,6 +115,7 @@ class KeyedParser(ToolParser):
 
 
 def _json_of(text: str) -> str:
+    text = WORDS.get(text.strip(), text)
     try:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -118,24 +123,29 @@ def _json_of(text: str) -> str:
 
 
 def arguments_syntax(
-    function: Called, parts: list[tuple[str, Grammar]], before: Callable[[str], str], value_end: str, free: str
+    function: Called,
+    parts: list[tuple[str, Grammar]],
+    before: Callable[[str], str],
+    free: str,
+    *,
+    end: str,
+    text: str = "text",
 ) -> str:
     """The Lark expression for a function's arguments, in the order of the schema. Adds schemas of values to `parts`.
 
-    `before(key)`: the expression for the key and marks before the value. The format's rule `text` must match any text
-    and the mark after it. In schemas of type "string", only `enum` is enforced. `free`: the expression for arguments of
-    any names.
+    `before(key)`: the expression for the key and marks before the value. `free`: that for arguments of any names.
+    `end`: that for the mark after a value. `text`: that for any text and the mark after it. In schemas of type
+    "string", only `enum` is enforced.
     """
     if not function.is_strict or function.is_open:
         return free
-    end = quoted(value_end)
     expressions = []
     for key, schema in function.properties.items():
         schema = schema if isinstance(schema, dict) else {}
         if schema.get("type") == "string" and isinstance(schema.get("enum"), list):
             value = f"({' | '.join(quoted(str(one)) for one in schema['enum'])}) W? {end}"
         elif schema.get("type") == "string":
-            value = "text"
+            value = text
         else:
             name = f"value{len(parts)}"
             parts.append((name, _value(function, schema)))

@@ -182,9 +182,21 @@ def test_templates_that_need_descriptions_and_parameters():
     )
 
 
+def test_templates_that_read_functions_in_the_place_of_tools():
+    """Apertus's, which joins texts to a description; vLLM's for the same model reads tools."""
+    template = "{% for tool in tools %}{{ '// ' + tool.description }}{{ tool.name }};{% endfor %}{# <|tools_prefix|> #}"
+    tools = [Tool(Function("a", "A")), Tool(Function("b", "B", parameters={"type": "object"}))]
+    assert rendered(template, [Message("user", "Hi")], tools=tools) == "// Aa;// Bb;"
+    assert rendered(template, [Message("user", "Hi")], tools=[Tool(Function("a"))]) == "// a;"
+    assert rendered(template.replace("tool.", "tool.function."), [Message("user", "Hi")], tools=tools) == "// Aa;// Bb;"
+
+
 @pytest.mark.parametrize(
     ("template", "fields", "prompt"),
     [
+        ("{{ reasoning_effort }}", {"reasoning_effort": "none"}, "none"),
+        ("{{ reasoning_effort }}{# ['low', 'no_think'] #}", {"reasoning_effort": "none"}, "no_think"),
+        ("{{ reasoning_effort }}{# ['low', 'no_think'] #}", {"reasoning_effort": "low"}, "low"),
         ("{{ thinking }}", {"chat_template_kwargs": {"enable_thinking": True}}, "True"),
         ("{{ thinking }}", {"reasoning_effort": "none"}, "False"),
         ("{{ thinking }}", {"chat_template_kwargs": {"enable_thinking": True, "thinking": 3}}, "3"),

@@ -25,7 +25,20 @@ MARKS += ["<|tool_call|>", "<|python_start|>", "<|python_end|>", "<｜tool▁cal
 MARKS += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"]
 MARKS += ["<|tool_call_argument_begin|>", "<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>"]
 MARKS += ["</seed:tool_call>", "<|START_ACTION|>", "<|END_ACTION|>", "<function_calls>", "</function_calls>"]
-MARKS += ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
+MARKS += ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|tool_call_start|>", "<|tools_prefix|>"]
+MARKS += [
+    "<|tools_suffix|>",
+    "<｜tool_calls_begin｜>",
+    "<｜tool_call_begin｜>",
+    "<｜tool_sep｜>",
+    "<｜tool_call_end｜>",
+]
+MARKS += ["<｜tool_calls_end｜>", "<longcat_tool_call>", "</longcat_tool_call>", "<tool_calls:opensource>"]
+MARKS += ["<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"]
+MARKS += [
+    f"<{end}arg_{name}{suffix}>" for end in ("", "/") for name in ("key", "value") for suffix in ("", ":opensource")
+]
+MARKS += ["<tool_sep>", "<tool_call:opensource>", "</tool_call:opensource>", "</tool_calls:opensource>"]
 NODE = {
     "type": "object",
     "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"enum": [None, {"v": 1}]}},
@@ -79,9 +92,69 @@ CALLS = {
         '<tool_calls>[{"name": "go", "arguments": {"v": 1, "next": null}}]</tool_calls>', "", True, True,
     ),
     "olmo3": ("<function_calls>\ngo(v=1, next=null)\n</function_calls>", "", True, False),
+    "lfm2": ("<|tool_call_start|>[go(v=1, next=null)]<|tool_call_end|>", "", True, False),
+    "apertus": ('<|tools_prefix|>[{"go": {"v": 1, "next": null}}]<|tools_suffix|>', "", True, True),
+    "nemotron_json": ('<TOOLCALL>[{"name": "go", "arguments": {"v": 1, "next": null}}]</TOOLCALL>', "", True, True),
+    "mimo": (
+        "<tool_call>\n<function=go>\n<parameter=v>1</parameter>\n<parameter=next>null</parameter>\n</function>\n"
+        "</tool_call>", "", True, True,
+    ),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="go">\n<｜DSML｜parameter name="v" string="false">1'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="next" string="false">null</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>", "", True, True,
+    ),
+    "deepseek_v4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="go">\n<｜DSML｜parameter name="v" string="false">1'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="next" string="false">null</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n'
+        "</｜DSML｜tool_calls>", "", True, True,
+    ),
+    "step3": (
+        '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="go">\n'
+        '<steptml:parameter name="v">1</steptml:parameter>\n<steptml:parameter name="next">null</steptml:parameter>\n'
+        "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>", "", True, True,
+    ),
+    "longcat": (
+        "<longcat_tool_call>go\n<longcat_arg_key>v</longcat_arg_key>\n<longcat_arg_value>1</longcat_arg_value>\n"
+        "<longcat_arg_key>next</longcat_arg_key>\n<longcat_arg_value>null</longcat_arg_value>\n</longcat_tool_call>",
+        "\n", True, True,
+    ),
+    "hy_v3": (
+        "<tool_calls:opensource>\n<tool_call:opensource>go<tool_sep:opensource>\n<arg_key:opensource>v"
+        "</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n<arg_key:opensource>next"
+        "</arg_key:opensource>\n<arg_value:opensource>null</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>", "", True, True,
+    ),
+    "hy_v3_preview": (
+        "<tool_calls>\n<tool_call>go<tool_sep>\n<arg_key>v</arg_key>\n<arg_value>1</arg_value>\n<arg_key>next"
+        "</arg_key>\n<arg_value>null</arg_value>\n</tool_call>\n</tool_calls>", "", True, True,
+    ),
+    "solar_open": (
+        "<|tool_calls|><|tool_call:begin|>a2<|tool_call:name|>go<|tool_call:args|>"
+        '{"v": 1, "next": null}<|tool_call:end|>', "", True, True,
+    ),
 }  # fmt: skip
 # Two calls, where that is not one after the other.
 TWO = {
+    "lfm2": "<|tool_call_start|>[go(v=1, next={'v': 1}), stay()]<|tool_call_end|>",
+    "apertus": '<|tools_prefix|>[{"stay": {}}, {"stay": {}}]<|tools_suffix|>',
+    "nemotron_json": '<TOOLCALL>[{"name": "stay", "arguments": {}}, {"name": "stay", "arguments": {}}]</TOOLCALL>',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="stay">\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="stay">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="stay">\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="stay">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    "step3": "<｜tool_calls_begin｜>\n"
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="stay">\n</steptml:invoke><｜tool_call_end｜>\n'
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="stay">\n</steptml:invoke><｜tool_call_end｜>\n'
+    "<｜tool_calls_end｜>",
+    "hy_v3": "<tool_calls:opensource>\n<tool_call:opensource>stay<tool_sep:opensource>\n</tool_call:opensource>\n"
+    "<tool_call:opensource>stay<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+    "hy_v3_preview": "<tool_calls>\n<tool_call>stay<tool_sep>\n</tool_call>\n<tool_call>stay<tool_sep>\n</tool_call>\n"
+    "</tool_calls>",
+    "solar_open": "<|tool_calls|><|tool_call:begin|>a2<|tool_call:name|>stay<|tool_call:args|>{}<|tool_call:end|>"
+    "<|tool_call:begin|>b1<|tool_call:name|>stay<|tool_call:args|>{}<|tool_call:end|><|calls|>",
     "pythonic": "[go(v=1, next={'v': 1}), stay()]",
     "llama4_pythonic": "[go(v=1, next={'v': 1}), stay()]",
     "kimi_k2": "<|tool_calls_section_begin|>"
@@ -175,6 +248,17 @@ def test_arguments_follow_the_schema_wherever_a_grammar_runs(model, name):
             assert reads(model, grammar, call) == "whole"
             wrong = reads(model, grammar, call.replace("1", '"a"').replace("null", '"b"'))
             assert (wrong == "whole") != is_bound
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name][3]])
+def test_definitions_that_a_schema_refers_to(model, name):
+    """In the arguments as a whole, and in those that are written one by one."""
+    digit = NODE["properties"]["v"]
+    schema = {**NODE, "properties": NODE["properties"] | {"v": {"$ref": "#/$defs/digit"}}, "$defs": {"digit": digit}}
+    call = CALLS[name][0]
+    grammar = answer_grammar(None, functions(name, tools=[Tool(Function("go", parameters=schema, strict=True))]), None)
+    assert reads(model, grammar, call) == "whole"
+    assert reads(model, grammar, call.replace("1", "12")) not in ("whole", "part")
 
 
 def test_schemas_that_are_too_large_to_enforce_are_no_reason_to_refuse(model):

@@ -395,6 +395,217 @@ CASES = {
         "<function_calls>none</function_calls>",
         [],
     ),
+    "lfm, text and two": (
+        "lfm2",
+        'I look.<|tool_call_start|>[get_weather(city="Paris", days=3), add(a=1, b=-2.5)]<|tool_call_end|>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "lfm, the marks inside a text, and words of Python": (
+        "lfm2",
+        "<|tool_call_start|>[write-file(path='<|tool_call_end|>', class=\"from=1, ]\", from=None, not_=[true, {}])]"
+        "<|tool_call_end|>\nDone.",
+        "Done.",
+        [("write-file", {"path": "<|tool_call_end|>", "class": "from=1, ]", "from": None, "not_": [True, {}]})],
+    ),
+    "lfm, JSON": (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1, "b": -2.5}}]<|tool_call_end|>',
+        "",
+        [PARIS, ADD],
+    ),
+    "lfm, no calls": (
+        "lfm2",
+        "<|tool_call_start|> [ none ]<|tool_call_end|>",
+        "<|tool_call_start|> [ none ]",
+        [],
+    ),
+    "lfm, cut short": ("lfm2", '<|tool_call_start|>[{"name": "ge', '<|tool_call_start|>[{"name": "ge', []),
+    "deepseek v3.2, text and two": (
+        "deepseek_v32",
+        'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+        'string="true">Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">'
+        "1</｜DSML｜parameter>\n"
+        '<｜DSML｜parameter name="b" string="false">-2.5</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "deepseek v3.2, the model tells what is a text": (
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">'
+        "3</｜DSML｜parameter>"
+        '<｜DSML｜parameter name="y" string="false">{"k": [3]}</｜DSML｜parameter></｜DSML｜invoke><｜DSML｜invoke '
+        'name="get_weather"><｜DSML｜parameter name="city" string="false">null</｜DSML｜parameter><｜DSML｜parameter '
+        'name="units">\n</｜DSML｜invoke></｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>',
+        "",
+        [("f", {"x": "3", "y": {"k": [3]}}), ("get_weather", {"city": None, "units": "\n</｜DSML｜invoke>"})],
+    ),
+    "deepseek v3.2, plain": (
+        "deepseek_v32",
+        'The <｜DSML｜ mark, <｜DSML｜invoke name="x',
+        'The <｜DSML｜ mark, <｜DSML｜invoke name="x',
+        [],
+    ),
+    "deepseek v4, two": (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        "<｜DSML｜parameter "
+        'name="b" string="false">-2.5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        [PARIS, ADD],
+    ),
+    "step 3, text and two": (
+        "step3",
+        "I look.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="get_weather">\n'
+        '<steptml:parameter name="city">Paris</steptml:parameter>\n<steptml:parameter name="days">3</steptml:parameter>'
+        "\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="add"><steptml:parameter name="a">1</steptml:parameter><steptml:parameter name="b">-2.5'
+        "</steptml:parameter></steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "step 3, lines": (
+        "step3",
+        '<steptml:invoke name="write_file"><steptml:parameter name="path">x</steptml:parameter><steptml:parameter '
+        'name="text">\n if a < b:\n\t"</parameter>"\n</steptml:parameter></steptml:invoke>',
+        "",
+        [("write_file", {"path": "x", "text": '\n if a < b:\n\t"</parameter>"\n'})],
+    ),
+    "hunyuan 3, text and two": (
+        "hy_v3",
+        "I look.<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
+        "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+        "</tool_call:opensource>\n<tool_call:opensource>add<tool_sep:opensource>\n<arg_key:opensource>a"
+        "</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n<arg_key:opensource>b"
+        "</arg_key:opensource>\n<arg_value:opensource>-2.5</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "hunyuan 3, the other marks inside a text": (
+        "hy_v3",
+        "<tool_calls:opensource><tool_call:opensource>write_file<arg_key:opensource>path</arg_key:opensource>"
+        "<arg_value:opensource></arg_value></tool_call></arg_value:opensource><arg_key:opensource>text"
+        "</arg_key:opensource><arg_value:opensource>\n</arg_value:opensource></tool_call:opensource>"
+        "</tool_calls:opensource>",
+        "",
+        [("write_file", {"path": "</arg_value></tool_call>", "text": "\n"})],
+    ),
+    "hunyuan 3, not a call": (
+        "hy_v3",
+        "see <tool_call:opensource> is, <tool_call>",
+        "see <tool_call:opensource> is, <tool_call>",
+        [],
+    ),
+    "hunyuan 3's preview, two": (
+        "hy_v3_preview",
+        "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<tool_sep>\n<arg_key>a</arg_key>"
+        "\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>-2.5</arg_value>\n</tool_call>\n</tool_calls>",
+        "",
+        [PARIS, ADD],
+    ),
+    "hunyuan 3's preview, no arguments": (
+        "hy_v3_preview",
+        "<tool_calls><tool_call>add<tool_sep></tool_call></tool_calls>",
+        "",
+        [("add", {})],
+    ),
+    "longcat, text and two": (
+        "longcat",
+        "I look.\n<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n<longcat_arg_value>Paris"
+        "</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n<longcat_arg_value>3</longcat_arg_value>\n"
+        "</longcat_tool_call>\n<longcat_tool_call>add<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>1"
+        "</longcat_arg_value><longcat_arg_key>b</longcat_arg_key><longcat_arg_value>-2.5</longcat_arg_value>"
+        "</longcat_tool_call>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "longcat, JSON": (
+        "longcat",
+        '<longcat_tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        "</longcat_tool_call>\n"
+        '<longcat_tool_call>{"name": "add", "arguments": {"a": 1, "b": -2.5}}</longcat_tool_call>',
+        "",
+        [PARIS, ADD],
+    ),
+    "longcat, cut short": (
+        "longcat",
+        'So <longcat_tool_call>\n{"name": "get_',
+        'So <longcat_tool_call>\n{"name": "get_',
+        [],
+    ),
+    "apertus, text and two": (
+        "apertus",
+        'I look.<|tools_prefix|>[{"get_weather": {"city": "Paris", "days": 3}}, {"add": {"a": 1, "b": -2.5}}]'
+        "<|tools_suffix|>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "apertus, escapes": (
+        "apertus",
+        '<|tools_prefix|>[ { "get_weather" : {"city":"K\\u00f6ln 😀 \\"x\\" \\\\ {[","days":0}\n}\n'
+        "]<|tools_suffix|> done",
+        "done",
+        [UNICODE],
+    ),
+    "apertus, the marks inside a text": (
+        "apertus",
+        '<|tools_prefix|>[{"add": {"a": "}]<|tools_suffix|>"}}]<|tools_suffix|>',
+        "",
+        [("add", {"a": "}]<|tools_suffix|>"})],
+    ),
+    "apertus, not a call": (
+        "apertus",
+        'So: <|tools_prefix|>[{"add": 3}]<|tools_suffix|>',
+        'So: <|tools_prefix|>[{"add": 3}]',
+        [],
+    ),
+    "apertus, cut short": ("apertus", '<|tools_prefix|>[{"ad', '<|tools_prefix|>[{"ad', []),
+    "nemotron, two": (
+        "nemotron_json",
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1, "b": -2.5}}]</TOOLCALL>',
+        "",
+        [PARIS, ADD],
+    ),
+    "mimo, lines and two": (
+        "mimo",
+        "I look.<tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</tool_call><tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>-2.5"
+        "</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "mimo, lines": (
+        "mimo",
+        "<tool_call>\n<function=write_file>\n<parameter=path>x</parameter>\n<parameter=text>\n y\n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        [("write_file", {"path": "x", "text": "\n y\n\n"})],
+    ),
+    "solar, text and two": (
+        "solar_open",
+        "<|content|>I look.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2<|tool_call:name|>get_weather"
+        '<|tool_call:args|>{"city": "Paris", "days": 3}<|tool_call:end|><|tool_call:begin|>c3<|tool_call:name|>add'
+        '<|tool_call:args|>{"a": 1, "b": -2.5}<|tool_call:end|><|calls|>',
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "solar, no arguments, and a mark inside a text": (
+        "solar_open",
+        "<|tool_calls|><|tool_call:begin|><|tool_call:name|>add<|tool_call:args|><|tool_call:end|><|tool_call:begin|>"
+        '<|tool_call:name|>add<|tool_call:args|>{"a": "<|tool_call:end|>"}<|tool_call:end|>',
+        "",
+        [("add", {}), ("add", {"a": "<|tool_call:end|>"})],
+    ),
     "olmo, cut short": ("olmo3", "<function_calls>add(a=1, b=-2.5)\n</function", "", [ADD]),
     "llama 4, marks of JSON": (
         "llama3_json",
@@ -458,6 +669,13 @@ CASES = {
         "",
         [("add", {"a": "one\ntwo"})],
     ),
+    "coder, words of Python": (
+        "qwen3_coder",
+        "<function=add><parameter=a>\nTrue\n</parameter><parameter=b>\nNone\n</parameter></function>"
+        "<function=get_weather><parameter=city>\nFalse\n</parameter></function>",
+        "",
+        [("add", {"a": True, "b": None}), ("get_weather", {"city": "False"})],
+    ),
     "coder, empty text": (
         "qwen3_coder",
         "<function=get_weather><parameter=city>\n</parameter></function>",
@@ -482,7 +700,7 @@ CASES = {
 }
 
 
-_MARKS = re.compile(r"<[^<>\n]{1,40}>|\[[A-Z_]+\]|functools\[|```\w*|call:\w+")  # of any format
+_MARKS = re.compile(r"<[^<>\n]{1,60}>|\[[A-Z_]+\]|functools\[|```\w*|call:\w+")  # of any format
 
 
 def parse(make, pieces: list[str]) -> tuple[str, str, list[tuple[str, dict]]]:
@@ -597,8 +815,9 @@ def raw_parse(name: str, pieces: list[str], reason: str = "stop") -> tuple[str, 
 TWO_CALLS = [
     (name, text.removeprefix(content).strip())
     for name, text, content, calls in CASES.values()
-    if calls == [PARIS, ADD] and name != "harmony"
+    if calls == [PARIS, ADD] and name not in ("harmony", "solar_open")
 ]
+TWO_CALLS.append(("solar_open", CASES["solar, text and two"][1].partition("assistant")[2]))
 TWO_CALLS.append(("qwen3_coder", dict(TWO_CALLS)["seed_oss"].replace("seed:", "")))
 HARMONY_CALLS = CASES["harmony, a preamble and two"][1].partition("<|end|>")[2].strip()
 
@@ -754,6 +973,15 @@ def test_kimi_s_ids_are_kept():
     assert ids[2] not in ids[:2]
 
 
+def test_solar_s_ids_are_kept():
+    """An empty id gets another one."""
+    parser = importlib.import_module("jaxserve.server.tools.parsers.solar_open").Parser(TOOLS)
+    call = "<|tool_call:begin|>{}<|tool_call:name|>add<|tool_call:args|>{{}}<|tool_call:end|>"
+    ids = [one.id for one in parser.push("".join(map(call.format, ("a1", "")))).calls]
+    assert ids[0] == "a1"
+    assert len(ids[1]) > 2
+
+
 def test_mistral_ids_have_nine_letters_and_digits():
     parser = importlib.import_module("jaxserve.server.tools.parsers.mistral").Parser(TOOLS)
     (call,) = parser.push("[TOOL_CALLS]add{}").calls
@@ -881,6 +1109,39 @@ REASONING = [
     ),
     ("kimi_k2", "", "<think>Hm.</think>Four.", "Hm.", "Four."),
     ("kimi_k2", "", "<think>Hm. <|tool_calls_section_begin|>x", "Hm.", "<|tool_calls_section_begin|>x"),
+    (
+        "deepseek_r1",
+        "<｜Assistant｜><think>",
+        "Hm.\n\n<｜DSML｜tool_calls>x",
+        "Hm.",
+        "<｜DSML｜tool_calls>x",
+    ),
+    ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>Four.", "Hm.", "Four."),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Four.", "", "Four."),
+    ("gemma4", "", "<|channel>thought\nHm. <|tool_call>x", "Hm.", "<|tool_call>x"),
+    ("longcat", "<longcat_think>\n", "Hm.\n</longcat_think>\nFour.", "Hm.", "Four."),
+    ("longcat", "", "<longcat_think>Hm.</longcat_think>Four.", "Hm.", "Four."),
+    ("apertus", "", "<|inner_prefix|>Hm.<|inner_suffix|>Four.", "Hm.", "Four."),
+    ("apertus", "", "<|inner_prefix|>Hm.<|tools_prefix|>[]", "Hm.", "<|tools_prefix|>[]"),
+    ("hy_v3", "<think:opensource>", "Hm, </think>.</think:opensource>Four.", "Hm, </think>.", "Four."),
+    ("hy_v3", "<think:opensource></think:opensource>", "Four.", "", "Four."),
+    ("hy_v3", "<think>", "Hm.</think>Four.", "Hm.", "Four."),
+    ("hy_v3", "<think></think>", "Four.", "", "Four."),
+    (
+        "solar_open",
+        "<|begin|>assistant",
+        "<|think|>Hm, <|x|>.<|end|><|begin|>assistant<|content|>Four.<|end|>",
+        "Hm, <|x|>.",
+        "Four.",
+    ),
+    ("solar_open", "<|think|><|end|><|begin|>assistant", "<|content|>Four.", "", "Four."),
+    (
+        "solar_open",
+        "",
+        "<|think|>Hm.<|end|><|begin|>assistant<|tool_calls|>x",
+        "Hm.",
+        "<|begin|>assistant<|tool_calls|>x",
+    ),
     ("glm45", "", "\n<think>Hm.</think>\n\nFour.", "Hm.", "Four."),
     ("glm45", "<think></think>", "\nFour.", "", "\nFour."),
 ]
@@ -895,7 +1156,8 @@ def test_every_kind_of_reasoning_has_cases():
 @given(data=st.data())
 def test_streamed_and_whole_reasoning_agree(name, data):
     module = importlib.import_module(f"jaxserve.server.reasoning.{name}")
-    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]", "<|start|>assistant"]))
+    prompts = ["", "<think>", "</think>", "<think:opensource>", "[THINK]", "<|start|>assistant"]
+    prompt = data.draw(st.sampled_from(prompts))
     kind = module.splitter(prompt)
     marks = list(kind.marks)
     if name == "harmony":
@@ -987,6 +1249,30 @@ def test_reasoning_tokens_are_counted():
         (r"<tool_call>{\"name\": <n>, \"arguments\": <a>}</tool_call> <think></think>", "hermes", "qwen3"),
         ('<tool_call>{"name": n, "arguments": a}</tool_call> </think><response></response>', "hermes", "ernie45"),
         ("<|start_of_role|> <|tool_call|> <think></think> <response></response>", "granite", "granite"),
+        ("<{{ dsml }}function_calls> ｜DSML｜ <｜Assistant｜> </think>", "deepseek_v32", "deepseek_r1"),
+        ("<｜DSML｜tool_calls> <｜Assistant｜> </think>", "deepseek_v4", "deepseek_r1"),
+        ("<steptml:invoke name= <think></think>", "step3", "qwen3"),
+        ("<|tool_list_start|>", "lfm2", None),
+        ("List of tools: [] <|tool_call_start|>[ <think></think>", "lfm2", "qwen3"),
+        ("<|tools_prefix|> <|inner_prefix|>", "apertus", "apertus"),
+        ("<TOOLCALL>[ <SPECIAL_10> <think></think>", "nemotron_json", "nemotron"),
+        ("<longcat_tool_call> <longcat_think>", "longcat", "longcat"),
+        ("<|tool_calls|> <|tool_call:begin|> <|tool_call:args|> <|think|> <|end|>", "solar_open", "solar_open"),
+        ("hy_User reasoning_mode <tool_sep{}> :opensource <tool_calls{}> <think{}>", "hy_v3", "hy_v3"),
+        (
+            "hy_User reasoning_mode <tool_sep> <tool_calls></tool_calls> <arg_key><arg_value> <think></think>",
+            "hy_v3_preview",
+            "hy_v3",
+        ),
+        (
+            "<tool_call><function=f><parameter=p>value</parameter> '<parameter=' + name + '>' }}",
+            "mimo",
+            None,
+        ),
+        (r"<tool_call><function=f><parameter=p>\nvalue\n '<parameter=' + name + '>\n' }}", "qwen3_coder", None),
+        ("<tool_call><function=f><parameter=p>\nvalue\n", "qwen3_coder", None),
+        ("<|tool_call>call: <|channel>thought\n <channel|>", "gemma", "gemma4"),
+        ("<tool_call>NAME <arg_key><arg_value> detailed thinking <think></think>", "glm45", "nemotron"),
         ('<|header_start|> <|python_start|> {"name": n, "parameters": p}', "llama3_json", None),
         ('<|header_start|> <|python_start|> [func_name1(x=1)] "parameters"', "llama4_pythonic", None),
         ("{{ messages }}", None, None),

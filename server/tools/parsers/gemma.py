@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve.server.tools.base import ToolParser, begun_mark
 from jaxserve.server.tools.json_scan import MAX_NESTING
+from jaxserve.server.tools.keyed import WORDS
 from jaxserve.server.tools.parsers.pythonic import MAX_CALL, read_call
 
 CODE = "```tool_code"
@@ -182,7 +183,7 @@ class _Reader:
         return found[1].removeprefix(self._quote).removesuffix(self._quote).strip('"')
 
     def _plain(self) -> Any:
-        """A JSON number, word or string; any other text is a string as it is."""
+        """A JSON number, word or string, or a word of Python; any other text is a string as it is."""
         if self._text.startswith('"', self.at):
             text, self.at = json.JSONDecoder(strict=False).raw_decode(self._text, self.at)
             return text
@@ -193,7 +194,7 @@ class _Reader:
         if not text:
             raise ValueError("no value")
         try:
-            value = json.loads(text)
+            value = json.loads(WORDS.get(text, text))
             json.dumps(value, allow_nan=False)
             return value
         except ValueError:

@@ -1,4 +1,4 @@
-"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>, as Hunyuan-A13B writes it."""
+"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>, as Hunyuan-A13B and Jamba write it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ CLOSING = "</tool_calls>"
 
 
 def matches(template: str) -> bool:
-    return OPENING in template and CLOSING in template
+    """Hunyuan 3 has these marks, too, around calls of another form."""
+    return OPENING in template and CLOSING in template and "tool_sep" not in template
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:

@@ -38,7 +38,14 @@ NUMBER: /[0-9]{{1,4}}/
 
 
 class Parser(ToolParser):
+    """Reads calls whose arguments follow a mark. A subclass may have other marks: before a call, before its arguments
+    and after it; and others `around` the calls, which have no meaning."""
+
     keeps_special_tokens = True
+    call_mark = CALL
+    arguments_mark = ARGUMENTS
+    call_end = CALL_END
+    around: tuple[str, ...] = (CALLS, CALLS_END)
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
         super().__init__(tools)
@@ -52,30 +59,33 @@ class Parser(ToolParser):
         return found
 
     def outside(self) -> bool:
-        mark = self.content_until(CALLS, CALLS_END, CALL, CALL_END)
-        if mark == CALL:
+        mark = self.content_until(self.call_mark, self.call_end, *self.around)
+        if mark == self.call_mark:
             self.state = self.head
         return mark is not None
 
     def head(self) -> bool:
         """State: the call's id, and the mark before its arguments."""
-        head, mark, rest = self.buffer.partition(ARGUMENTS)
+        head, mark, rest = self.buffer.partition(self.arguments_mark)
         if not mark:
             return False
-        self._id = head.strip()
+        self._id, self._name = self.read_head(head)
         self.buffer = rest
-        name, colon, number = self._id.rpartition(":")
-        name = name if colon and number.isdecimal() else self._id
-        self._name = name.removeprefix(FUNCTIONS)
         self.state = self.before_value
         return True
+
+    def read_head(self, head: str) -> tuple[str, str]:
+        """The id and the function's name, from the text before the arguments."""
+        name, colon, number = head.strip().rpartition(":")
+        name = name if colon and number.isdecimal() else head.strip()
+        return head.strip(), name.removeprefix(FUNCTIONS)
 
     def before_value(self) -> bool:
         """State: after the mark, up to the arguments; a call without any ends here."""
         self.buffer = self.buffer.lstrip()
-        if not self.buffer or (len(self.buffer) < len(CALL_END) and CALL_END.startswith(self.buffer)):
+        if not self.buffer or (len(self.buffer) < len(self.call_end) and self.call_end.startswith(self.buffer)):
             return False
-        if self.buffer.startswith(CALL_END):
+        if self.buffer.startswith(self.call_end):
             self._begin_empty()
             self.state = self.outside
         else:
@@ -91,14 +101,14 @@ class Parser(ToolParser):
 
     def tail(self) -> bool:
         """State: after the arguments, up to a mark."""
-        _, mark = self.take_until(CALL, CALL_END, CALLS_END)
+        _, mark = self.take_until(self.call_mark, self.call_end, *self.around)
         if mark is not None:
-            self.state = self.head if mark == CALL else self.outside
+            self.state = self.head if mark == self.call_mark else self.outside
         return mark is not None
 
     def at_end(self) -> None:
         if self.state == self.head:
-            self.content(CALL + self.buffer)
+            self.content(self.call_mark + self.buffer)
         elif self.state == self.before_value:
             self._begin_empty()
         super().at_end()

@@ -6,7 +6,8 @@ Line breaks may stand between the marks. Values are text if their schema has typ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
@@ -14,11 +15,18 @@ from jaxserve.types import Grammar
 
 OPENING = "<minimax:tool_call>"
 CLOSING = "</minimax:tool_call>"
-INVOKE = '<invoke name="'
-INVOKE_END = "</invoke>"
-PARAMETER = '<parameter name="'
-PARAMETER_END = "</parameter>"
 NAME_END = '">'
+
+
+class Marks:
+    """The marks around calls and parameters. Other families write a prefix into each of them."""
+
+    def __init__(self, prefix: str = ""):
+        self.invoke, self.invoke_end = f'<{prefix}invoke name="', f"</{prefix}invoke>"
+        self.parameter, self.parameter_end = f'<{prefix}parameter name="', f"</{prefix}parameter>"
+
+
+MINIMAX = Marks()
 
 
 def matches(template: str) -> bool:
@@ -26,34 +34,58 @@ def matches(template: str) -> bool:
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
-    """The rules of the format. Parameters come in the order of the schema."""
     parts: list[tuple[str, Grammar]] = []
-
-    def before(key: str) -> str:
-        return quoted(f"{PARAMETER}{key}{NAME_END}")
-
-    bodies = [arguments_syntax(function, parts, before, PARAMETER_END, "parameter*") for function in functions]
-    named = zip(functions, bodies, strict=True)
-    calls = " | ".join(f"{quoted(INVOKE + function.name + NAME_END)} W? {body}" for function, body in named)
-    rules = rf"""
-calls: W? {one_or_more("call", "W?", many)} W? closing
-call: ({calls}) W? {quoted(INVOKE_END)}
-parameter: {quoted(PARAMETER)} /[^<>"\n]{{1,64}}/ {quoted(NAME_END)} text W?
-text[lazy]: /(?s:.*)<\/parameter>/
+    rules = f"""
+calls: W? {one_or_more("invoke", "W?", many)} W? closing
+{invoke_rules(functions, parts, MINIMAX)}
 """
     return Syntax(rules, opening=OPENING, marks=(("closing", CLOSING),), parts=tuple(parts))
 
 
+def invoke_rules(
+    functions: Sequence[Called],
+    parts: list[tuple[str, Grammar]],
+    marks: Marks,
+    name_ends: Callable[[Any], str] = lambda schema: NAME_END,
+) -> str:
+    """The rule `invoke` for a call with its parameters, in the order of the schema, and the rules that it uses.
+    `name_ends(schema)`: the text between the name of a parameter of this schema and its value."""
+
+    def body(function: Called) -> str:
+        def before(key: str) -> str:
+            return quoted(f"{marks.parameter}{key}{name_ends(function.properties[key])}")
+
+        return arguments_syntax(function, parts, before, "parameter*", end=quoted(marks.parameter_end))
+
+    def call(function: Called) -> str:
+        return f"{quoted(marks.invoke + function.name + NAME_END)} W? {body(function)}"
+
+    any_end = " | ".join(sorted({quoted(name_ends({"type": kind})) for kind in ("string", "object")}))
+    end = marks.parameter_end.replace("/", r"\/")
+    return rf"""
+invoke: ({" | ".join(map(call, functions))}) W? {quoted(marks.invoke_end)}
+parameter: {quoted(marks.parameter)} /[^<>"\n]{{1,64}}/ ({any_end}) text W?
+text[lazy]: /(?s:.*){end}/
+"""
+
+
 class Parser(KeyedParser):
+    """Reads calls between marks. A subclass may have other `marks` and, as `around`, other marks without meaning."""
+
     keeps_special_tokens = True
-    opening = INVOKE
-    key_mark = PARAMETER
-    value_end = PARAMETER_END
-    arguments_end = INVOKE_END
+    marks = MINIMAX
+    around: tuple[str, ...] = (OPENING, CLOSING)
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]):
+        super().__init__(tools)
+        self.opening = self.marks.invoke
+        self.key_mark = self.marks.parameter
+        self.value_end = self.marks.parameter_end
+        self.arguments_end = self.marks.invoke_end
 
     def outside(self) -> bool:
-        mark = self.content_until(OPENING, CLOSING, INVOKE)
-        if mark == INVOKE:
+        mark = self.content_until(self.opening, *self.around)
+        if mark == self.opening:
             self.state = self.function
         return mark is not None
 
@@ -70,5 +102,9 @@ class Parser(KeyedParser):
         if not found:
             return False
         self.buffer = rest
-        self.begin_value(key.strip())
+        self.begin_parameter(key)
         return True
+
+    def begin_parameter(self, key: str) -> None:
+        """Begins the value of a parameter. `key`: the text between the quotation marks around its name."""
+        self.begin_value(key.strip())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +17,14 @@ from jaxserve.server.tools.json_scan import MAX_NESTING
 from jaxserve.server.tools.syntax import Called, Syntax, one_or_more, quoted
 
 MAX_CALL = 65_536  # characters of one call
-_OPENING = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
-_OPENING_BEGUN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_OPENING = re.compile(rf"\s*\[\s*{_NAME.pattern}\s*\(")
+_OPENING_BEGUN = re.compile(rf"\s*(\[\s*({_NAME.pattern}\s*)?)?")
+# A string, or a word of Python that can be a key only here.
+_RESERVED = re.compile(
+    rf"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b({"|".join(keyword.kwlist)})(?=\s*=[^=])""", re.DOTALL
+)
+_RENAMED = "_reserved"  # the end of such a word while `ast` reads it
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -103,8 +110,9 @@ class Parser(ToolParser):
     def at_end(self) -> None:
         if self.state in (self.items, self.call) and self.buffer:
             self._give_up()
-        if self.state in (self.opening, self.outside):
+        if self.state == self.opening:
             self.content(self.buffer)
+        super().at_end()
 
 
 class _CallEnd:
@@ -135,25 +143,24 @@ class _CallEnd:
 
 
 def read_call(text: str) -> tuple[str, str]:
-    """The name and JSON arguments of `name(key=literal, …)`. Raises ValueError or SyntaxError for other text."""
-    node = ast.parse(text, mode="eval").body
+    """The name and JSON arguments of `name(key=literal, …)`. Raises ValueError or SyntaxError for other text.
+
+    The name and the keys may be such that Python would not take them: a-b(from="x").
+    """
+    name, bracket, rest = text.partition("(")
+    name = name.strip()
+    if not _NAME.fullmatch(name):
+        raise ValueError("not a name")
+    rest = _RESERVED.sub(lambda found: found[1] or found[2] + _RENAMED, rest)
+    node = ast.parse(f"call{bracket}{rest}", mode="eval").body
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with keyword arguments")
     arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for one in node.keywords:
+        if one.arg is None:
             raise ValueError("** in a call")
-        arguments[keyword.arg] = literal(keyword.value)
-    return ast.unparse(_plain_name(node.func)), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-
-
-def _plain_name(node: ast.expr) -> ast.expr:
-    inner = node
-    while isinstance(inner, ast.Attribute):
-        inner = inner.value
-    if not isinstance(inner, ast.Name):
-        raise ValueError("not a name")
-    return node
+        arguments[one.arg.removesuffix(_RENAMED)] = literal(one.value)
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 def literal(node: ast.expr) -> Any:

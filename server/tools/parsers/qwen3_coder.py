@@ -5,6 +5,7 @@ Values are text if their schema has type "string". Other values are read as JSON
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from jaxserve.server.tools.keyed import KeyedParser, arguments_syntax
@@ -17,10 +18,19 @@ FUNCTION = "<function="
 FUNCTION_END = "</function>"
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
+# A value right behind the mark before it, in a template's example or where it writes calls: MiMo's format.
+_COMPACT = re.compile(r"<parameter=(\w+>[^<\s\\]|' ?[+~] ?\w+ ?[+~] ?'>')")
 
 
 def matches(template: str) -> bool:
-    return FUNCTION in template and PARAMETER in template and "seed:tool_call" not in template
+    return (
+        FUNCTION in template and PARAMETER in template and "seed:tool_call" not in template and not is_compact(template)
+    )
+
+
+def is_compact(template: str) -> bool:
+    """Whether values have no line breaks around them."""
+    return _COMPACT.search(template) is not None
 
 
 def syntax(functions: Sequence[Called], many: bool) -> Syntax:
@@ -35,7 +45,8 @@ def block_syntax(functions: Sequence[Called], many: bool, opening: str, closing:
     def before(key: str) -> str:
         return quoted(f"{PARAMETER}{key}>") + " W?"
 
-    bodies = [arguments_syntax(function, parts, before, PARAMETER_END, "parameter*") for function in functions]
+    end = quoted(PARAMETER_END)
+    bodies = [arguments_syntax(function, parts, before, "parameter*", end=end) for function in functions]
     named = zip(functions, bodies, strict=True)
     calls = " | ".join(f"{quoted(f'{FUNCTION}{function.name}>')} W? {body} W? end" for function, body in named)
     rules = rf"""
