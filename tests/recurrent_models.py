@@ -150,4 +150,22 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         topk_group=2, moe_intermediate_size=40, moe_shared_expert_intermediate_size=56, norm_topk_prob=True,
         routed_scaling_factor=1.7, n_shared_experts=1, moe_latent_size=None, tie_word_embeddings=False,
     ),
+    # As Nemotron 3 Super: experts compute with a latent of the token.
+    "nemotron_h_latent": dense(
+        "NemotronHForCausalLM", "nemotron_h", modern=False, hidden=72, heads=6, layers=5, num_key_value_heads=2,
+        head_dim=16, intermediate_size=104, hybrid_override_pattern="ME*EM", mamba_num_heads=6, mamba_head_dim=14,
+        n_groups=3, ssm_state_size=20, conv_kernel=3, expand=2, chunk_size=48, use_conv_bias=True,
+        mlp_hidden_act="relu2", mamba_hidden_act="silu", layer_norm_epsilon=1e-3, n_routed_experts=9,
+        num_experts_per_tok=4, n_group=1, topk_group=1, moe_intermediate_size=44, moe_latent_size=28,
+        moe_shared_expert_intermediate_size=60, norm_topk_prob=True, routed_scaling_factor=2.5, n_shared_experts=1,
+        moe_shared_expert_overlap=True, num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E",
+    ),
+    "nemotron_h_latent_types": dense(
+        "NemotronHForCausalLM", "nemotron_h", layers=4, num_key_value_heads=4, head_dim=24, intermediate_size=96,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"], mamba_num_heads=4, mamba_head_dim=16,
+        n_groups=2, ssm_state_size=16, conv_kernel=4, mlp_hidden_act="relu2", layer_norm_epsilon=1e-5,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=3, moe_intermediate_size=40,
+        moe_latent_size=32, moe_shared_expert_intermediate_size=56, norm_topk_prob=False, routed_scaling_factor=1.3,
+        n_shared_experts=1, tie_word_embeddings=False,
+    ),
 }  # fmt: skip

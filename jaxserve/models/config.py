@@ -73,6 +73,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_num_heads", "n_groups"), _HEADS),
     **dict.fromkeys(("mamba_d_state", "mamba_d_conv", "mamba_expand", "shared_intermediate_size"), _SIZE),
     **dict.fromkeys(("mamba_head_dim", "ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"), _SIZE),
+    "moe_latent_size": _SIZE,
     "time_step_min": _NUMBER,
     "use_conv_bias": _FLAG,
     "layers_block_type": _TEXTS,

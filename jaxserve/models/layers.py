@@ -161,6 +161,7 @@ class Experts(nn.Module):
         size = self.spec.stored_size or self.spec.size
         assert experts is not None
         count = experts.count
+        inner = experts.latent_size or hidden
         axes = (None, "embed")
         bias = experts.router_bias
         router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, name="router")
@@ -170,8 +171,8 @@ class Experts(nn.Module):
             return weight(self, name, init, axes, shape, self.dtype) if given else None
 
         rows = 2 * size if self.spec.gated else size
-        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, rows, hidden))
-        down = of_experts("experts_down", ("expert", "embed", "expert_mlp"), (count, hidden, size))
+        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, rows, inner))
+        down = of_experts("experts_down", ("expert", "embed", "expert_mlp"), (count, inner, size))
         first_bias = of_experts("experts_gate_up_bias", ("expert", "expert_mlp"), (count, 2 * size), self.spec.bias)
         last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
         correction = None
@@ -179,7 +180,7 @@ class Experts(nn.Module):
             correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
         of_gate_up, of_down = (adapters(self, f"experts_{name}_lora") for name in ("gate_up", "down"))
         y = ops.experts(
-            x,
+            self._projected("latent_in", hidden, inner, x, ops),
             router(x, ops),
             ExpertWeights(gate_up, down, first_bias),
             experts.router,
@@ -189,9 +190,17 @@ class Experts(nn.Module):
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
         ).astype(x.dtype)
+        y = self._projected("latent_out", inner, hidden, y, ops)
         if experts.shared_size:
             y = y + self._shared(x, ops)
         return Partials(y[None])
+
+    def _projected(self, name: str, inputs: int, outputs: int, x: jax.Array, ops: Ops) -> jax.Array:
+        """x [tokens, inputs] as a latent, or back; x itself where experts compute with tokens."""
+        assert self.spec.experts is not None
+        if self.spec.experts.latent_size is None:
+            return x
+        return Linear((inputs,), (outputs,), (None, "embed"), False, self.dtype, name=name)(x, ops)
 
     def _shared(self, x: jax.Array, ops: Ops) -> jax.Array:
         """The shared MLP, through which all tokens x [tokens, hidden] go; its result has the same shape."""

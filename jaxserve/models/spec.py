@@ -366,6 +366,8 @@ class ExpertsSpec:
       router: how a token's experts are chosen and weighted.
       router_bias: whether the router's logits have a learned bias.
       limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
+      latent_size: size of a latent that is projected from the token. Experts compute with latents, and a further matrix
+        projects the sum of their results back. None: experts compute with tokens.
       shared_size: inner size of a shared MLP, which every token also goes through; 0: there is none.
       shared_gate: the shared MLP's result is multiplied by a sigmoid gate, projected from the token (Qwen2-MoE).
       shared_scale: multiplies the shared MLP's result.
@@ -375,6 +377,7 @@ class ExpertsSpec:
     router: Router
     router_bias: bool = False
     limit: float | None = None
+    latent_size: int | None = None
     shared_size: int = 0
     shared_gate: bool = False
     shared_scale: float = 1.0
