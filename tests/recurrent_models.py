@@ -168,4 +168,27 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         moe_latent_size=32, moe_shared_expert_intermediate_size=56, norm_topk_prob=False, routed_scaling_factor=1.3,
         n_shared_experts=1, tie_word_embeddings=False,
     ),
+    "lfm3_usual": dense(
+        "Lfm3ForCausalLM", "lfm3", modern=False, hidden=72, layers=5, heads=4, num_key_value_heads=2, head_dim=24,
+        conv_L_cache=5, conv_bias=True, sliding_window=19, norm_eps=1e-3, attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "lfm3_types": dense(
+        "Lfm3ForCausalLM", "lfm3", layers=4, num_key_value_heads=4, head_dim=16, conv_L_cache=3, sliding_window=23,
+        norm_eps=1e-5, use_sandwich_norm=True, use_attention_gate=False,
+        layer_types=["sliding_attention", "conv", "full_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.75, "factor": 2.0,
+            },
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 3.0},
+        },
+    ),
+    "lfm3_pre": dense(
+        "Lfm3ForCausalLM", "lfm3", hidden=96, layers=3, num_key_value_heads=2, head_dim=32, conv_L_cache=7,
+        norm_eps=1e-5, use_sandwich_norm=False, use_attention_gate=True,
+        layer_types=["conv", "full_attention", "conv"],
+        rope_parameters={"full_attention": {"rope_type": "proportional", "rope_theta": 700.0,
+                                            "partial_rotary_factor": 0.25}},
+    ),
 }  # fmt: skip
