@@ -173,8 +173,8 @@ def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = Fal
     multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
 
     def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
-        # The kernel has no room for adapters between its products, and knows gated experts only.
-        fused = options.get("stacks") is None and w.gated
+        # The kernel has no room for adapters between its products, and knows gated experts without a bound only.
+        fused = options.get("stacks") is None and w.gated and options["gate"].bound is None
         if fused and isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
             return cpu_panels.mixture(x, chosen, weights, w, **options)
         if device.platform == "cpu" and not partitioned:

@@ -25,6 +25,7 @@ class Router:
     (own - other) / max(|other|, own) is at most 2 * jitter. The fields after `jitter` have no effect on it.
 
     Attributes:
+      softcap: the router's logits become softcap * tanh(logit / softcap) first; None: they stay as they are.
       normalized: the weights are divided by their sum, which is at least `least_sum`, plus `sum_offset`.
       scale: multiplies the final weights.
       corrected: a learned bias per expert is added to the scores for the choice (Wang et al. 2024, arXiv:2408.15664).
@@ -37,6 +38,7 @@ class Router:
 
     top_k: int
     score: Score = "softmax"
+    softcap: float | None = None
     jitter: float = 0.0
     normalized: bool = True
     least_sum: float = 0.0
@@ -73,6 +75,8 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     """
     assert (correction is not None) == router.corrected
     logits = logits.astype(jnp.float32)
+    if router.softcap is not None:
+        logits = router.softcap * jnp.tanh(logits / router.softcap)
     if router.score == "sparsemixer":
         return _sparsemixer(logits, router)
     plain_sum = not router.least_sum and not router.sum_offset

@@ -103,23 +103,31 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
     return ((up + 1) * gate * jax.nn.sigmoid(CLAMPED_ALPHA * gate)).astype(gate_up.dtype)
 
 
+def bounded_gate(gate_up: jax.Array, activation: str, bound: float) -> jax.Array:
+    """`gate` with activation(gate) at most `bound`, and up within +-bound (Step 3.7)."""
+    return jnp.minimum(ACTIVATIONS[activation](gate_up[..., 0]), bound) * jnp.clip(gate_up[..., 1], -bound, bound)
+
+
 @dataclass(frozen=True)
 class Gate:
     """The activation of a gated MLP, called with gate_up [tokens, size, 2] and `count`, and its description.
 
-    With `limit` it is `clamped_gate`; otherwise `compute` with `activation`. An MLP without a gate calls it with
-    [tokens, size], to which `activation` is applied.
+    With `limit` it is `clamped_gate`, with `bound` `bounded_gate`; otherwise `compute` with `activation`. An MLP
+    without a gate calls it with [tokens, size], to which `activation` is applied.
     """
 
     activation: str
     limit: float | None
     compute: Callable[..., jax.Array]
+    bound: float | None = None
 
     def __call__(self, gate_up: jax.Array, count: jax.Array | None = None) -> jax.Array:
         if gate_up.ndim == 2:
             return ACTIVATIONS[self.activation](gate_up)
         if self.limit is not None:
             return clamped_gate(gate_up, self.limit)
+        if self.bound is not None:
+            return bounded_gate(gate_up, self.activation, self.bound)
         return self.compute(gate_up, self.activation, count=count)
 
 
@@ -344,9 +352,9 @@ class Ops:
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights
         return y.astype(jnp.float32) + experts.chosen_biases(chosen, shares, down_bias)
 
-    def gate_of(self, activation: str, limit: float | None = None) -> Gate:
-        """`gate` with an activation, or `clamped_gate` if there is a limit."""
-        return Gate(activation, limit, self.gate)
+    def gate_of(self, activation: str, limit: float | None = None, bound: float | None = None) -> Gate:
+        """`gate` with an activation; `clamped_gate` if there is a limit, `bounded_gate` if there is a bound."""
+        return Gate(activation, limit, self.gate, bound)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""

@@ -4,7 +4,6 @@ from dense_models import ABSENT, THREE_TO_ONE, DenseCase, dense
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
 _SHARED = {"tie_word_embeddings": False, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
-
 MOE_CASES: dict[str, DenseCase] = {
     "granite_moe_stacked": dense(
         "GraniteMoeForCausalLM", "granitemoe", **_SHARED, modern=False, hidden=96, num_local_experts=7,
@@ -249,5 +248,48 @@ MOE_CASES: dict[str, DenseCase] = {
         num_shared_experts=1, moe_intermediate_size=48, num_dense_layers=0, route_scale=0.8, mup_enabled=False,
         sliding_window=21, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
+    # Layers have two or four heads of keys and values; 8 of 24 channels turn.
+    "mimo_v2_flash_hub": dense(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash", modern=False, hidden=72, layers=4, hidden_act="silu", head_dim=24,
+        v_head_dim=16, num_key_value_heads=2, attention_value_scale=0.6, attention_bias=False, sliding_window=17,
+        sliding_window_size=17, attention_chunk_size=17, add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False, hybrid_layer_pattern=[0, 1, 1, 1], moe_layer_freq=[0, 1, 1, 1],
+        hybrid_block_size=None, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=24,
+        swa_v_head_dim=16, rope_theta=5000000, swa_rope_theta=10000, partial_rotary_factor=0.334,
+        layernorm_epsilon=1e-5, moe_intermediate_size=40, n_routed_experts=8, n_shared_experts=None,
+        num_experts_per_tok=3, n_group=4, topk_group=2, topk_method="noaux_tc", scoring_func="sigmoid",
+        norm_topk_prob=True, routed_scaling_factor=None, tie_word_embeddings=False,
+    ),
+    "mimo_v2_flash_types": dense(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash", **_SHARED | {"num_key_value_heads": 1}, layers=3, heads=4,
+        head_dim=32, v_head_dim=32, attention_value_scale=None, attention_bias=True, sliding_window=21,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"], moe_intermediate_size=48, n_routed_experts=6,
+        num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=0.8,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 7000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "laguna_heads": dense(
+        "LagunaForCausalLM", "laguna", **_SHARED, modern=False, layers=4, hidden=72, head_dim=24, gating="per-head",
+        num_attention_heads_per_layer=[4, 6, 2, 6], layer_types=["full_attention", *["sliding_attention"] * 3],
+        sliding_window=18, moe_intermediate_size=40, shared_expert_intermediate_size=56, num_experts=7,
+        num_experts_per_tok=3, moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=1.5, attention_bias=True,
+        moe_apply_router_weight_on_input=False, router_aux_loss_coef=0.0,
+    ),
+    "laguna_elements": dense(
+        "LagunaForCausalLM", "laguna", **_SHARED, layers=3, head_dim=16, gating="per-element",
+        layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=21,
+        mlp_layer_types=["sparse", "dense", "sparse"], moe_intermediate_size=48, shared_expert_intermediate_size=40,
+        num_experts=6, num_experts_per_tok=2, moe_routed_scaling_factor=0.8,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 7000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5, "beta_fast": 8.0, "beta_slow": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
     ),
 }  # fmt: skip

@@ -150,4 +150,45 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         topk_group=2, moe_intermediate_size=40, moe_shared_expert_intermediate_size=56, norm_topk_prob=True,
         routed_scaling_factor=1.7, n_shared_experts=1, moe_latent_size=None, tie_word_embeddings=False,
     ),
+    # As Nemotron 3 Super: experts compute with a latent of the token.
+    "nemotron_h_latent": dense(
+        "NemotronHForCausalLM", "nemotron_h", modern=False, hidden=72, heads=6, layers=5, num_key_value_heads=2,
+        head_dim=16, intermediate_size=104, hybrid_override_pattern="ME*EM", mamba_num_heads=6, mamba_head_dim=14,
+        n_groups=3, ssm_state_size=20, conv_kernel=3, expand=2, chunk_size=48, use_conv_bias=True,
+        mlp_hidden_act="relu2", mamba_hidden_act="silu", layer_norm_epsilon=1e-3, n_routed_experts=9,
+        num_experts_per_tok=4, n_group=1, topk_group=1, moe_intermediate_size=44, moe_latent_size=28,
+        moe_shared_expert_intermediate_size=60, norm_topk_prob=True, routed_scaling_factor=2.5, n_shared_experts=1,
+        moe_shared_expert_overlap=True, num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E",
+    ),
+    "nemotron_h_latent_types": dense(
+        "NemotronHForCausalLM", "nemotron_h", layers=4, num_key_value_heads=4, head_dim=24, intermediate_size=96,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"], mamba_num_heads=4, mamba_head_dim=16,
+        n_groups=2, ssm_state_size=16, conv_kernel=4, mlp_hidden_act="relu2", layer_norm_epsilon=1e-5,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=3, moe_intermediate_size=40,
+        moe_latent_size=32, moe_shared_expert_intermediate_size=56, norm_topk_prob=False, routed_scaling_factor=1.3,
+        n_shared_experts=1, tie_word_embeddings=False,
+    ),
+    "lfm3_usual": dense(
+        "Lfm3ForCausalLM", "lfm3", modern=False, hidden=72, layers=5, heads=4, num_key_value_heads=2, head_dim=24,
+        conv_L_cache=5, conv_bias=True, sliding_window=19, norm_eps=1e-3, attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "lfm3_types": dense(
+        "Lfm3ForCausalLM", "lfm3", layers=4, num_key_value_heads=4, head_dim=16, conv_L_cache=3, sliding_window=23,
+        norm_eps=1e-5, use_sandwich_norm=True, use_attention_gate=False,
+        layer_types=["sliding_attention", "conv", "full_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.75, "factor": 2.0,
+            },
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 3.0},
+        },
+    ),
+    "lfm3_pre": dense(
+        "Lfm3ForCausalLM", "lfm3", hidden=96, layers=3, num_key_value_heads=2, head_dim=32, conv_L_cache=7,
+        norm_eps=1e-5, use_sandwich_norm=False, use_attention_gate=True,
+        layer_types=["conv", "full_attention", "conv"],
+        rope_parameters={"full_attention": {"rope_type": "proportional", "rope_theta": 700.0,
+                                            "partial_rotary_factor": 0.25}},
+    ),
 }  # fmt: skip

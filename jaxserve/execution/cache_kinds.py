@@ -163,7 +163,7 @@ def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, sha
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
         return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype))
-    return KeysAndValues(kv_heads // shares, stored_head_dim(model.head_dim, platform), np.dtype(dtype))
+    return KeysAndValues(kv_heads // shares, stored_head_dim(attention.cached_dim, platform), np.dtype(dtype))
 
 
 def _on_each_device(

@@ -222,6 +222,8 @@ def _widths(pieces: list[Piece], out: int) -> tuple[int, ...]:
     if len(names) == 1:
         return (out,)
     source = row_sources(pieces, [piece.shape[0] for piece in pieces], out)
+    # Rows of zeros, which end a head, count to the piece before them.
+    source = source[np.maximum.accumulate(np.where(source < 0, 0, np.arange(out)))]
     ends = np.cumsum([piece.shape[0] for piece in pieces])
     part = np.array([names.index(piece.name) for piece in pieces])[np.searchsorted(ends, source, side="right")]
     turn = next(n for n in range(1, out + 1) if out % n == 0 and (part.reshape(-1, n) == part[:n]).all())

@@ -9,7 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.layers import Linear, weight
+from jaxserve.models.alibi import with_positions
+from jaxserve.models.layers import GATES, Linear, weight
 from jaxserve.models.norms import HeadNorm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
@@ -31,7 +32,7 @@ class AttentionFn(Protocol):
 class Attention(nn.Module):
     """Grouped-query attention: fused QKV projection, rotary positions, output projection.
 
-    `kv_heads` exceeds the model's own number when the mesh has more devices than heads: each head is then repeated.
+    `kv_heads` exceeds the layer's own where the mesh has more devices, or another layer more heads: each is repeated.
     `inputs` is the size of its input; None: hidden_size.
     """
 
@@ -44,15 +45,15 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array | QuantRows, ropes: Ropes, attend: AttentionFn, ops: Ops) -> Partials:
         spec = self.spec
-        dim = self.spec.head_dim
         group = spec.num_heads // self.kv_heads
         inputs = self.inputs or self.hidden_size
 
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
             return Linear(in_shape, out_shape, axes, bias, self.dtype, as_partials=True, name=name)
 
-        shape = (self.kv_heads, group + 2, dim)
-        qkv = linear("qkv", (inputs,), shape, ("kv_heads", None, None, "embed"), spec.qkv_bias)(x, ops)
+        shape = (self.kv_heads, group + 2, spec.head_dim)
+        axes = ("kv_heads", None, None, "embed")
+        qkv = linear("qkv", (inputs,), shape, axes, spec.qkv_bias)(x, ops)
         sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
         qkv = Partials(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
         heads = self._heads(qkv, ropes[spec.rope], ops)
@@ -60,13 +61,11 @@ class Attention(nn.Module):
             init = nn.initializers.normal(1.0)
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
             heads = heads._replace(sinks=sinks)
-        out_axes = ("embed", "kv_heads", None, None)
-        result = attend(heads)
+        result = attend(heads)[..., : spec.value_dim] * spec.value_scale
         if spec.out_gate is not None:
-            gate_axes = ("kv_heads", None, None, "embed")
-            gate = linear("gate", (inputs,), (self.kv_heads, group, dim), gate_axes, spec.qkv_bias)(x, ops)
-            result = result * jax.nn.sigmoid(gate.reduce(self.dtype)).reshape(result.shape)
-        return linear("out", (self.kv_heads, group, dim), (self.hidden_size,), out_axes, spec.out_bias)(result, ops)
+            gate = linear("gate", (inputs,), (self.kv_heads, group, spec.gate_channels), axes, spec.gate_bias)(x, ops)
+            result = result * GATES[spec.out_gate](gate.reduce(self.dtype)).reshape(*result.shape[:-1], -1)
+        return linear("out", result.shape[1:], (self.hidden_size,), ("embed", *axes[:-1]), spec.out_bias)(result, ops)
 
     def _heads(self, qkv: Partials, angles: Angles, ops: Ops) -> Heads:
         """The argument of `attend`, which rotates queries and keys and computes the norm if it is `fused`. Everything
@@ -74,7 +73,7 @@ class Attention(nn.Module):
         spec = self.spec
         chosen = self.spec.qk_norm
         norms = [] if chosen is None else self._norms(chosen)
-        plain = spec.clip is None and angles.query_scale is None
+        plain = spec.clip is None and angles.query_scale is None and spec.alibi is None
         fused = chosen is None or (chosen.fused and plain)
         if fused and plain:
             return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
@@ -99,6 +98,8 @@ class Attention(nn.Module):
         whole = jnp.concatenate([q, k, v], axis=2)
         if spec.clip is not None:
             whole = jnp.clip(whole, -spec.clip, spec.clip)
+        if spec.alibi is not None and angles.positions is not None:
+            whole, cos, sin = with_positions(whole, spec.alibi, spec.softmax_scale, angles.positions)
         return Heads(Partials(whole[None]), cos, sin, *scales)
 
     def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:

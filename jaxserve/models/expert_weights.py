@@ -33,10 +33,13 @@ def expert_pieces(
         shape = (1, experts.count) if row else (experts.count,)
         role = "correction_row" if row else "correction"
         made["mlp/correction"] = [_piece(names, role, layer, shape, lambda t: t.reshape(shape))]
+    if latent := experts.latent_size:
+        made["mlp/latent_in/kernel"] = [_piece(names, "latent_in.weight", layer, (latent, hidden))]
+        made["mlp/latent_out/kernel"] = [_piece(names, "latent_out.weight", layer, (hidden, latent))]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(names["expert_gate.weight"].format(i=layer, e=0))
-    gate_up, down, bias = (_fused if fused else _apart)(mlp, experts, hidden, names, layer)
+    gate_up, down, bias = (_fused if fused else _apart)(mlp, experts, latent or hidden, names, layer)
     made |= {"mlp/experts_gate_up": gate_up, "mlp/experts_down": down} | bias
     if experts.shared_size:
         made |= _shared(mlp, experts, hidden, names, layer)

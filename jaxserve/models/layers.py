@@ -18,8 +18,10 @@ from jaxserve.models.spec import MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Partials, Row, value_of
-from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.ops import Ops, bounded_gate
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
+
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}  # of attention's results
 
 
 class Declared(nn.Partitioned[Any]):
@@ -161,6 +163,7 @@ class Experts(nn.Module):
         size = self.spec.stored_size or self.spec.size
         assert experts is not None
         count = experts.count
+        inner = experts.latent_size or hidden
         axes = (None, "embed")
         bias = experts.router_bias
         router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, name="router")
@@ -170,8 +173,8 @@ class Experts(nn.Module):
             return weight(self, name, init, axes, shape, self.dtype) if given else None
 
         rows = 2 * size if self.spec.gated else size
-        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, rows, hidden))
-        down = of_experts("experts_down", ("expert", "embed", "expert_mlp"), (count, hidden, size))
+        gate_up = of_experts("experts_gate_up", ("expert", "expert_mlp", "embed"), (count, rows, inner))
+        down = of_experts("experts_down", ("expert", "embed", "expert_mlp"), (count, inner, size))
         first_bias = of_experts("experts_gate_up_bias", ("expert", "expert_mlp"), (count, 2 * size), self.spec.bias)
         last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
         correction = None
@@ -179,25 +182,33 @@ class Experts(nn.Module):
             correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
         of_gate_up, of_down = (adapters(self, f"experts_{name}_lora") for name in ("gate_up", "down"))
         y = ops.experts(
-            x,
+            self._projected("latent_in", hidden, inner, x, ops),
             router(x, ops),
             ExpertWeights(gate_up, down, first_bias),
             experts.router,
-            ops.gate_of(self.spec.activation, experts.limit),
+            ops.gate_of(self.spec.activation, experts.limit, self.spec.bound),
             correction=None if correction is None else value_of(correction),
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
         ).astype(x.dtype)
+        y = self._projected("latent_out", inner, hidden, y, ops)
         if experts.shared_size:
             y = y + self._shared(x, ops)
         return Partials(y[None])
+
+    def _projected(self, name: str, inputs: int, outputs: int, x: jax.Array, ops: Ops) -> jax.Array:
+        """x [tokens, inputs] as a latent, or back; x itself where experts compute with tokens."""
+        assert self.spec.experts is not None
+        if self.spec.experts.latent_size is None:
+            return x
+        return Linear((inputs,), (outputs,), (None, "embed"), False, self.dtype, name=name)(x, ops)
 
     def _shared(self, x: jax.Array, ops: Ops) -> jax.Array:
         """The shared MLP, through which all tokens x [tokens, hidden] go; its result has the same shape."""
         experts = self.spec.experts
         assert experts is not None
-        spec = replace(self.spec, size=experts.shared_size, experts=None)
+        spec = replace(self.spec, size=experts.shared_size, bound=experts.shared_bound, experts=None)
         y = MLP(spec, self.hidden_size, self.dtype, name="shared")(x, ops).reduce(x.dtype)
         if experts.shared_scale != 1.0:
             y = y * jnp.asarray(experts.shared_scale, x.dtype)
@@ -210,10 +221,13 @@ class Experts(nn.Module):
 
 def activation_of(model: ModelConfig, path: str) -> str:
     """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights, and
-    where a bias comes before the activation."""
-    match = re.fullmatch(r"layers_(\d+)/mlp/(?:shared/)?gate_up/kernel", path)
+    where a bias comes before the activation, or a bound behind it."""
+    match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
     mlp = model.layers[int(match[1])].mlp if match else None
-    return "" if mlp is None or mlp.bias else mlp.activation
+    if match is None or mlp is None or mlp.bias:
+        return ""
+    bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound
+    return mlp.activation if bound is None else ""
 
 
 class XIELU(nn.Module):
@@ -251,7 +265,10 @@ class MLP(nn.Module):
             options: dict[str, Any] = {"as_partials": True} | how
             return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, name=name, **options)
 
-        if self.spec.gated:
+        if self.spec.bound is not None:
+            both = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x, ops).reduce(x.dtype)
+            hidden = bounded_gate(both.reshape(-1, size, 2), activation, self.spec.bound)
+        elif self.spec.gated:
             gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"), activation=activation)
             hidden = gate_up(x, ops, reader(self, ops, "down"))
         else:

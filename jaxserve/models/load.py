@@ -182,7 +182,12 @@ def attention_problem(
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
         heads = spec.num_heads // devices
         return LatentProblem(dtype, kv_dtype, heads, spec.rank, spec.rope_dim, page_size, scales, width)
-    head_dim = stored_head_dim(model.head_dim, device.platform)
+    if spec.alibi is not None and scales:
+        raise ConfigError(
+            f"kv_cache_dtype {np.dtype(kv_dtype).name} cannot hold the positions that models with biases by distance "
+            "(ALiBi) keep beside keys; use auto or bf16"
+        )
+    head_dim = stored_head_dim(spec.cached_dim, device.platform)
     return AttentionProblem(
         dtype, kv_dtype, kv_heads // devices, model.num_heads // kv_heads, head_dim, page_size, scales
     )

@@ -19,9 +19,10 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import RopeConfig
 
-_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}  # in the first Phi-3 configs, and in those of Qwen2-VL
 UNTURNED = RopeConfig(rotary_dim=0)  # for layers without rotary positions
+DISTANCES = RopeConfig(rotary_dim=0, with_positions=True)  # for layers with biases by distance
 
 
 class Angles(NamedTuple):
@@ -29,11 +30,13 @@ class Angles(NamedTuple):
 
     cos, sin: float32 [tokens, head_dim / 2], of the angles by which the pairs of channels i and i + head_dim / 2 turn.
     query_scale: float32 [tokens], factors of the queries; None: all are 1.
+    positions: int32 [tokens]; None: nothing but the angles depends on them.
     """
 
     cos: jax.Array
     sin: jax.Array
     query_scale: jax.Array | None = None
+    positions: jax.Array | None = None
 
 
 def read_rope(
@@ -71,6 +74,9 @@ def read_rope(
         scaling.pop(key, None)  # they tell which of three positions turns a channel; in text all three are equal
     if kind not in _SCALINGS:
         raise ConfigError(f"{hf.source}: rope scaling {kind!r} is not supported (only {', '.join(_SCALINGS)})")
+    if kind == "proportional":
+        choices["turning"] = _number(hf, scaling, "partial_rotary_factor", 1.0)
+        scaling.setdefault("factor", 1.0)
     theta = scaling.pop("rope_theta", None) or own_theta or theta
     turned = hf.take("partial_rotary_factor", None)
     turned = scaling.pop("partial_rotary_factor", None) or turned or partial or 1.0
@@ -197,6 +203,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     turned = rotary_dim(rope, head_dim)
     exponent = np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)
     base = (1.0 / rope.theta**exponent).astype(np.float32)
+    if rope.scaling == "proportional":
+        turning = int(rope.turning * head_dim // 2)
+        return np.where(np.arange(len(base)) < turning, base / np.float32(rope.factor), np.float32(0))
     if rope.scaling == "linear":
         return base / np.float32(rope.factor)
     if rope.scaling == "llama3":
@@ -255,7 +264,7 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles
         still = ((0, 0), (0, (head_dim - turned) // 2))
         cos = jnp.pad(cos, still, constant_values=1.0)
         sin = jnp.pad(sin, still)
-    return Angles(cos, sin, _query_scale(rope, positions))
+    return Angles(cos, sin, _query_scale(rope, positions), positions if rope.with_positions else None)
 
 
 def _query_scale(rope: RopeConfig, positions: jax.Array) -> jax.Array | None:

@@ -12,10 +12,10 @@ from jaxserve.models.spec import LatentAttentionSpec
 
 # Role -> name in the checkpoint; "{i}" is the layer, "{e}" the expert, "{h}" the head. Roles: embed, positions,
 # project_in, project_out, norm, head, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, q, k, v, o, q_norm,
-# k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate; of experts expert_gate,
-# expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights add ".weight",
-# biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias [experts],
-# "correction_row" of one that is [1, experts]; those of `layers.XIELU` have its names.
+# k_norm, gate, up, down, router, shared_gate, shared_up, shared_down, shared_expert_gate, latent_in, latent_out; of
+# experts expert_gate, expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights
+# add ".weight", biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias
+# [experts], "correction_row" of one that is [1, experts]; those of `layers.XIELU` have its names.
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
 # ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,

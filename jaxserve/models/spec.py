@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxserve.config import ConfigError
+from jaxserve.models.alibi import CHANNELS as ALIBI_CHANNELS
 from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
@@ -67,10 +68,17 @@ class AttentionSpec:
       scale: factor of the products of queries and keys; None: head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap); None: scores stay as they are.
       sinks: each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
+      alibi: for each query head, by how much a score falls with each token of distance (`alibi`); None: scores do not
+        depend on distances.
       clip: queries, keys and values are limited to [-clip, clip], behind the norms; None: they are not limited.
-      out_gate: sigmoid: before the output projection, results are multiplied by the sigmoid of a further projection of
-        the layer's input. Files keep this projection behind each head's query (Qwen3-Next), or by itself (AFMoE). None:
-        there is no gate.
+      v_dim: channels of a head's value; None: head_dim. The cache keeps head_dim numbers of each value, of which the
+        last are then zero.
+      value_scale: multiplies values.
+      out_gate: before the output projection, results are multiplied by the sigmoid or the softplus of a further
+        projection of the layer's input. Files keep this projection behind each head's query (Qwen3-Next), or by itself
+        (AFMoE). None: there is no gate.
+      gate_bias: whether that projection has a bias.
+      gate_per_head: a head has one gate for all its channels, instead of one for each.
       qk_norm: the norms of queries and keys; None: there are none.
     """
 
@@ -85,8 +93,13 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     sinks: bool = False
+    alibi: tuple[float, ...] | None = None
     clip: float | None = None
-    out_gate: Literal["sigmoid"] | None = None
+    v_dim: int | None = None
+    value_scale: float = 1.0
+    out_gate: Literal["sigmoid", "softplus"] | None = None
+    gate_bias: bool = False
+    gate_per_head: bool = False
     qk_norm: QKNormSpec | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +109,23 @@ class AttentionSpec:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(f"head_dim must be even and positive for rotary positions, got {self.head_dim}")
+        if self.value_dim > self.head_dim:
+            raise ConfigError(f"v_head_dim={self.v_dim} must not be above head_dim={self.head_dim}")
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's value."""
+        return self.v_dim or self.head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a head's key, and of its value, in the cache."""
+        return self.head_dim + (0 if self.alibi is None else ALIBI_CHANNELS)
+
+    @property
+    def gate_channels(self) -> int:
+        """Gates of a head's result."""
+        return 1 if self.gate_per_head else self.value_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -366,18 +396,23 @@ class ExpertsSpec:
       router: how a token's experts are chosen and weighted.
       router_bias: whether the router's logits have a learned bias.
       limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
+      latent_size: size of a latent that is projected from the token. Experts compute with latents, and a further matrix
+        projects the sum of their results back. None: experts compute with tokens.
       shared_size: inner size of a shared MLP, which every token also goes through; 0: there is none.
       shared_gate: the shared MLP's result is multiplied by a sigmoid gate, projected from the token (Qwen2-MoE).
       shared_scale: multiplies the shared MLP's result.
+      shared_bound: `MLPSpec.bound` of the shared MLP.
     """
 
     count: int
     router: Router
     router_bias: bool = False
     limit: float | None = None
+    latent_size: int | None = None
     shared_size: int = 0
     shared_gate: bool = False
     shared_scale: float = 1.0
+    shared_bound: float | None = None
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.count):
@@ -392,6 +427,7 @@ class MLPSpec:
       size: inner size of the MLP, or of each expert.
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
         xielu, an activation with learned numbers, is for MLPs without a gate.
+      bound: activation(gate(x)) is at most this, and up(x) is within +-bound; None: they are not limited.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
     """
@@ -400,6 +436,7 @@ class MLPSpec:
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    bound: float | None = None
     experts: ExpertsSpec | None = None
     stored_size: int | None = None
 
@@ -479,9 +516,15 @@ class ModelConfig:
         attentions = self.attentions
         if len({spec for spec in self.specs if isinstance(spec, RecurrentSpec)}) > 1:
             raise ConfigError("all recurrent layers must have the same shape")
-        shapes = {(type(a).__name__, a.num_heads, a.num_kv_heads, a.head_dim, a.rotated_dim) for a in attentions}
+        shapes = {(type(a).__name__, a.head_dim, a.rotated_dim) for a in attentions}
         if len(shapes) != 1:
-            raise ConfigError(f"all attention layers must have as many heads of the same size, got {sorted(shapes)}")
+            raise ConfigError(f"all attention layers must have heads of the same size, got {sorted(shapes)}")
+        most = self.num_kv_heads
+        if uneven := {(a.num_heads, a.num_kv_heads) for a in attentions if a.num_heads % most or most % a.num_kv_heads}:
+            raise ConfigError(
+                f"a layer has {most} heads of keys and values, which do not suit layers with these numbers of heads of "
+                f"queries, and of keys and values: {sorted(uneven)}"
+            )
         if unknown := {attention.rope for attention in attentions} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
         for rope in self.ropes.values():
@@ -545,13 +588,13 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of every attention layer."""
-        return self.attentions[0].num_heads
+        """Query heads of the attention layer that has the most."""
+        return max(spec.num_heads for spec in self.attentions)
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values of every attention layer."""
-        return self.attentions[0].num_kv_heads
+        """Heads of keys and values in the cache of every attention layer. A layer with fewer repeats its own."""
+        return max(spec.num_kv_heads for spec in self.attentions)
 
     @property
     def head_dim(self) -> int:

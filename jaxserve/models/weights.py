@@ -207,7 +207,7 @@ def layer_sources(
 def _attention(
     attention: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, hidden: int, inputs: int
 ) -> dict[str, list[Source]]:
-    width = attention.num_heads * attention.head_dim
+    width = attention.num_heads * attention.value_dim
     layer: dict[str, list[Source]] = {}
     layer["attention/qkv/kernel"] = _qkv(attention, kv_heads, order, names, "weight", (inputs,))
     layer["attention/out/kernel"] = [Source("o.weight", (hidden, width), whole)]
@@ -228,14 +228,14 @@ def _attention(
 def _out_gate(attention: AttentionSpec, kv_heads: int, names: Names, hidden: int) -> dict[str, list[Source]]:
     """The gates of the heads' results. Without a tensor of their own, each head's gate follows its query in the tensor
     of queries."""
-    width = attention.num_heads * attention.head_dim
+    width = attention.num_heads * attention.gate_channels
     dim = attention.head_dim
     if _has(names, "out_gate.weight"):
-        assert not attention.qkv_bias
+        assert not attention.gate_bias
         return {"attention/gate/kernel": [Source("out_gate.weight", (width, hidden), whole)]}
     gates = _of_pairs(dim, 1)
     found = {"attention/gate/kernel": [Source("q.weight", (2 * width, hidden), whole, take=gates)]}
-    if attention.qkv_bias:
+    if attention.gate_bias:
         split = (kv_heads, attention.num_heads // kv_heads, dim)
         found["attention/gate/bias"] = [Source("q.bias", (2 * width,), whole, split, take=gates)]
     return found
@@ -290,8 +290,9 @@ def _qkv(
 ) -> list[Source]:
     """The sources of the fused projection [kv_heads, group + 2, head_dim, *inputs], whose first three axes may be one.
 
-    Each key-value head has its queries, its key and its value. Keys and values are repeated when `kv_heads` exceeds the
-    model's own number. The channels of queries and keys are brought into `order`.
+    Each key-value head has its queries, its key and its value, behind which zeros follow if it is smaller. Keys and
+    values are repeated when `kv_heads` exceeds the layer's own number. The channels of queries and keys are brought
+    into `order`.
     """
     group = spec.num_heads // kv_heads
     heads = spec.num_heads
@@ -305,9 +306,9 @@ def _qkv(
     def query(target: np.ndarray) -> np.ndarray:
         return by_head(target)[:, :group]
 
-    def shared(which: int) -> Callable[[np.ndarray], np.ndarray]:
+    def shared(which: int, size: int) -> Callable[[np.ndarray], np.ndarray]:
         def view(target: np.ndarray) -> np.ndarray:
-            heads = by_head(target)[:, which]
+            heads = by_head(target)[:, which, :size]
             return heads.reshape(own, kv_heads // own, *heads.shape[1:])
 
         return view
@@ -316,10 +317,10 @@ def _qkv(
         return _in_order(rows, order, dim)
 
     q_split = (kv_heads, group, dim, *columns)
-    kv_split = (own, 1, dim, *columns)
-    splits = {"q": q_split, "k": kv_split, "v": kv_split}
-    views = {"q": query, "k": shared(group), "v": shared(group + 1)}
-    sizes = {"q": heads * dim, "k": own * dim, "v": own * dim}
+    v_dim = spec.value_dim
+    splits = {"q": q_split, "k": (own, 1, dim, *columns), "v": (own, 1, v_dim, *columns)}
+    views = {"q": query, "k": shared(group, dim), "v": shared(group + 1, v_dim)}
+    sizes = {"q": heads * dim, "k": own * dim, "v": own * v_dim}
     takes: dict[str, Callable[[np.ndarray], np.ndarray] | None] = dict.fromkeys("qkv")
     if order is not None:
         takes |= {"q": ordered, "k": ordered}

@@ -158,7 +158,14 @@ def test_fp8_in_blocks(devices, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "devices"),
-    [("lfm2_odd", 2), ("lfm2_tied", 4), ("granite_hybrid_dense", 2), ("bamba_groups", 4), ("nemotron_h_experts", 2)],
+    [
+        ("lfm2_odd", 2),
+        ("lfm2_tied", 4),
+        ("granite_hybrid_dense", 2),
+        ("bamba_groups", 4),
+        ("nemotron_h_experts", 2),
+        ("nemotron_h_latent_types", 4),
+    ],
 )
 def test_shared_by_devices(case, devices, model_folders):
     engine = make_engine(model_folders(case), rows=8, tokens=64, tensor_parallel_size=devices)

@@ -64,6 +64,7 @@ EFFECTIVE = {
     "GptOssForCausalLM": {"swiglu_limit": 6.0},
     "Lfm2ForCausalLM": {"layer_types": _CONVOLUTIONS, "block_multiple_of": 250},
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
+    "LagunaForCausalLM": {"sliding_window": 8, "layer_types": _TYPES},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "Qwen2MoeForCausalLM": {
@@ -81,6 +82,7 @@ WITHOUT_EFFECT = {
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "MiniCPM3ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "LagunaForCausalLM": {"num_attention_heads"},
     "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
     "YoutuForCausalLM": {"num_key_value_heads", "head_dim"},
     # The indexer is left out: see `families.deepseek`.
@@ -109,7 +111,10 @@ WITHOUT_EFFECT = {
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}
 # Read by config classes, which then write another window, another rope_parameters, or have a property that the model
 # reads. The class of Cohere2Moe has rope_scaling without a use; it is refused.
-BY_CLASS = {"use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices"}
+BY_CLASS = {
+    "use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices",
+    "moe_apply_router_weight_on_input",
+}  # fmt: skip
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 
@@ -305,9 +310,11 @@ OLDER_ROPES = (
 def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
-        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
+        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "MiMoV2Flash", "Laguna")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
-            continue  # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base
+            # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
+            # ones are as young as transformers 5.
+            continue
         older = values | {"rope_theta": 500000.0, "rope_scaling": scaling}
         config = CLASSES[architecture](**plain(older))
         assert read(plain(config.to_dict()), architecture) == read(older, architecture), architecture

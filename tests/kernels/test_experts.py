@@ -276,6 +276,23 @@ def test_clamped_gate():
     np.testing.assert_allclose(np.asarray(found), (up + 1) * gate / (1 + np.exp(-1.702 * gate)), rtol=1e-5, atol=1e-6)
 
 
+def test_bounded_gate():
+    pairs = (rng.standard_normal((4, 5, 2)) * 5).astype(np.float32)
+    gate, up = pairs[..., 0].astype(np.float64), pairs[..., 1].astype(np.float64)
+    found = Ops().gate_of("silu", bound=1.5)(jnp.asarray(pairs))
+    expected = np.minimum(gate / (1 + np.exp(-gate)), 1.5) * np.clip(up, -1.5, 1.5)
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_softcap_of_a_router():
+    logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32) * 5
+    found = route(jnp.asarray(logits), Router(top_k=3, score="sigmoid", softcap=1.5))
+    capped = 1.5 * np.tanh(logits / 1.5)
+    expected = route(jnp.asarray(capped), Router(top_k=3, score="sigmoid"))
+    np.testing.assert_array_equal(*(np.asarray(experts) for experts in (found[0], expected[0])))
+    np.testing.assert_allclose(*(np.asarray(weights) for weights in (found[1], expected[1])), rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantized_stacks_on_cpu(kind):
     """Stacks that have no panels, by the C++ kernel, against plain XLA."""

@@ -30,6 +30,8 @@ NEMOTRON_NAMES = (
     | {
         "router.weight": f"{MIXER}.gate.weight",
         "correction": f"{MIXER}.gate.e_score_correction_bias",
+        "latent_in.weight": f"{MIXER}.fc1_latent_proj.weight",
+        "latent_out.weight": f"{MIXER}.fc2_latent_proj.weight",
         **{f"expert_{role}.weight": f"{MIXER}.experts.{{e}}.{role}_proj.weight" for role in ("up", "down")},
         **{f"shared_{role}.weight": f"{MIXER}.shared_experts.{role}_proj.weight" for role in ("up", "down")},
     }
@@ -87,7 +89,6 @@ def _mamba(hf: HFConfig, norm: NormSpec) -> Mamba2Spec:
 
 
 def _mixture(hf: HFConfig, activation: Activation) -> MLPSpec:
-    hf.expect("moe_latent_size")
     hf.expect("mlp_bias", False)
     router = Router(
         top_k=hf.take("num_experts_per_tok", 2),
@@ -100,7 +101,8 @@ def _mixture(hf: HFConfig, activation: Activation) -> MLPSpec:
         group_score="top2",
     )
     shared = hf.take("moe_shared_expert_intermediate_size", 7688)
-    experts = ExpertsSpec(count=hf.take("n_routed_experts", 8), router=router, shared_size=shared)
+    latent = hf.take("moe_latent_size", None)
+    experts = ExpertsSpec(count=hf.take("n_routed_experts", 8), router=router, latent_size=latent, shared_size=shared)
     size = hf.take("moe_intermediate_size", 7688)
     return MLPSpec(size=size, gated=False, activation=activation, experts=experts)
 

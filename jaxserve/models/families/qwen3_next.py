@@ -53,7 +53,14 @@ def read_hybrid(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
     norm = read_norm(hf, offset=1.0)
     qk_norm = QKNormSpec(norm=norm)
     attention = read_attention(
-        hf, head_dim=256, kv_heads=kv_heads, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias, out_gate="sigmoid"
+        hf,
+        head_dim=256,
+        kv_heads=kv_heads,
+        qk_norm=qk_norm,
+        qkv_bias=bias,
+        out_bias=bias,
+        out_gate="sigmoid",
+        gate_bias=bias,
     )
     delta = GatedDeltaSpec(
         key_heads=hf.take("linear_num_key_heads", 16),
