@@ -160,8 +160,8 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        given = x, y, inputs.ropes, cache[at], inputs.at(place), seen
-        x, y, cache[at], routed, seen = layer(params[f"layers_{i}"], *given)
+        own = params[f"layers_{i}"]
+        x, y, cache[at], routed, seen = layer(own, x, y, inputs.ropes, cache[at], inputs.at(place), seen)
         chosen += routed
     return LayersRun(x, y, inputs, chosen, seen, read_by_draft, cache)
 

@@ -91,6 +91,7 @@ class LatentAttention(nn.Module):
         )
         index_inputs = None
         if spec.indexer is not None and spec.q_rank is not None and spec.chooses:
+            assert not isinstance(x, QuantRows), "rounded before the indexer read it, see `DecoderLayer`"
             indexer = Indexer(spec.indexer, hidden, spec.q_rank, self.dtype, name="indexer")
             index_inputs = indexer(x, of_queries, angles, ops)
         out = attend(LatentHeads(q_whole, row, k_up, v_up, index_inputs))

@@ -155,10 +155,11 @@ def with_indexers(hf: HFConfig, config: ModelConfig, heads: int, interleaved: bo
         interleaved=bool(hf.take("indexer_rope_interleave", interleaved)),
     )
     shared = _read_shared_choices(hf, config.num_layers)
-    layers = [
-        replace(layer, attention=replace(layer.attention, indexer=replace(indexer, shared=shares)))
-        for layer, shares in zip(config.layers, shared, strict=True)
-    ]
+    layers = []
+    for layer, shares in zip(config.layers, shared, strict=True):
+        assert isinstance(layer.attention, LatentAttentionSpec)
+        attention = replace(layer.attention, indexer=replace(indexer, shared=shares))
+        layers.append(replace(layer, attention=attention))
     return replace(config, layers=tuple(layers))
 
 
