@@ -57,6 +57,20 @@ class Heads(NamedTuple):
     sinks: jax.Array | Row | None = None
 
 
+class IndexInputs(NamedTuple):
+    """New tokens' inputs of an indexer (DeepSeek Sparse Attention, arXiv:2512.02556), after rotary positions.
+
+    q: [tokens, heads, dim].
+    weights: float32 [tokens, heads]. The score of a cached token is the sum over the heads of the weight, times the
+      product of query and key if it is positive.
+    key: [tokens, dim].
+    """
+
+    q: jax.Array
+    weights: jax.Array
+    key: jax.Array
+
+
 class LatentHeads(NamedTuple):
     """New tokens' inputs of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), after norms and rotary
     positions.
@@ -64,12 +78,14 @@ class LatentHeads(NamedTuple):
     q: [tokens, heads, nope + rope].
     row: [tokens, rank + rope], a latent and the rotated key, which all heads share.
     k_up, v_up: [heads, nope, rank] and [heads, v_dim, rank], which map latents to a head's keys and values.
+    indexer: inputs of the layer's indexer; None: it has none of its own.
     """
 
     q: jax.Array
     row: jax.Array
     k_up: jax.Array
     v_up: jax.Array
+    indexer: IndexInputs | None = None
 
 
 class DeltaHeads(NamedTuple):

@@ -16,7 +16,14 @@ from jaxserve.pallas_kernels.expert_routing import Router, route
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
-from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
+from jaxserve.pallas_kernels.latent_attention import sparse
+from jaxserve.pallas_kernels.latent_attention.expanded import (
+    LatentSizes,
+    absorb,
+    attention_of_heads,
+    expands_prompts,
+    project_values,
+)
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.mamba2.reference import mamba2
@@ -396,14 +403,50 @@ class Ops:
     ) -> tuple[jax.Array, LatentPages]:  # fmt: skip
         """Writes a layer's new latents to the pages, then computes attention [tokens, heads, v_dim]. `rows` and the
         options are arguments of `latent_attention`."""
+        pages = self.write_latent(pages, heads.row, slots, first_page, rank=heads.k_up.shape[-1])
+        out = self._over_latents(heads, pages, rows, first_page=first_page, scale=scale, decode_only=decode_only)
+        return out, pages
+
+    def attend_chosen(
+        self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],
+        first_page: jax.Array | int, seen: jax.Array, *, scale: float, decode_only: bool,
+    ) -> tuple[jax.Array, LatentPages, jax.Array]:  # fmt: skip
+        """`attend_latent` over the tokens that an indexer chooses, or all where no row has more than it may choose.
+        seen: int32 [tokens, top_k], what a layer before has chosen, as `sparse.choose` returns it. Also returns this,
+        or what the layer's own indexer has chosen. It has no meaning where every token sees all."""
+        keys = pages.index_keys
+        assert keys is not None
+        rank = heads.k_up.shape[-1]
+        top_k = seen.shape[1]
+        if heads.indexer is not None:
+            keys = sparse.write_keys(keys, heads.indexer.key, slots, first_page)
+        pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)._replace(index_keys=keys)
+
+        def all_tokens() -> tuple[jax.Array, jax.Array]:
+            out = self._over_latents(heads, pages, rows, first_page=first_page, scale=scale, decode_only=decode_only)
+            return out, seen
+
+        def chosen_tokens() -> tuple[jax.Array, jax.Array]:
+            which = seen
+            if heads.indexer is not None:
+                options: Any = {"top_k": top_k, "first_page": first_page, "decode_only": decode_only}
+                which = sparse.choose(heads.indexer, keys, *rows, **options)
+            q = absorb(heads.q, heads.k_up)
+            out = sparse.attention_over(q, pages, which, *rows[:2], scale=scale, rank=rank, first_page=first_page)
+            return project_values(out, heads.v_up), which
+
+        out, which = jax.lax.cond(jnp.max(rows[2]) <= top_k, all_tokens, chosen_tokens)
+        return out, pages, which
+
+    def _over_latents(
+        self, heads: LatentHeads, pages: LatentPages, rows: tuple[jax.Array, ...], **options: Any
+    ) -> jax.Array:
+        """The heads' results over all latents that a row has in the pages."""
         (_, nope, rank), v_dim = heads.k_up.shape, heads.v_up.shape[1]
-        pages = self.write_latent(pages, heads.row, slots, first_page, rank=rank)
-        options: Any = {"first_page": first_page, "scale": scale, "decode_only": decode_only}
         sizes = LatentSizes(rank, heads.row.shape[-1] - rank, nope, v_dim)
         plain = self.latent_attention is latent.latent_attention
         options["expand"] = expands_prompts(len(heads.q), len(rows[0]), sizes, plain=plain)
-        out = attention_of_heads(self.latent_attention, heads.q, pages, heads.k_up, heads.v_up, *rows, **options)
-        return out, pages
+        return attention_of_heads(self.latent_attention, heads.q, pages, heads.k_up, heads.v_up, *rows, **options)
 
     def adapted_by(self, places: jax.Array) -> Ops:
         """Returns operations that add what adapters at these places of the pool, int32 [tokens], change of the tokens'

@@ -53,10 +53,13 @@ class LatentPages(NamedTuple):
     scale: float32 [pages, 2, page_size], factors of a token's latent (0) and of its rotated key (1); None: 1. The two
       have separate scales, because the latent is normed and the key is not: with one scale for both, a large key would
       leave few codes to the latent. A page's scales of one kind are contiguous, as kernels read them.
+    index_keys: [pages, page_size, dim], which an indexer compares with its queries (`latent_attention.sparse`); None:
+      there is no indexer. In the data's dtype, or bfloat16 if data are codes.
     """
 
     data: jax.Array
     scale: jax.Array | None = None
+    index_keys: jax.Array | None = None
 
     @property
     def page_size(self) -> int:

@@ -354,6 +354,51 @@ DENSE_CASES: dict[str, DenseCase] = {
         layer_types=["indexed_attention"] * 3, tie_word_embeddings=False,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
+    # Prompts are longer than what the indexers choose. With 16 heads hardly any tokens have the same score. With few
+    # heads many scores are exactly zero; which of these tokens transformers chooses depends on the length of the pass.
+    "deepseek_v32_hub": dense(
+        "DeepseekV32ForCausalLM", "deepseek_v32", modern=False, layers=3, hidden_act="silu", rms_norm_eps=1e-5,
+        q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=20, num_key_value_heads=4,
+        n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, n_group=4, topk_group=2, scoring_func="sigmoid",
+        topk_method="noaux_tc", moe_intermediate_size=40, moe_layer_freq=1, ep_size=1, first_k_dense_replace=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5, index_topk=11, index_n_heads=16, index_head_dim=20,
+        num_nextn_predict_layers=1, rope_theta=10000.0, attention_bias=False, tie_word_embeddings=False,
+        rope_scaling={
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    ),
+    "deepseek_v32_odd": dense(
+        "DeepseekV32ForCausalLM", "deepseek_v32", layers=2, hidden=72, heads=6, hidden_act="silu", rms_norm_eps=1e-3,
+        q_lora_rank=28, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=12, v_head_dim=24, head_dim=12,
+        num_key_value_heads=6, n_routed_experts=6, n_shared_experts=2, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=48, mlp_layer_types=["sparse", "dense"], norm_topk_prob=False, attention_bias=True,
+        routed_scaling_factor=0.8, index_topk=19, index_n_heads=24, index_head_dim=12, tie_word_embeddings=False,
+        layer_types=["indexed_attention"] * 2, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
+    ),
+    "glm_moe_dsa_hub": dense(
+        "GlmMoeDsaForCausalLM", "glm_moe_dsa", modern=False, layers=4, hidden_act="silu", rms_norm_eps=1e-5,
+        q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=28, num_key_value_heads=4,
+        n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, n_group=1, topk_group=1, scoring_func="sigmoid",
+        topk_method="noaux_tc", moe_intermediate_size=40, moe_layer_freq=1, ep_size=1, first_k_dense_replace=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5, index_topk=13, index_n_heads=16, index_head_dim=20,
+        indexer_rope_interleave=True, rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1,
+        index_topk_pattern=None, num_nextn_predict_layers=1, index_share_for_mtp_iteration=True, attention_bias=False,
+        rope_theta=7000.0, rope_scaling=None, tie_word_embeddings=False,
+    ),
+    "glm_moe_dsa_saved": dense(
+        "GlmMoeDsaForCausalLM", "glm_moe_dsa", layers=4, hidden=72, heads=6, hidden_act="silu", rms_norm_eps=1e-3,
+        q_lora_rank=28, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=12, v_head_dim=24, head_dim=12,
+        num_key_value_heads=6, n_routed_experts=12, n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2,
+        moe_intermediate_size=40, mlp_layer_types=["dense", "sparse", "sparse", "dense"], norm_topk_prob=False,
+        attention_bias=True, routed_scaling_factor=0.8, index_topk=9, index_n_heads=24, index_head_dim=12,
+        indexer_types=["full", "shared", "full", "shared"], layer_types=["indexed_attention"] * 4,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 0.7, "mscale_all_dim": 0.9,
+        },
+    ),
     "youtu_hub": dense(
         "YoutuForCausalLM", "youtu", modern=False, hidden=72, hidden_act="silu", rms_norm_eps=1e-3, q_lora_rank=36,
         kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=20, num_key_value_heads=4,

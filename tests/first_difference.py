@@ -29,10 +29,10 @@ class Tracer:
         self._layers = 0
         original = forward.run_layer
 
-        def traced(params, x, y, ropes, pages, where, **options):
-            x, y, pages, chosen = original(params, x, y, ropes, pages, where, **options)
+        def traced(params, x, y, ropes, pages, where, seen, **options):
+            x, y, *rest = original(params, x, y, ropes, pages, where, seen, **options)
             jax.debug.callback(self._take, y.sums[0], where[2][-1], ordered=True)
-            return x, y, pages, chosen
+            return x, y, *rest
 
         patch.setattr(forward, "run_layer", traced)
 

@@ -38,7 +38,9 @@ def test_figures_are_those_of_the_config(model):
     assert model.int4_bytes == sum(memory.bytes_by_dtype(quantized_abstract(plain, "int4")).values())
     assert len(config.attentions) + config.num_recurrent == config.num_layers
     assert model.token_bytes == sum(
-        4 * spec.num_kv_heads * spec.head_dim if isinstance(spec, AttentionSpec) else 2 * (spec.rank + spec.rope_dim)
+        4 * spec.num_kv_heads * spec.head_dim
+        if isinstance(spec, AttentionSpec)
+        else 2 * (spec.rank + spec.rope_dim + (spec.indexer.dim if spec.indexer else 0))
         for spec in config.attentions
     )
 

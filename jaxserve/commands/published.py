@@ -110,6 +110,7 @@ PUBLISHED = (
     Published("allenai/OLMoE-1B-7B-0924", "olmoe", 6_919_161_856, 3_876_851_712, 131_072),
     Published("MiniMaxAI/MiniMax-M2", "minimax_m2", 228_689_764_864, 119_816_404_992, 253_952),
     Published("deepseek-ai/DeepSeek-V3", "deepseek_v3", 671_026_419_200, 350_427_728_896, 70_272),
+    Published("deepseek-ai/DeepSeek-V3.2", "deepseek_v3", 671_877_944_064, 350_908_358_144, 85_888),
     Published("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 79_674_391_296, 42_083_215_360, 24_576),
     Published("Qwen/Qwen3.5-9B", "qwen3_5", 8_953_803_264, 7_638_495_232, 32_768),
     Published("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe", 34_660_610_688, 19_414_981_632, 20_480),

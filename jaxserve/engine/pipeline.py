@@ -221,6 +221,11 @@ def check_model(config: EngineConfig, plan: ModelPlan) -> None:
     if plan.pooler is not None or plan.model.recurrent is not None:
         kind = "embed or score" if plan.pooler is not None else "have recurrent layers"
         raise ConfigError(f"pipeline_parallel_size must be 1 for models that {kind}, got {size}")
+    if any(layer.indexer is not None and layer.indexer.shared for layer in plan.model.layers):
+        raise ConfigError(
+            f"pipeline_parallel_size must be 1, not {size}, for a model whose layers share what an indexer has chosen, "
+            "which stages do not pass on"
+        )
     if orbax.is_saved(plan.folder):
         raise ConfigError(f"{plan.folder} is an Orbax checkpoint; pipeline_parallel_size reads safetensors or GGUF")
 

@@ -99,17 +99,22 @@ class KeysAndValues:
 @dataclass(frozen=True)
 class Latents:
     """One row per token, which all heads share: pages [pages, page_size, width]; see `LatentPages`. Each device holds
-    all rows, or its share of them (`token_shares`)."""
+    all rows, or its share of them (`token_shares`). `index_dim` is the size of an indexer's keys; 0: there is none."""
 
     rank: int
     rope_dim: int
     width: int
     dtype: np.dtype
+    index_dim: int = 0
 
     def pages(self, count: int, page_size: int) -> LatentPages:
         """The shapes of `count` pages of one layer."""
         scale = _shaped((count, 2, page_size), jnp.float32) if has_scale(self.dtype) else None
-        return LatentPages(_shaped((count, page_size, self.width), self.dtype), scale)
+        keys = None
+        if self.index_dim:
+            keys_dtype = jnp.bfloat16 if has_scale(self.dtype) else self.dtype
+            keys = _shaped((count, page_size, self.index_dim), keys_dtype)
+        return LatentPages(_shaped((count, page_size, self.width), self.dtype), scale, keys)
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -121,7 +126,7 @@ class Latents:
         """How devices share pages."""
         data: Any = spec(*self.axes)
         scale: Any = spec(None, None, "cached_tokens")
-        return LatentPages(data, scale if has_scale(self.dtype) else None)
+        return LatentPages(data, scale if has_scale(self.dtype) else None, data if self.index_dim else None)
 
     def attend(
         self, layer: Layer, ops: Ops, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any,
@@ -133,7 +138,17 @@ class Latents:
         if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend_latent, ops, axis=CACHED_TOKENS)
         attend = partial(attend, scale=chosen.softmax_scale, decode_only=decode_only)
-        return _on_each_device(attend, heads, self._spec_of_heads, pages, self.specs, where, mesh)
+        return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
+
+    def attend_chosen(
+        self, layer: Layer, ops: Ops, heads: LatentHeads, pages: LatentPages, seen: jax.Array, where: tuple, mesh: Mesh,
+        decode_only: bool,
+    ) -> tuple[jax.Array, LatentPages, jax.Array]:  # fmt: skip
+        """`Ops.attend_chosen` for the heads of each device, each of which makes the same choice."""
+        chosen: Any = layer.spec.attention
+        attend = partial(ops.attend_chosen, scale=chosen.softmax_scale, decode_only=decode_only)
+        of_heads = self._spec_of(heads)
+        return _on_each_device(attend, heads, of_heads, pages, self.specs, where, mesh, seen)
 
     def write(
         self, layer: Layer, ops: Ops, heads: LatentHeads, pages: LatentPages, where: tuple, mesh: Mesh, dtype: Any
@@ -144,13 +159,12 @@ class Latents:
             pages = ops.write_latent(pages, heads.row, slots, first_page, rank=self.rank)
             return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype), pages
 
-        return _on_each_device(write, heads, self._spec_of_heads, pages, self.specs, where, mesh)
+        return _on_each_device(write, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
-    @property
-    def _spec_of_heads(self) -> LatentHeads:
+    def _spec_of(self, heads: LatentHeads) -> LatentHeads:
         """How devices share the heads."""
-        split: Any = (spec(None, "kv_heads"), EVERYWHERE, spec("kv_heads"), spec("kv_heads"))
-        return LatentHeads(*split)
+        split: Any = {"q": spec(None, "kv_heads"), "k_up": spec("kv_heads"), "v_up": spec("kv_heads")}
+        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(**split)
 
 
 CacheKind = KeysAndValues | Latents
@@ -162,21 +176,25 @@ def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, sha
     attention = model.attentions[0]
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
-        return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype))
+        index_dim = 0 if attention.indexer is None else attention.indexer.dim
+        return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype), index_dim)
     return KeysAndValues(kv_heads // shares, stored_head_dim(attention.cached_dim, platform), np.dtype(dtype))
 
 
 def _on_each_device(
-    attend: Callable, heads: Any, of_heads: Any, pages: Any, of_pages: Pages, where: tuple, mesh: Mesh
-) -> tuple[jax.Array, Any]:
-    """Runs `attend` on each device for its heads and pages. `where` says where tokens are written and read."""
+    attend: Callable, heads: Any, of_heads: Any, pages: Any, of_pages: Pages, where: tuple, mesh: Mesh, *also: jax.Array
+) -> Any:
+    """Runs `attend` on each device for its heads and pages. `where` says where tokens are written and read. What `also`
+    is given is the same on all devices, and so is what `attend` then returns behind the result and the pages."""
 
-    def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page):
+    def local(heads, pages, kv_slot, tables, q_start, kv_len, num_decodes, first_page, *also):
         if num_shards(mesh, "cached_tokens") > 1:
             kv_slot = token_shares.own_slots(kv_slot, CACHED_TOKENS)
-        return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page)
+        return attend(heads, pages, kv_slot, (tables, q_start, kv_len, num_decodes), first_page, *also)
 
     if not is_split(mesh):
-        return local(heads, pages, *where)
-    in_specs = (of_heads, of_pages, *(EVERYWHERE,) * len(where))
-    return on_each_device(local, mesh, in_specs, (spec(None, "kv_heads"), of_pages))(heads, pages, *where)
+        return local(heads, pages, *where, *also)
+    everywhere = (EVERYWHERE,) * len(also)
+    in_specs = (of_heads, of_pages, *(EVERYWHERE,) * len(where), *everywhere)
+    out_specs = (spec(None, "kv_heads"), of_pages, *everywhere)
+    return on_each_device(local, mesh, in_specs, out_specs)(heads, pages, *where, *also)

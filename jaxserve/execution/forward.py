@@ -20,7 +20,7 @@ from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
-from jaxserve.models.spec import RecurrentSpec
+from jaxserve.models.spec import ModelConfig, RecurrentSpec
 from jaxserve.pallas_kernels.expert_routing import load
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
@@ -96,6 +96,7 @@ class LayersRun(NamedTuple):
     y: Partials | None  # what the last of these layers left to add to x
     inputs: LayerInputs
     chosen: list[jax.Array]  # experts that the layers' routers chose
+    seen: jax.Array | None  # what the last indexer has chosen, see `run_layer`
     read_by_draft: dict[int, jax.Array]  # inputs of layers
     cache: KVCache
 
@@ -105,7 +106,7 @@ def forward(
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
     replace the old ones. So are the entries of a draft head. The slots do not change."""
-    x, y, inputs, chosen, read_by_draft, cache = run_layers(params, cache, slots, batch, context)
+    x, y, inputs, chosen, _, read_by_draft, cache = run_layers(params, cache, slots, batch, context)
     model = context.model
     drafter = context.drafter
     q_start = batch.q_start
@@ -147,6 +148,7 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     run = partial(run_layer, ops=ops, kind=layout.kind, mesh=context.mesh, decode_only=context.shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec))) for spec in set(model.config.layers)}
     chosen: list[jax.Array] = []
+    seen = nothing_chosen(model.config, len(inputs.tokens))
     read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
     wanted = context.drafter.spec.layers if context.drafter is not None else ()
     cache = list(cache)
@@ -158,9 +160,16 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place))
+        own = params[f"layers_{i}"]
+        x, y, cache[at], routed, seen = layer(own, x, y, inputs.ropes, cache[at], inputs.at(place), seen)
         chosen += routed
-    return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
+    return LayersRun(x, y, inputs, chosen, seen, read_by_draft, cache)
+
+
+def nothing_chosen(config: ModelConfig, tokens: int) -> jax.Array | None:
+    """The argument `seen` of the first layer, see `run_layer`; None for a model without indexers."""
+    indexers = [layer.indexer for layer in config.layers if layer.indexer is not None]
+    return jnp.full((tokens, indexers[0].top_k), -1, jnp.int32) if indexers else None
 
 
 def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayerInputs:
@@ -226,21 +235,26 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 
 
 def run_layer(
-    params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any,
+    params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any, seen: jax.Array | None,
     *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, Partials | None, Any, list[jax.Array]]:  # fmt: skip
+) -> tuple[jax.Array, Partials | None, Any, list[jax.Array], jax.Array | None]:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]."""
+    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k].
+
+    seen: the cached tokens that the last indexer has chosen (`Ops.attend_chosen`); also returned, after the layer."""
 
     def attend(heads: Any) -> jax.Array:
-        nonlocal pages
+        nonlocal pages, seen
         if isinstance(module.spec.attention, RecurrentSpec):
             rows, first = where
             out, pages = advance(module.spec.attention, ops, heads, pages, rows, first, mesh, decode_only)
+            return out
+        if module.spec.indexer is not None:
+            out, pages, seen = kind.attend_chosen(module, ops, heads, pages, seen, where, mesh, decode_only)
             return out
         out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 
     made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
-    return x, y, pages, jax.tree.leaves(noted)
+    return x, y, pages, jax.tree.leaves(noted), seen

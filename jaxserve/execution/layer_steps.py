@@ -23,6 +23,7 @@ class Stream(NamedTuple):
 
     x: jax.Array  # [tokens, hidden]
     expert_load: jax.Array | None  # int32 [1, 3], of the layers so far, as in `Sampled`; None: there are no experts
+    seen: jax.Array | None  # int32 [tokens, top_k], as in `run_layer`; None: there are no indexers
 
 
 class Begun(NamedTuple):
@@ -37,7 +38,8 @@ def begin_step(params, cache: KVCache, slots: SlotState, packed: jax.Array, *, c
     _, slots, batch, _ = read_buffer(packed, slots, context.shape, None)
     ran = run_layers(params, cache, slots, batch, context)
     load = jnp.zeros((1, 3), jnp.int32) if context.model.config.num_experts else None
-    return Begun(_stream(ran.x, ran.y, ran.chosen, load, ran.inputs.num_tokens, context), ran.inputs, ran.cache)
+    stream = _stream(ran.x, ran.y, ran.chosen, ran.seen, load, ran.inputs.num_tokens, context)
+    return Begun(stream, ran.inputs, ran.cache)
 
 
 def abstract_inputs(slots: SlotState, packed: jax.ShapeDtypeStruct, context: ForwardContext) -> LayerInputs:
@@ -56,18 +58,18 @@ def run_one_layer(
 ) -> tuple[Stream, Any]:  # fmt: skip
     """Runs a layer of the shape `spec` on what the layer before passed on, and on its array of the cache, `pages`,
     which is donated. `where` is the result of `LayerInputs.at`; `ropes` and `num_tokens` are from LayerInputs."""
-    x, y, pages, chosen = run_layer(
-        params, stream.x, None, ropes, pages, where,
+    x, y, pages, chosen, seen = run_layer(
+        params, stream.x, None, ropes, pages, where, stream.seen,
         module=context.model.layer(spec), ops=context.model.ops.counting(num_tokens), kind=context.layout.kind,
         mesh=context.mesh, decode_only=context.shape.decode_only,
     )  # fmt: skip
-    return _stream(x, y, chosen, stream.expert_load, num_tokens, context), pages
+    return _stream(x, y, chosen, seen, stream.expert_load, num_tokens, context), pages
 
 
 def _stream(
-    x: jax.Array, y: Partials | None, chosen: list[jax.Array], load: jax.Array | None, count: jax.Array,
-    context: ForwardContext,
+    x: jax.Array, y: Partials | None, chosen: list[jax.Array], seen: jax.Array | None, load: jax.Array | None,
+    count: jax.Array, context: ForwardContext,
 ) -> Stream:  # fmt: skip
     own = expert_load(chosen, context.model, count)
     total = load if own is None or load is None else load + own
-    return Stream(jax.lax.with_sharding_constraint(added(x, y), replicated(context.mesh)), total)
+    return Stream(jax.lax.with_sharding_constraint(added(x, y), replicated(context.mesh)), total, seen)

@@ -20,6 +20,7 @@ from jax.tree_util import PyTreeDef
 
 from jaxserve.devices import layouts
 from jaxserve.execution import layer_steps
+from jaxserve.execution.forward import nothing_chosen
 from jaxserve.execution.kv_cache import LayerPlace
 from jaxserve.execution.layer_steps import Begun, Stream
 from jaxserve.execution.layer_uploads import MOST, LayerUploads
@@ -168,7 +169,9 @@ class StreamedLayers:
         config = of.model.config
         load: Any = jax.ShapeDtypeStruct((1, 3), jnp.int32, sharding=place) if config.num_experts else None
         x: Any = jax.ShapeDtypeStruct((shape.tokens, config.hidden_size), of.model.dtype, sharding=place)
-        return Stream(x, load)
+        seen: Any = jax.eval_shape(partial(nothing_chosen, config, shape.tokens))
+        seen = None if seen is None else jax.ShapeDtypeStruct(seen.shape, seen.dtype, sharding=place)
+        return Stream(x, load, seen)
 
 
 def _part(shape: StepShape, part: int) -> StepProgram:

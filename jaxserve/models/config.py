@@ -40,7 +40,11 @@ _PATTERN = (
 _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
-    **dict.fromkeys(("layer_types", "mlp_layer_types"), _TEXTS),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), _TEXTS),
+    **dict.fromkeys(("index_topk", "index_head_dim"), _SIZE),
+    "index_n_heads": _HEADS,
+    **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), _count(2**12, least=0)),
+    "index_topk_pattern": ("a string, or a list of strings", lambda value: type(value) is str or _TEXTS[1](value)),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "word_embed_proj_dim"), _SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_ln_in_parallel_attn"), _HEADS),
     "num_hidden_layers": _LAYERS,
@@ -87,7 +91,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "block_ffn_dim_multiplier": _POSITIVE,
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE),
     **dict.fromkeys(("topk_method", "scoring_func"), _TEXT),
-    "rope_interleave": _FLAG,
+    **dict.fromkeys(("rope_interleave", "indexer_rope_interleave"), _FLAG),
     **dict.fromkeys(("n_routed_experts", "moe_num_experts", "moe_k", "experts_per_token"), _count(2**12)),
     **dict.fromkeys(("n_group", "topk_group", "interleave_moe_layer_step", "no_rope_layer_interval"), _count(2**12)),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), _count(2**12, least=0)),

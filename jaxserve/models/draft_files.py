@@ -188,6 +188,7 @@ def open_mtp(
             f"speculative_config's mtp needs a model with a head for multi-token prediction; {path} has none that "
             f"jaxserve reads (num_nextn_predict_layers={count!r})"
         )
-    config = replace(target, layers=target.layers[-1:])
+    # Proposals are only guesses, so the head's attention sees all tokens, also where an indexer would choose some.
+    config = replace(target, layers=(target.layers[-1].without_indexer(),))
     files = vars(source) | {"names": {**source.family.roles(target), **source.family.mtp}, "layer": target.num_layers}
     return config, DraftSpec((), target.hidden_size), DraftFiles(**files, shared_file=True)

@@ -11,10 +11,43 @@ import jax.numpy as jnp
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import Norm
-from jaxserve.models.spec import LatentAttentionSpec
-from jaxserve.pallas_kernels.operands import LatentHeads, Partials
+from jaxserve.models.rope import Angles
+from jaxserve.models.spec import IndexerSpec, LatentAttentionSpec
+from jaxserve.pallas_kernels.operands import IndexInputs, LatentHeads, Partials
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
+
+
+class Indexer(nn.Module):
+    """The projections of an indexer. Every device computes all of it, because a token's choice is for all heads.
+
+    Scores are only compared with each other. So they lack the factors heads ** -0.5 and dim ** -0.5, which change no
+    order, and the rotation by a Hadamard matrix of DeepSeek's own code, which changes no product of a query and a key.
+    """
+
+    spec: IndexerSpec
+    hidden_size: int
+    q_rank: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, of_queries: jax.Array, angles: Angles, ops: Ops) -> IndexInputs:
+        """x: the layer's input. of_queries: [tokens, q_rank], the normed latent of the attention's queries."""
+        spec = self.spec
+
+        def linear(name: str, inputs: int, out_shape: tuple[int, ...], out_dtype: Any = None) -> Linear:
+            axes = (*(None,) * len(out_shape), "embed")
+            return Linear((inputs,), out_shape, axes, False, self.dtype, out_dtype, name=name)
+
+        def turned(x: jax.Array) -> jax.Array:
+            first, rest = jnp.split(x, [2 * angles.cos.shape[-1]], axis=-1)
+            return jnp.concatenate([ops.rope(first, angles.cos, angles.sin), rest], axis=-1)
+
+        q = linear("q", self.q_rank, (spec.heads, spec.dim))(of_queries, ops)
+        key = linear("k", self.hidden_size, (spec.dim,))(x, ops)
+        key = Norm(spec.norm, spec.dim, self.dtype, name="k_norm")(key, ops)[1]
+        weights = linear("head_weights", self.hidden_size, (spec.heads,), jnp.float32)(x, ops)
+        return IndexInputs(turned(q), weights, turned(key))
 
 
 class LatentAttention(nn.Module):
@@ -44,7 +77,8 @@ class LatentAttention(nn.Module):
         if spec.q_rank is None:
             q = linear("q", (hidden,), q_shape, (*q_axes, "embed"), False)(x, ops)
         else:
-            q = linear("q_up", (spec.q_rank,), q_shape, (*q_axes, None), False)(norm("q_norm", of_queries), ops)
+            of_queries = norm("q_norm", of_queries)
+            q = linear("q_up", (spec.q_rank,), q_shape, (*q_axes, None), False)(of_queries, ops)
         angles = ropes[spec.rope]
         plain, turned = jnp.split(q.reduce(self.dtype).reshape(-1, *q_shape), [spec.nope_dim], axis=-1)
         q_whole = jnp.concatenate([plain, ops.rope(turned, angles.cos, angles.sin)], axis=-1)
@@ -55,7 +89,12 @@ class LatentAttention(nn.Module):
             weight(self, name, self._init, ("kv_heads", None, None), (heads, size, spec.rank), self.dtype)
             for name, size in (("k_up", spec.nope_dim), ("v_up", spec.v_dim))
         )
-        out = attend(LatentHeads(q_whole, row, k_up, v_up))
+        index_inputs = None
+        if spec.indexer is not None and spec.q_rank is not None and spec.chooses:
+            assert not isinstance(x, QuantRows), "rounded before the indexer read it, see `DecoderLayer`"
+            indexer = Indexer(spec.indexer, hidden, spec.q_rank, self.dtype, name="indexer")
+            index_inputs = indexer(x, of_queries, angles, ops)
+        out = attend(LatentHeads(q_whole, row, k_up, v_up, index_inputs))
         return linear("out", (heads, spec.v_dim), (hidden,), ("embed", "kv_heads", None), spec.bias)(out, ops)
 
     @property

@@ -206,9 +206,9 @@ def _shuffler(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def is_quantizable(path: str) -> bool:
-    """Whether a weight may be quantized: the matrices of layers and of experts. Embeddings, output head and routers
-    stay floats, because they are few and matter more to the results."""
-    if not path.startswith("layers_") or path.endswith(("router/kernel", "shared_gate/kernel")):
+    """Whether a weight may be quantized: the matrices of layers and of experts. Embeddings, output head, routers and
+    the weights of an indexer's heads stay floats, because they are few and matter more to the results."""
+    if not path.startswith("layers_") or path.endswith(("router/kernel", "shared_gate/kernel", "head_weights/kernel")):
         return False
     return path.endswith(("/kernel", *STACKS))
 

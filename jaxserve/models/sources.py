@@ -19,8 +19,9 @@ from jaxserve.models.spec import LatentAttentionSpec
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
 # ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
-# kv_b and kv_norm. Recurrent layers have roles of their own, see `recurrent.KINDS`. With an output gate that is not
-# named out_gate, q has for each head its query, then its gate.
+# kv_b and kv_norm; an indexer has index_q, index_k, index_k_norm and index_weights. Recurrent layers have roles of
+# their own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its query, then
+# its gate.
 Names = Mapping[str, str]
 
 
@@ -97,9 +98,38 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
         found[f"down/{'kernel' if kind == 'weight' else 'bias'}"] = down
     if spec.bias:
         found["out/bias"] = [Source("o.bias", (hidden,), whole)]
+    if spec.chooses:
+        found |= _indexer_sources(spec, hidden)
     if spec.q_rank is None:
         del found["q_norm/scale"]
         found["q/kernel"] = [Source("q.weight", (heads * dim, hidden), whole, take=queries)]
     else:
         found["q_up/kernel"] = [Source("q_b.weight", (heads * dim, spec.q_rank), whole, take=queries)]
     return {f"attention/{path}": some for path, some in found.items()}
+
+
+def _indexer_sources(spec: LatentAttentionSpec, hidden: int) -> dict[str, list[Source]]:
+    """The same of an indexer. Rotated channels are brought into the order of `rope.head_order`."""
+    indexer = spec.indexer
+    assert indexer is not None
+    heads = indexer.heads
+    dim = indexer.dim
+    place = np.arange(dim)
+    if indexer.interleaved:
+        place[: spec.rope_dim] = np.concatenate([place[: spec.rope_dim : 2], place[1 : spec.rope_dim : 2]])
+
+    def queries(t: np.ndarray) -> np.ndarray:
+        return t.reshape(heads, dim, -1)[:, place].reshape(t.shape)
+
+    def keys(t: np.ndarray) -> np.ndarray:
+        return t[place]
+
+    q_rank = spec.q_rank or 0
+    found = {
+        "q/kernel": Source("index_q.weight", (heads * dim, q_rank), whole, take=queries),
+        "k/kernel": Source("index_k.weight", (dim, hidden), whole, take=keys),
+        "k_norm/scale": Source("index_k_norm.weight", (dim,), whole, take=keys),
+        "k_norm/bias": Source("index_k_norm.bias", (dim,), whole, take=keys),
+        "head_weights/kernel": Source("index_weights.weight", (heads, hidden), whole),
+    }
+    return {f"indexer/{path}": [source] for path, source in found.items()}

@@ -139,6 +139,29 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """Chooses the tokens that each token's latent attention sees (DeepSeek Sparse Attention, arXiv:2512.02556). Queries
+    of its own are compared with one key per cached token.
+
+    Attributes:
+      heads: queries per token.
+      dim: channels of a query and of a key, of which the first turn as those of the attention do.
+      top_k: tokens that are chosen. A token sees all tokens as long as there are no more.
+      interleaved: files have the two channels of a rotated pair next to each other, and not half of the turning
+        channels apart.
+      norm: the norm of the keys.
+      shared: the layer chooses nothing itself. It sees what the last layer before it that chooses has chosen.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    interleaved: bool = False
+    norm: NormSpec = NormSpec(kind="layer", eps=1e-6, bias=True)
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of one layer. For each token the cache keeps one
     latent, from which keys and values of all heads are projected, and one rotated key, which all heads share.
@@ -151,6 +174,7 @@ class LatentAttentionSpec:
       norm: the norm of both latents.
       bias: whether the projections down to latents, and the output projection, have biases.
       rope, scale: see `AttentionSpec`.
+      indexer: chooses the tokens that a token sees; None: it sees all tokens before it and itself.
     """
 
     num_heads: int
@@ -163,11 +187,21 @@ class LatentAttentionSpec:
     bias: bool = False
     rope: str = "default"
     scale: float | None = None
+    indexer: IndexerSpec | None = None
     window: None = None
 
     def __post_init__(self) -> None:
         if self.rope_dim < 2 or self.rope_dim % 2:
             raise ConfigError(f"qk_rope_head_dim must be even and positive, got {self.rope_dim}")
+        if self.indexer is not None and self.q_rank is None:
+            raise ConfigError("an indexer reads the latent of queries, but q_lora_rank is null")
+        if self.indexer is not None and self.indexer.dim < self.rope_dim:
+            raise ConfigError(f"index_head_dim={self.indexer.dim} is below qk_rope_head_dim={self.rope_dim}")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the layer has an indexer of its own."""
+        return self.indexer is not None and not self.indexer.shared
 
     @property
     def num_kv_heads(self) -> int:
@@ -465,6 +499,16 @@ class LayerSpec:
         """The layer's mixture; None: it has no experts."""
         return None if self.mlp is None else self.mlp.experts
 
+    @property
+    def indexer(self) -> IndexerSpec | None:
+        """The indexer that chooses what the layer's attention sees."""
+        return self.attention.indexer if isinstance(self.attention, LatentAttentionSpec) else None
+
+    def without_indexer(self) -> LayerSpec:
+        """The layer with attention that sees all tokens."""
+        attention: Any = self.attention
+        return self if self.indexer is None else replace(self, attention=replace(attention, indexer=None))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
@@ -539,13 +583,18 @@ class ModelConfig:
 
     def limited_to(self, length: int) -> ModelConfig:
         """The same model for sequences of at most `length` tokens, which chooses between longrope's two lists of
-        factors. All sequences use the same list, so that they can share cached keys."""
+        factors. All sequences use the same list, so that they can share cached keys. Indexers that would choose all
+        tokens are left out."""
 
         def limited(rope: RopeConfig) -> RopeConfig:
             factors = rope.short_factors if length <= rope.original_max_position else rope.long_factors
             return replace(rope, long_factors=factors) if rope.scaling == "longrope" else rope
 
-        return replace(self, ropes={name: limited(rope) for name, rope in self.ropes.items()})
+        def seeing(layer: LayerSpec) -> LayerSpec:
+            return layer if layer.indexer is None or layer.indexer.top_k < length else layer.without_indexer()
+
+        ropes = {name: limited(rope) for name, rope in self.ropes.items()}
+        return replace(self, ropes=ropes, layers=tuple(map(seeing, self.layers)))
 
     @property
     def norm_eps(self) -> float:

@@ -33,6 +33,12 @@ def sharded_kv_heads(
             f"{groups}tensor_parallel_size {tensor_parallel_size} does not divide {' and '.join(found)}; this model "
             f"allows {allowed}"
         )
+    indexers = [layer.indexer for layer in config.layers if layer.indexer is not None]
+    if context_parallel_size > 1 and indexers:
+        raise ConfigError(
+            f"decode_context_parallel_size must be 1, not {context_parallel_size}, for a model with indexers, unless "
+            f"max_model_len is at most the {indexers[0].top_k} tokens that they choose"
+        )
     is_latent = any(isinstance(attention, LatentAttentionSpec) for attention in config.attentions)
     copies = tensor_parallel_size if is_latent else max(1, tensor_parallel_size // config.num_kv_heads)
     if copies % context_parallel_size:

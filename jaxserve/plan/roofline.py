@@ -16,7 +16,8 @@ from jaxserve.devices.targets import rates
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
 from jaxserve.models.quantized import STACKS
-from jaxserve.models.spec import LatentAttentionSpec, RecurrentSpec
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, RecurrentSpec
+from jaxserve.pallas_kernels.types import has_scale
 from jaxserve.plan.deployment import Deployment
 
 # Bytes per second that a device sends to the others, by parts of a device_kind; the first match counts. From NVIDIA's
@@ -178,22 +179,29 @@ class Roofline:
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
         self.weights = Weights.of(params, _head(plan), 1.0 - self._unused)
         specs = [spec for spec in model.specs if not isinstance(spec, RecurrentSpec)]
-        self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
+        self._windows = Counter(_sight(spec) for spec in specs)
         layout = plan.one_page
         self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)
         spec = specs[0]
         width = 2 * spec.head_dim
+        self._indexers = 0  # layers that compare the keys of all cached tokens
+        self._key_bytes = self._compare_flops = 0
         if isinstance(spec, LatentAttentionSpec):
             width = 2 * spec.rank + spec.rope_dim
+            if (indexer := spec.indexer) is not None:
+                self._indexers = sum(one.chooses for one in specs if isinstance(one, LatentAttentionSpec))
+                self._key_bytes = indexer.dim * (2 if has_scale(layout.dtype) else layout.dtype.itemsize)
+                self._row_bytes -= self._key_bytes
+                self._compare_flops = 2 * indexer.heads * indexer.dim
         self._pair_flops = 2 * spec.num_heads * width
 
     def work(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> Work:
         """What `step` does, for the same arguments."""
-        read, pairs = self._attended(np.asarray(contexts, float), np.asarray(counts, float))
+        cached, attended = self._attention(np.asarray(contexts, float), np.asarray(counts, float))
         weights = self.weights
         used = weights.dense_bytes + weights.expert_bytes * (1 - self._unused ** (tokens * self.groups))
         flops = (tokens * weights.token_flops + rows * weights.head_flops) / self._each
-        return Work(used, flops, read * self._row_bytes, pairs * self._pair_flops / self._each)
+        return Work(used, flops, cached, attended)
 
     def step(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> StepTime:
         """The time of a step of `tokens` tokens, padding included, that samples `rows` tokens. contexts, counts [rows]:
@@ -218,12 +226,15 @@ class Roofline:
         rows = -(-batch // self.groups)
         return self.step(rows, rows, np.full(rows, context))
 
-    def _attended(self, contexts: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-        """(cached tokens read, pairs of tokens) over all layers."""
+    def _attention(self, contexts: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+        """(bytes of the cache that a device reads, operations of a device) over all layers. Every device compares all
+        keys of indexers."""
         middle = contexts - (counts - 1) / 2  # tokens that a token sees on average
         read = sum(n * np.minimum(contexts, window + counts - 1).sum() for window, n in self._windows.items())
         pairs = sum(n * (np.minimum(middle, window) * counts).sum() for window, n in self._windows.items())
-        return float(read), float(pairs)
+        keys = self._indexers * contexts.sum() * self._key_bytes
+        compared = self._indexers * (middle * counts).sum() * self._compare_flops
+        return float(read * self._row_bytes + keys), float(pairs * self._pair_flops / self._each + compared)
 
     def _communication(self, tokens: int) -> float:
         """Seconds of a step's collectives: in a group of several devices two sums a layer, and between groups, for each
@@ -241,6 +252,13 @@ class Roofline:
         if devices == 1:
             return 0.0
         return c.link_start + 2 * (devices - 1) / devices * tokens * self._hidden * self._itemsize / c.link
+
+
+def _sight(spec: AttentionSpec | LatentAttentionSpec) -> int:
+    """The most tokens that a token of a layer sees."""
+    if isinstance(spec, LatentAttentionSpec):
+        return 2**40 if spec.indexer is None else spec.indexer.top_k
+    return spec.window or spec.chunk or 2**40
 
 
 def prompt_seconds(roofline: Any, tokens: int, most: int) -> float:

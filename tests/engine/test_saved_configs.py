@@ -61,6 +61,7 @@ EFFECTIVE = {
     },
     "Ernie4_5_MoeForCausalLM": {"moe_layer_end_index": 3},
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1},
+    "GlmMoeDsaForCausalLM": {"indexer_types": ["full", "full", "shared"] * 2},
     "GptOssForCausalLM": {"swiglu_limit": 6.0},
     "Lfm2ForCausalLM": {"layer_types": _CONVOLUTIONS, "block_multiple_of": 250},
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
@@ -81,12 +82,12 @@ WITHOUT_EFFECT = {
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
+    "GlmMoeDsaForCausalLM": {"num_key_value_heads", "head_dim"},
     "MiniCPM3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "LagunaForCausalLM": {"num_attention_heads"},
     "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
     "YoutuForCausalLM": {"num_key_value_heads", "head_dim"},
-    # The indexer is left out: see `families.deepseek`.
-    "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim", "index_topk", "index_head_dim", "index_n_heads"},
+    "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
     "OlmoHybridForCausalLM": {  # of random weights
         "linear_a_log_min",
@@ -355,6 +356,7 @@ def test_settings_of_training():
         ("DeepseekV2ForCausalLM", {"mlp_bias": True}, "does not understand: mlp_bias=true"),
         ("DeepseekV32ForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 6 times 'dense' or"),
         ("DeepseekV32ForCausalLM", {"layer_types": ["sliding_attention"]}, r"layer_types \['sliding_attention'\] are"),
+        ("GlmMoeDsaForCausalLM", {"indexer_types": ["shared"] * 6}, "must be 6 times 'full' or 'shared', 'full' first"),
         ("GPTNeoXForCausalLM", {"rotary_emb_base": 5, "rope_theta": 6}, "rotary_emb_base=5 contradicts rope_theta=6"),
         ("OPTForCausalLM", {"activation_function": "tanh"}, "activation_function='tanh' is not supported"),
     ],

@@ -4,8 +4,10 @@ They have latent attention, a dense MLP in the first layers, and experts beside 
 takes the softmax of its logits. V3's takes sigmoids, adds a correction bias for the choice only, and limits the choice
 to groups of experts.
 
-Layers behind the last one predict further tokens; they are not read. V3.2's indexer chooses `index_topk` tokens that
-attention sees. Here the indexer is not read and attention sees all tokens, which is the same up to that length.
+Layers behind the last one predict further tokens; they are not read. V3.2 and GLM-5 have indexers, which choose the
+tokens that attention sees. In V3.2's the rotated pairs of channels are half of them apart, as DeepSeek's own code of
+November 2025 corrects it, although those of its attention are next to each other; in GLM-5's they are, too. In some
+layers of GLM-5 attention sees what the last indexer before it has chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, NAMES, read_max_position, read_mlp, read_norm, read_shared
 from jaxserve.models.rope import read_rope, rope_settings
-from jaxserve.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.spec import (
+    ExpertsSpec,
+    IndexerSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    NormSpec,
+)
 from jaxserve.pallas_kernels.expert_routing import Router
 
 ATTENTION = "model.layers.{i}.self_attn"
@@ -46,9 +56,14 @@ MTP = {  # the layer behind the last one predicts further tokens
     "hidden_norm.weight": "model.layers.{i}.hnorm.weight",
     "norm.weight": "model.layers.{i}.shared_head.norm.weight",
 }
-INDEXER = ("indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
-           "indexer.weights_proj.weight")  # fmt: skip
-
+INDEXER = {
+    "index_q.weight": f"{ATTENTION}.indexer.wq_b.weight",
+    "index_k.weight": f"{ATTENTION}.indexer.wk.weight",
+    "index_k_norm.weight": f"{ATTENTION}.indexer.k_norm.weight",
+    "index_k_norm.bias": f"{ATTENTION}.indexer.k_norm.bias",
+    "index_weights.weight": f"{ATTENTION}.indexer.weights_proj.weight",
+}
+UNREAD = tuple(name.removeprefix(f"{ATTENTION}.") for name in INDEXER.values())  # by models for short sequences
 
 # The sizes of latent attention that transformers assumes for keys which a config does not have.
 SIZES = {
@@ -131,6 +146,39 @@ def read_deepseek(
     return ModelConfig(family=family, layers=layers, **shared)
 
 
+def with_indexers(hf: HFConfig, config: ModelConfig, heads: int, interleaved: bool = False) -> ModelConfig:
+    """The model with the indexers of its config. The other arguments are the family's defaults."""
+    indexer = IndexerSpec(
+        heads=hf.take("index_n_heads", heads),
+        dim=hf.take("index_head_dim", 128),
+        top_k=hf.take("index_topk", 2048),
+        interleaved=bool(hf.take("indexer_rope_interleave", interleaved)),
+    )
+    shared = _read_shared_choices(hf, config.num_layers)
+    layers = []
+    for layer, shares in zip(config.layers, shared, strict=True):
+        assert isinstance(layer.attention, LatentAttentionSpec)
+        attention = replace(layer.attention, indexer=replace(indexer, shared=shares))
+        layers.append(replace(layer, attention=attention))
+    return replace(config, layers=tuple(layers))
+
+
+def _read_shared_choices(hf: HFConfig, count: int) -> list[bool]:
+    """For each layer, whether it sees what the last indexer before it has chosen: by `indexer_types`, by
+    `index_topk_pattern` with a letter for each layer, or from a layer on all but every n-th."""
+    pattern = hf.take("index_topk_pattern", None)
+    every = max(hf.take("index_topk_freq", 1), 1)
+    first = hf.take("index_skip_topk_offset", 2)
+    types = hf.take("indexer_types", None)
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if types is None:
+        types = ["shared" if max(i - first + 1, 0) % every else "full" for i in range(count)]
+    if set(types) - {"full", "shared"} or len(types) != count or types[0] != "full":
+        raise ConfigError(f"indexer_types must be {count} times 'full' or 'shared', 'full' first, got {types!r:.80}")
+    return [kind == "shared" for kind in types]
+
+
 def _read_second(hf: HFConfig) -> ModelConfig:
     method = hf.take("topk_method", "greedy")
     options = {}
@@ -149,8 +197,9 @@ def _read_second(hf: HFConfig) -> ModelConfig:
 def _read_third(hf: HFConfig) -> ModelConfig:
     hf.ignore("mlp_bias")  # V3.2's configs have it, and no version of V3 reads it
     router = read_router(hf, top_k=8, scale=2.5, groups=8, top_groups=4)
-    longest = 163840 if hf.take("architectures", None) == ["DeepseekV32ForCausalLM"] else 4096
-    return read_deepseek(hf, "deepseek_v3", router, longest, dense_layers=3)
+    if hf.take("architectures", None) != ["DeepseekV32ForCausalLM"]:
+        return read_deepseek(hf, "deepseek_v3", router, 4096, dense_layers=3)
+    return with_indexers(hf, read_deepseek(hf, "deepseek_v3", router, 163840, dense_layers=3), heads=64)
 
 
 def read_router(
@@ -185,14 +234,15 @@ def _read_groups(hf: HFConfig, groups: int, top_groups: int) -> dict[str, Any]:
 
 
 DEEPSEEK_NAMES = NAMES | LATENT_NAMES | EXPERTS
+INDEXED_NAMES = DEEPSEEK_NAMES | INDEXER
 FAMILIES = [
     Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _read_second, DEEPSEEK_NAMES, IGNORED),
     Family(
         "deepseek_v3",
         ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
         _read_third,
-        DEEPSEEK_NAMES,
-        (*IGNORED, *INDEXER),
+        INDEXED_NAMES,
+        (*IGNORED, *UNREAD),
         more_layers=True,
         mtp=MTP,
     ),
