@@ -56,6 +56,9 @@ class LatentAttention(nn.Module):
             for name, size in (("k_up", spec.nope_dim), ("v_up", spec.v_dim))
         )
         out = attend(LatentHeads(q_whole, row, k_up, v_up))
+        if spec.head_gate:
+            gate = linear("gate", (hidden,), (heads,), ("kv_heads", "embed"), False)(x, ops)
+            out = out * jax.nn.sigmoid(gate.reduce(self.dtype))[..., None]
         return linear("out", (heads, spec.v_dim), (hidden,), ("embed", "kv_heads", None), spec.bias)(out, ops)
 
     @property
