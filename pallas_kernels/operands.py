@@ -89,13 +89,15 @@ class LatentHeads(NamedTuple):
 
 
 class DeltaHeads(NamedTuple):
-    """New tokens' inputs of a gated delta net (Yang et al. 2025, arXiv:2412.06464).
+    """New tokens' inputs of a gated delta net (Yang et al. 2025, arXiv:2412.06464), or of Kimi delta attention
+    (`delta_net.kimi`), which has one value head for each key head.
 
     qkv: [tokens, key_heads, channels], before the convolution: a key head's query and key, then the values of its group
       of value heads.
-    decay: float32 [tokens, key_heads, group], the logarithm of what a head's matrix is multiplied with; at most 0.
+    decay: float32 [tokens, key_heads, group], the logarithm of what a head's matrix is multiplied with; at most 0. Of
+      Kimi delta attention: [tokens, heads, key_dim], one for each row of the matrix.
     rate: float32 [tokens, key_heads, group], the share of its error that a value replaces, from 0 to 1; to 2 in
-      OLMo Hybrid.
+      OLMo Hybrid. Of Kimi delta attention: [tokens, heads].
     conv: [key_heads, channels, width], the convolution's weights, of which the last is a token's own.
     """
 

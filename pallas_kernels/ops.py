@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.delta_net import reference as delta
+from jaxserve.pallas_kernels.delta_net.kimi import kimi_delta
 from jaxserve.pallas_kernels.expert_routing import Router, route
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
@@ -217,6 +218,7 @@ class Ops:
     latent_attention: Callable[..., jax.Array] = latent.latent_attention
     write_latent: Callable[..., LatentPages] = latent.write_latent
     delta_net: Callable[..., tuple[jax.Array, DeltaState]] = delta.delta_net
+    kimi_delta: Callable[..., tuple[jax.Array, DeltaState]] = kimi_delta
     short_conv: Callable[..., tuple[jax.Array, ConvState]] = short_conv
     mamba2: Callable[..., tuple[jax.Array, MambaState]] = mamba2
     draw: Callable[..., jax.Array] | None = None

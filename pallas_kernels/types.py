@@ -74,6 +74,7 @@ class DeltaState(NamedTuple):
     """The states of gated delta nets (Yang et al. 2025, arXiv:2412.06464), one for each layer and slot.
 
     matrix: float32 [states, key_heads, group, key_dim, value_dim], for each of the value heads that share a key head.
+      Kimi delta attention has no axis of groups.
     inputs: float32 [states, key_heads, (width - 1) * channels], the last inputs of the convolution, the oldest first.
     """
 

@@ -547,5 +547,5 @@ UNTIED = (
     "deepseek_v3", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat",
-    "bamba", "nemotron_h",
+    "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Small random checkpoints of families with recurrent layers, for `tiny_models`; as those of `dense_models`."""
 
-from dense_models import ABSENT, DenseCase, dense, seeing
+from dense_models import _YARN, ABSENT, DenseCase, dense, seeing
 
 _ROPE = {"rope_theta": 7000.0, "rope_type": "default", "mrope_interleaved": True}
 _SHARED = {
@@ -18,6 +18,11 @@ _VISION = {
     "patch_size": 4,
 }  # fmt: skip
 
+_LATENT = {
+    "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "hidden_act": "silu",
+    "rms_norm_eps": 1e-3, "moe_intermediate_size": 40,
+}  # fmt: skip
+_KDA = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
 _GRANITE = {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
 
 RECURRENT_CASES: dict[str, DenseCase] = {
@@ -141,6 +146,38 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         position_embedding_type="rope", mamba_n_heads=4, mamba_n_groups=1, mamba_d_state=16, mamba_d_head="auto",
         mamba_d_conv=4, mamba_expand=3, mamba_conv_bias=False, mamba_proj_bias=False,
         rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+    ),
+    "kimi_linear_hub": dense(
+        "KimiLinearForCausalLM", "kimi_linear", **_LATENT, modern=False, hidden=72, heads=6, layers=5,
+        linear_attn_config={
+            "full_attn_layers": [3, 5], "kda_layers": [1, 2, 4], "head_dim": 20, "num_heads": 5,
+            "short_conv_kernel_size": 3,
+        },
+        max_position_embeddings=ABSENT, model_max_length=512, head_dim=12, num_key_value_heads=6, q_lora_rank=None,
+        first_k_dense_replace=1, moe_layer_freq=1, moe_renormalize=True, moe_router_activation_func="sigmoid",
+        num_expert_group=3, topk_group=2, num_experts=9, num_experts_per_token=3, num_shared_experts=2,
+        routed_scaling_factor=1.7, use_grouped_topk=True, mla_use_nope=True, rope_theta=10000.0, rope_scaling=None,
+        num_nextn_predict_layers=0,
+    ),
+    "kimi_linear_types": dense(
+        "KimiLinearForCausalLM", "kimi_linear", **_LATENT, layers=5, layer_types=_KDA, q_lora_rank=36,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse", "dense"], attention_bias=True, norm_topk_prob=False,
+        num_local_experts=6, num_experts_per_tok=2, n_shared_experts=1, linear_num_heads=4, linear_head_dim=16,
+        linear_conv_kernel_dim=4, num_key_value_heads=4,
+    ),
+    "bailing_hybrid_groups": dense(
+        "BailingHybridForCausalLM", "bailing_hybrid", **_LATENT, modern=False, hidden=72, heads=6, layers=5,
+        head_dim=20, num_key_value_heads=6, q_lora_rank=None, layer_group_size=3, short_conv_kernel_size=3,
+        num_experts=12, num_experts_per_token=3, num_expert_group=4, topk_group=2, num_shared_experts=2,
+        moe_renormalize=True, first_k_dense_replace=1, routed_scaling_factor=1.7, kda_safe_gate=True,
+        kda_lower_bound=-3.0, rope_theta=7000.0, num_nextn_predict_layers=1, mtp_loss_scaling_factor=0.1,
+    ),
+    "bailing_hybrid_types": dense(
+        "BailingHybridForCausalLM", "bailing_hybrid", **_LATENT, layers=5, layer_types=_KDA, q_lora_rank=36,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse", "dense"], attention_bias=True, norm_topk_prob=False,
+        head_dim=16,
+        num_local_experts=6, n_group=1, topk_group=1, num_experts_per_tok=2, n_shared_experts=1, kda_safe_gate=False,
+        num_key_value_heads=4, rope_parameters=_YARN | {"rope_theta": 10000.0, "mscale": 0.8, "mscale_all_dim": 1.0},
     ),
     "nemotron_h_experts": dense(
         "NemotronHForCausalLM", "nemotron_h", layers=6, num_key_value_heads=2, head_dim=24, intermediate_size=96,

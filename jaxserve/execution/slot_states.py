@@ -14,7 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.devices.mesh import is_split, num_shards, spec
 from jaxserve.execution.cache_kinds import layers_of_array
-from jaxserve.models.spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec, StatePart
+from jaxserve.models.spec import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+    StatePart,
+)
 from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, StateInputs
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
@@ -116,6 +123,8 @@ def advance(
 def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, State]]:
     if isinstance(net, GatedDeltaSpec):
         return partial(ops.delta_net, key_dim=net.key_dim, activation=ACTIVATIONS[net.activation])
+    if isinstance(net, KimiDeltaSpec):
+        return partial(ops.kimi_delta, activation=ACTIVATIONS[net.activation])
     if isinstance(net, Mamba2Spec):
         options = {"groups": net.groups, "per_group": net.per_group, "activation": ACTIVATIONS[net.activation]}
         return partial(ops.mamba2, **options)

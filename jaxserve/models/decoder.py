@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
         """The name of the projection for which the norm may round its result, because nothing else reads it. Empty if
         several projections read it."""
         match self.spec.attention:
-            case LatentAttentionSpec(chooses=False):
+            case LatentAttentionSpec(chooses=False, head_gate=False):
                 return "down"
             case AttentionSpec(out_gate=None):
                 return "qkv"

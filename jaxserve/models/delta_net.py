@@ -70,29 +70,12 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, 
     """
     heads = spec.key_heads
     group = spec.group
-    key = spec.key_dim
     value = spec.value_dim
-    parts = {"q": (0, key), "k": (key, key), "v": (2 * key, group * value)}  # of a key head: first channel, channels
     channels = heads * spec.channels
     values = spec.value_heads * value
-
-    def by_heads(role: str, first: int, size: int, shape: tuple[int, ...], take: Any = None) -> Source:
-        """The source of `size` rows of each head, which begin at the head's row `first`."""
-
-        def view(target: np.ndarray) -> np.ndarray:
-            return target.reshape(heads, -1, target.shape[-1])[:, first : first + size]
-
-        return Source(f"{role}.weight", shape, view, (heads, size, -1), take=take)
-
-    def by_kinds(role: str, *columns: int) -> list[Source]:
-        """The sources of queries, keys and values in one tensor, or in one for each."""
-        if f"{role}.weight" not in names:
-            return [by_heads(f"{role}_{kind}", *part, (heads * part[1], *columns)) for kind, part in parts.items()]
-        shape = (channels, *columns)
-        return [by_heads(role, at, size, shape, take=rows(heads * at, heads * size)) for at, size in parts.values()]
-
+    sizes = spec.key_dim, spec.key_dim, group * value
     found = {
-        "conv": by_kinds("delta_conv", 1, spec.conv_width),
+        "conv": by_kinds("delta_conv", names, heads, sizes, 1, spec.conv_width),
         "a_log": [Source("delta_a_log", (spec.value_heads,), whole, (heads, group))],
         "dt_bias": [Source("delta_dt_bias", (spec.value_heads,), whole, (heads, group))],
         "norm/scale": [Source("delta_norm.weight", (value,), whole)],
@@ -102,8 +85,28 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, 
         found["qkvz/kernel"] = [Source("delta_qkvz.weight", (channels + values, hidden), whole)]
         found["ba/kernel"] = [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)]
     else:
-        gates = by_heads("delta_z", spec.channels, group * value, (values, hidden))
-        found["qkvz/kernel"] = [*by_kinds("delta_qkv", hidden), gates]
+        gates = by_heads("delta_z", heads, spec.channels, group * value, (values, hidden))
+        found["qkvz/kernel"] = [*by_kinds("delta_qkv", names, heads, sizes, hidden), gates]
         both = {"delta_b": 0, "delta_a": group}
-        found["ba/kernel"] = [by_heads(role, at, group, (spec.value_heads, hidden)) for role, at in both.items()]
+        found["ba/kernel"] = [by_heads(role, heads, at, group, (spec.value_heads, hidden)) for role, at in both.items()]
     return found
+
+
+def by_heads(role: str, heads: int, first: int, size: int, shape: tuple[int, ...], take: Any = None) -> Source:
+    """The source of `size` rows of each head, which begin at the head's row `first`."""
+
+    def view(target: np.ndarray) -> np.ndarray:
+        return target.reshape(heads, -1, target.shape[-1])[:, first : first + size]
+
+    return Source(f"{role}.weight", shape, view, (heads, size, -1), take=take)
+
+
+def by_kinds(role: str, names: Names, heads: int, sizes: tuple[int, int, int], *columns: int) -> list[Source]:
+    """The sources of queries, keys and values, of which a head has `sizes` channels, one after the other. The files
+    have all heads' in one tensor, or in one for each kind."""
+    starts = 0, sizes[0], sizes[0] + sizes[1]
+    parts = dict(zip("qkv", zip(starts, sizes, strict=True), strict=True))
+    if f"{role}.weight" not in names:
+        return [by_heads(f"{role}_{kind}", heads, *part, (heads * part[1], *columns)) for kind, part in parts.items()]
+    shape = (heads * sum(sizes), *columns)
+    return [by_heads(role, heads, at, size, shape, take=rows(heads * at, heads * size)) for at, size in parts.values()]

@@ -95,6 +95,9 @@ class LatentAttention(nn.Module):
             indexer = Indexer(spec.indexer, hidden, spec.q_rank, self.dtype, name="indexer")
             index_inputs = indexer(x, of_queries, angles, ops)
         out = attend(LatentHeads(q_whole, row, k_up, v_up, index_inputs))
+        if spec.head_gate:
+            gate = linear("gate", (hidden,), (heads,), ("kv_heads", "embed"), False)(x, ops)
+            out = out * jax.nn.sigmoid(gate.reduce(self.dtype))[..., None]
         return linear("out", (heads, spec.v_dim), (hidden,), ("embed", "kv_heads", None), spec.bias)(out, ops)
 
     @property

@@ -7,10 +7,11 @@ from typing import Any
 import flax.linen as nn
 
 from jaxserve.models.delta_net import GatedDeltaNet, delta_sources
+from jaxserve.models.kimi_delta import KimiDelta, kimi_sources
 from jaxserve.models.mamba2 import Mamba2, mamba_sources
 from jaxserve.models.short_conv import ShortConv, conv_sources
 from jaxserve.models.sources import Names, Source
-from jaxserve.models.spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from jaxserve.models.spec import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 
 KINDS: dict[type[RecurrentSpec], tuple[Any, Any]] = {
     GatedDeltaSpec: (GatedDeltaNet, delta_sources),
@@ -19,6 +20,7 @@ KINDS: dict[type[RecurrentSpec], tuple[Any, Any]] = {
 }
 
 
+    KimiDeltaSpec: (KimiDelta, kimi_sources),
 def recurrent_layer(spec: RecurrentSpec, hidden_size: int, dtype: Any) -> nn.Module:
     """The module that takes the place of attention."""
     return KINDS[type(spec)][0](spec, hidden_size, dtype, name="attention")

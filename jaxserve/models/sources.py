@@ -19,9 +19,9 @@ from jaxserve.models.spec import LatentAttentionSpec
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
 # ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
-# kv_b and kv_norm; an indexer has index_q, index_k, index_k_norm and index_weights. Recurrent layers have roles of
-# their own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its query, then
-# its gate.
+# kv_b, kv_norm and head_gate; an indexer has index_q, index_k, index_k_norm and index_weights. Recurrent layers have
+# roles of their own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its
+# query, then its gate.
 Names = Mapping[str, str]
 
 
@@ -100,6 +100,8 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
         found["out/bias"] = [Source("o.bias", (hidden,), whole)]
     if spec.chooses:
         found |= _indexer_sources(spec, hidden)
+    if spec.head_gate:
+        found["gate/kernel"] = [Source("head_gate.weight", (heads, hidden), whole)]
     if spec.q_rank is None:
         del found["q_norm/scale"]
         found["q/kernel"] = [Source("q.weight", (heads * dim, hidden), whole, take=queries)]

@@ -173,6 +173,8 @@ class LatentAttentionSpec:
       q_rank: size of the latent that queries are projected from; None: they are projected from the layer's input.
       norm: the norm of both latents.
       bias: whether the projections down to latents, and the output projection, have biases.
+      head_gate: before the output projection, each head's result is multiplied by a sigmoid gate, projected from the
+        layer's input.
       rope, scale: see `AttentionSpec`.
       indexer: chooses the tokens that a token sees; None: it sees all tokens before it and itself.
     """
@@ -185,6 +187,7 @@ class LatentAttentionSpec:
     q_rank: int | None = None
     norm: NormSpec
     bias: bool = False
+    head_gate: bool = False
     rope: str = "default"
     scale: float | None = None
     indexer: IndexerSpec | None = None
@@ -321,6 +324,49 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def cannot_share(self, devices: int) -> str | None:
         return f"{self.key_heads} key heads of recurrent layers" if self.key_heads % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaSpec(RecurrentSpec):
+    """Kimi delta attention (Kimi Team 2025, arXiv:2510.26692): a gated delta net in which each channel of a head's keys
+    has a decay of its own. Its state of a sequence has one matrix [dim, dim] per head, and the convolution's last
+    inputs.
+
+    Attributes:
+      dim: channels of a head's query, key and value.
+      conv_width, activation: as in `GatedDeltaSpec`.
+      norm: of each head's results, which are then multiplied by the sigmoid of a projection of the layer's input.
+      rank: size of the latents through which decays and these gates are projected; None: they are projected from the
+        layer's input.
+      least_decay: the logarithm of a decay is this, a number below 0, times a sigmoid. None: it has no lower bound.
+    """
+
+    heads: int
+    dim: int
+    conv_width: int
+    activation: Activation = "silu"
+    norm: NormSpec
+    rank: int | None = None
+    least_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.conv_width < 2:
+            raise ConfigError(
+                f"the convolution of Kimi delta attention must see at least 2 tokens, got {self.conv_width}"
+            )
+
+    @property
+    def state(self) -> DeltaState:
+        matrix: Any = StatePart((self.heads, self.dim, self.dim))
+        inputs: Any = StatePart((self.heads, (self.conv_width - 1) * 3 * self.dim))
+        return DeltaState(matrix, inputs)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.heads, self.dim
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.heads} heads of recurrent layers" if self.heads % devices else None
 
 
 @dataclass(frozen=True, kw_only=True)

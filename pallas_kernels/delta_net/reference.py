@@ -77,12 +77,13 @@ def delta_net(
     return out, write(state, DeltaState(after, inputs), rows, first)
 
 
+def unit(x: jax.Array) -> jax.Array:
+    """Vectors of length 1, if they are not much shorter than that."""
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPS)
+
+
 def _tokens(mixed: jax.Array, heads: DeltaHeads, key_dim: int, shape: tuple[int, ...]) -> Tokens:
     """`shape`: (group, key_dim, value_dim)."""
-
-    def unit(x: jax.Array) -> jax.Array:
-        return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPS)
-
     q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
     v = v.reshape(*v.shape[:2], shape[0], shape[2])
     return Tokens(unit(q) * key_dim**-0.5, unit(k), v, heads.decay, heads.rate)

@@ -31,7 +31,11 @@ pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = "qwen3_next_groups", "qwen3_next_odd", *RECURRENT_CASES
-KINDS = ["lfm2_tied", "granite_hybrid_dense"]  # one for each kind of recurrent layer but gated delta nets
+KINDS = [
+    "lfm2_tied",
+    "granite_hybrid_dense",
+    "kimi_linear_types",
+]  # one for each kind of recurrent layer but gated delta nets
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
 SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole", "olmo_hybrid_still"
 
@@ -165,6 +169,8 @@ def test_fp8_in_blocks(devices, tmp_path):
         ("bamba_groups", 4),
         ("nemotron_h_experts", 2),
         ("nemotron_h_latent_types", 4),
+        ("kimi_linear_types", 4),
+        ("bailing_hybrid_groups", 2),
     ],
 )
 def test_shared_by_devices(case, devices, model_folders):
@@ -177,7 +183,9 @@ def test_shared_by_devices(case, devices, model_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts"])
+@pytest.mark.parametrize(
+    "case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts", "bailing_hybrid_types"]
+)
 def test_in_bfloat16(case, model_folders):
     """Activations and weights are as narrow as this, states are not: no type is mixed up."""
     recorded = np.load(GOLDENS / f"{case}.npz")
@@ -290,15 +298,22 @@ def test_forms_of_the_projections():
 
 
 @pytest.mark.slow
-def test_olmo_hybrid_as_published(tmp_path, model_folders):
-    """Layers of attention have another name for their first norm than transformers writes."""
-    folder = model_folders("olmo_hybrid_still")
+@pytest.mark.parametrize(
+    ("case", "written", "published"),
+    [
+        ("olmo_hybrid_still", ".3.feedforward_layer_norm.", ".3.post_attention_layernorm."),
+        ("kimi_linear_hub", ".0.block_sparse_moe.", ".0.mlp."),
+    ],
+)
+def test_names_as_published(case, written, published, tmp_path, model_folders):
+    """Layers of attention, or layers without experts, have another name for a module than transformers writes."""
+    folder = model_folders(case)
     shutil.copytree(folder, tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
-    name = "model.layers.3.feedforward_layer_norm.weight"
-    stored[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = stored.pop(name)
-    save_file(stored, tmp_path / "model" / "model.safetensors")
-    check(make_engine(tmp_path / "model", tokens=64), "olmo_hybrid_still")
+    renamed = {name.replace(written, published): x for name, x in stored.items()}
+    assert renamed.keys() != stored.keys()
+    save_file(renamed, tmp_path / "model" / "model.safetensors")
+    check(make_engine(tmp_path / "model", tokens=64), case)
 
 
 def test_the_published_size():

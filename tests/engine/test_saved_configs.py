@@ -39,6 +39,7 @@ _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
 _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 NEEDED = {
+    "BailingHybridForCausalLM": {"linear_head_dim": 128},  # as which its class takes a head_dim of another meaning
     "BambaForCausalLM": {"attn_layer_indices": [2]},
     "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
@@ -78,11 +79,13 @@ EFFECTIVE = {
 }  # fmt: skip
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
+    "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "GlmMoeDsaForCausalLM": {"num_key_value_heads", "head_dim"},
+    "KimiLinearForCausalLM": {"num_key_value_heads"},
     "MiniCPM3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "LagunaForCausalLM": {"num_attention_heads"},
     "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
@@ -116,6 +119,7 @@ BY_CLASS = {
     "use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices",
     "moe_apply_router_weight_on_input",
 }  # fmt: skip
+BY_CLASS |= {"model_max_length"}  # Kimi Linear's name of max_position_embeddings
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 

@@ -71,7 +71,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def read_latent_attention(hf: HFConfig, sizes: Mapping[str, int] = SIZES) -> LatentAttentionSpec:
+def read_latent_attention(hf: HFConfig, sizes: Mapping[str, int | None] = SIZES) -> LatentAttentionSpec:
     """Reads the attention of a config. Keys that follow from others (`qk_head_dim`, `head_dim`, `num_key_value_heads`)
     are ignored. `sizes` are the family's defaults."""
     hf.ignore("qk_head_dim", "head_dim", "num_key_value_heads")
@@ -95,8 +95,8 @@ def read_latent_attention(hf: HFConfig, sizes: Mapping[str, int] = SIZES) -> Lat
     )
 
 
-def _read_layers(
-    hf: HFConfig, router: Router, norm: NormSpec, dense_layers: int, sizes: Mapping[str, int]
+def read_layers(
+    hf: HFConfig, router: Router, norm: NormSpec, dense_layers: int, sizes: Mapping[str, int | None]
 ) -> tuple[LayerSpec, ...]:
     """Reads the layers. `dense_layers` is the default number of layers with a dense MLP, which come first."""
     hf.expect("moe_layer_freq", 1)
@@ -128,7 +128,7 @@ def read_deepseek(
     router: Router,
     longest: int,
     dense_layers: int = 0,
-    sizes: Mapping[str, int] = SIZES,
+    sizes: Mapping[str, int | None] = SIZES,
     eps: float = 1e-6,
 ) -> ModelConfig:
     """Reads a model with latent attention and this router. The other arguments are the family's defaults."""
@@ -141,7 +141,7 @@ def read_deepseek(
     interleaved = bool(hf.take("rope_interleave", True))
     ropes = {"default": read_rope(hf, max_position, interleaved=interleaved)}
     norm = read_norm(hf, eps)
-    layers = _read_layers(hf, router, norm, dense_layers, sizes)
+    layers = read_layers(hf, router, norm, dense_layers, sizes)
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)
     return ModelConfig(family=family, layers=layers, **shared)
 
