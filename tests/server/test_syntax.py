@@ -175,6 +175,7 @@ TWO = {
     "<｜tool▁call▁begin｜>stay<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 NOT_ENFORCED = {"gemma"}  # three ways to write calls
+LIKE_OTHERS = {"deepseek_v4", "hy_v3_preview", "mimo", "nemotron_json", "step3"}  # other marks, the same rules
 FRAMED = {"harmony"}  # calls are messages: tests/server/test_harmony.py
 
 
@@ -283,7 +284,9 @@ def test_llama_4_s_marks(model):
     assert reads(model, grammar, "<|python_start|>[run(v=1)]<|python_end|>") not in ("whole", "part")
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in CALLS]
+)
 def test_what_is_drawn_is_what_the_parser_reads(model, name):
     """Random tokens among those that are allowed: calls that satisfy their schemas, or the form."""
     tokenizer, compiler = model
