@@ -38,7 +38,15 @@ MARKS += ["<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool
 MARKS += [
     f"<{end}arg_{name}{suffix}>" for end in ("", "/") for name in ("key", "value") for suffix in ("", ":opensource")
 ]
-MARKS += ["<tool_sep>", "<tool_call:opensource>", "</tool_call:opensource>", "</tool_calls:opensource>"]
+MARKS += [
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<tool_sep>",
+    "<tool_call:opensource>",
+    "</tool_call:opensource>",
+    "</tool_calls:opensource>",
+]
 NODE = {
     "type": "object",
     "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"enum": [None, {"v": 1}]}},
@@ -91,6 +99,7 @@ CALLS = {
     "hunyuan_a13b": (
         '<tool_calls>[{"name": "go", "arguments": {"v": 1, "next": null}}]</tool_calls>', "", True, True,
     ),
+    "gemma4": ("<|tool_call>call:go{v:1,next:null}<tool_call|>", "", True, False),
     "olmo3": ("<function_calls>\ngo(v=1, next=null)\n</function_calls>", "", True, False),
     "lfm2": ("<|tool_call_start|>[go(v=1, next=null)]<|tool_call_end|>", "", True, False),
     "apertus": ('<|tools_prefix|>[{"go": {"v": 1, "next": null}}]<|tools_suffix|>', "", True, True),
@@ -249,6 +258,18 @@ def test_arguments_follow_the_schema_wherever_a_grammar_runs(model, name):
             assert reads(model, grammar, call) == "whole"
             wrong = reads(model, grammar, call.replace("1", '"a"').replace("null", '"b"'))
             assert (wrong == "whole") != is_bound
+
+
+def test_gemma_4_s_arguments(model):
+    """Their names, and values that are no lists and no objects."""
+    text = {"type": "string"}
+    properties = NODE["properties"] | {"text": text, "one": text | {"enum": ["a", "b, c"]}}
+    tools = [Tool(Function("go", parameters={"type": "object", "properties": properties}, strict=True))]
+    grammar = answer_grammar(None, functions("gemma4", tools=tools), None)
+    call = '<|tool_call>call:go{one:<|"|>b, c<|"|>,text:<|"|>x}, {<|"|>,v:1,next:{v:1}}<tool_call|>'
+    assert reads(model, grammar, call) == "whole"
+    for right, wrong in (("b, c", "c"), ("v:1,", "v:12,"), ("v:1,", 'v:<|"|>1<|"|>,'), ("text:", "texts:")):
+        assert reads(model, grammar, call.replace(right, wrong)) not in ("whole", "part")
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name][3]])
