@@ -10,7 +10,7 @@ from types import ModuleType
 ALIASES = {
     "jaxserve.server.tools.parsers": {
         "cohere_command3": "cohere", "cohere_command4": "cohere", "ernie45": "hermes", "granite4": "hermes",
-        "functiongemma": "gemma", "gemma4": "gemma", "glm47": "glm45", "gpt_oss": "harmony", "openai": "harmony",
+        "functiongemma": "gemma", "glm47": "glm45", "gpt_oss": "harmony", "openai": "harmony",
         "hy_v4": "hy_v3", "jamba": "hunyuan_a13b", "ling3": "glm45", "llama4_json": "llama3_json",
         "phi4_mini_json": "phi4", "poolside_v1": "glm45", "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
         "apertus2509": "apertus", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",

@@ -38,7 +38,15 @@ MARKS += ["<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool
 MARKS += [
     f"<{end}arg_{name}{suffix}>" for end in ("", "/") for name in ("key", "value") for suffix in ("", ":opensource")
 ]
-MARKS += ["<tool_sep>", "<tool_call:opensource>", "</tool_call:opensource>", "</tool_calls:opensource>"]
+MARKS += [
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<tool_sep>",
+    "<tool_call:opensource>",
+    "</tool_call:opensource>",
+    "</tool_calls:opensource>",
+]
 NODE = {
     "type": "object",
     "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"enum": [None, {"v": 1}]}},
@@ -91,6 +99,7 @@ CALLS = {
     "hunyuan_a13b": (
         '<tool_calls>[{"name": "go", "arguments": {"v": 1, "next": null}}]</tool_calls>', "", True, True,
     ),
+    "gemma4": ("<|tool_call>call:go{v:1,next:null}<tool_call|>", "", True, False),
     "olmo3": ("<function_calls>\ngo(v=1, next=null)\n</function_calls>", "", True, False),
     "lfm2": ("<|tool_call_start|>[go(v=1, next=null)]<|tool_call_end|>", "", True, False),
     "apertus": ('<|tools_prefix|>[{"go": {"v": 1, "next": null}}]<|tools_suffix|>', "", True, True),
@@ -175,6 +184,7 @@ TWO = {
     "<｜tool▁call▁begin｜>stay<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 NOT_ENFORCED = {"gemma"}  # three ways to write calls
+LIKE_OTHERS = {"deepseek_v4", "hy_v3_preview", "mimo", "nemotron_json", "step3"}  # other marks, the same rules
 FRAMED = {"harmony"}  # calls are messages: tests/server/test_harmony.py
 
 
@@ -250,6 +260,18 @@ def test_arguments_follow_the_schema_wherever_a_grammar_runs(model, name):
             assert (wrong == "whole") != is_bound
 
 
+def test_gemma_4_s_arguments(model):
+    """Their names, and values that are no lists and no objects."""
+    text = {"type": "string"}
+    properties = NODE["properties"] | {"text": text, "one": text | {"enum": ["a", "b, c"]}}
+    tools = [Tool(Function("go", parameters={"type": "object", "properties": properties}, strict=True))]
+    grammar = answer_grammar(None, functions("gemma4", tools=tools), None)
+    call = '<|tool_call>call:go{one:<|"|>b, c<|"|>,text:<|"|>x}, {<|"|>,v:1,next:{v:1}}<tool_call|>'
+    assert reads(model, grammar, call) == "whole"
+    for right, wrong in (("b, c", "c"), ("v:1,", "v:12,"), ("v:1,", 'v:<|"|>1<|"|>,'), ("text:", "texts:")):
+        assert reads(model, grammar, call.replace(right, wrong)) not in ("whole", "part")
+
+
 @pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name][3]])
 def test_definitions_that_a_schema_refers_to(model, name):
     """In the arguments as a whole, and in those that are written one by one."""
@@ -283,7 +305,9 @@ def test_llama_4_s_marks(model):
     assert reads(model, grammar, "<|python_start|>[run(v=1)]<|python_end|>") not in ("whole", "part")
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in CALLS]
+)
 def test_what_is_drawn_is_what_the_parser_reads(model, name):
     """Random tokens among those that are allowed: calls that satisfy their schemas, or the form."""
     tokenizer, compiler = model

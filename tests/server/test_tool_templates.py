@@ -209,7 +209,7 @@ FAMILIES = {
             """+ c.function.arguments | tojson + '}'""", "<|END_ACTION|>", r",\n",
         ), ("<|START_THINKING|>", "<|END_THINKING|>"), True, "cohere", "cohere",
     ),
-    "Gemma 4": ("", GEMMA_CALLS, ("<|channel>thought\\n", "<channel|>"), False, "gemma", "gemma4"),
+    "Gemma 4": ("", GEMMA_CALLS, ("<|channel>thought\\n", "<channel|>"), False, "gemma4", "gemma4"),
 }  # fmt: skip
 END = "<END>"
 

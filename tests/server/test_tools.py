@@ -205,6 +205,19 @@ CASES = {
         "",
         [PARIS, ADD],
     ),
+    "gemma 4, text and two": (
+        "gemma4",
+        'I look.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:add{a:1,b:-2.5}<tool_call|>",
+        "I look.",
+        [PARIS, ADD],
+    ),
+    "gemma 4, words of Python": (
+        "gemma4",
+        '<|tool_call>call:add{a:None,b:<|"|>None<|"|>}<tool_call|>',
+        "",
+        [("add", {"a": None, "b": "None"})],
+    ),
     "gemma 4, nested": (
         "gemma",
         '<|tool_call>call:add{a:{k:[1,<|"|>}<tool_call|>,<|"|>,true,null],e:{},l:[]},'
@@ -1233,7 +1246,7 @@ def test_reasoning_tokens_are_counted():
         ("<|system|> <|tool|><|/tool|>", "phi4", None),
         ("<|header_start|> [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
         ("<start_of_turn> <start_function_call>call:", "gemma", None),
-        ("<|turn>model <|tool_call>call:", "gemma", None),
+        ("<|turn>model <|tool_call>call:", "gemma4", None),
         ("detailed thinking on", None, "nemotron"),
         ("[TOOL_CALLS]", "mistral", None),
         ('<|python_tag|> {"name": n, "parameters": p}', "llama3_json", None),
@@ -1271,7 +1284,7 @@ def test_reasoning_tokens_are_counted():
         ),
         (r"<tool_call><function=f><parameter=p>\nvalue\n '<parameter=' + name + '>\n' }}", "qwen3_coder", None),
         ("<tool_call><function=f><parameter=p>\nvalue\n", "qwen3_coder", None),
-        ("<|tool_call>call: <|channel>thought\n <channel|>", "gemma", "gemma4"),
+        ("<|tool_call>call: <|channel>thought\n <channel|>", "gemma4", "gemma4"),
         ("<tool_call>NAME <arg_key><arg_value> detailed thinking <think></think>", "glm45", "nemotron"),
         ('<|header_start|> <|python_start|> {"name": n, "parameters": p}', "llama3_json", None),
         ('<|header_start|> <|python_start|> [func_name1(x=1)] "parameters"', "llama4_pythonic", None),

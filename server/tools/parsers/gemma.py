@@ -25,12 +25,13 @@ MARKS = {
     CODE: ("```", None),
 }
 _HEAD = re.compile(r"\s*call\s*:\s*([\w.-]{1,128})\s*(?=\{)")
-_KEY = re.compile(r"\s*([^\s:{}\[\],]{1,256})\s*:")
+KEY = re.compile(r"\s*([^\s:{}\[\],]{1,256})\s*:")
 _PLAIN = re.compile(r"[^,{}\[\]]*")
 
 
 def matches(template: str) -> bool:
-    return any(mark in template for mark in MARKS)
+    """Whether it is one of the earlier models; for Gemma 4 see `gemma4`."""
+    return "<start_function_call>" in template or CODE in template
 
 
 class Parser(ToolParser):
@@ -176,7 +177,7 @@ class _Reader:
                 raise ValueError(f"no {closing}")
 
     def _key(self) -> str:
-        found = _KEY.match(self._text, self.at)
+        found = KEY.match(self._text, self.at)
         if found is None:
             raise ValueError("no key")
         self.at = found.end()
