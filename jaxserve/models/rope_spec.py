@@ -35,6 +35,7 @@ class RopeConfig:
         reorders the weights (`rope.head_order`), so that the operations need to know one pairing only.
       backwards: pairs turn the other way (NanoChat). Loading swaps the channels of each pair.
       query_scale: None: queries are not scaled by their position.
+      learned: layers multiply the angles by learned factors (`rope.learned_angles`).
     """
 
     theta: float = 10000.0
@@ -53,6 +54,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_scale: QueryScale | None = None
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if self.theta <= 1:
