@@ -14,6 +14,10 @@ _OF_QWEN = _TOKENS | {"vision_start_token_id": 507, "vision_end_token_id": 508}
 _OF_GLM = _TOKENS | {
     "image_start_token_id": 507, "image_end_token_id": 508, "video_start_token_id": 509, "video_end_token_id": 510,
 }  # fmt: skip
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "head_dim": 8,
+}  # fmt: skip
 _INTERN = {
     "model_type": "internvl_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4],
@@ -134,5 +138,33 @@ IMAGE_CASES: dict[str, DenseCase] = {
             rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
         ),
         _INTERN, image_token_id=505, image_seq_length=4,
+    ),
+    "mistral_large4_older": seeing(
+        "MistralLarge4ForConditionalGeneration", "mistral_large4",
+        dense(
+            "", "mistral_large4_text", **_SHARED | {"num_key_value_heads": 4}, modern=False, layers=4,
+            tie_word_embeddings=False, kv_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20,
+            n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, n_group=4, topk_group=2,
+            moe_intermediate_size=40, first_k_dense_replace=1, routed_scaling_factor=1.5, attention_bias=False,
+            index_topk=11, index_n_heads=16, index_head_dim=20, index_topk_freq=2, index_skip_topk_offset=1,
+            no_rope_layer_interval=3, final_logit_softcapping=2.5, rope_theta=7000.0, rope_scaling=None,
+        ),
+        _PIXTRAL,
+    ),
+    "mistral_large4_saved": seeing(
+        "MistralLarge4ForConditionalGeneration", "mistral_large4",
+        dense(
+            "", "mistral_large4_text", **_SHARED | {"num_key_value_heads": 6}, hidden=72, heads=6, layers=3,
+            tie_word_embeddings=False, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=12, v_head_dim=24,
+            n_routed_experts=6, n_shared_experts=2, num_experts_per_tok=2, n_group=1, topk_group=1,
+            moe_intermediate_size=48, mlp_layer_types=["sparse", "dense", "sparse"], routed_scaling_factor=0.8,
+            attention_bias=True, index_topk=9, index_n_heads=24, index_head_dim=12, final_logit_softcapping=4.0,
+            indexer_types=["full", "full", "shared"], no_rope_layers=[0, 1, 1], kv_source_layers=[0, 1, 2],
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "attention_factor": 0.9,
+            },
+        ),
+        _PIXTRAL, projector_hidden_act="gelu", vision_feature_layer=-1, spatial_merge_size=2,
     ),
 }  # fmt: skip

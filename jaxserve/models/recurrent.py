@@ -15,12 +15,12 @@ from jaxserve.models.spec import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, Recu
 
 KINDS: dict[type[RecurrentSpec], tuple[Any, Any]] = {
     GatedDeltaSpec: (GatedDeltaNet, delta_sources),
+    KimiDeltaSpec: (KimiDelta, kimi_sources),
     Mamba2Spec: (Mamba2, mamba_sources),
     ShortConvSpec: (ShortConv, conv_sources),
 }
 
 
-    KimiDeltaSpec: (KimiDelta, kimi_sources),
 def recurrent_layer(spec: RecurrentSpec, hidden_size: int, dtype: Any) -> nn.Module:
     """The module that takes the place of attention."""
     return KINDS[type(spec)][0](spec, hidden_size, dtype, name="attention")

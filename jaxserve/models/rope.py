@@ -25,18 +25,33 @@ UNTURNED = RopeConfig(rotary_dim=0)  # for layers without rotary positions
 DISTANCES = RopeConfig(rotary_dim=0, with_positions=True)  # for layers with biases by distance
 
 
+class Unlearned(NamedTuple):
+    """What learned factors and lines multiply.
+
+    radians: float32 [tokens, head_dim / 2], angles before their learned factors.
+    size: factor of cosines and sines.
+    log_position: float32 [tokens], logarithms of positions that begin with 1.
+    """
+
+    radians: jax.Array
+    size: float
+    log_position: jax.Array
+
+
 class Angles(NamedTuple):
     """The angles of a rotary embedding at the positions of a step's tokens.
 
     cos, sin: float32 [tokens, head_dim / 2], of the angles by which the pairs of channels i and i + head_dim / 2 turn.
     query_scale: float32 [tokens], factors of the queries; None: all are 1.
     positions: int32 [tokens]; None: nothing but the angles depends on them.
+    unlearned: for layers with learned factors of the angles; None: there are none.
     """
 
     cos: jax.Array
     sin: jax.Array
     query_scale: jax.Array | None = None
     positions: jax.Array | None = None
+    unlearned: Unlearned | None = None
 
 
 def read_rope(
@@ -264,7 +279,14 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles
         still = ((0, 0), (0, (head_dim - turned) // 2))
         cos = jnp.pad(cos, still, constant_values=1.0)
         sin = jnp.pad(sin, still)
-    return Angles(cos, sin, _query_scale(rope, positions), positions if rope.with_positions else None)
+    unlearned = Unlearned(angles, rope.attention_factor, jnp.log1p(where[:, 0])) if rope.learned else None
+    return Angles(cos, sin, _query_scale(rope, positions), positions if rope.with_positions else None, unlearned)
+
+
+def learned_angles(unlearned: Unlearned, logs: jax.Array) -> Angles:
+    """The angles times learned factors (Mistral Large 4). `logs`: of the factors, float32 [head_dim / 2]."""
+    radians = unlearned.radians * jnp.exp(logs)
+    return Angles(jnp.cos(radians) * unlearned.size, jnp.sin(radians) * unlearned.size, unlearned=unlearned)
 
 
 def _query_scale(rope: RopeConfig, positions: jax.Array) -> jax.Array | None:

@@ -38,6 +38,7 @@ class RopeConfig:
       backwards: pairs turn the other way (NanoChat). Loading swaps the channels of each pair.
       query_scale: None: queries are not scaled by their position.
       with_positions: the angles come with the positions, which `alibi` needs.
+      learned: layers multiply the angles by learned factors (`rope.learned_angles`).
     """
 
     theta: float = 10000.0
@@ -58,6 +59,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     query_scale: QueryScale | None = None
     with_positions: bool = False
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if self.theta <= 1:

@@ -19,9 +19,10 @@ from jaxserve.models.spec import LatentAttentionSpec
 # Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
 # and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
 # ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
-# kv_b, kv_norm and head_gate; an indexer has index_q, index_k, index_k_norm and index_weights. Recurrent layers have
-# roles of their own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its
-# query, then its gate.
+# kv_b, kv_norm and head_gate; an indexer has index_q, index_q_norm, index_k, index_k_norm and index_weights; with
+# learned scales there are slope, start, index_slope, index_start and angle_logs. Recurrent layers have roles of their
+# own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its query, then its
+# gate.
 Names = Mapping[str, str]
 
 
@@ -67,11 +68,11 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
     """
     heads = spec.num_heads
     rank = spec.rank
-    nope = spec.nope_dim
-    rope = spec.rope_dim
+    nope = spec.projected_dim
+    rope = spec.turned_dim
     dim = spec.head_dim
     of_queries = spec.q_rank or 0
-    place = np.arange(rope) if order is None else order
+    place = np.arange(rope) if order is None or not rope else order
 
     def queries(t: np.ndarray) -> np.ndarray:
         return t.reshape(heads, dim, -1)[:, np.concatenate([np.arange(nope), nope + place])].reshape(t.shape)
@@ -98,6 +99,10 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
         found[f"down/{'kernel' if kind == 'weight' else 'bias'}"] = down
     if spec.bias:
         found["out/bias"] = [Source("o.bias", (hidden,), whole)]
+    if spec.learned_scale:
+        found |= _line_sources("", "", heads)
+        if spec.rotates:
+            found["angle_logs"] = [Source("angle_logs", (spec.rope_dim // 2,), whole)]
     if spec.chooses:
         found |= _indexer_sources(spec, hidden)
     if spec.head_gate:
@@ -117,7 +122,7 @@ def _indexer_sources(spec: LatentAttentionSpec, hidden: int) -> dict[str, list[S
     heads = indexer.heads
     dim = indexer.dim
     place = np.arange(dim)
-    if indexer.interleaved:
+    if indexer.interleaved and spec.rotates:
         place[: spec.rope_dim] = np.concatenate([place[: spec.rope_dim : 2], place[1 : spec.rope_dim : 2]])
 
     def queries(t: np.ndarray) -> np.ndarray:
@@ -126,12 +131,21 @@ def _indexer_sources(spec: LatentAttentionSpec, hidden: int) -> dict[str, list[S
     def keys(t: np.ndarray) -> np.ndarray:
         return t[place]
 
-    q_rank = spec.q_rank or 0
+    inputs = hidden if indexer.input_norm is not None or spec.q_rank is None else spec.q_rank
     found = {
-        "q/kernel": Source("index_q.weight", (heads * dim, q_rank), whole, take=queries),
+        "q/kernel": Source("index_q.weight", (heads * dim, inputs), whole, take=queries),
         "k/kernel": Source("index_k.weight", (dim, hidden), whole, take=keys),
         "k_norm/scale": Source("index_k_norm.weight", (dim,), whole, take=keys),
         "k_norm/bias": Source("index_k_norm.bias", (dim,), whole, take=keys),
         "head_weights/kernel": Source("index_weights.weight", (heads, hidden), whole),
     }
-    return {f"indexer/{path}": [source] for path, source in found.items()}
+    if indexer.input_norm is not None:
+        found["input_norm/scale"] = Source("index_q_norm.weight", (hidden,), whole)
+        found["input_norm/bias"] = Source("index_q_norm.bias", (hidden,), whole)
+    lines = _line_sources("indexer/", "index_", heads) if spec.learned_scale else {}
+    return {f"indexer/{path}": [source] for path, source in found.items()} | lines
+
+
+def _line_sources(path: str, role: str, heads: int) -> dict[str, list[Source]]:
+    """The same of a `LogScale`."""
+    return {f"{path}log_scale/{name}": [Source(f"{role}{name}", (heads,), whole)] for name in ("slope", "start")}

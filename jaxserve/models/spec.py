@@ -150,6 +150,8 @@ class IndexerSpec:
       interleaved: files have the two channels of a rotated pair next to each other, and not half of the turning
         channels apart.
       norm: the norm of the keys.
+      input_norm: queries are projected from the layer's input behind this norm; None: from the latent of the
+        attention's queries.
       shared: the layer chooses nothing itself. It sees what the last layer before it that chooses has chosen.
     """
 
@@ -158,6 +160,7 @@ class IndexerSpec:
     top_k: int
     interleaved: bool = False
     norm: NormSpec = NormSpec(kind="layer", eps=1e-6, bias=True)
+    input_norm: NormSpec | None = None
     shared: bool = False
 
 
@@ -176,6 +179,9 @@ class LatentAttentionSpec:
       head_gate: before the output projection, each head's result is multiplied by a sigmoid gate, projected from the
         layer's input.
       rope, scale: see `AttentionSpec`.
+      rotates: whether there are rotated keys; if not, all channels of a head's query are for the projected key.
+      learned_scale: queries, also those of the indexer, are multiplied by a learned line of log(position + 1), for each
+        head; and angles by learned factors.
       indexer: chooses the tokens that a token sees; None: it sees all tokens before it and itself.
     """
 
@@ -190,13 +196,15 @@ class LatentAttentionSpec:
     head_gate: bool = False
     rope: str = "default"
     scale: float | None = None
+    rotates: bool = True
+    learned_scale: bool = False
     indexer: IndexerSpec | None = None
     window: None = None
 
     def __post_init__(self) -> None:
         if self.rope_dim < 2 or self.rope_dim % 2:
             raise ConfigError(f"qk_rope_head_dim must be even and positive, got {self.rope_dim}")
-        if self.indexer is not None and self.q_rank is None:
+        if self.indexer is not None and self.q_rank is None and self.indexer.input_norm is None:
             raise ConfigError("an indexer reads the latent of queries, but q_lora_rank is null")
         if self.indexer is not None and self.indexer.dim < self.rope_dim:
             raise ConfigError(f"index_head_dim={self.indexer.dim} is below qk_rope_head_dim={self.rope_dim}")
@@ -219,7 +227,17 @@ class LatentAttentionSpec:
     @property
     def down_size(self) -> int:
         """Numbers per token that the projection down gives: the latents, and the key that all heads share."""
-        return (self.q_rank or 0) + self.rank + self.rope_dim
+        return (self.q_rank or 0) + self.rank + self.turned_dim
+
+    @property
+    def turned_dim(self) -> int:
+        """Channels of the layer's rotated key; `rope_dim` are those of the cache, which all layers share."""
+        return self.rope_dim if self.rotates else 0
+
+    @property
+    def projected_dim(self) -> int:
+        """Channels of a head's projected key."""
+        return self.head_dim - self.turned_dim
 
     @property
     def softmax_scale(self) -> float:

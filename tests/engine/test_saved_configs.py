@@ -362,6 +362,11 @@ def test_settings_of_training():
         ("DeepseekV32ForCausalLM", {"layer_types": ["sliding_attention"]}, r"layer_types \['sliding_attention'\] are"),
         ("GlmMoeDsaForCausalLM", {"indexer_types": ["shared"] * 6}, "must be 6 times 'full' or 'shared', 'full' first"),
         ("GPTNeoXForCausalLM", {"rotary_emb_base": 5, "rope_theta": 6}, "rotary_emb_base=5 contradicts rope_theta=6"),
+        (
+            "MistralLarge4ForConditionalGeneration",
+            {"text_config": {"num_hidden_layers": 2, "kv_source_layers": [0, 0]}},
+            r"kv_source_layers=\[0, 0\] is not supported \(only \[0, 1\]\)",
+        ),
         ("OPTForCausalLM", {"activation_function": "tanh"}, "activation_function='tanh' is not supported"),
     ],
 )

@@ -34,6 +34,7 @@ LAYOUTS = (
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
     "mtp.",
+    *("mtp_dspark.", "vision_encoder.", "patch_merger.", "pre_mm_projector_norm.", "vision_language_adapter."),
     *(
         f"{start}{part}"
         for start in ("", "model.")
