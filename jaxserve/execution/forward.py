@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
 from jaxserve.execution.kv_cache import CacheLayout, KVCache, LayerPlace
-from jaxserve.execution.slot_states import advance
+from jaxserve.execution.slot_states import advance, of_tokens
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
@@ -22,7 +22,7 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
 from jaxserve.models.spec import RecurrentSpec
 from jaxserve.pallas_kernels.expert_routing import load
-from jaxserve.pallas_kernels.operands import Partials
+from jaxserve.pallas_kernels.operands import Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.scheduling.block_manager import Chunk
@@ -50,6 +50,8 @@ class ModelInput(NamedTuple):
     keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
     deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
     x: jax.Array | None = None  # [tokens, hidden] from the pipeline stage before; None: this stage embeds the tokens
+    # int32 [proposals + 1, rows]: the tokens of rows that check proposals, -1 elsewhere; None: no row does
+    checked: jax.Array | None = None
 
 
 class Output(NamedTuple):
@@ -59,6 +61,7 @@ class Output(NamedTuple):
     hidden: jax.Array
     last: jax.Array
     kv_len: jax.Array
+    checked: list[tuple[LayerPlace, StateInputs]]  # see `LayersRun`
     features: jax.Array | None = None  # [tokens, any], for a draft head
     expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
 
@@ -82,10 +85,11 @@ class LayerInputs(NamedTuple):
     tables: list[jax.Array]  # the rows' block tables, for each group of layers
     of_groups: list[tuple[jax.Array, ...]]  # where attention of each group of layers writes and reads
     rows: StateRows | None  # slots of recurrent states; None: the model has no recurrent layers
+    checked: jax.Array | None  # as in `ModelInput`
 
     def at(self, place: LayerPlace) -> tuple:
         """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
-        of_layer = (self.rows,) if place.group is None else self.of_groups[place.group]
+        of_layer = (self.rows, self.checked) if place.group is None else self.of_groups[place.group]
         return *of_layer, np.int32(place.first)
 
 
@@ -97,6 +101,8 @@ class LayersRun(NamedTuple):
     inputs: LayerInputs
     chosen: list[jax.Array]  # experts that the layers' routers chose
     read_by_draft: dict[int, jax.Array]  # inputs of layers
+    # Of each recurrent layer, if rows check proposals: the place of its states, and the inputs of `ModelInput.checked`.
+    checked: list[tuple[LayerPlace, StateInputs]]
     cache: KVCache
 
 
@@ -104,8 +110,9 @@ def forward(
     params, cache: KVCache, slots: SlotState, batch: ModelInput, context: ForwardContext
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
-    replace the old ones. So are the entries of a draft head. The slots do not change."""
-    x, y, inputs, chosen, read_by_draft, cache = run_layers(params, cache, slots, batch, context)
+    replace the old ones, but not those of rows that check proposals. Entries of a draft head are written, too. The
+    slots do not change."""
+    x, y, inputs, chosen, read_by_draft, checked, cache = run_layers(params, cache, slots, batch, context)
     model = context.model
     drafter = context.drafter
     q_start = batch.q_start
@@ -129,7 +136,7 @@ def forward(
         where = slot, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0)
         head: Any = {"drafter": drafter, "ops": ops, "layout": context.layout, "mesh": context.mesh}
         cache[-1] = write_entries(params, cache[-1], *given, where, **head)
-    return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, count)), cache
+    return Output(hidden, last, placed.kv_len, checked, features, expert_load(chosen, model, count)), cache
 
 
 def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayersRun:
@@ -148,6 +155,7 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec))) for spec in set(model.config.layers)}
     chosen: list[jax.Array] = []
     read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
+    checked: list[tuple[LayerPlace, StateInputs]] = []
     wanted = context.drafter.spec.layers if context.drafter is not None else ()
     cache = list(cache)
     y = None
@@ -158,9 +166,12 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place))
+        given = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place)
+        x, y, cache[at], routed, of_checked = layer(*given)
         chosen += routed
-    return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
+        if of_checked is not None:
+            checked.append((place, of_checked))
+    return LayersRun(x, y, inputs, chosen, read_by_draft, checked, cache)
 
 
 def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayerInputs:
@@ -180,7 +191,7 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
         of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))
     rows = None if layout.states is None else _state_rows(slots, batch, placed)
     ropes = angles(context.model.config, placed.position)
-    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows)
+    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows, batch.checked)
 
 
 def expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
@@ -204,8 +215,9 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
 
 def _state_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> StateRows:
     """The slots whose recurrent states the rows read, and those that they write. Rows that keep nothing write to the
-    padding slot."""
-    target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
+    padding slot, and so do rows that check proposals: `slot_states.keep` advances their states afterwards."""
+    writes = batch.writes if batch.checked is None else batch.writes & (batch.checked[0] < 0)
+    target = jnp.where(writes, batch.slot, slots.progress.shape[0] - 1)
     begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
     return StateRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
 
@@ -228,14 +240,18 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 def run_layer(
     params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any,
     *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, Partials | None, Any, list[jax.Array]]:  # fmt: skip
+) -> tuple[jax.Array, Partials | None, Any, list[jax.Array], StateInputs | None]:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]."""
+    in the cache. Returns the new (x, y, pages), the experts that a router chose, int32 [tokens, top_k], and what a
+    recurrent layer's operation read of `ModelInput.checked`."""
+    of_checked = None
 
     def attend(heads: Any) -> jax.Array:
-        nonlocal pages
+        nonlocal pages, of_checked
         if isinstance(module.spec.attention, RecurrentSpec):
-            rows, first = where
+            rows, checked, first = where
+            if checked is not None:
+                of_checked = of_tokens(heads, jnp.maximum(checked, 0))
             out, pages = advance(module.spec.attention, ops, heads, pages, rows, first, mesh, decode_only)
             return out
         out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
@@ -243,4 +259,4 @@ def run_layer(
 
     made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
-    return x, y, pages, jax.tree.leaves(noted)
+    return x, y, pages, jax.tree.leaves(noted), of_checked

@@ -56,7 +56,7 @@ def run_one_layer(
 ) -> tuple[Stream, Any]:  # fmt: skip
     """Runs a layer of the shape `spec` on what the layer before passed on, and on its array of the cache, `pages`,
     which is donated. `where` is the result of `LayerInputs.at`; `ropes` and `num_tokens` are from LayerInputs."""
-    x, y, pages, chosen = run_layer(
+    x, y, pages, chosen, _ = run_layer(
         params, stream.x, None, ropes, pages, where,
         module=context.model.layer(spec), ops=context.model.ops.counting(num_tokens), kind=context.layout.kind,
         mesh=context.mesh, decode_only=context.shape.decode_only,
