@@ -1,8 +1,10 @@
 """Models with recurrent layers: a sequence's tokens depend on nothing but itself, though its state lies in a slot that
 others had before, is updated in place, and cannot be shared."""
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from jaxserve.checkpoints.load import put_piece
 from jaxserve.commands.model_report import describe_model
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.config import HFConfig
 from jaxserve.models.decoder import Decoder
@@ -103,6 +106,37 @@ def test_prompts_that_part(devices, case, model_folders):
     # Three snapshots at most: those of the first prompt's end and of the place of parting were used last.
     again = run_all(engine, request("again", prompt, max_tokens=64))["again", 0]
     assert (again.num_cached, again.token_ids) == (128, tokens)
+
+
+def test_a_shared_system_prompt_is_computed_once(model_folders, tmp_path):
+    """Of 1,728 tokens that requests share, the second computes at most an interval again, and the third none."""
+    folder = shutil.copytree(model_folders("lfm2_tied"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    shared = np.random.default_rng(0).integers(5, 500, 1728).tolist()
+    own = [[7 + i] * (20 + i) for i in range(4)]
+    settings = {"rows": 8, "tokens": 512, "max_model_len": 2048, "decode_steps": False}
+    engine = make_engine(folder, **settings)
+    interval = engine.runner.layout.snapshot_interval(None)
+    hits = []
+    for i, tail in enumerate(own):
+        before = engine.stats().prefix_hits
+        run_all(engine, request(f"r{i}", shared + tail, max_tokens=2))
+        hits.append(engine.stats().prefix_hits - before)
+    page = engine.runner.layout.page_size
+    assert hits == [0, 1728 // interval * interval, *[1728 // page * page] * 2]
+
+
+@pytest.mark.parametrize(
+    ("worth", "asked", "interval"), [(3, None, 512), (700, None, 1024), (99_999, None, 1024), (3, 50, 64), (3, 0, 0)]
+)
+def test_intervals_of_snapshots(worth, asked, interval):
+    """By default a power of two of tokens, whose pages take as much memory as a state, within bounds."""
+    model = read_model_config(HFConfig(dict(RECURRENT_CASES["lfm2_tied"].config)))
+    layout = CacheLayout.of(model, 2, 1, 32, "float32", num_slots=4)
+    token = layout.states.slot_bytes // worth
+    layout = SimpleNamespace(states=layout.states, token_bytes=token, page_size=32)
+    assert CacheLayout.snapshot_interval(layout, asked) == interval
 
 
 @pytest.mark.slow
@@ -249,6 +283,8 @@ def test_states_are_counted(devices, model_folders):
     config = EngineConfig(model=str(model_folders(SPLIT)), max_num_seqs=rows, tensor_parallel_size=devices)
     report = "\n".join(describe_model(config))
     assert f"states of recurrent layers: {slot:,} bytes a sequence" in report
+    taken = memory.size(8 * slot)
+    assert f"8 snapshots of {memory.size(slot)} take {taken}; they are made at the ends of prompts" in report
 
 
 def test_forms_of_the_projections():

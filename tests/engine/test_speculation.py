@@ -442,7 +442,10 @@ def test_bad_settings(given, message):
         EngineConfig(model="demo", speculative_config=given)
 
 
-@pytest.mark.parametrize("case", ["qwen3_next_odd"])
-def test_models_without_speculation(case, model_folders):
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        make_engine(model_folders(case), speculative_config=NGRAM)
+def test_what_recurrent_layers_refuse(model_folders):
+    """Weights in host memory, and to be the draft."""
+    with pytest.raises(ConfigError, match="cpu_offload_gib must be 0 for models that have recurrent layers, with spec"):
+        make_engine(model_folders("lfm2_tied"), speculative_config=NGRAM, cpu_offload_gib=1.0)
+    draft = {"method": "draft_model", "num_speculative_tokens": 2, "model": str(model_folders("lfm2_tied"))}
+    with pytest.raises(ConfigError, match="must keep no recurrent states"):
+        make_engine(model_folders("llama3_gqa"), speculative_config=draft)
