@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
 from jaxserve.execution.kv_cache import CacheLayout, KVCache, LayerPlace
-from jaxserve.execution.slot_states import advance, of_tokens
+from jaxserve.execution.slot_states import advance, keep, of_tokens
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
@@ -53,6 +53,21 @@ class ModelInput(NamedTuple):
     # int32 [proposals + 1, rows]: the tokens of rows that check proposals, -1 elsewhere; None: no row does
     checked: jax.Array | None = None
 
+    def checking(self, num_draws: jax.Array, proposals: int) -> ModelInput:
+        """The same for rows that draw `num_draws` [rows] tokens: rows that draw several check proposals, and draw
+        behind each of their tokens."""
+        number = jnp.arange(proposals + 1)[:, None]
+        tokens = jnp.where((num_draws > 1) & (number < num_draws), self.q_start[:-1] + number, -1)
+        return self._replace(checked=tokens)
+
+
+class Checked(NamedTuple):
+    """What recurrent layers have read of rows that check proposals."""
+
+    tokens: jax.Array  # `ModelInput.checked`
+    slot: jax.Array  # int32 [rows]
+    layers: list[tuple[LayerPlace, StateInputs]]  # for each such layer the place of its states, and what it read
+
 
 class Output(NamedTuple):
     """The results of a pass: all hidden states [tokens, hidden]; the hidden state of each row's last token [rows,
@@ -61,7 +76,7 @@ class Output(NamedTuple):
     hidden: jax.Array
     last: jax.Array
     kv_len: jax.Array
-    checked: list[tuple[LayerPlace, StateInputs]]  # see `LayersRun`
+    checked: Checked | None  # None: no row checks proposals
     features: jax.Array | None = None  # [tokens, any], for a draft head
     expert_load: jax.Array | None = None  # see `routing.load`; None for a model without experts
 
@@ -101,8 +116,7 @@ class LayersRun(NamedTuple):
     inputs: LayerInputs
     chosen: list[jax.Array]  # experts that the layers' routers chose
     read_by_draft: dict[int, jax.Array]  # inputs of layers
-    # Of each recurrent layer, if rows check proposals: the place of its states, and the inputs of `ModelInput.checked`.
-    checked: list[tuple[LayerPlace, StateInputs]]
+    checked: Checked | None  # None: no row checks proposals
     cache: KVCache
 
 
@@ -171,7 +185,19 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
         chosen += routed
         if of_checked is not None:
             checked.append((place, of_checked))
-    return LayersRun(x, y, inputs, chosen, read_by_draft, checked, cache)
+    of_rows = None if batch.checked is None else Checked(batch.checked, batch.slot, checked)
+    return LayersRun(x, y, inputs, chosen, read_by_draft, of_rows, cache)
+
+
+def keep_states(cache: KVCache, checked: Checked | None, num_kept: jax.Array, context: ForwardContext) -> KVCache:
+    """Advances the recurrent states of rows that have checked proposals by the first `num_kept` [rows] of their tokens.
+    Returns the cache."""
+    states = context.layout.states
+    if states is None or checked is None:
+        return cache
+    count = jnp.where(checked.tokens[0] < 0, 0, num_kept)
+    rows = checked.layers, checked.slot, count, states.slots - 1
+    return keep(states.net, context.model.ops, cache, *rows, context.mesh)
 
 
 def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayerInputs:

@@ -145,8 +145,6 @@ def keep(
 
     Returns the cache.
     """
-    if not checked:
-        return cache
     rows = len(slot)
     each = jnp.arange(rows)
     run = jax.jit(partial(advance, net, ops, mesh=mesh, decode_only=True))  # so that all layers have one trace

@@ -20,14 +20,13 @@ from jax.sharding import Mesh
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.mesh import num_groups
 from jaxserve.execution.drafting import remember
-from jaxserve.execution.forward import ForwardContext, ModelInput, forward
+from jaxserve.execution.forward import ForwardContext, ModelInput, forward, keep_states
 from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, RowKernels, Sampled, TokenCounts, sample, score_tokens
-from jaxserve.execution.slot_states import keep
 from jaxserve.execution.slots import SlotState, decode_slots
 from jaxserve.execution.step_shape import StepShape
-from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws, checked_tokens
+from jaxserve.execution.verify import DEFERRED_WORDS, DeferredDraws, Draws
 from jaxserve.models.decoder import Decoder
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.scheduling.step_plan import Sampler
@@ -196,10 +195,7 @@ def _verify(
     whose `num_new` is negative."""
     model = context.model
     num_draws = jnp.abs(num_new)
-    states = context.layout.states
-    if states is not None:
-        batch = batch._replace(checked=checked_tokens(batch.q_start, num_draws, proposals))
-    out, cache = forward(params, cache, slots, batch, context)
+    out, cache = forward(params, cache, slots, batch.checking(num_draws, proposals), context)
     slot = batch.slot
     padding_slot = slots.progress.shape[0] - 1
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
@@ -215,9 +211,7 @@ def _verify(
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
     num_kept = kept.sum(axis=1)
     tokens = sampled.tokens[draws.places]
-    if states is not None:
-        settled = jnp.where(num_draws > 1, num_kept, 0)
-        cache = keep(states.net, model.ops, cache, out.checked, slot, settled, padding_slot, context.mesh)
+    cache = keep_states(cache, out.checked, num_kept, context)
     place = jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]  # of its last draw
     last = jnp.where(num_kept > 0, ends[place], slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, padding_slot)

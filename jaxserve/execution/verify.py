@@ -14,13 +14,6 @@ import jax
 import jax.numpy as jnp
 
 
-def checked_tokens(q_start: jax.Array, num_draws: jax.Array, proposals: int) -> jax.Array:
-    """The tokens of rows that check proposals, whose draws are behind each of their tokens; int32 [proposals + 1,
-    rows]. -1 behind a row's last one, and for rows that check none."""
-    number = jnp.arange(proposals + 1)[:, None]
-    return jnp.where((num_draws > 1) & (number < num_draws), q_start[:-1] + number, -1)
-
-
 class Draws(NamedTuple):
     """The draws of a pass, one after the other, row by row. Draw 0 of a row is behind its last token that is no
     proposal, and each other one is behind a proposal. Padding follows the last draw.

@@ -86,9 +86,7 @@ class Oracle(Method):
         ("llama3_gqa", {"static_steps": True}, 0.2),
         ("mistral_window", {"kv_pages": 20}, 0.2),
         ("mixtral_experts", {"async_scheduling": False}, 0.2),
-        ("qwen3_next_groups", {"kv_pages": 20}, 0.2),
-        ("granite_hybrid_dense", {"static_steps": True}, 0.2),
-        ("lfm2_tied", {"tensor_parallel_size": 2}, 0.2),
+        ("granite_hybrid_dense", {"kv_pages": 20}, 0.2),
         *(
             pytest.param(case, options, errors, marks=pytest.mark.slow)
             for case in (
