@@ -68,8 +68,6 @@ class ModelPlan:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
         if config.speculative_config is not None and pooler is not None:
             raise ConfigError("speculative_config must be None for models that embed or score")
-        if config.speculative_config is not None and config.cpu_offload_gib and model.recurrent is not None:
-            raise ConfigError("cpu_offload_gib must be 0 for models that have recurrent layers, with speculation")
         if config.kv_offload_gib and (pooler is not None or model.recurrent is not None):
             kind = "embed or score" if pooler is not None else "have recurrent layers, whose states are not in pages"
             raise ConfigError(f"kv_offload_gib must be 0 for models that {kind}")

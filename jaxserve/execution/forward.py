@@ -180,8 +180,8 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        given = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place)
-        x, y, cache[at], routed, of_checked = layer(*given)
+        of_layer = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place)
+        x, y, cache[at], routed, of_checked = layer(*of_layer)
         chosen += routed
         if of_checked is not None:
             checked.append((place, of_checked))

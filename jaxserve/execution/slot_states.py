@@ -122,9 +122,9 @@ def advance(
 
 def of_tokens(inputs: StateInputs, index: Any) -> StateInputs:
     """The inputs of some of the tokens, whose arrays begin with the axes of `index`."""
-    kind: Any = type(inputs)
-    count = PER_TOKEN[kind]
-    return kind(*(x[index] for x in inputs[:count]), *inputs[count:])
+    arrays: Any = inputs
+    count = PER_TOKEN[type(inputs)]
+    return type(arrays)(*(x[index] for x in arrays[:count]), *arrays[count:])
 
 
 def keep(
