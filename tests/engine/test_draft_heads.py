@@ -114,7 +114,7 @@ def test_proposals_are_those_of_transformers(case, tokens, model_folders, tmp_pa
         pytest.param("deepseek_v3_groups", {}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3_groups", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("glm4_moe_groups", {"kv_pages": 20}, marks=pytest.mark.slow),
-        *(pytest.param(case, {"kv_pages": 20}, marks=pytest.mark.slow) for case in RECURRENT),
+        *(pytest.param(case, {"kv_pages": 20}, marks=pytest.mark.slow) for case in ("lfm2_tied", *RECURRENT)),
         pytest.param("qwen3_5_whole", {}, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe_whole", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],

@@ -14,6 +14,7 @@ import quantized_forms
 from engines import drain, generate, make_engine, request, run_all
 from recurrent_models import RECURRENT_CASES
 from safetensors.numpy import load_file, save_file
+from test_speculation import Oracle
 from tiny_models import tensors
 
 from jaxserve.checkpoints.load import put_piece
@@ -29,6 +30,8 @@ from jaxserve.models.families import read_model_config
 from jaxserve.models.spec import GatedDeltaSpec, NormSpec
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.speculation import speculator
+from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import InvalidRequestError
 
 pytestmark = pytest.mark.compiles
@@ -107,6 +110,32 @@ def test_prompts_that_part(devices, case, model_folders):
     # Three snapshots at most: those of the first prompt's end and of the place of parting were used last.
     again = run_all(engine, request("again", prompt, max_tokens=64))["again", 0]
     assert (again.num_cached, again.token_ids) == (128, tokens)
+
+
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        ("lfm2_tied", 1),
+        *(pytest.param(case, 1, marks=pytest.mark.slow) for case in CASES if case != "lfm2_tied"),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in (SPLIT, *KINDS)),
+    ],
+)
+def test_proposals(case, devices, model_folders, monkeypatch):
+    """Right and wrong proposals change no answer: of new prompts in chunks, of those that begin from a snapshot, and of
+    sequences that were preempted."""
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
+        monkeypatch.setattr(speculator, name, 0)  # as many proposals as can be
+    monkeypatch.setattr(speculator, "FEW_ROWS", 8)
+    method = {"method": "ngram", "num_speculative_tokens": 3}
+    settings = {"rows": 8, "tokens": 64, "kv_pages": 40, "max_model_len": 200, "tensor_parallel_size": devices}
+    engine = make_engine(model_folders(case), speculative_config=method, **settings)
+    engine.speculator = Speculator(Oracle([prompt + tokens for prompt, tokens in golden(case)], 0.3), 3, budget=64)
+    check(engine, case, "first-")
+    assert 128 in check(engine, case, "again-")
+    assert engine.scheduler.num_preemptions > 0
+    counters = engine.counters
+    assert counters.spec_proposed > 400
+    assert 0.3 < counters.spec_accepted / counters.spec_proposed < 0.9
 
 
 def test_a_shared_system_prompt_is_computed_once(model_folders, tmp_path):

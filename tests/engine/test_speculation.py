@@ -86,7 +86,6 @@ class Oracle(Method):
         ("llama3_gqa", {"static_steps": True}, 0.2),
         ("mistral_window", {"kv_pages": 20}, 0.2),
         ("mixtral_experts", {"async_scheduling": False}, 0.2),
-        ("granite_hybrid_dense", {"kv_pages": 20}, 0.2),
         *(
             pytest.param(case, options, errors, marks=pytest.mark.slow)
             for case in (
@@ -352,6 +351,7 @@ def test_an_engine_learns_from_outputs(model_folders):
         pytest.param("llama3_gqa", "llama3_gqa", 0.95, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("mixtral_experts", "mixtral_experts", 0.95, {}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3_groups", "deepseek_v3_groups", 0.95, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next_groups", "qwen3_tied", 0.0, {"kv_pages": 20}, marks=pytest.mark.slow),
     ],
 )
 def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch):
@@ -364,6 +364,7 @@ def test_a_draft_model(target, draft, least, options, model_folders, monkeypatch
     quick = make_engine(model_folders(target), speculative_config=speculation, **settings)
     quick.speculator._method._shapes = quick.shapes  # few programs
     asked = [one for one in requests(2, 24) if not one.params.has_penalties and not one.params.logit_bias]
+    asked = [one for one in asked if not (plain.scheduler.recurrent and one.params.use_beam_search)]
     assert outcome(run_all(quick, *asked)) == outcome(run_all(plain, *asked))
     counters = quick.counters
     assert counters.spec_proposed > 100
