@@ -10,7 +10,7 @@ from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.safetensors import TensorInfo
 
 T = TypeVar("T", bound=TensorInfo)
-_PARTS = r"(_blocks|_scales|)"  # ends of the names of a quantized weight's tensors (MXFP4)
+_PARTS = r"(?P<part>_blocks|_scales|)"  # ends of the names of a quantized weight's tensors (MXFP4)
 MAX_EXPERTS = 4096
 
 
@@ -43,11 +43,11 @@ def unstacked(tensors: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
 
 
 def _pattern(name: str) -> tuple[re.Pattern[str], str]:
-    escaped = re.escape(stacked_name(name)).replace(re.escape("{i}"), r"(\d+)")
+    escaped = re.escape(stacked_name(name)).replace(re.escape("{i}"), r"(?P<layer>\d+)")
     return re.compile(escaped + _PARTS), name
 
 
 def _named(pattern: re.Pattern[str], name: str, given: str) -> str | None:
     """The name of an expert's tensor in the stack `given`, with "{e}"; None if `given` is no such stack."""
     match = pattern.fullmatch(given)
-    return match and name.replace("{i}", match[1]) + match[2]
+    return match and name.replace("{i}", match.groupdict().get("layer", "")) + match["part"]

@@ -363,6 +363,13 @@ class EngineConfig:
         more="Each takes the memory of a sequence's state. With 0 no prefix is reused.",
         topic="memory", rule=between(0, 2**16),
     )  # fmt: skip
+    state_snapshot_interval: int | None = setting(
+        None,
+        "tokens between such states within a prompt, for requests that share a part of it; None: as many as have pages "
+        "of a state's size, but 512 to 1024; 0: none are kept within prompts",
+        more="It is rounded up to whole pages. Prompts are computed in pieces that end there.",
+        topic="memory", rule=between(0, 2**20),
+    )  # fmt: skip
 
     # Devices
 

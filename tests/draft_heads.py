@@ -102,13 +102,48 @@ def random(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def add_mtp(source: Path, folder: Path) -> Path:
-    """Copies a model's folder and adds a random head for multi-token prediction, as the files of DeepSeek-V3 and
-    GLM-4.5 have it: a layer like the last one behind it, with copies of the embeddings and the output head."""
+    """Copies a model's folder and adds a random head for multi-token prediction, as its family's files have it."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    kind = config["model_type"]
+    made = _qwen_head if kind.startswith("qwen") else _nemotron_head if kind == "nemotron_h" else _deepseek_head
+    added = made(config.get("text_config", config), tensors)
+    save_file(tensors | added, folder / "model.safetensors", metadata={"format": "pt"})
+    if not kind.startswith("qwen"):
+        (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def _like(tensors: Mapping[str, np.ndarray], mark: str, new: str) -> dict[str, tuple[int, ...]]:
+    """Tensor -> shape of a layer `new` that is like the last one with a tensor `mark`."""
+    last = max((name.removesuffix(mark) for name in tensors if name.endswith(mark)), key=lambda name: (len(name), name))
+    return {new + name.removeprefix(last): x.shape for name, x in tensors.items() if name.startswith(last)}
+
+
+def _qwen_head(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    hidden = config["hidden_size"]
+    shapes = _like(tensors, "self_attn.q_proj.weight", "mtp.layers.0.") | {"mtp.fc.weight": (hidden, 2 * hidden)}
+    norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    shapes |= {f"{name}.weight": (hidden,) for name in norms}
+    return {name: random(name, shape) for name, shape in shapes.items()}
+
+
+def _nemotron_head(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    hidden = config["hidden_size"]
+    shapes = _like(tensors, "mixer.q_proj.weight", "mtp.layers.0.") | _like(
+        tensors, "mixer.gate.weight", "mtp.layers.1."
+    )
+    norms = ("layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm")
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in norms}
+    shapes["mtp.layers.0.eh_proj.weight"] = (hidden, 2 * hidden)
+    return {name: random(name, shape) for name, shape in shapes.items()}
+
+
+def _deepseek_head(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A layer like the last one behind it, with copies of the embeddings and the output head."""
     count = config["num_hidden_layers"]
     hidden = config["hidden_size"]
-    tensors = load_file(folder / "model.safetensors")
     last = f"model.layers.{count - 1}."
     new = f"model.layers.{count}."
     made = {name.replace(last, new): x for name, x in tensors.items() if name.startswith(last)}
@@ -117,6 +152,4 @@ def add_mtp(source: Path, folder: Path) -> Path:
     added |= {f"{new}{name}.weight": random(name, shape) for name, shape in shapes.items()}
     added[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     added[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"]
-    save_file(tensors | added, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    return folder
+    return added

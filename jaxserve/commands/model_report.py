@@ -43,6 +43,9 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     if layout.states is not None:
         of_all = f"{memory.size(states)} a device for {config.max_num_seqs} sequences"
         yield f"states of recurrent layers: {layout.states.slot_bytes:,} bytes a sequence, {of_all}"
+        if layout.states.snapshots:
+            interval = layout.snapshot_interval(config.state_snapshot_interval)
+            yield memory.describe_snapshots(layout.states, interval)
     if devices is None:
         budget = memory.budget(config, device, num_devices(mesh), weights, 0, states)
     else:

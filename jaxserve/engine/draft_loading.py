@@ -100,8 +100,10 @@ def _check(plan: ModelPlan, target: ModelPlan, name: str, target_name: str) -> N
             f"{target.model.vocab_size}: speculative_config needs a model with the same vocabulary"
         )
     for one, named in ((plan, name), (target, target_name)):
-        if one.one_page.groups.num_groups != 1 or one.model.recurrent is not None or one.pooler is not None:
+        if one.one_page.groups.num_groups != 1 or one.pooler is not None:
             raise ConfigError(
-                f"speculative_config's draft_model needs models that generate, whose layers all see equally far back "
-                f"and keep no recurrent states; {named} is not such a model"
+                f"speculative_config's draft_model needs models that generate, whose layers of attention all see "
+                f"equally far back; {named} is not such a model"
             )
+    if plan.model.recurrent is not None:
+        raise ConfigError(f"speculative_config's draft_model must keep no recurrent states, which {name} does")

@@ -291,8 +291,12 @@ def make_scheduler(
     caches = config.prefix_caching
     states = None
     if layout.states is not None:
-        states = StateSnapshots(layout.states.slots, layout.states.snapshots)
-        caches = layout.states.snapshots > 0
+        count = layout.states.snapshots
+        interval = layout.snapshot_interval(config.state_snapshot_interval)
+        states = StateSnapshots(layout.states.slots, count, min(64, interval or 64), interval)
+        caches = count > 0
+        if caches:
+            log.info("%s", memory.describe_snapshots(layout.states, interval))
     # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
     caches = caches and (parts.plan.pooler is None or parts.plan.pooler.method == "last")
     pages: Any = {"prefix_caching": caches, "windows": layout.groups.windows}

@@ -66,9 +66,8 @@ class ModelPlan:
         check_model(config, model, pools=pooler is not None)
         if pooler is not None:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
-        if config.speculative_config is not None and (pooler is not None or model.recurrent is not None):
-            kind = "embed or score" if pooler is not None else "have recurrent layers"
-            raise ConfigError(f"speculative_config must be None for models that {kind}")
+        if config.speculative_config is not None and pooler is not None:
+            raise ConfigError("speculative_config must be None for models that embed or score")
         if config.kv_offload_gib and (pooler is not None or model.recurrent is not None):
             kind = "embed or score" if pooler is not None else "have recurrent layers, whose states are not in pages"
             raise ConfigError(f"kv_offload_gib must be 0 for models that {kind}")

@@ -15,10 +15,10 @@ UNRELATED = {
     "model", "tokenizer", "revision", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_penalty_seqs",
     "max_waiting", "max_waiting_tokens", "scheduling_policy", "kv_pages", "memory_utilization", "enable_lora",
     "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules", "async_scheduling", "decode_steps",
-    "latency_goal_ms", "forbid_compile", "prefix_caching", "state_snapshots", "profile_dir", "kv_offload_gib",
-    "kv_offload_dir", "kv_offload_dir_gib", "role", "prefill_listen", "prefill_servers", "prefill_min_tokens",
-    "prefill_timeout", "generation_config", "override_generation_config", "max_logprobs", "download_dir",
-    "platform", "prompts_first",
+    "latency_goal_ms", "forbid_compile", "prefix_caching", "state_snapshots", "state_snapshot_interval", "profile_dir",
+    "kv_offload_gib", "kv_offload_dir", "kv_offload_dir_gib", "role", "prefill_listen", "prefill_servers",
+    "prefill_min_tokens", "prefill_timeout", "generation_config", "override_generation_config", "max_logprobs",
+    "download_dir", "platform", "prompts_first",
 }  # fmt: skip
 _FILES = ("*.json", "*.safetensors", "*.gguf", "*.bin")
 # samples per file, which is far faster than reading whole files

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
 from jaxserve.execution.kv_cache import CacheLayout, KVCache, LayerPlace
-from jaxserve.execution.slot_states import advance
+from jaxserve.execution.slot_states import advance, keep, of_tokens
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.attention import Ropes
@@ -22,7 +22,7 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
 from jaxserve.models.spec import ModelConfig, RecurrentSpec
 from jaxserve.pallas_kernels.expert_routing import load
-from jaxserve.pallas_kernels.operands import Partials
+from jaxserve.pallas_kernels.operands import Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.scheduling.block_manager import Chunk
@@ -50,6 +50,23 @@ class ModelInput(NamedTuple):
     keeps_token: jax.Array  # bool [rows]: the token that it samples is kept
     deferred: jax.Array  # bool [rows]: its hidden state is kept, for `sample_deferred`
     x: jax.Array | None = None  # [tokens, hidden] from the pipeline stage before; None: this stage embeds the tokens
+    # int32 [proposals + 1, rows]: the tokens of rows that check proposals, -1 elsewhere; None: no row does
+    checked: jax.Array | None = None
+
+    def checking(self, num_draws: jax.Array, proposals: int) -> ModelInput:
+        """The same for rows that draw `num_draws` [rows] tokens: rows that draw several check proposals, and draw
+        behind each of their tokens."""
+        number = jnp.arange(proposals + 1)[:, None]
+        tokens = jnp.where((num_draws > 1) & (number < num_draws), self.q_start[:-1] + number, -1)
+        return self._replace(checked=tokens)
+
+
+class Checked(NamedTuple):
+    """What recurrent layers have read of rows that check proposals."""
+
+    tokens: jax.Array  # `ModelInput.checked`
+    slot: jax.Array  # int32 [rows]
+    layers: list[tuple[LayerPlace, StateInputs]]  # for each such layer the place of its states, and what it read
 
 
 class Output(NamedTuple):
@@ -59,6 +76,7 @@ class Output(NamedTuple):
     hidden: jax.Array
     last: jax.Array
     kv_len: jax.Array
+    checked: Checked | None  # None: no row checks proposals
     features: jax.Array | None = None  # [tokens, any], for a draft head
     expert_load: jax.Array | None = None  # see `expert_routing.load`; None for a model without experts
 
@@ -82,11 +100,23 @@ class LayerInputs(NamedTuple):
     tables: list[jax.Array]  # the rows' block tables, for each group of layers
     of_groups: list[tuple[jax.Array, ...]]  # where attention of each group of layers writes and reads
     rows: StateRows | None  # slots of recurrent states; None: the model has no recurrent layers
+    checked: jax.Array | None  # as in `ModelInput`
 
     def at(self, place: LayerPlace) -> tuple:
         """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
-        of_layer = (self.rows,) if place.group is None else self.of_groups[place.group]
+        of_layer = (self.rows, self.checked) if place.group is None else self.of_groups[place.group]
         return *of_layer, np.int32(place.first)
+
+
+class LayerRun(NamedTuple):
+    """What one layer passes on."""
+
+    x: jax.Array  # [tokens, hidden]
+    y: Partials | None  # what it leaves to add to x
+    pages: Any  # its part of the cache
+    chosen: list[jax.Array]  # experts that its router chose, int32 [tokens, top_k]
+    seen: jax.Array | None  # int32 [tokens, top_k]: the cached tokens that the last indexer has chosen
+    checked: StateInputs | None  # what its recurrent operation read of `ModelInput.checked`
 
 
 class LayersRun(NamedTuple):
@@ -96,8 +126,9 @@ class LayersRun(NamedTuple):
     y: Partials | None  # what the last of these layers left to add to x
     inputs: LayerInputs
     chosen: list[jax.Array]  # experts that the layers' routers chose
-    seen: jax.Array | None  # what the last indexer has chosen, see `run_layer`
+    seen: jax.Array | None  # see `LayerRun`
     read_by_draft: dict[int, jax.Array]  # inputs of layers
+    checked: Checked | None  # None: no row checks proposals
     cache: KVCache
 
 
@@ -105,8 +136,9 @@ def forward(
     params, cache: KVCache, slots: SlotState, batch: ModelInput, context: ForwardContext
 ) -> tuple[Output, KVCache]:
     """Computes the batch's tokens. Their keys and values are written to the cache, and the rows' new recurrent states
-    replace the old ones. So are the entries of a draft head. The slots do not change."""
-    x, y, inputs, chosen, _, read_by_draft, cache = run_layers(params, cache, slots, batch, context)
+    replace the old ones, but not those of rows that check proposals. Entries of a draft head are written, too. The
+    slots do not change."""
+    x, y, inputs, chosen, _, read_by_draft, checked, cache = run_layers(params, cache, slots, batch, context)
     model = context.model
     drafter = context.drafter
     q_start = batch.q_start
@@ -130,7 +162,7 @@ def forward(
         where = slot, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0)
         head: Any = {"drafter": drafter, "ops": ops, "layout": context.layout, "mesh": context.mesh}
         cache[-1] = write_entries(params, cache[-1], *given, where, **head)
-    return Output(hidden, last, placed.kv_len, features, expert_load(chosen, model, count)), cache
+    return Output(hidden, last, placed.kv_len, checked, features, expert_load(chosen, model, count)), cache
 
 
 def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayersRun:
@@ -150,6 +182,7 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     chosen: list[jax.Array] = []
     seen = nothing_chosen(model.config, len(inputs.tokens))
     read_by_draft: dict[int, jax.Array] = {}  # inputs of layers
+    checked: list[tuple[LayerPlace, StateInputs]] = []
     wanted = context.drafter.spec.layers if context.drafter is not None else ()
     cache = list(cache)
     y = None
@@ -160,16 +193,30 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        own = params[f"layers_{i}"]
-        x, y, cache[at], routed, seen = layer(own, x, y, inputs.ropes, cache[at], inputs.at(place), seen)
+        given = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place), seen
+        x, y, cache[at], routed, seen, of_checked = layer(*given)
         chosen += routed
-    return LayersRun(x, y, inputs, chosen, seen, read_by_draft, cache)
+        if of_checked is not None:
+            checked.append((place, of_checked))
+    of_rows = None if batch.checked is None else Checked(batch.checked, batch.slot, checked)
+    return LayersRun(x, y, inputs, chosen, seen, read_by_draft, of_rows, cache)
 
 
 def nothing_chosen(config: ModelConfig, tokens: int) -> jax.Array | None:
-    """The argument `seen` of the first layer, see `run_layer`; None for a model without indexers."""
+    """What the first layer gets as `LayerRun.seen`; None for a model without indexers."""
     indexers = [layer.indexer for layer in config.layers if layer.indexer is not None]
     return jnp.full((tokens, indexers[0].top_k), -1, jnp.int32) if indexers else None
+
+
+def keep_states(cache: KVCache, checked: Checked | None, num_kept: jax.Array, context: ForwardContext) -> KVCache:
+    """Advances the recurrent states of rows that have checked proposals by the first `num_kept` [rows] of their tokens.
+    Returns the cache."""
+    states = context.layout.states
+    if states is None or checked is None:
+        return cache
+    count = jnp.where(checked.tokens[0] < 0, 0, num_kept)
+    rows = checked.layers, checked.slot, count, states.slots - 1
+    return keep(states.net, context.model.ops, cache, *rows, context.mesh)
 
 
 def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -> LayerInputs:
@@ -189,7 +236,7 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
         of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))
     rows = None if layout.states is None else _state_rows(slots, batch, placed)
     ropes = angles(context.model.config, placed.position)
-    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows)
+    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows, batch.checked)
 
 
 def expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
@@ -213,8 +260,9 @@ def _place(slots: SlotState, batch: ModelInput, shape: StepShape) -> Placement:
 
 def _state_rows(slots: SlotState, batch: ModelInput, placed: Placement) -> StateRows:
     """The slots whose recurrent states the rows read, and those that they write. Rows that keep nothing write to the
-    padding slot."""
-    target = jnp.where(batch.writes, batch.slot, slots.progress.shape[0] - 1)
+    padding slot, and so do rows that check proposals: `slot_states.keep` advances their states afterwards."""
+    writes = batch.writes if batch.checked is None else batch.writes & (batch.checked[0] < 0)
+    target = jnp.where(writes, batch.slot, slots.progress.shape[0] - 1)
     begun = (batch.q_start[1:] > batch.q_start[:-1]) & (slots.length(batch.slot) > 0)
     return StateRows(batch.slot, target, ~begun, batch.q_start, batch.num_decodes, placed.row)
 
@@ -237,16 +285,17 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 def run_layer(
     params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any, seen: jax.Array | None,
     *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
-) -> tuple[jax.Array, Partials | None, Any, list[jax.Array], jax.Array | None]:  # fmt: skip
+) -> LayerRun:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k].
-
-    seen: the cached tokens that the last indexer has chosen (`Ops.attend_chosen`); also returned, after the layer."""
+    in the cache. `seen` is what the last indexer before has chosen."""
+    of_checked = None
 
     def attend(heads: Any) -> jax.Array:
-        nonlocal pages, seen
+        nonlocal pages, seen, of_checked
         if isinstance(module.spec.attention, RecurrentSpec):
-            rows, first = where
+            rows, checked, first = where
+            if checked is not None:
+                of_checked = of_tokens(heads, jnp.maximum(checked, 0))
             out, pages = advance(module.spec.attention, ops, heads, pages, rows, first, mesh, decode_only)
             return out
         if module.spec.indexer is not None:
@@ -257,4 +306,4 @@ def run_layer(
 
     made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
-    return x, y, pages, jax.tree.leaves(noted), seen
+    return LayerRun(x, y, pages, jax.tree.leaves(noted), seen, of_checked)

@@ -26,6 +26,7 @@ from jaxserve.scheduling.block_manager import Chunk
 
 COPIES = 16  # page copies per call of `copy_pages`
 COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, unless it is for a single page
+INTERVALS = 512, 1024  # fewest and most tokens between snapshots of recurrent states, unless the user says otherwise
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
 KVCache = list[Pages | State]  # first arrays of pages, then arrays of states; each has a few layers
@@ -167,6 +168,16 @@ class CacheLayout:
     def state_bytes(self, mesh: Mesh) -> int:
         """Bytes of all recurrent states and snapshots on each device; 0 without recurrent layers."""
         return 0 if self.states is None else self.states.device_bytes(mesh)
+
+    def snapshot_interval(self, asked: int | None) -> int:
+        """Tokens between snapshots within a prompt, in whole pages: as many as asked. By default their pages take as
+        much memory as a snapshot, within INTERVALS; a power of two."""
+        assert self.states is not None
+        if asked is None:
+            worth = self.states.slot_bytes // self.token_bytes
+            least, most = INTERVALS
+            asked = min(max(1 << worth.bit_length(), least), most)
+        return -(-asked // self.page_size) * self.page_size
 
     @property
     def copy_sizes(self) -> list[int]:

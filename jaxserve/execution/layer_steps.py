@@ -23,7 +23,7 @@ class Stream(NamedTuple):
 
     x: jax.Array  # [tokens, hidden]
     expert_load: jax.Array | None  # int32 [1, 3], of the layers so far, as in `Sampled`; None: there are no experts
-    seen: jax.Array | None  # int32 [tokens, top_k], as in `run_layer`; None: there are no indexers
+    seen: jax.Array | None  # int32 [tokens, top_k], as in `LayerRun`; None: there are no indexers
 
 
 class Begun(NamedTuple):
@@ -58,7 +58,7 @@ def run_one_layer(
 ) -> tuple[Stream, Any]:  # fmt: skip
     """Runs a layer of the shape `spec` on what the layer before passed on, and on its array of the cache, `pages`,
     which is donated. `where` is the result of `LayerInputs.at`; `ropes` and `num_tokens` are from LayerInputs."""
-    x, y, pages, chosen, seen = run_layer(
+    x, y, pages, chosen, seen, _ = run_layer(
         params, stream.x, None, ropes, pages, where, stream.seen,
         module=context.model.layer(spec), ops=context.model.ops.counting(num_tokens), kind=context.layout.kind,
         mesh=context.mesh, decode_only=context.shape.decode_only,

@@ -16,6 +16,7 @@ from jaxserve import jax_pools
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.layouts import device_bytes
 from jaxserve.execution.kv_cache import CacheLayout
+from jaxserve.execution.slot_states import StateLayout
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.block_manager import Windows, most_pages
 
@@ -263,6 +264,16 @@ def describe_weights(params: Any) -> str:
     parts = bytes_by_dtype(params)
     listed = ", ".join(f"{size(count)} {dtype}" for dtype, count in parts.items())
     return f"weights per device: {size(sum(parts.values()))} ({listed})"
+
+
+def describe_snapshots(states: StateLayout, interval: int) -> str:
+    """What the prefix cache's copies of recurrent states cost, over all devices, and where they are made."""
+    count = states.snapshots
+    within = f", and within prompts after every {interval:,} tokens" if interval else ""
+    return (
+        f"prefix cache of recurrent states: {count} snapshots of {size(states.slot_bytes)} take "
+        f"{size(count * states.slot_bytes)}; they are made at the ends of prompts, where prompts part{within}"
+    )
 
 
 def size(count: float) -> str:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.devices.mesh import is_split, num_shards, spec
@@ -27,12 +29,18 @@ from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import State
 
+if TYPE_CHECKING:
+    from jaxserve.execution.kv_cache import LayerPlace
+
 # For each array of an operation's inputs the axis that devices share; None: each device has the whole array.
 SPLIT: dict[type, tuple[int | None, ...]] = {
     DeltaHeads: (1, 1, 1, 0),
     ConvInputs: (1, 0, 0),
     MambaInputs: (1, None, 1, 0, 0, 0, 0, 0, None, None),
 }
+
+# How many of an operation's inputs have an entry per token. They come first; the others are weights.
+PER_TOKEN: dict[type, int] = {DeltaHeads: 3, ConvInputs: 1, MambaInputs: 3}
 
 
 @dataclass(frozen=True)
@@ -103,8 +111,7 @@ def advance(
 ) -> tuple[jax.Array, State]:  # fmt: skip
     """The operation of a recurrent layer, on each device for its share of the layer. `first` is the index of the
     layer's first state in `state`. Returns the results, and the states with those of the rows replaced."""
-    static = mesh.devices.flat[0].platform != "cpu"  # on a GPU a loop of unknown length waits for the host
-    operation = partial(_operation(net, ops), decode_only=decode_only, static=static)
+    operation = partial(_operation(net, ops), decode_only=decode_only, static=_is_static(mesh))
     if not is_split(mesh):
         return operation(inputs, state, rows, first)
     everywhere = PartitionSpec()
@@ -118,6 +125,53 @@ def advance(
         out_specs=(_split(1), states),
         check_vma=False,
     )(inputs, state, rows, first)
+
+
+def of_tokens(inputs: StateInputs, index: Any) -> StateInputs:
+    """The inputs of some of the tokens, whose arrays begin with the axes of `index`."""
+    arrays: Any = inputs
+    count = PER_TOKEN[type(inputs)]
+    return type(arrays)(*(x[index] for x in arrays[:count]), *arrays[count:])
+
+
+def keep(
+    net: RecurrentSpec, ops: Ops, cache: list[Any], checked: list[tuple[LayerPlace, StateInputs]],
+    slot: jax.Array, count: jax.Array, padding_slot: int, mesh: Mesh,
+) -> list[Any]:  # fmt: skip
+    """Advances the states of rows that have checked proposals, whose slots still have the states before these rows.
+
+    A pass over all proposals has left these states alone. Those behind the tokens that count are now computed from the
+    tokens' inputs, one token after the other as in decoding steps, so that they are the states of decoding bit for bit.
+    To keep all states behind each proposal instead would take as much memory for each of them as for a sequence.
+
+    Args:
+      checked: for each recurrent layer its place, and its inputs with an entry for each of the first tokens of each
+        row, [most tokens, rows, ...].
+      slot: int32 [rows].
+      count: int32 [rows], how many of its tokens each row keeps.
+
+    Returns the cache.
+    """
+    rows = len(slot)
+    each = jnp.arange(rows)
+    run = jax.jit(partial(advance, net, ops, mesh=mesh, decode_only=True))  # so that all layers have one trace
+    most = len(checked[0][1][0])
+
+    def one(i: jax.Array, states: dict[int, State]) -> dict[int, State]:
+        target = jnp.where(i < count, slot, padding_slot)
+        where = StateRows(slot, target, jnp.zeros(rows, bool), jnp.arange(rows + 1), jnp.int32(rows), each)
+        for place, inputs in checked:
+            _, states[place.array] = run(of_tokens(inputs, i), states[place.array], where, np.int32(place.first))
+        return states
+
+    before = {place.array: cache[place.array] for place, _ in checked}
+    after = lax.fori_loop(0, most if _is_static(mesh) else jnp.max(count), one, before)
+    return [after.get(i, array) for i, array in enumerate(cache)]
+
+
+def _is_static(mesh: Mesh) -> bool:
+    """Whether loops have lengths that the compiler knows: on a GPU other loops wait for the host."""
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, State]]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices.mesh import num_groups
 from jaxserve.execution.drafting import remember
-from jaxserve.execution.forward import ForwardContext, ModelInput, forward
+from jaxserve.execution.forward import ForwardContext, ModelInput, forward, keep_states
 from jaxserve.execution.kv_cache import KVCache
 from jaxserve.execution.logits import from_logits, replicate
 from jaxserve.execution.sampling import SCORE_WORDS, RowKernels, Sampled, TokenCounts, sample, score_tokens
@@ -194,10 +194,10 @@ def _verify(
     the other proposals stay behind the row's length, where later tokens replace them. `sample_deferred` draws for rows
     whose `num_new` is negative."""
     model = context.model
-    out, cache = forward(params, cache, slots, batch, context)
+    num_draws = jnp.abs(num_new)
+    out, cache = forward(params, cache, slots, batch.checking(num_draws, proposals), context)
     slot = batch.slot
     padding_slot = slots.progress.shape[0] - 1
-    num_draws = jnp.abs(num_new)
     draws = Draws.of(batch.tokens, batch.q_start[1:], out.kv_len, num_draws, proposals)
     count = num_draws.sum(dtype=jnp.int32)
     ops = model.ops.counting(count)
@@ -211,6 +211,7 @@ def _verify(
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
     num_kept = kept.sum(axis=1)
     tokens = sampled.tokens[draws.places]
+    cache = keep_states(cache, out.checked, num_kept, context)
     place = jnp.take_along_axis(draws.places, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]  # of its last draw
     last = jnp.where(num_kept > 0, ends[place], slots.last_token(slot))
     writes = jnp.where(batch.writes, slot, padding_slot)

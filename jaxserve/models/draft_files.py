@@ -182,13 +182,16 @@ def open_mtp(
 ) -> tuple[ModelConfig, DraftSpec, DraftFiles]:
     """The head for multi-token prediction in a target's own files. Raises ConfigError for a model that has none."""
     source = Checkpoint.open(path, ignored=ignored)
-    count = source.hf.take("num_nextn_predict_layers", None)
-    if not source.family.mtp or not count:
+    family = source.family
+    layer = target.num_layers
+    if not family.mtp or not source._has(name := family.mtp["fc.weight"].format(i=layer)):
+        lacks = f": {name} is not among its tensors" if family.mtp else ""
         raise ConfigError(
             f"speculative_config's mtp needs a model with a head for multi-token prediction; {path} has none that "
-            f"jaxserve reads (num_nextn_predict_layers={count!r})"
+            f"jaxserve reads{lacks}"
         )
     # Proposals are only guesses, so the head's attention sees all tokens, also where an indexer would choose some.
-    config = replace(target, layers=(target.layers[-1].without_indexer(),))
-    files = vars(source) | {"names": {**source.family.roles(target), **source.family.mtp}, "layer": target.num_layers}
-    return config, DraftSpec((), target.hidden_size), DraftFiles(**files, shared_file=True)
+    config = replace(target, layers=(family.mtp_layer(target, source.hf).without_indexer(),))
+    files = vars(source) | {"names": {**family.roles(target), **family.mtp}, "layer": layer}
+    spec = DraftSpec((), target.hidden_size, normed=family.mtp_normed)
+    return config, spec, DraftFiles(**files, shared_file=True)

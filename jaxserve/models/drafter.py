@@ -41,6 +41,7 @@ class DraftSpec:
       own_embed: whether it has embeddings of its own; else it uses the target's.
       own_head: whether it has an output head of its own; else it uses the target's.
       norms_residual: EAGLE-3: the layer adds its results to the normed feature, not to the feature itself.
+      normed: a head for multi-token prediction: the features that it computes are normed, as the target's are.
     """
 
     layers: tuple[int, ...]
@@ -48,6 +49,7 @@ class DraftSpec:
     own_embed: bool = False
     own_head: bool = False
     norms_residual: bool = False
+    normed: bool = False
 
 
 class EagleLayer(nn.Module):
@@ -138,7 +140,8 @@ class Drafter(nn.Module):
             both = [self.embed_norm(embedded, ops)[1], self.hidden_norm(features, ops)[1]]
             x, y = self.layers[0](self.fc(jnp.concatenate(both, axis=-1), ops), None, ropes, attend, ops)
         x = added(x, y)
-        return x, self.norm(x, ops)[1]
+        normed = self.norm(x, ops)[1]
+        return normed if self.spec.normed else x, normed
 
     def logits(self, hidden: jax.Array, ops: Ops) -> jax.Array:
         """hidden [rows, hidden] -> float32 [rows, vocab_rows], with the head of its own."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -459,15 +459,28 @@ class StateSnapshots:
     """Hands out `count` places, from `first` on. The least recently used snapshot is given up for a new one.
 
     `least`: tokens that a snapshot must save. Making one cuts a prompt into two parts, which separate steps compute.
+    `interval`: tokens between the snapshots of a prompt that are made in case that others share its beginning; 0: none
+    are. It is a multiple of the page size.
     """
 
-    def __init__(self, first: int, count: int, least: int = 64):
+    def __init__(self, first: int, count: int, least: int = 64, interval: int = 0):
         self.least = least
+        self.interval = interval
         self._places = range(first, first + count)
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # hash of a prefix's last block -> place; oldest first
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._place_of
+
+    def at_intervals(self, end: int) -> Iterator[int]:
+        """The numbers of tokens, below `end`, at which snapshots are made in case that others share a prompt's
+        beginning. What many prompts share is at their beginnings. So when half of the places are taken by one prompt,
+        its intervals become twice as long, and again each time that its length doubles."""
+        dense = self.interval * max(len(self._places) // 2, 1)
+        at = self.interval
+        while 0 < at < end:
+            yield at
+            at += self.interval << (at // dense).bit_length()
 
     def use(self, key: bytes) -> int:
         """The place of the snapshot of the prefix whose last block has the hash `key`. It must exist."""

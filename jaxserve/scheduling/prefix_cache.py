@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager, first_needed
+from jaxserve.scheduling.block_manager import NULL_PAGE, BlockManager, StateSnapshots, first_needed
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Lookup, Sequence
 from jaxserve.scheduling.step_plan import Rows
@@ -57,21 +57,27 @@ class Prefixes:
         if computed:
             place = states.use(seq.page_hash(seq.tokens, computed // size - 1, size))
             running.restored.append((place, seq.slot))
-        seq.state_stops = self._state_stops(seq, computed, states.least)
+        seq.state_stops = self._state_stops(seq, computed, states)
         running.next_state_stop(seq)
 
-    def _state_stops(self, seq: Sequence, computed: int, least: int) -> list[int]:
+    def _state_stops(self, seq: Sequence, computed: int, states: StateSnapshots) -> list[int]:
         """The numbers of tokens after which a snapshot is wanted, ascending: where the sequence departs from an earlier
-        one, and at the end of its last full block. Each saves at least `least` tokens more than the one before."""
+        one, at the end of its last full block, and in intervals before. Each saves at least `states.least` tokens more
+        than the one before."""
         blocks = self._blocks
         size = self._blocks.page_size
         full = (len(seq.tokens) - 1) // size
         shared = blocks.num_cached_blocks(seq.root_hash, seq.page_hashes(seq.tokens, full, size))
         stops = [computed]
         for end in (shared * size, full * size):
-            if end - stops[-1] >= least:
+            if end - stops[-1] >= states.least:
                 stops.append(end)
-        return stops[1:]
+        between = [
+            at
+            for at in states.at_intervals(stops[-1])
+            if at > computed and all(abs(at - stop) >= states.least for stop in stops)
+        ]
+        return sorted(stops[1:] + between)
 
     def keep_states(self, running: RunningTable, rows: Rows) -> list[tuple[int, int]]:
         """Gives places to new snapshots, for rows of a step that end where one is wanted. Returns the copies to make

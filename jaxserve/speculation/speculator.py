@@ -202,6 +202,8 @@ class Speculator:
         if rows > self._most_rows:
             return
         seqs = next_decodes(running, scheduler.num_waiting, scheduler.turns)
+        if scheduler.recurrent:  # with a mask, a step ends before it is known how far its states have to advance
+            seqs = [seq for seq in seqs if not seq.params.has_mask]
         looked = {
             seq: self._proposal(seq, running)
             for seq in seqs

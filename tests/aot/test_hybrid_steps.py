@@ -82,6 +82,27 @@ def test_states_stay_in_place(decode, target, page_size, tmp_path):
     assert memory.temp_size_in_bytes < (6 if decode else 12) * ROWS * STATE / mesh.size + 2**29
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h200x1", "h200x2", "v6e-4"])
+def test_checked_states_stay_in_place(target, tmp_path):
+    """A step that checks three proposals a row takes no memory for the states behind each."""
+    page_size = 16 if target.startswith("h200") else 128
+    static = target.startswith("h200") or None
+    runner, _ = make_runner(
+        tmp_path, target, "auto", page_size, 4, "bf16", slots=SLOTS, static=static, proposals=3, **QWEN3_NEXT
+    )
+    shape = StepShape.of(4 * ROWS, ROWS, page_size, decode_only=False)
+    compiled = runner.lower(runner.programs.choose_checking(shape, Sampler.GREEDY)).compile()
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    assert target.startswith("v") or host_waits(text) == []
+    states = 3 * (SLOTS + 1)
+    copies = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{states},.*\bcopy(-start)?\(", line)]
+    assert [line for line in copies if "S(1)" not in line] == []
+    assert memory.alias_size_in_bytes > runner.layout.state_bytes(runner.mesh)
+    assert memory.temp_size_in_bytes < 12 * ROWS * STATE / runner.mesh.size + 2**29
+
+
 _SMALL = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 65536}
 OTHER_MODELS = {  # of four layers the second has attention
     "lfm2": _SMALL | {

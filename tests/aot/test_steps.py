@@ -81,6 +81,7 @@ def make_runner(
     snapshots=0,
     adapters: PoolSizes | None = None,
     static: bool | None = None,
+    proposals: int = 0,
     **changes,
 ) -> tuple[ModelRunner, dict]:
     """A runner of the 8B shape with so many layers and `changes` of its config, and its weights' shapes."""
@@ -99,7 +100,7 @@ def make_runner(
     elif scheme != "bf16":
         params = quantized_abstract(params, scheme)
     params = arranged(params, mesh, jnp.bfloat16, backends["matmul"])
-    options = {"adapters": adapters, "static": static}
+    options = {"adapters": adapters, "static": static, "proposals": proposals}
     runner = ModelRunner(decoder, unflatten_dict(params, sep="/"), mesh, slots, penalty_rows=64, **options)
     platform = devices[0].platform
     sizes = PAGES, page_size, kv_dtype, platform

@@ -208,13 +208,13 @@ class Device:
             for i in advancing:
                 self._check_adapter(rows[i].seq, slots[i])
                 assert step > 0 or self.length[slots[i]] == rows[i].start, "host and device count differently"
-                self._write_row(fields, i, written, step)
+                self._write_row(fields, i, written, step, checks=rows[i].checks)
             self.scribble()
             for i in advancing:
                 seq = rows[i].seq
                 slot = slots[i]
                 if rows[i].checks:
-                    first = fields["q_start"][i + 1] - rows[i].num_new + 1
+                    first = fields["q_start"][i + 1] - rows[i].num_new
                     self._check_proposals(rows[i], slot, fields["tokens"][first:], ran.tokens[i])
                     continue
                 state = self._read_row(slot, seq)
@@ -239,11 +239,16 @@ class Device:
             assert self.places[place] == [seq.adapter.digest] * PIECES, "a row would see another adapter's weights"
             self.events["rows with adapters"] += 1
 
-    def _check_proposals(self, row: Row, slot: int, proposed: list[int], drawn: np.ndarray) -> None:
+    def _check_proposals(self, row: Row, slot: int, given: list[int], drawn: np.ndarray) -> None:
         """Draws behind the row's last known token, then behind each of its proposals that equals the draw before it.
-        The slot's length ends with the last token that counts; what was written behind it stays."""
+        The slot's length ends with the last token that counts; what was written behind it stays. The recurrent state
+        advances by the tokens that count. given: the row's tokens."""
+        _, *proposed = given
         self.length[slot] -= row.num_new - 1
         for i in range(row.num_new):
+            if self.recurrent is not None:
+                self.recurrent[slot] = fingerprint(self.recurrent[slot], given[i])
+                assert self.recurrent[slot] == self._read(slot, self.length[slot] - 1, self.widest)
             token = next_token(self._read_row(slot, row.seq), self.slot_params[slot][1])
             stops = token in self.slot_params[slot][2]
             drawn[i] = token
@@ -268,7 +273,10 @@ class Device:
             self.recurrent[target] = self.recurrent[source]
         self.events[event] += len(pairs)
 
-    def _write_row(self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int) -> None:
+    def _write_row(
+        self, batch: dict[str, list[int]], i: int, written: set[tuple[int, int]], step: int, *, checks: bool
+    ) -> None:
+        """Computes a row's tokens. If it `checks` proposals, the recurrent state stays as it is before them."""
         (first, last), slot = batch["q_start"][i : i + 2], batch["slot"][i]
         start = self.length[slot]
         end = self.length[slot] + last - first - 1
@@ -292,7 +300,7 @@ class Device:
                 written.add((page, offset))
                 self.memory[page][offset] = group, state
         self.length[slot] = start + last - first
-        if self.recurrent is not None:
+        if self.recurrent is not None and not checks:
             self.recurrent[slot] = state
 
     def _read_row(self, slot: int, seq: Sequence) -> int:

@@ -129,14 +129,17 @@ class Simulation:
 
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
-        windows=(None,), snapshots=None, places=None, tiers=None, files=False,
+        windows=(None,), snapshots=None, interval=0, places=None, tiers=None, files=False,
     ):  # fmt: skip
-        """`snapshots`: the model is recurrent, and keeps so many states of prefixes. `places`: for adapters. `tiers`:
-        pages that the host's memory holds; None: there are no lower tiers. `files`: there are files, too."""
+        """`snapshots`: the model is recurrent, and keeps so many states of prefixes, within prompts after every
+        `interval` pages. `places`: for adapters. `tiers`: pages that the host's memory holds; None: there are no lower
+        tiers. `files`: there are files, too."""
         random = Random(num_pages)
         kept = UnreliableFiles(random) if files else None
         below = PageTiers(tiers, kept) if tiers is not None and prefix_caching and snapshots is None else None
-        states = StateSnapshots(max_num_seqs + 1, snapshots, least=page_size) if snapshots else None
+        states = None
+        if snapshots:
+            states = StateSnapshots(max_num_seqs + 1, snapshots, least=page_size, interval=interval * page_size)
         caches = prefix_caching and snapshots != 0
         self.blocks = CountingBlocks(
             num_pages, page_size, prefix_caching=caches, windows=windows, states=states, tiers=below

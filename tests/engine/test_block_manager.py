@@ -405,6 +405,14 @@ def has_no_window(windows):
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 4), (3, 7), (Chunk(6), None), (Chunk(4), 5)])
+def test_snapshots_at_intervals():
+    """They are dense at the beginning, and take half of the places for each time that a prompt doubles at most."""
+    states = StateSnapshots(0, 8, interval=64)
+    assert list(states.at_intervals(1100)) == [64, 128, 192, 256, 384, 512, 768, 1024]
+    assert list(states.at_intervals(64)) == []
+    assert list(StateSnapshots(0, 8).at_intervals(1100)) == []
+
+
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_match_is_the_longest_usable_run(windows, recurrent):
     """Blocks of which some pages were never registered, in all kinds of windows."""

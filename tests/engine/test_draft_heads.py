@@ -1,5 +1,6 @@
 """Heads that propose from the target's hidden states: EAGLE-3 drafts and heads for multi-token prediction."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.compiles
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "draft_heads.json").read_text())
 OPTIONS = {"llama3_gqa": {}, "qwen3_untied": {"own_embed": True, "norm_before_residual": True, "speculators": True}}
-MTP = ("deepseek_v3_groups", "glm4_moe_groups")
+RECURRENT = "qwen3_next_groups", "qwen3_next_odd", "qwen3_5_groups", "qwen3_5_moe_odd", "nemotron_h_experts"
+MTP = ("deepseek_v3_groups", "glm4_moe_groups", "qwen3_5_whole", "qwen3_5_moe_whole", *RECURRENT)
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "size": {"type": "integer"}}}'
 SETTINGS = {"rows": 4, "tokens": 32, "max_model_len": 96}
 
@@ -76,9 +78,13 @@ def proposals(engine, monkeypatch):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", GOLDENS)
-@pytest.mark.parametrize("tokens", [32, 8])
+QUICK = (32, "qwen3_5_groups"), (8, "nemotron_h_experts")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "case"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in itertools.product((32, 8), GOLDENS)],
+)
 def test_proposals_are_those_of_transformers(case, tokens, model_folders, tmp_path, monkeypatch, eager):
     """In one chunk and in several, of a prompt that is new and of one in the prefix cache."""
     golden = GOLDENS[case]
@@ -90,7 +96,7 @@ def test_proposals_are_those_of_transformers(case, tokens, model_folders, tmp_pa
         found = proposals(engine, monkeypatch)
         (one,) = run_all(engine, request(f"r{i}", prompt, max_tokens=len(answer))).values()
         assert one.token_ids == answer
-        assert one.num_cached == 16 * i
+        assert one.num_cached == (0 if case in RECURRENT else 16 * i)  # a snapshot behind so few tokens does not pay
         assert len(found) >= 15
         for known, ours in found.items():
             assert ours == golden["proposals"][known - 20][: len(ours)], known
@@ -108,14 +114,18 @@ def test_proposals_are_those_of_transformers(case, tokens, model_folders, tmp_pa
         pytest.param("deepseek_v3_groups", {}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3_groups", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("glm4_moe_groups", {"kv_pages": 20}, marks=pytest.mark.slow),
+        *(pytest.param(case, {"kv_pages": 20}, marks=pytest.mark.slow) for case in ("lfm2_tied", *RECURRENT)),
+        pytest.param("qwen3_5_whole", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe_whole", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_tokens(case, options, model_folders, tmp_path, eager):
     """With a head whose proposals are nearly all wrong."""
     plain = make_engine(model_folders(case), **SETTINGS, **options)
     quick = with_head(case, model_folders, tmp_path, **options)
-    expected = run_all(plain, *requests(2, 10))
-    found = run_all(quick, *requests(2, 10))
+    asked = [one for one in requests(2, 10) if not (plain.scheduler.recurrent and one.params.use_beam_search)]
+    expected = run_all(plain, *asked)
+    found = run_all(quick, *asked)
     assert outcome(found) == outcome(expected)
     for key, one in expected.items():
         ours = [entry.logprob for entry in found[key].logprobs]

@@ -1,8 +1,11 @@
 """Models with recurrent layers: a sequence's tokens depend on nothing but itself, though its state lies in a slot that
 others had before, is updated in place, and cannot be shared."""
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,12 +14,14 @@ import quantized_forms
 from engines import drain, generate, make_engine, request, run_all
 from recurrent_models import RECURRENT_CASES
 from safetensors.numpy import load_file, save_file
+from test_speculation import Oracle
 from tiny_models import tensors
 
 from jaxserve.checkpoints.load import put_piece
 from jaxserve.commands.model_report import describe_model
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.models.config import HFConfig
 from jaxserve.models.decoder import Decoder
@@ -25,6 +30,8 @@ from jaxserve.models.families import read_model_config
 from jaxserve.models.spec import GatedDeltaSpec, NormSpec
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.types import QuantArray
+from jaxserve.speculation import speculator
+from jaxserve.speculation.speculator import Speculator
 from jaxserve.types import InvalidRequestError
 
 pytestmark = pytest.mark.compiles
@@ -107,6 +114,60 @@ def test_prompts_that_part(devices, case, model_folders):
     # Three snapshots at most: those of the first prompt's end and of the place of parting were used last.
     again = run_all(engine, request("again", prompt, max_tokens=64))["again", 0]
     assert (again.num_cached, again.token_ids) == (128, tokens)
+
+
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        ("lfm2_tied", 1),
+        *(pytest.param(case, 1, marks=pytest.mark.slow) for case in CASES if case != "lfm2_tied"),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in (SPLIT, *KINDS)),
+    ],
+)
+def test_proposals(case, devices, model_folders, monkeypatch):
+    """Right and wrong proposals change no answer: of new prompts in chunks, of those that begin from a snapshot, and of
+    sequences that were preempted."""
+    for name in ("MIN_ACCEPTANCE", "RETRY_TOKENS", "COOLDOWN", "MAX_COOLDOWN"):
+        monkeypatch.setattr(speculator, name, 0)  # as many proposals as can be
+    monkeypatch.setattr(speculator, "FEW_ROWS", 8)
+    method = {"method": "ngram", "num_speculative_tokens": 3}
+    settings = {"rows": 8, "tokens": 64, "kv_pages": 40, "max_model_len": 200, "tensor_parallel_size": devices}
+    engine = make_engine(model_folders(case), speculative_config=method, **settings)
+    engine.speculator = Speculator(Oracle([prompt + tokens for prompt, tokens in golden(case)], 0.3), 3, budget=64)
+    check(engine, case, "first-")
+    assert 128 in check(engine, case, "again-")
+    assert engine.scheduler.num_preemptions > 0
+    counters = engine.counters
+    assert counters.spec_proposed > 400
+    assert 0.3 < counters.spec_accepted / counters.spec_proposed < 0.9
+
+
+def test_a_shared_system_prompt_is_computed_once(model_folders, tmp_path):
+    """Of 1,728 tokens that requests share, the second computes at most an interval again, and the third none."""
+    folder = shutil.copytree(model_folders("lfm2_tied"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    shared = np.random.default_rng(0).integers(5, 500, 1728).tolist()
+    own = [[7 + i] * (20 + i) for i in range(4)]
+    settings = {"rows": 8, "tokens": 512, "max_model_len": 2048, "decode_steps": False}
+    engine = make_engine(folder, **settings)
+    interval = engine.runner.layout.snapshot_interval(None)
+    hits = []
+    for i, tail in enumerate(own):
+        before = engine.stats().prefix_hits
+        run_all(engine, request(f"r{i}", shared + tail, max_tokens=2))
+        hits.append(engine.stats().prefix_hits - before)
+    page = engine.runner.layout.page_size
+    assert hits == [0, 1728 // interval * interval, *[1728 // page * page] * 2]
+
+
+@pytest.mark.parametrize(
+    ("worth", "asked", "interval"), [(3, None, 512), (700, None, 1024), (99_999, None, 1024), (3, 50, 64), (3, 0, 0)]
+)
+def test_intervals_of_snapshots(worth, asked, interval):
+    """By default a power of two of tokens, whose pages take as much memory as a state, within bounds."""
+    layout: Any = SimpleNamespace(states=SimpleNamespace(slot_bytes=100 * worth), token_bytes=100, page_size=32)
+    assert CacheLayout.snapshot_interval(layout, asked) == interval
 
 
 @pytest.mark.slow
@@ -264,6 +325,8 @@ def test_states_are_counted(devices, model_folders):
     config = EngineConfig(model=str(model_folders(SPLIT)), max_num_seqs=rows, tensor_parallel_size=devices)
     report = "\n".join(describe_model(config))
     assert f"states of recurrent layers: {slot:,} bytes a sequence" in report
+    taken = memory.size(8 * slot)
+    assert f"8 snapshots of {memory.size(slot)} take {taken}; they are made at the ends of prompts" in report
 
 
 def test_forms_of_the_projections():

@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         windows=st.sampled_from([(None,), (None,), (2,), (5,), (9,), (None, 5), (3, None, 9), (2, 7), *CHUNKED]),
         snapshots=st.sampled_from([None, None, None, 0, 1, 5]),
+        interval=st.sampled_from([0, 1, 3]),
         places=st.sampled_from([None, None, 1, 2, 3]),
         tiers=st.sampled_from([None, None, 2, 20]),
         files=st.booleans(),
@@ -104,7 +105,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.simulation.overlapped_step(tokens_per_call)
 
-    @precondition(lambda self: not self.simulation.scheduler.recurrent)
     @rule(times=st.integers(1, 4), most=st.integers(1, 8), right=st.integers(0, 8), overlapped=st.booleans())
     def speculate(self, times, most, right, overlapped):
         for _ in range(times):
@@ -137,7 +137,7 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-PRESSED = [((None,), None), ((6,), None), ((None, 6, 6), None), ((None,), 4), ((None, Chunk(8), Chunk(8)), None)]
+PRESSED = [((None,), None), ((6,), None), ((None, 6, 6), None), ((None,), 6), ((None, Chunk(8), Chunk(8)), None)]
 
 
 @pytest.mark.slow
@@ -157,6 +157,7 @@ def test_under_pressure(overlapped, windows, snapshots):
             budget=int(rng.integers(5, 20)),
             windows=windows,
             snapshots=snapshots,
+            interval=1,
         )
         for _ in range(40):
             shared = FAMILIES[rng.integers(3)][: rng.integers(20)]
@@ -172,7 +173,7 @@ def test_under_pressure(overlapped, windows, snapshots):
                     **{kind: True for kind in [str(rng.choice(KINDS))] if kind not in ("ordinary", without)},
                 )
             for tokens_per_call in rng.choice(TOKENS_PER_CALL, rng.integers(0, 12)).tolist():
-                if snapshots is None and choices.random() < 0.2:
+                if choices.random() < 0.2:
                     simulation.propose(int(choices.integers(1, 5)), int(choices.integers(0, 5)))
                 simulation.overlapped_step(tokens_per_call) if overlapped else simulation.step(tokens_per_call)
         simulation.drain(overlapped=overlapped)
@@ -195,12 +196,35 @@ def test_under_pressure(overlapped, windows, snapshots):
         "lost proposals": 50,
     }
     if snapshots is not None:
-        unshared = ("beams", "copies", "copied tables", "overflow", "kept proposals", "lost proposals")
+        unshared = ("beams", "copies", "copied tables", "overflow")
         least = {name: n for name, n in least.items() if name not in unshared} | {"restored": 100, "kept": 300}
     if any(isinstance(window, Chunk) for window in windows):
         least["ends of chunks"] = 200
     if overlapped:
         least |= {"overlapped": 100, "unknown tokens": 500, "ended on the device": 50}
+    assert {name: n for name, n in least.items() if events[name] < n} == {}, events
+
+
+def test_recurrent_states_in_random_schedules():
+    """200 schedules with preemption, proposals and snapshots. The device asserts that each row continues from the state
+    behind the tokens before it."""
+    events: Counter[str] = Counter()
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        sizes = {"num_pages": int(rng.integers(8, 14)), "page_size": 4, "max_num_seqs": int(rng.integers(2, 5))}
+        kept = {"snapshots": int(rng.choice([1, 4, 9])), "interval": int(rng.choice([0, 1, 2]))}
+        simulation = Simulation(**sizes, budget=int(rng.integers(5, 20)), **kept)
+        for _ in range(6):
+            prompt = FAMILIES[rng.integers(3)][: rng.integers(20)] + rng.integers(0, VOCAB, 2).tolist()
+            most = int(rng.integers(1, simulation.longest - len(prompt) + 1))
+            simulation.add(prompt, n=int(rng.integers(1, 3)), max_tokens=min(most, 20))
+            for tokens_per_call in rng.choice(TOKENS_PER_CALL, rng.integers(0, 8)).tolist():
+                if rng.random() < 0.4:
+                    simulation.propose(int(rng.integers(1, 5)), int(rng.integers(0, 5)))
+                simulation.overlapped_step(tokens_per_call) if seed % 2 else simulation.step(tokens_per_call)
+        simulation.drain(overlapped=bool(seed % 2))
+        events += simulation.events
+    least = {"preemptions": 200, "restored": 200, "kept": 1000, "kept proposals": 200, "lost proposals": 200}
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events
 
 

@@ -7,6 +7,7 @@ pages, features that steps keep, and positions in this project.
     python tests/goldens/record_drafts.py
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -23,6 +24,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -38,6 +43,14 @@ EAGLES = {
     "qwen3_untied": {"own_embed": True, "norm_before_residual": True, "speculators": True},
 }
 LAYERS = {"deepseek_v3_groups": DeepseekV3DecoderLayer, "glm4_moe_groups": Glm4MoeDecoderLayer}
+# The kinds of a head's layers, in order: transformers' module, and which layer of the model it is like.
+NORMED = {
+    "qwen3_next_groups": [(Qwen3NextDecoderLayer, "full_attention")],
+    "qwen3_next_odd": [(Qwen3NextDecoderLayer, "full_attention")],
+    "qwen3_5_groups": [(Qwen3_5DecoderLayer, "full_attention")],
+    "qwen3_5_moe_odd": [(Qwen3_5MoeDecoderLayer, "full_attention")],
+    "nemotron_h_experts": [(NemotronHBlock, "full_attention"), (NemotronHBlock, "moe")],
+}
 
 
 class Eagle(torch.nn.Module):
@@ -148,6 +161,79 @@ class MultiToken(torch.nn.Module):
         return int((self.norm(x) @ self.weights["shared_head.head.weight"].T).argmax())
 
 
+class Normed(torch.nn.Module):
+    """A head of Qwen or Nemotron, which transformers does not read, of its modules for the model's own layers.
+
+    As Qwen's and NVIDIA's files are used: norms of the embedding and of the target's normed hidden state, in this
+    order, then a projection, the layers, and a norm. Its result is the token's feature, and the output head reads it.
+    """
+
+    def __init__(self, model: torch.nn.Module, folder: Path, kinds: list[tuple[type, str]]):
+        super().__init__()
+        config = model.config
+        tensors = load_file(folder / "model.safetensors")
+        own = {name.removeprefix("mtp."): x for name, x in tensors.items() if name.startswith("mtp.")}
+        self.weights = own
+        self.model = model
+        qwen = "fc.weight" in own
+        self.projection = own["fc.weight" if qwen else "layers.0.eh_proj.weight"]
+        types = getattr(config, "layer_types", None) or config.layers_block_type
+        self.layers = []
+        for i, (kind, like) in enumerate(kinds):
+            layer = kind(config, max(j for j, name in enumerate(types) if name == like))
+            mine = {name.removeprefix(f"layers.{i}."): x for name, x in own.items() if name.startswith(f"layers.{i}.")}
+            missing, _ = layer.load_state_dict(_stacked(mine, layer.state_dict()), strict=False)
+            assert not missing, missing
+            self.layers.append(layer.eval())
+        last = model.model.norm if qwen else model.model.norm_f
+        names = (
+            ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
+            if qwen
+            else ["layers.0.enorm", "layers.0.hnorm", f"layers.{len(kinds) - 1}.final_layernorm"]
+        )
+        self.norms = [copy.deepcopy(last) for _ in names]
+        for norm, name in zip(self.norms, names, strict=True):
+            norm.weight.data = own[f"{name}.weight"]
+
+    def features(self, inputs: list[torch.Tensor], final: torch.Tensor) -> torch.Tensor:
+        return final
+
+    def embed(self, model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+        return model.get_input_embeddings().weight[tokens]
+
+    def forward(self, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        count = len(x)
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        x = torch.cat([self.norms[0](embedded), self.norms[1](x)], -1) @ self.projection.T
+        given = {"attention_mask": mask}
+        if (rotary := getattr(self.model.model, "rotary_emb", None)) is not None:
+            given["position_embeddings"] = rotary(x[None], torch.arange(count)[None])
+        x = x[None]
+        for layer in self.layers:
+            made = layer(x, **given)
+            x = made[0] if isinstance(made, tuple) else made
+        return self.norms[2](x)[0]
+
+    def token(self, x: torch.Tensor) -> int:
+        return int((x @ self.model.get_output_embeddings().weight.T).argmax())
+
+
+def _stacked(own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors with the experts' as transformers 5 keeps them: one tensor for all."""
+    found = dict(own)
+    for name in wanted.keys() - own.keys():
+        before, _, role = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if role == "gate_up_proj" else (role,)
+        each = [
+            [own[f"{before}.{e}.{part}.weight"] for part in parts]
+            for e in range(wanted[name].shape[0])
+            if f"{before}.{e}.{parts[0]}.weight" in own
+        ]
+        if each:
+            found[name] = torch.stack([torch.cat(some) for some in each])
+    return found
+
+
 @torch.no_grad()
 def record(model: torch.nn.Module, head: torch.nn.Module) -> dict:
     """The target's greedy tokens, and the head's proposals after each of them."""
@@ -176,7 +262,7 @@ def record(model: torch.nn.Module, head: torch.nn.Module) -> dict:
 def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for case in (*EAGLES, *LAYERS):
+        for case in (*EAGLES, *LAYERS, *NORMED):
             folder = tiny_models.build(case, Path(scratch) / case)
             if case in EAGLES:
                 config = tiny_models.CASES[case].config
@@ -187,7 +273,12 @@ def main() -> None:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, config=settings, dtype=torch.float32, attn_implementation="eager"
             ).eval()
-            head = Eagle(draft) if case in EAGLES else MultiToken(model, folder, LAYERS[case])
+            if case in EAGLES:
+                head: torch.nn.Module = Eagle(draft)
+            else:
+                head = (
+                    MultiToken(model, folder, LAYERS[case]) if case in LAYERS else Normed(model, folder, NORMED[case])
+                )
             found[case] = record(model, head.eval())
             print(case, found[case]["proposals"][:3])
     (HERE / "draft_heads.json").write_text(json.dumps(found) + "\n")

@@ -16,10 +16,15 @@ from pathlib import Path
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.sources import Names
-from jaxserve.models.spec import ModelConfig
+from jaxserve.models.spec import LayerSpec, ModelConfig, RecurrentSpec
 
 BARE = {"model.": ""}  # in files of a model without its head, as sentence-transformers writes them
 HEADLESS = ("Model", "ForSequenceClassification")  # architectures that end so have the decoder of ...ForCausalLM
+
+
+def last_attention(config: ModelConfig, hf: HFConfig) -> LayerSpec:
+    """The last of a model's layers that has attention."""
+    return next(layer for layer in reversed(config.layers) if not isinstance(layer.attention, RecurrentSpec | None))
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,15 @@ class Family:
     layouts: tuple[Mapping[str, str], ...] = ()  # usual beginning of names -> the beginning that some files have
     told_by: str = "embed.weight"  # the role whose tensor tells the layout of files
     mtp: Mapping[str, str] = field(default_factory=dict)  # names of the head for multi-token prediction
+    mtp_layer: Callable[[ModelConfig, HFConfig], LayerSpec] = last_attention  # the layer of this head
+    mtp_normed: bool = False  # see `DraftSpec.normed`
     unread: tuple[str, ...] = ()  # beginnings of the names of tensors that serving does not use, such as images'
 
     @property
     def every_name(self) -> set[str]:
         """The names of tensors in all layouts of files."""
         layouts = ({}, *self.layouts, BARE)
-        return {_begun(name, layout) for layout in layouts for name in self.names.values()}
+        return {_begun(name, layout) for layout in layouts for name in self.names.values()} | set(self.mtp.values())
 
     def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
         """Role -> name of a model's tensors, in the first layout in which the files have `told_by` (`has`)."""

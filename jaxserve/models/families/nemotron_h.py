@@ -7,9 +7,11 @@ all tokens, so that an answer does not depend on how it was cut into steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
-from jaxserve.models.families import Family
+from jaxserve.models.families import Family, last_attention
 from jaxserve.models.families.bamba import mamba_names
 from jaxserve.models.families.llama import IGNORED, NAMES, read_attention, read_max_position, read_shared
 from jaxserve.models.families.shared import named, read_activation
@@ -35,6 +37,19 @@ NEMOTRON_NAMES = (
         **{f"expert_{role}.weight": f"{MIXER}.experts.{{e}}.{role}_proj.weight" for role in ("up", "down")},
         **{f"shared_{role}.weight": f"{MIXER}.shared_experts.{role}_proj.weight" for role in ("up", "down")},
     }
+)  # fmt: skip
+# Two further layers, attention and a mixture, predict more tokens.
+MTP = (
+    {f"{role}.weight": f"mtp.layers.0.mixer.{role}_proj.weight" for role in "qkvo"}
+    | {
+        role: name.replace(MIXER, "mtp.layers.1.mixer")
+        for role, name in NEMOTRON_NAMES.items()
+        if role.startswith(("router", "correction", "expert_", "shared_"))
+    }
+    | named(
+        fc="mtp.layers.0.eh_proj", embed_norm="mtp.layers.0.enorm", hidden_norm="mtp.layers.0.hnorm",
+        attention_norm="mtp.layers.0.norm", mlp_norm="mtp.layers.1.norm", norm="mtp.layers.1.final_layernorm",
+    )
 )  # fmt: skip
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # What transformers does not read where it computes.
@@ -131,8 +146,19 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="nemotron_h", layers=tuple(of_kind[kind] for kind in kinds), **shared)
 
 
-# Files hold further layers that predict more tokens; they are not read.
+def _mtp_layer(config: ModelConfig, hf: HFConfig) -> LayerSpec:
+    """The two layers that predict more tokens, as one."""
+    pattern = hf.take("mtp_hybrid_override_pattern", None) or "*E"
+    kinds = hf.take("mtp_layers_block_type", None) or [KINDS.get(letter, letter) for letter in pattern]
+    if [OLDER.get(kind, kind) for kind in kinds] != ["full_attention", "moe"]:
+        raise ConfigError(f"{hf.source}: mtp_layers_block_type {kinds} are not supported, only full_attention and moe")
+    mixture = next((layer for layer in config.layers if layer.experts is not None), None)
+    if mixture is None:
+        raise ConfigError(f"{hf.source}: mtp_layers_block_type has a mixture, and no layer of the model has one")
+    return replace(last_attention(config, hf), mlp=mixture.mlp)
+
+
 FAMILY = Family(
     "nemotron_h", ("NemotronHForCausalLM",), _read, NEMOTRON_NAMES, IGNORED, layouts=({"model.": "backbone."},),
-    unread=("mtp.",),
+    mtp=MTP, mtp_layer=_mtp_layer, mtp_normed=True, unread=("mtp.",),
 )  # fmt: skip

@@ -4,13 +4,14 @@ experts, whose weights the router always divides by their sum."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, read_mlp
 from jaxserve.models.families.qwen2_moe import STACKED, read_experts
-from jaxserve.models.families.qwen3_next import DELTA, HYBRID_NAMES, read_hybrid
+from jaxserve.models.families.qwen3_next import DELTA, HYBRID_NAMES, MTP, of_mtp, read_hybrid
 from jaxserve.models.families.within import LAYOUTS, UNREAD, Text, by_whole, family_within
 from jaxserve.models.spec import MLPSpec, ModelConfig
 
@@ -19,6 +20,7 @@ QWEN3_5_NAMES = (
     | STACKED
     | {f"delta_{part}.weight": f"{DELTA}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")}
 )
+QWEN3_5_MTP = MTP | of_mtp(STACKED)
 # Settings that have no effect.
 UNUSED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
@@ -42,7 +44,13 @@ def _fields(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
 
 def _family(name: str, architecture: str, read: Callable[[HFConfig], ModelConfig]) -> Family:
     """The text alone. Its files may have the names of a model that sees."""
-    return Family(name, (architecture,), read, QWEN3_5_NAMES, IGNORED, layouts=LAYOUTS, unread=UNREAD)
+    head: Any = {"mtp": QWEN3_5_MTP, "mtp_normed": True}
+    return Family(name, (architecture,), read, QWEN3_5_NAMES, IGNORED, layouts=LAYOUTS, unread=UNREAD, **head)
+
+
+def _within(name: str, architecture: str, text: Text) -> Family:
+    family = family_within(name, architecture, {f"{name}_text": text}, QWEN3_5_NAMES, by_whole)
+    return replace(family, mtp=QWEN3_5_MTP, mtp_normed=True)
 
 
 # The values that transformers assumes for keys that a text_config does not have.
@@ -57,18 +65,6 @@ MIXTURE = {
 FAMILIES = (
     _family("qwen3_5", "Qwen3_5ForCausalLM", _read_dense),
     _family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", _read_mixture),
-    family_within(
-        "qwen3_5",
-        "Qwen3_5ForConditionalGeneration",
-        {"qwen3_5_text": Text(_read_dense, DENSE)},
-        QWEN3_5_NAMES,
-        by_whole,
-    ),
-    family_within(
-        "qwen3_5_moe",
-        "Qwen3_5MoeForConditionalGeneration",
-        {"qwen3_5_moe_text": Text(_read_mixture, MIXTURE)},
-        QWEN3_5_NAMES,
-        by_whole,
-    ),
+    _within("qwen3_5", "Qwen3_5ForConditionalGeneration", Text(_read_dense, DENSE)),
+    _within("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", Text(_read_mixture, MIXTURE)),
 )

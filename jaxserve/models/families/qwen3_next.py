@@ -12,6 +12,7 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, read_attention, read_max_position, read_mlp, read_norm, read_shared
 from jaxserve.models.families.qwen2_moe import QWEN2_MOE_NAMES, read_experts, with_experts
 from jaxserve.models.rope import read_rope
+from jaxserve.models.sources import Names
 from jaxserve.models.spec import GatedDeltaSpec, LayerSpec, MLPSpec, ModelConfig, QKNormSpec
 
 DELTA = "model.layers.{i}.linear_attn"
@@ -25,6 +26,22 @@ HYBRID_NAMES = QWEN2_MOE_NAMES | {
 NAMES = HYBRID_NAMES | {
     "delta_qkvz.weight": f"{DELTA}.in_proj_qkvz.weight",
     "delta_ba.weight": f"{DELTA}.in_proj_ba.weight",
+}
+
+
+def of_mtp(names: Names) -> dict[str, str]:
+    """The names of a layer's tensors, for a layer that predicts more tokens."""
+    usual = "model.layers.{i}."
+    return {role: name.replace(usual, "mtp.layers.0.") for role, name in names.items() if name.startswith(usual)}
+
+
+# The tensors of a further layer, which has attention and predicts more tokens.
+MTP = {
+    "fc.weight": "mtp.fc.weight",
+    "embed_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "norm.weight": "mtp.norm.weight",
+    **of_mtp(QWEN2_MOE_NAMES),
 }
 
 
@@ -87,5 +104,6 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="qwen3_next", layers=layers, **fields)
 
 
-# Files hold a further layer that predicts more tokens; it is not read.
-FAMILY = Family("qwen3_next", ("Qwen3NextForCausalLM",), _read, NAMES, IGNORED, unread=("mtp.",))
+FAMILY = Family(
+    "qwen3_next", ("Qwen3NextForCausalLM",), _read, NAMES, IGNORED, mtp=MTP, mtp_normed=True, unread=("mtp.",)
+)
