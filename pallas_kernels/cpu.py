@@ -27,14 +27,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import ops
-from jaxserve.pallas_kernels.cpu_build import ATTENTION, KERNELS, LATENT, LORA, PANELS, QUANT_MATMUL, load
+from jaxserve.pallas_kernels.cpu_build import (
+    ATTENTION,
+    KERNELS,
+    LATENT,
+    LORA,
+    PANELS,
+    QUANT_MATMUL,
+    RECURRENT,
+    lacking,
+    load,
+    possible,
+)
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Heads, Partials, Row, value_of
-from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.registry import Device, RecurrentProblem
+from jaxserve.pallas_kernels.state_rows import StateRows
+from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows, State
 
 log = logging.getLogger(__name__)
 
 _building = threading.Lock()
+MOST_TAPS = 16  # as in `cpu_recurrent.cc`
 FUNCTIONS = {
     KERNELS: {
         "jaxserve_matmul": "Matmul",
@@ -70,6 +84,7 @@ FUNCTIONS = {
         "jaxserve_panel_grouped_matmul": "PanelGroupedMatmul",
         "jaxserve_panel_experts": "PanelExperts",
     },
+    RECURRENT: {"jaxserve_short_conv": "ShortConv", "jaxserve_delta_net": "DeltaNet", "jaxserve_mamba2": "Mamba2"},
 }
 
 
@@ -176,6 +191,34 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, count: jax.Array | None
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """See `ops.rope`."""
     return _call("jaxserve_rope", ops.rope, x.shape, (x, cos, sin), count)
+
+
+def why_not_recurrent(device: Device, problem: RecurrentProblem) -> str | None:
+    """The reason why the kernels of recurrent layers cannot be used, or None."""
+    if device.platform != "cpu":
+        return "it is for CPUs"
+    if not problem.silu:
+        return "the convolution must be followed by silu"
+    if problem.width > MOST_TAPS:
+        return f"the convolution's width may be at most {MOST_TAPS}, not {problem.width}"
+    return None if possible(RECURRENT) else lacking()
+
+
+def advance_states(
+    target: str,
+    shape: Sequence[int],
+    arrays: Sequence[jax.Array | None],
+    state: State,
+    rows: StateRows,
+    first: jax.Array | int,
+) -> list[jax.Array]:
+    """Calls the kernel `target` of a recurrent layer with its inputs; None: a bias that it does not have. Returns the
+    results, float32 `shape`, and the arrays of the states, which it changes in place."""
+    given = [_floats(x) if x is None or x.dtype != jnp.int32 else x for x in arrays]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)]
+    aliases = {len(given) + i: 1 + i for i in range(len(state))}
+    where = rows.source, rows.target, rows.fresh.astype(jnp.int32), rows.q_start, jnp.int32(first)
+    return jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*given, *state, *where)
 
 
 def gate(gate_up: jax.Array, activation: str, count: jax.Array | None = None) -> jax.Array:

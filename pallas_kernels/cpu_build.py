@@ -29,7 +29,8 @@ PANELS = "cpu_panel_matmul"
 LATENT = "cpu_latent"
 LORA = "cpu_lora"
 QUANT_MATMUL = "cpu_quant_matmul"
-NAMES = KERNELS, ATTENTION, PANELS, LATENT, LORA, QUANT_MATMUL
+RECURRENT = "cpu_recurrent"
+NAMES = KERNELS, ATTENTION, PANELS, LATENT, LORA, QUANT_MATMUL, RECURRENT
 FOLDER = Path(__file__).parent
 # Compile for this machine's vector instructions. Arm's compilers choose them by the processor.
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"

@@ -10,45 +10,13 @@
 // bits, whatever else is in its tile or in the batch.
 
 #include "cpu_heads.h"
+#include "cpu_strips.h"
 
 constexpr int64_t kBlock = 64;  // cached tokens
 constexpr int64_t kPart = 512;  // cached tokens of a part, whose softmax is then joined with the parts before
 constexpr int64_t kRows = 64;   // most queries of a tile
 constexpr int64_t kFew = 6;     // fewest queries of a tile, if the row has that many
-constexpr int kTall = 6, kWide = kRegisters == 32 ? 4 : 2;
-constexpr int64_t kColumns = kWide * kWidth;
 constexpr float kMasked = -1e30f;
-
-static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-// The products.
-
-// y[m, i] += sum over k < count of weights[m, k] * rows[k, i], for i in D registers and M rows y. With `fresh` the sum
-// replaces y.
-template <int M, int D>
-static void multiply(const float* weights, int64_t weights_row, const float* rows, int64_t row, int64_t count, bool fresh,
-                     float* y, int64_t y_row) {
-  Reg sums[M][D];
-  for (int m = 0; m < M; m++)
-    for (int i = 0; i < D; i++) sums[m][i] = fresh ? Reg{} : reg(y + m * y_row + i * kWidth);
-  for (int64_t k = 0; k < count; k++, rows += row) {
-    Reg right[D];
-    for (int i = 0; i < D; i++) right[i] = kept(reg(rows + i * kWidth));
-    for (int m = 0; m < M; m++)
-      for (int i = 0; i < D; i++) sums[m][i] = fused(right[i], weights[m * weights_row + k] - Floats{}, sums[m][i]);
-  }
-  for (int m = 0; m < M; m++)
-    for (int i = 0; i < D; i++) reg(y + m * y_row + i * kWidth) = sums[m][i];
-}
-
-// The same for up to M rows y, in D registers.
-template <int D, int M = kTall>
-static void multiply_strip(int64_t height, const float* weights, int64_t weights_row, const float* rows, int64_t row,
-                           int64_t count, bool fresh, float* y, int64_t y_row) {
-  if constexpr (M > 1)
-    if (height < M) return multiply_strip<D, M - 1>(height, weights, weights_row, rows, row, count, fresh, y, y_row);
-  multiply<M, D>(weights, weights_row, rows, row, count, fresh, y, y_row);
-}
 
 // Adds a block to a running softmax. Of its scores [count], a multiple of kWidth, those before `end` become weights,
 // and the others become 0. Returns the factor of earlier weighted values.
@@ -135,10 +103,10 @@ static void score(const Problem& p, const Queries& queries, int64_t m, int64_t h
   for (int64_t s = 0; s < seen; s += kColumns) {
     const float* rows = panel + s * p.width;
     if (seen - s > kColumns - kWidth)
-      multiply_strip<kWide>(height, in, p.width, rows, kColumns, p.width, true, to + s, kBlock);
+      multiply_strip<kWide>(height, in, p.width, 1, rows, kColumns, p.width, 0, to + s, kBlock);
     else
       for (int64_t i = 0; s + i < seen; i += kWidth)
-        multiply_strip<1>(height, in, p.width, rows + i, kColumns, p.width, true, to + s + i, kBlock);
+        multiply_strip<1>(height, in, p.width, 1, rows + i, kColumns, p.width, 0, to + s + i, kBlock);
   }
 }
 
@@ -148,9 +116,9 @@ static void weigh(const Problem& p, const Queries& queries, int64_t m, int64_t h
   float* to = queries.result.out + m * p.values;
   int64_t d = 0;
   for (; d + kColumns <= p.values; d += kColumns)
-    multiply_strip<kWide>(height, weights, kBlock, rows + d, p.width, seen, false, to + d, p.values);
+    multiply_strip<kWide>(height, weights, kBlock, 1, rows + d, p.width, seen, 1, to + d, p.values);
   for (; d < p.values; d += kWidth)
-    multiply_strip<1>(height, weights, kBlock, rows + d, p.width, seen, false, to + d, p.values);
+    multiply_strip<1>(height, weights, kBlock, 1, rows + d, p.width, seen, 1, to + d, p.values);
 }
 
 // The number of cached tokens that query m of a tile sees.

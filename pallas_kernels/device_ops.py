@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
-from jaxserve.pallas_kernels.operands import Partials
+from jaxserve.pallas_kernels.operands import DeltaHeads, MambaInputs, Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
@@ -27,14 +27,17 @@ from jaxserve.pallas_kernels.registry import (
     Device,
     LatentProblem,
     MatmulProblem,
+    RecurrentProblem,
     choose,
     explain,
     has_gated_matmul,
     load,
 )
-from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows
+from jaxserve.pallas_kernels.state_rows import StateRows
+from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows, State
 
 log = logging.getLogger(__name__)
+RECURRENT = ("delta_net", "mamba2", "short_conv")  # the operations of recurrent layers
 
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
@@ -184,6 +187,27 @@ def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = Fal
     return mixture
 
 
+def recurrent_problem(inputs: StateInputs, state: State, options: Mapping[str, Any]) -> RecurrentProblem:
+    """The problem of an operation of recurrent layers with these arguments."""
+    silu = options.get("activation", jax.nn.silu) is jax.nn.silu
+    if isinstance(inputs, DeltaHeads):
+        sizes = state.matrix.shape[1:]
+        return RecurrentProblem(np.dtype(inputs.qkv.dtype), *sizes, *inputs.conv.shape[1:], silu)
+    if isinstance(inputs, MambaInputs):
+        heads, *sizes = state.matrix.shape[1:]
+        return RecurrentProblem(np.dtype(inputs.x.dtype), heads, options["per_group"], *sizes, *inputs.conv.shape, silu)
+    return RecurrentProblem(np.dtype(inputs.x.dtype), 1, 0, 0, 0, *inputs.conv.shape)
+
+
+def run_recurrent(
+    device: Device, operation: str, inputs: StateInputs, state: State, rows: StateRows, first: Any = 0, **options: Any
+) -> tuple[jax.Array, State]:
+    """An operation of recurrent layers, by the first backend that can run it on `device`."""
+    problem = recurrent_problem(inputs, state, options)
+    module = load(operation, choose(operation, device, problem))
+    return getattr(module, operation)(inputs, state, rows, first, **options)
+
+
 def choose_ops(
     device: Device, attention: AttentionProblem | LatentProblem, *, backend: str = "auto", partitioned: bool = False
 ) -> Ops:
@@ -204,6 +228,8 @@ def choose_ops(
         kinds["write_and_attend"] = getattr(module, "write_and_attend", None)
         if backend == "auto" and (other := _decoding(device, attention, module)) is not None:
             kinds["paged_attention"] = partial(_attend, module.paged_attention, other.paged_attention)
+    if device.platform != "cpu" or not partitioned:
+        kinds |= {name: partial(run_recurrent, device, name) for name in RECURRENT}
     if device.platform == "cpu" and not partitioned:
         return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
     return _with_triton(Ops(**kinds), device, attention.q_dtype)

@@ -31,7 +31,7 @@ from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
-from jaxserve.pallas_kernels.short_conv import short_conv
+from jaxserve.pallas_kernels.short_conv.reference import short_conv
 from jaxserve.pallas_kernels.types import (
     AttentionOptions,
     BlockArray,

@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # the command line reads BACKENDS without loading JAX
 BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 # Where a backend can run at all; plain XLA runs everywhere.
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu", "cpu": "cpu"}
-FOLDERS = {"attention": "paged_attention", "latent": "latent_attention", "matmul": "quant_matmul"}
+FOLDERS = {
+    "attention": "paged_attention", "latent": "latent_attention", "matmul": "quant_matmul", "delta_net": "delta_net",
+    "mamba2": "mamba2", "short_conv": "short_conv",
+}  # fmt: skip
 
 
 class BackendError(ValueError):
@@ -82,6 +85,28 @@ class LatentProblem:
     @property
     def row_width(self) -> int:
         return self.width or self.rank + self.rope
+
+
+@dataclass(frozen=True)
+class RecurrentProblem:
+    """One problem of an operation of recurrent layers: `delta_net`, `mamba2` or `short_conv`. Sizes are those on one
+    device.
+
+    dtype: of the new tokens' inputs.
+    heads: of keys in `delta_net`, which `group` matrices share; of matrices in `mamba2`, `group` of which share B, C.
+    rows, columns: of a matrix. `short_conv` has none, and one head.
+    channels, width: of the convolution; those of each key head in `delta_net`, of all heads elsewhere.
+    silu: it follows the convolution, where there are matrices.
+    """
+
+    dtype: np.dtype
+    heads: int
+    group: int
+    rows: int
+    columns: int
+    channels: int
+    width: int
+    silu: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax import lax
 
 
 class StateRows(NamedTuple):
-    """The rows of a batch, and the slots whose states they read and write.
+    """The rows of a batch, and the slots whose states they read and write. No row writes what another one reads.
 
     Attributes:
       source: int32 [rows], the slot whose state a row continues from.

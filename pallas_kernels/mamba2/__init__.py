@@ -1,1 +1,1 @@
-"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060)."""
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) over states in the sequences' slots, with a file for each backend."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,3 +77,23 @@ class Steps:
             ours = np.concatenate(self.out[i]), *(x[self.first + slot] for x in self.state)
             for own, theirs in zip(ours, oracle(i), strict=True):
                 np.testing.assert_allclose(own, theirs, rtol=0, atol=rtol * np.abs(theirs).max())
+
+
+def state_rows(counts: Sequence[int], source: Sequence[int], fresh: Sequence[bool]) -> StateRows:
+    """Rows of these numbers of tokens, those of one token first, which write the states from which they continue."""
+    starts = np.cumsum([0, *counts])
+    slots = jnp.asarray(source, jnp.int32)
+    of_token = jnp.asarray(np.repeat(np.arange(len(counts)), counts), jnp.int32)
+    decodes = jnp.int32(sum(count == 1 for count in counts))
+    return StateRows(slots, slots, jnp.asarray(fresh), jnp.asarray(starts, jnp.int32), decodes, of_token)
+
+
+def compare_forms(
+    ours: Callable[..., Any], plain: Callable[..., Any], inputs: Any, state: Any, rows: StateRows, **options: Any
+) -> None:
+    """Compares the results and the states of two forms of an operation, for the second of three layers."""
+    made, expected = (
+        jax.tree.leaves(jax.jit(partial(form, **options))(inputs, state, rows, 2)) for form in (ours, plain)
+    )
+    for own, theirs in zip(made, expected, strict=True):
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())

@@ -197,9 +197,7 @@ def zig():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["cpu_attention", "cpu_kernels", "cpu_latent", "cpu_lora", "cpu_panel_matmul", "cpu_quant_matmul"]
-)
+@pytest.mark.parametrize("name", cpu_build.NAMES)
 def test_compiles_for_arm(name, tmp_path):
     if subprocess.run([*zig(), "--version"], capture_output=True).returncode:
         pytest.skip("no ziglang (JAXSERVE_ZIG_PYTHON)")

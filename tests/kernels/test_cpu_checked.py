@@ -21,7 +21,7 @@ for name in cpu_build.NAMES:
 # Random prompts, batches, preemption, windows, adapters, speculation, and pages that come back from the host's memory.
 ENGINE_TESTS = (
     "test_same_answer.py", "test_speculation_at_random.py", "test_windows.py", "test_adapters_in_batches.py",
-    "test_kv_offload.py", "test_latent_prompts.py",
+    "test_kv_offload.py", "test_latent_prompts.py", "test_hybrid_models.py",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -69,13 +69,17 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from dataclasses import replace
 from jaxserve.pallas_kernels import cpu, cpu_panels
+from jaxserve.pallas_kernels.delta_net import cpu as delta
 from jaxserve.pallas_kernels.latent_attention import cpu as latent
 from jaxserve.pallas_kernels.lora import cpu as lora
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
+from jaxserve.pallas_kernels.mamba2 import cpu as mamba
 from jaxserve.pallas_kernels.paged_attention import cpu as attention
-from jaxserve.pallas_kernels.operands import Heads, Partials
+from jaxserve.pallas_kernels.short_conv import cpu as short_conv
+from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, Heads, MambaInputs, Partials
 from jaxserve.pallas_kernels.quant_matmul import cpu as quant
-from jaxserve.pallas_kernels.types import KVPages, LatentPages, QuantArray
+from jaxserve.pallas_kernels.state_rows import StateRows
+from jaxserve.pallas_kernels.types import ConvState, DeltaState, KVPages, LatentPages, MambaState, QuantArray
 
 def ints(x):
     return jnp.asarray(x, jnp.int32)
@@ -125,6 +129,27 @@ def panels_by_expert(sizes=(2, 1), table=None):
 def multiply(count=2):
     return cpu.matmul(jnp.ones((3, 8)), jnp.ones((4, 8)), jnp.int32(count))
 
+def states(source=(0, 4), target=(4, 0), starts=(0, 3, 4), first=1):
+    begun = jnp.zeros(2, bool)
+    rows = StateRows(ints(source), ints(target), begun, ints(starts), jnp.int32(0), ints([0, 0, 0, 1]))
+    return rows, jnp.int32(first)
+
+def convolve(**given):
+    inputs = ConvInputs(jnp.ones((4, 9)), jnp.ones((9, 3)), None)
+    return short_conv.short_conv(inputs, ConvState(jnp.ones((6, 2, 9))), *states(**given))
+
+def delta_net(**given):
+    heads = DeltaHeads(jnp.ones((4, 2, 30)), -jnp.ones((4, 2, 2)), jnp.ones((4, 2, 2)), jnp.ones((2, 30, 4)))
+    state = DeltaState(jnp.ones((6, 2, 2, 8, 7)), jnp.ones((6, 2, 90)))
+    return delta.delta_net(heads, state, *states(**given), key_dim=8, activation=jax.nn.silu)
+
+def mamba2(group=(0, 0, 1), **given):
+    of_heads = jnp.ones((4, 3)), -jnp.ones(3), jnp.ones(3), ints(group)
+    conv = jnp.ones((21, 4)), jnp.ones(21), jnp.ones((20, 4)), None
+    state = MambaState(jnp.ones((6, 3, 7, 5)), jnp.ones((6, 3, 21)), jnp.ones((6, 3, 20)))
+    inputs = MambaInputs(jnp.ones((4, 21)), jnp.ones((4, 20)), *of_heads, *conv)
+    return mamba.mamba2(inputs, state, *states(**given), groups=2, per_group=2, activation=jax.nn.silu)
+
 ROWS = {
     "tokens": {"starts": (0, 3, 5)},
     "order": {"starts": (0, 3, 2)},
@@ -139,9 +164,14 @@ PLACES = {"place": {"places": (1, 2, 0)}, "rank": {"ranks": ((2,), (5,))}, "rank
 SIZES = {"sizes": {"sizes": (2, 3)}, "size below 0": {"sizes": (-1, 3)}}
 TABLES = {"begin": {"table": ((0, 0, 0), (33, 0, 0))}, "type": {"table": ((0, 0, 0), (32, 19, 0))}}
 COUNTS = {"count": {"count": -1}}
+STATES = {
+    "tokens": {"starts": (0, 3, 5)}, "order": {"starts": (0, 3, 2)}, "source": {"source": (0, 5)},
+    "target": {"target": (-1, 0)}, "first": {"first": 6},
+}
 KERNELS = {
     attend: ROWS, attend_latents: ROWS, write: SLOTS, write_latents: SLOTS, rotate: SLOTS | COUNTS, adapt: PLACES,
-    by_expert: SIZES, panels_by_expert: SIZES | TABLES, multiply: COUNTS,
+    by_expert: SIZES, panels_by_expert: SIZES | TABLES, multiply: COUNTS, convolve: STATES, delta_net: STATES,
+    mamba2: STATES | {"group": {"group": (0, 1, 2)}},
 }
 found = {}
 for kernel, wrongs in KERNELS.items():
@@ -186,6 +216,14 @@ TABLES = {
     "type": "the type of panel[1] is 19, not in [0, 19)",
 }
 COUNTS = {"count": "the number of rows that matter is -1, not in [0, "}
+STATES = {
+    "right": None,
+    "tokens": "q_start[2] is 5, not in [3, 5)",
+    "order": "q_start[2] is 2, not in [3, 5)",
+    "source": "source[1] is 5, not in [0, 5)",
+    "target": "target[0] is -1, not in [0, 5)",
+    "first": "first is 6, not in [0, 6)",
+}
 EXPECTED = {
     "attend": ("PagedAttention", ROWS),
     "attend_latents": ("LatentAttention", ROWS),
@@ -196,6 +234,9 @@ EXPECTED = {
     "by_expert": ("GroupedQuantMatmul", SIZES),
     "panels_by_expert": ("PanelGroupedMatmul", SIZES | TABLES),
     "multiply": ("Matmul", {"right": None} | COUNTS),
+    "convolve": ("ShortConv", STATES),
+    "delta_net": ("DeltaNet", STATES),
+    "mamba2": ("Mamba2", STATES | {"group": "group[2] is 2, not in [0, 2)"}),
 }
 
 
