@@ -39,7 +39,7 @@ def test_figures_are_those_of_the_config(model):
     assert len(config.attentions) + config.num_recurrent == config.num_layers
     assert model.token_bytes == sum(
         4 * spec.num_kv_heads * spec.head_dim if isinstance(spec, AttentionSpec) else 2 * (spec.rank + spec.rope_dim)
-        for spec in config.attentions
+        for spec in (config.attentions[i] for i in set(config.kv_sources))
     )
 
 

@@ -16,7 +16,7 @@ from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import by_host, num_devices
 from jaxserve.engine.combinations import check_combined, check_lookup
-from jaxserve.engine.model_plan import ModelPlan, mesh_of
+from jaxserve.engine.model_plan import PASSING_MORE, ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory, runner_commands
 from jaxserve.execution.host_transport import HostTransport
@@ -221,6 +221,8 @@ def check_model(config: EngineConfig, plan: ModelPlan) -> None:
     if plan.pooler is not None or plan.model.recurrent is not None:
         kind = "embed or score" if plan.pooler is not None else "have recurrent layers"
         raise ConfigError(f"pipeline_parallel_size must be 1 for models that {kind}, got {size}")
+    if plan.model.passes_more:
+        raise ConfigError(f"pipeline_parallel_size must be 1 for models {PASSING_MORE}, got {size}")
     if orbax.is_saved(plan.folder):
         raise ConfigError(f"{plan.folder} is an Orbax checkpoint; pipeline_parallel_size reads safetensors or GGUF")
 

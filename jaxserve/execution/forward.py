@@ -143,6 +143,9 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     if x is None:
         given = inputs.tokens, inputs.placed.position, ops
         x, _ = cast(Any, model.apply({"params": params}, *given, method="begin"))
+    own: Any = None
+    if model.config.per_layer is not None:
+        x, own = cast(Any, model.apply({"params": params}, inputs.tokens, x, ops, method="enter"))
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
     run = partial(run_layer, ops=ops, kind=layout.kind, mesh=context.mesh, decode_only=context.shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec))) for spec in set(model.config.layers)}
@@ -158,7 +161,8 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place))
+        where = (inputs.at(place),) if own is None else (inputs.at(place), own[:, i])
+        x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], *where)
         chosen += routed
     return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
 
@@ -172,7 +176,8 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
-    for table, window in zip(tables, layout.groups.windows, strict=True):
+    for whole, window, fit in zip(tables, layout.groups.windows, layout.groups.fits, strict=True):
+        table = whole * fit if fit > 1 else whole
         written = _kv_slots(placed, table, layout.page_size)
         seen = (table, placed.kv_len)
         if isinstance(window, Chunk):
@@ -226,11 +231,12 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 
 
 def run_layer(
-    params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any,
-    *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
+    params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any, *own: jax.Array,
+    module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
 ) -> tuple[jax.Array, Partials | None, Any, list[jax.Array]]:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]."""
+    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]. `own` is
+    the layer's vectors [tokens, size], where layers have such."""
 
     def attend(heads: Any) -> jax.Array:
         nonlocal pages
@@ -241,6 +247,6 @@ def run_layer(
         out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 
-    made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
+    made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, *own, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
     return x, y, pages, jax.tree.leaves(noted)

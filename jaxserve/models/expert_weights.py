@@ -33,6 +33,8 @@ def expert_pieces(
         shape = (1, experts.count) if row else (experts.count,)
         role = "correction_row" if row else "correction"
         made["mlp/correction"] = [_piece(names, role, layer, shape, lambda t: t.reshape(shape))]
+    if experts.scaled:
+        made["mlp/scales"] = [_piece(names, "expert_scales", layer, (experts.count,))]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(names["expert_gate.weight"].format(i=layer, e=0))

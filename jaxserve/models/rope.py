@@ -19,7 +19,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.spec import RopeConfig
 
-_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}  # in the first Phi-3 configs, and in those of Qwen2-VL
 UNTURNED = RopeConfig(rotary_dim=0)  # for layers without rotary positions
 
@@ -71,6 +71,9 @@ def read_rope(
         scaling.pop(key, None)  # they tell which of three positions turns a channel; in text all three are equal
     if kind not in _SCALINGS:
         raise ConfigError(f"{hf.source}: rope scaling {kind!r} is not supported (only {', '.join(_SCALINGS)})")
+    if kind == "proportional":
+        choices["turning"] = _number(hf, scaling, "partial_rotary_factor", 1.0)
+        scaling.setdefault("factor", 1.0)
     theta = scaling.pop("rope_theta", None) or own_theta or theta
     turned = hf.take("partial_rotary_factor", None)
     turned = scaling.pop("partial_rotary_factor", None) or turned or partial or 1.0
@@ -197,6 +200,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     turned = rotary_dim(rope, head_dim)
     exponent = np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)
     base = (1.0 / rope.theta**exponent).astype(np.float32)
+    if rope.scaling == "proportional":
+        turning = int(rope.turning * head_dim // 2)
+        return np.where(np.arange(len(base)) < turning, base / np.float32(rope.factor), np.float32(0))
     if rope.scaling == "linear":
         return base / np.float32(rope.factor)
     if rope.scaling == "llama3":

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxserve.config import ConfigError
 
-RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,14 @@ class RopeConfig:
     `factor` stretches positions in one of these ways: linear (Chen et al. 2023, arXiv:2306.15595), dynamic NTK, llama3
     (Llama 3.1's piecewise rule) or yarn (Peng et al. 2023, arXiv:2309.00071). longrope (Ding et al. 2024,
     arXiv:2402.13753) divides each frequency by a factor of its own. It has two lists of factors, of which
-    `ModelConfig.limited_to` chooses one. Lengths are in tokens.
+    `ModelConfig.limited_to` chooses one. proportional divides all frequencies like linear, and only the pairs of
+    channels with the highest frequencies turn (Gemma 4). Lengths are in tokens.
 
     Attributes:
       rotary_dim: the number of leading channels of a head that turn; None: all; 0: none.
       interleaved: in the checkpoint, channel 2i is paired with 2i + 1 instead of i with i + rotary_dim / 2. Loading
         reorders the weights (`rope.head_order`), so that the operations need to know one pairing only.
+      turning: proportional's share of a head's pairs of channels that turn.
       backwards: pairs turn the other way (NanoChat). Loading swaps the channels of each pair.
       query_scale: None: queries are not scaled by their position.
     """
@@ -48,6 +50,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
     rotary_dim: int | None = None
+    turning: float = 1.0
     interleaved: bool = False
     backwards: bool = False
     short_factors: tuple[float, ...] = ()
@@ -59,6 +62,8 @@ class RopeConfig:
             raise ConfigError(f"rope_theta must be above 1, got {self.theta}")
         if self.rotary_dim is not None and (self.rotary_dim < 0 or self.rotary_dim % 2):
             raise ConfigError(f"the rotated part of a head must have an even number of channels, not {self.rotary_dim}")
+        if not 0 <= self.turning <= 1:
+            raise ConfigError(f"partial_rotary_factor must be from 0 to 1, got {self.turning:g}")
         if self.low_freq_factor > self.high_freq_factor:
             raise ConfigError(
                 f"low_freq_factor={self.low_freq_factor} must not be above high_freq_factor={self.high_freq_factor}"

@@ -20,7 +20,8 @@ from jaxserve.models.spec import LatentAttentionSpec
 # and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
 # ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
 # kv_b and kv_norm. Recurrent layers have roles of their own, see `recurrent.KINDS`. With an output gate that is not
-# named out_gate, q has for each head its query, then its gate.
+# named out_gate, q has for each head its query, then its gate. Layers with inputs of their own have the roles of
+# `per_layer`; experts with norms of their own have those of `normed_experts`, and expert_scales.
 Names = Mapping[str, str]
 
 

@@ -46,6 +46,7 @@ NEEDED = {
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 3]]},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.
@@ -61,6 +62,12 @@ EFFECTIVE = {
     },
     "Ernie4_5_MoeForCausalLM": {"moe_layer_end_index": 3},
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1},
+    "Gemma3nForCausalLM": {"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0]},
+    "Gemma4ForCausalLM": {
+        "layer_types": _TYPES, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64,
+    },
+    "Gemma4UnifiedForCausalLM": {"layer_types": _TYPES, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "GptOssForCausalLM": {"swiglu_limit": 6.0},
     "Lfm2ForCausalLM": {"layer_types": _CONVOLUTIONS, "block_multiple_of": 250},
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
@@ -79,6 +86,7 @@ WITHOUT_EFFECT = {
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "Gemma3nForCausalLM": {"altup_coef_clip"},  # for training
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "MiniCPM3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
@@ -305,9 +313,11 @@ OLDER_ROPES = (
 def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
-        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
+        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "Gemma4")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
-            continue  # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base
+            # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base; Gemma 4 is
+            # newer than this form.
+            continue
         older = values | {"rope_theta": 500000.0, "rope_scaling": scaling}
         config = CLASSES[architecture](**plain(older))
         assert read(plain(config.to_dict()), architecture) == read(older, architecture), architecture
