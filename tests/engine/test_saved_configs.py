@@ -117,7 +117,10 @@ WITHOUT_EFFECT = {
 GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_token_id", "tie_word_embeddings"}
 # Read by config classes, which then write another window, another rope_parameters, or have a property that the model
 # reads. The class of Cohere2Moe has rope_scaling without a use; it is refused.
-BY_CLASS = {"use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices"}
+BY_CLASS = {
+    *("use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices"),
+    "num_kv_shared_layers",
+}
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 

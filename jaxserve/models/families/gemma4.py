@@ -60,10 +60,14 @@ UNIFIED = DEFAULTS | {
 }  # fmt: skip
 GLOBAL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
+MOE_KEYS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def with_defaults(hf: HFConfig, defaults: dict[str, Any]) -> None:
     """Adds what the config lacks, and drops what transformers drops."""
+    types = hf.values.get("layer_types")
+    if isinstance(types, list) and len(types) != defaults["num_hidden_layers"]:
+        defaults = {key: value for key, value in defaults.items() if key != "num_hidden_layers"}
     hf.values.update({key: value for key, value in defaults.items() if key not in hf.values})
     hf.values.pop("sliding_window_pattern", None)  # which these models do not read
 
@@ -107,16 +111,13 @@ def _mlp(hf: HFConfig) -> MLPSpec:
     activation = read_activation(hf, "gelu_pytorch_tanh", "hidden_activation")
     dense = MLPSpec(size=hf.take("intermediate_size"), activation=activation)
     if not hf.take("enable_moe_block", False):
-        hf.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        hf.ignore(*MOE_KEYS)
         return dense
-    experts = ExpertsSpec(
-        count=hf.take("num_experts"),
-        router=Router(top_k=hf.take("top_k_experts")),
-        shared_size=dense.size,
-        own_norms=True,
-        scaled=True,
-    )
-    return replace(dense, size=hf.take("moe_intermediate_size"), experts=experts)
+    count, top_k, size = (hf.take(key, None) for key in MOE_KEYS)
+    if None in (count, top_k, size):
+        raise ConfigError(f"{hf.source}: enable_moe_block needs {', '.join(MOE_KEYS)}")
+    experts = ExpertsSpec(count=count, router=Router(top_k=top_k), shared_size=dense.size, own_norms=True, scaled=True)
+    return replace(dense, size=size, experts=experts)
 
 
 def _wide(mlp: MLPSpec) -> MLPSpec:
