@@ -34,7 +34,7 @@ from jaxserve.pallas_kernels.registry import (
     load,
 )
 from jaxserve.pallas_kernels.state_rows import StateRows
-from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray, QuantRows, State
+from jaxserve.pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray, QuantRows, State
 
 log = logging.getLogger(__name__)
 RECURRENT = ("delta_net", "mamba2", "short_conv")  # the operations of recurrent layers
@@ -233,6 +233,24 @@ def choose_ops(
     if device.platform == "cpu" and not partitioned:
         return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
     return _with_triton(Ops(**kinds), device, attention.q_dtype)
+
+
+def with_shape(ops: Ops, other: Ops, problem: AttentionProblem | LatentProblem) -> Ops:
+    """The operations, with attention by `other` for the heads of this problem: a model's layers may differ in them."""
+    assert isinstance(problem, AttentionProblem)
+    if ops.paged_attention is other.paged_attention and ops.write_kv is other.write_kv:
+        return ops
+    shape = problem.kv_heads, problem.head_dim
+
+    def paged_attention(q: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        chosen = other if (q.shape[1], q.shape[3]) == shape else ops
+        return chosen.paged_attention(q, *args, **options)
+
+    def write_kv_of(pages: KVPages, *args: Any, **options: Any) -> KVPages:
+        chosen = other if (pages.kv_heads, pages.head_dim) == shape else ops
+        return chosen.write_kv(pages, *args, **options)
+
+    return replace(ops, paged_attention=paged_attention, write_kv=write_kv_of)
 
 
 def _decoding(device: Device, problem: AttentionProblem, module: ModuleType) -> ModuleType | None:

@@ -337,6 +337,7 @@ class Ops:
         gate: Gate,
         *,
         correction: jax.Array | None = None,
+        scales: jax.Array | None = None,
         down_bias: jax.Array | None = None,
         note: Callable[[jax.Array], Any] | None = None,
         stacks: ExpertStacks | None = None,
@@ -344,11 +345,14 @@ class Ops:
         """Computes `mixture` of the experts that a router chooses by its logits, float32 [tokens, experts]; see
         `route`.
 
+        scales: float32 [experts], multiply the experts' weights; None: they stay as they are.
         down_bias: [experts, out], added to each expert's result; None: no bias.
         note: called with the chosen experts, int32 [tokens, top_k].
         stacks: what adapters add to the experts' products.
         """
         chosen, weights = route(logits, router, correction)
+        if scales is not None:
+            weights = weights * scales[chosen]
         if note is not None:
             note(chosen)
         options: dict[str, Any] = {}
@@ -397,6 +401,17 @@ class Ops:
             q, k, v = self.rotate(heads, eps, dtype)
             return self.write_and_attend(q, k, v, pages, slots, *rows, first_page=first_page, **options)
         q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
+
+    def attend_shared(
+        self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
+        *, eps: float, dtype: Any, **options: Any,
+    ) -> tuple[jax.Array, KVPages]:  # fmt: skip
+        """`attend` for a layer that has queries only: the keys and values are in the pages already."""
+        q = heads.qkv.reduce(dtype)
+        if heads.q_norm is not None:
+            q = self.rms_norm(q, value_of(heads.q_norm), eps)
+        q = self.rope(q, heads.cos, heads.sin)
         return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
 
     def attend_latent(

@@ -68,6 +68,10 @@ def seeing(architecture: str, model_type: str, text: DenseCase, vision: dict[str
 ABSENT = object()  # in the place of a value: the key is not in the file
 THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
 GEMMA = {"norm": 0.0, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "rms_norm_eps": 1e-5}
+GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 GPT2 = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"), ABSENT),
     "max_position_embeddings": ABSENT, "n_positions": 512, "activation_function": "gelu_new",
@@ -97,6 +101,57 @@ DENSE_CASES: dict[str, DenseCase] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
+    ),
+    "gemma3n_older": dense(
+        "Gemma3nForCausalLM", "gemma3n_text", modern=False, hidden=72, layers=5, num_key_value_heads=2, head_dim=16,
+        hidden_activation="gelu_pytorch_tanh", rms_norm_eps=1e-3, sliding_window=20, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] + ["sliding_attention"] * 2,
+        hidden_size_per_layer_input=12, vocab_size_per_layer_input=480, intermediate_size=[160, 144, 160, 160, 160],
+        activation_sparsity_pattern=[0.9, 0.6, 0.0, 0.0, 0.0], altup_active_idx=0, altup_coef_clip=120.0,
+        altup_correct_scale=True, altup_lr_multiplier=1.0, altup_num_inputs=4, laurel_rank=8, rope_theta=1e6,
+        rope_local_base_freq=1e4, rope_scaling=None, final_logit_softcapping=3.0, attention_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "gemma3n_second_stream": dense(
+        "Gemma3nForCausalLM", "gemma3n_text", hidden=64, layers=4, num_key_value_heads=1, head_dim=24,
+        hidden_activation="gelu", rms_norm_eps=1e-5, sliding_window=24, num_kv_shared_layers=1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=512, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.3],
+        altup_active_idx=1, altup_correct_scale=False, altup_num_inputs=3, laurel_rank=6,
+        final_logit_softcapping=9.0, attention_bias=True, tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
+    "gemma4_sharing": dense(
+        "Gemma4ForCausalLM", "gemma4_text", modern=False, hidden=72, layers=6, num_key_value_heads=1, head_dim=16,
+        global_head_dim=32, hidden_activation="gelu_pytorch_tanh", rms_norm_eps=1e-3, sliding_window=20,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, num_kv_shared_layers=3,
+        hidden_size_per_layer_input=12, vocab_size_per_layer_input=512, use_double_wide_mlp=True,
+        final_logit_softcapping=2.5, attention_k_eq_v=False, num_global_key_value_heads=None, enable_moe_block=False,
+        use_bidirectional_attention=None, num_experts=None, top_k_experts=None, moe_intermediate_size=None,
+        tie_word_embeddings=True, rope_parameters=GEMMA4_ROPES,
+    ),
+    "gemma4_keys_are_values": dense(
+        "Gemma4ForCausalLM", "gemma4_text", layers=4, num_key_value_heads=2, head_dim=16, hidden_activation="gelu",
+        rms_norm_eps=1e-5, sliding_window=24, layer_types=["sliding_attention", "full_attention"] * 2,
+        per_layer_config={layer: {"head_dim": 24, "num_key_value_heads": 1} for layer in "13"}, attention_k_eq_v=True,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=262144, num_kv_shared_layers=0, attention_bias=True,
+        tie_word_embeddings=False, use_bidirectional_attention="vision",
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e5, "factor": 2.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ),
+    "gemma4_unified_scalars": dense(
+        "Gemma4UnifiedForCausalLM", "gemma4_unified_text", hidden=96, layers=4, num_key_value_heads=2, head_dim=16,
+        hidden_activation="gelu_pytorch_tanh", rms_norm_eps=1e-3, sliding_window=18, num_kv_shared_layers=2,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        per_layer_config={layer: {"head_dim": 32} for layer in "023"},
+        use_double_wide_mlp=True, tie_word_embeddings=True, rope_parameters=GEMMA4_ROPES,
     ),
     "neox_parallel": dense(
         "GPTNeoXForCausalLM", "gpt_neox", modern=False, hidden=96, heads=3, hidden_act="gelu", rotary_pct=0.25,

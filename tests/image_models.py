@@ -3,7 +3,7 @@
 Each family has a config as it was published, with settings in older forms, and one as transformers 5 writes it.
 """
 
-from dense_models import ABSENT, DenseCase, dense, seeing
+from dense_models import ABSENT, GEMMA4_ROPES, DenseCase, dense, seeing
 
 _SHARED = {"rms_norm_eps": 1e-3, "hidden_act": "silu", "num_key_value_heads": 2, "pad_token_id": ABSENT}
 _QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
@@ -23,7 +23,30 @@ _INTERN = {
     "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4],
 }  # fmt: skip
 
+_GEMMA4 = {
+    "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}  # fmt: skip
+# Beyond the vocabulary: transformers embeds the first three like the token for padding.
+_OF_GEMMA4 = {
+    "image_token_id": 525, "video_token_id": 526, "audio_token_id": 527, "boi_token_id": 508, "eoi_token_id": 509,
+    "boa_token_id": 510, "eoa_token_index": 511, "audio_config": None, "vision_soft_tokens_per_image": 4,
+}  # fmt: skip
+
 IMAGE_CASES: dict[str, DenseCase] = {
+    "gemma4_seeing": seeing(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        dense(
+            "", "gemma4_text", modern=False, layers=5, num_key_value_heads=2, head_dim=24, global_head_dim=32,
+            num_global_key_value_heads=4, attention_k_eq_v=False, hidden_activation="gelu_pytorch_tanh", hidden=96,
+            rms_norm_eps=1e-3, sliding_window=16, num_kv_shared_layers=2, hidden_size_per_layer_input=16,
+            layer_types=["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
+            vocab_size_per_layer_input=512, tie_word_embeddings=True, final_logit_softcapping=3.0,
+            rope_parameters=GEMMA4_ROPES,
+        ),
+        _GEMMA4, **_OF_GEMMA4,
+    ),
     # The settings of the text are beside those of the whole.
     "qwen2_5_vl_flat": dense(
         "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **_SHARED, **_OF_QWEN, modern=False, hidden=96,

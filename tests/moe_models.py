@@ -1,6 +1,6 @@
 """Small random checkpoints of families with experts, for `tiny_models`; as those of `dense_models`."""
 
-from dense_models import ABSENT, THREE_TO_ONE, DenseCase, dense
+from dense_models import ABSENT, GEMMA4_ROPES, THREE_TO_ONE, DenseCase, dense
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
 _SHARED = {"tie_word_embeddings": False, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
@@ -10,6 +10,22 @@ MOE_CASES: dict[str, DenseCase] = {
         num_experts_per_tok=3, intermediate_size=56, embedding_multiplier=3.0, logits_scaling=0.6,
         residual_multiplier=0.4, attention_multiplier=0.11, attention_bias=True, rope_theta=10000.0,
         router_aux_loss_coef=0.01, output_router_logits=False,
+    ),
+    "gemma4_experts": dense(
+        "Gemma4ForCausalLM", "gemma4_text", modern=False, hidden=96, layers=3, num_key_value_heads=2, head_dim=16,
+        global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, hidden_activation="gelu_pytorch_tanh",
+        rms_norm_eps=1e-3, sliding_window=20, layer_types=["sliding_attention"] * 2 + ["full_attention"],
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40, num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=512, final_logit_softcapping=3.0,
+        tie_word_embeddings=True, rope_parameters=GEMMA4_ROPES,
+    ),
+    "gemma4_experts_sharing": dense(
+        "Gemma4ForCausalLM", "gemma4_text", layers=4, num_key_value_heads=2, head_dim=16, hidden_activation="gelu",
+        rms_norm_eps=1e-5, sliding_window=24, layer_types=["sliding_attention", "full_attention"] * 2,
+        per_layer_config={layer: {"head_dim": 32} for layer in "13"}, num_kv_shared_layers=2, enable_moe_block=True,
+        num_experts=7, top_k_experts=3, moe_intermediate_size=48, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=512, use_double_wide_mlp=True, tie_word_embeddings=False,
+        rope_parameters=GEMMA4_ROPES,
     ),
     "gpt_oss_sinks": dense(
         "GptOssForCausalLM", "gpt_oss", **_SHARED, modern=False, hidden=96, layers=4, head_dim=32, num_local_experts=6,

@@ -41,7 +41,7 @@ def test_figures_are_those_of_the_config(model):
         4 * spec.num_kv_heads * spec.head_dim
         if isinstance(spec, AttentionSpec)
         else 2 * (spec.rank + spec.rope_dim + (spec.indexer.dim if spec.indexer else 0))
-        for spec in config.attentions
+        for spec in (config.attentions[i] for i in set(config.kv_sources))
     )
 
 

@@ -68,7 +68,8 @@ def _is_weight(x: Any) -> bool:
 
 def _shape(model: ModelConfig) -> str:
     numbers = " or ".join(map(str, sorted({attention.num_heads for attention in model.attentions})))
-    heads = f"{numbers} heads over {model.num_kv_heads} of keys and values"
+    kv_heads = " or ".join(map(str, sorted({attention.num_kv_heads for attention in model.attentions})))
+    heads = f"{numbers} heads over {kv_heads} of keys and values"
     return (
         f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size}"
     )

@@ -42,6 +42,8 @@ PUBLISHED = (
     Published("google/gemma-3-1b-it", "gemma3", 999_885_952, 964_300_288, 26_624),
     Published("google/gemma-3-4b-it", "gemma3", 3_880_263_168, 2_998_433_792, 139_264),
     Published("google/gemma-3-27b-it", "gemma3", 27_009_346_304, 16_023_833_600, 507_904),
+    Published("google/gemma-3n-E4B-it", "gemma3n", 6_835_235_568, 7_874_600_416, 40_960),
+    Published("google/gemma-4-31B-it", "gemma4", 30_807_445_820, 17_978_974_840, 901_120),
     Published("zai-org/GLM-4-9B-0414", "glm4", 9_400_279_040, 6_691_143_680, 40_960),
     Published("openai-community/gpt2", "gpt2", 124_439_808, 122_804_736, 36_864),
     Published("bigcode/starcoder", "gpt_bigcode", 15_517_456_384, 8_528_211_968, 20_480),

@@ -76,12 +76,13 @@ def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, A
 
 def stored_decoder(config: ModelConfig, stored: Mapping[str, orbax.Abstract]) -> Decoder:
     """The decoder whose parameters have the shapes of the Orbax checkpoint `stored`."""
-    kv_heads = sharded_kv_heads(config, 1)
+    found = []
     for layer, spec in enumerate(config.specs):
-        if isinstance(spec, AttentionSpec):  # Its heads may be stored repeated. Those of latent attention never are.
+        # Its heads may be stored repeated. Those of latent attention never are.
+        if isinstance(spec, AttentionSpec) and not spec.shares_kv:
             rows = stored[f"layers_{layer}/attention/qkv/kernel"].shape[0] // spec.head_dim
-            kv_heads = (rows - spec.num_heads) // 2
-            break
+            found.append((rows - spec.num_heads) // 2)
+    kv_heads = min(found, default=sharded_kv_heads(config, 1))
     dtype = jax.tree.leaves(stored["norm/scale"])[0].dtype
     return Decoder(config, kv_heads, stored["embed/table"].shape[0], dtype)
 

@@ -62,8 +62,12 @@ def train_eagle(model: str, data: Path, out: Path, config: TrainConfig) -> None:
     """
     folder = resolve_model(model)
     target = read_model(folder)
-    if len(target.attentions) != target.num_layers or not isinstance(target.attentions[0], AttentionSpec):
-        raise ConfigError(f"train-eagle needs a model whose layers all have keys and values; {model} has others")
+    known = len(target.attentions) == target.num_layers and isinstance(target.attentions[0], AttentionSpec)
+    if not known or target.passes_more or target.several_shapes:
+        raise ConfigError(
+            f"train-eagle needs a model whose layers all have keys and values of one shape, and no other inputs; "
+            f"{model} has others"
+        )
     windows = read_windows(data, load_tokenizer(folder), 2**31, config.length)
     if len(windows) < HELD_OUT + config.rows:
         raise ConfigError(

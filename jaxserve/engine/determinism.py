@@ -60,6 +60,8 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
         yield "products of adapters are not tested for it (enable_lora)"
     if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "suffix"):
         yield f"speculation by {config.speculative_config.method} is not tested for it (ngram and suffix are allowed)"
+    if any(getattr(layer.attention, "v_norm", None) for layer in decoder.config.layers):
+        yield "norms of values add in plain XLA"
     if any(layer.norm.kind != "rms" or not layer.norm.scale or layer.norm.bias for layer in decoder.config.layers):
         yield "only RMS norms with a scale are C++ kernels; other norms add in plain XLA"
 

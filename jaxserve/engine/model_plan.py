@@ -27,6 +27,8 @@ from jaxserve.models.spec import ModelConfig
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
 
+PASSING_MORE = "whose layers share keys and values or have inputs of their own"  # `ModelConfig.passes_more`
+
 
 @dataclass(frozen=True)
 class ModelPlan:

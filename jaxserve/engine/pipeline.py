@@ -16,7 +16,7 @@ from jaxserve.checkpoints import orbax
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import by_host, num_devices
 from jaxserve.engine.combinations import check_combined, check_lookup
-from jaxserve.engine.model_plan import ModelPlan, mesh_of
+from jaxserve.engine.model_plan import PASSING_MORE, ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory, runner_commands
 from jaxserve.execution.host_transport import HostTransport
@@ -226,6 +226,8 @@ def check_model(config: EngineConfig, plan: ModelPlan) -> None:
             f"pipeline_parallel_size must be 1, not {size}, for a model whose layers share what an indexer has chosen, "
             "which stages do not pass on"
         )
+    if plan.model.passes_more:
+        raise ConfigError(f"pipeline_parallel_size must be 1 for models {PASSING_MORE}, got {size}")
     if orbax.is_saved(plan.folder):
         raise ConfigError(f"{plan.folder} is an Orbax checkpoint; pipeline_parallel_size reads safetensors or GGUF")
 

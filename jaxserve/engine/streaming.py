@@ -17,7 +17,7 @@ from jaxserve.devices import layouts
 from jaxserve.devices.jax_versions import NARROWEST_FROM_HOST
 from jaxserve.devices.mesh import num_devices
 from jaxserve.engine.combinations import check_combined
-from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.model_plan import PASSING_MORE, ModelPlan
 from jaxserve.execution import memory
 from jaxserve.execution.layer_uploads import MOST, move_to_host
 from jaxserve.execution.runner import ModelRunner
@@ -60,6 +60,8 @@ def check_model(config: EngineConfig, plan: ModelPlan) -> None:
         )
     if plan.pooler is not None:
         raise ConfigError(f"cpu_offload_gib must be 0 for models that embed or score, got {config.cpu_offload_gib:g}")
+    if plan.model.passes_more:
+        raise ConfigError(f"cpu_offload_gib must be 0 for models {PASSING_MORE}, got {config.cpu_offload_gib:g}")
     if orbax.is_saved(plan.folder):
         raise ConfigError(f"{plan.folder} is an Orbax checkpoint; cpu_offload_gib reads safetensors or GGUF")
 

@@ -3,6 +3,7 @@ attention operation that writes and reads them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import RULES, is_split, num_shards, on_each_device, spec
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
@@ -43,15 +45,27 @@ def _shaped(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """Keys and values of all heads: pages [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`."""
+    """Keys and values of all heads: pages [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
+
+    If layers differ in their heads, a part of a page has the bytes of `mixed` layers of this shape, and as many layers
+    of another shape as have the same bytes: [pages, 2 * mixed, kv_heads, page_size, head_dim]. Each layer sees the
+    whole array in its own shape. With `mixed` 0 all layers have this shape.
+    """
 
     kv_heads: int
     head_dim: int
     dtype: np.dtype
+    mixed: int = 0
+
+    def fit(self, attention: Any, kv_heads: int) -> int:
+        """How many layers with this attention a part of a page holds; `kv_heads` as in `cache_kind`."""
+        if not self.mixed:
+            return 1
+        return self.mixed * self.kv_heads * self.head_dim // _numbers(attention, kv_heads)
 
     def pages(self, count: int, page_size: int) -> KVPages:
         """The shapes of `count` pages of one layer. Codes of int8 or fp8 have a scale per token and head."""
-        scales = (count, 2, self.kv_heads, page_size)
+        scales = (count, 2 * (self.mixed or 1), self.kv_heads, page_size)
         scale = _shaped(scales, jnp.float32) if has_scale(self.dtype) else None
         return KVPages(_shaped((*scales, self.head_dim), self.dtype), scale)
 
@@ -73,10 +87,11 @@ class KeysAndValues:
         """`Ops.attend` for the heads of each device."""
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
-        attend = ops.attend
+        attend = ops.attend_shared if chosen.shares_kv else ops.attend
         if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend, ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
+        attend = partial(_in_own_shape, attend) if self.mixed else attend
         return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def write(
@@ -106,6 +121,10 @@ class Latents:
     width: int
     dtype: np.dtype
     index_dim: int = 0
+
+    def fit(self, attention: Any, kv_heads: int) -> int:
+        """How many layers a part of a page holds."""
+        return 1
 
     def pages(self, count: int, page_size: int) -> LatentPages:
         """The shapes of `count` pages of one layer."""
@@ -178,7 +197,35 @@ def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, sha
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
         index_dim = 0 if attention.indexer is None else attention.indexer.dim
         return Latents(attention.rank, attention.rope_dim, width, np.dtype(dtype), index_dim)
-    return KeysAndValues(kv_heads // shares, stored_head_dim(attention.cached_dim, platform), np.dtype(dtype))
+    if model.shares_kv and shares > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size must be 1 for a model whose layers share keys and values, got {shares}"
+        )
+    if not model.several_shapes:
+        return KeysAndValues(kv_heads // shares, stored_head_dim(attention.cached_dim, platform), np.dtype(dtype))
+    several = "for a model whose layers differ in their heads of keys and values"
+    if shares > 1:
+        raise ConfigError(f"decode_context_parallel_size must be 1 {several}, got {shares}")
+    if has_scale(np.dtype(dtype)):
+        raise ConfigError(f"kv_cache_dtype must be auto or bf16 {several}, got {np.dtype(dtype).name}")
+    numbers = [_numbers(one, kv_heads) for one in model.attentions]
+    heads = max(attention.num_kv_heads, kv_heads)
+    return KeysAndValues(heads, attention.cached_dim, np.dtype(dtype), math.lcm(*numbers) // numbers[0])
+
+
+def _numbers(attention: Any, kv_heads: int) -> int:
+    """Numbers of a token's keys in a layer, with repeated heads."""
+    return max(attention.num_kv_heads, kv_heads) * attention.cached_dim
+
+
+def _in_own_shape(
+    attend: Callable, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple, first_page: jax.Array
+) -> tuple[jax.Array, KVPages]:
+    """Calls `attend` with the pages in the shape of the layer's own heads."""
+    whole = pages.data
+    kv_heads, dim = heads.qkv.sums.shape[2], heads.qkv.sums.shape[4]
+    out, pages = attend(heads, KVPages(whole.reshape(-1, 2, kv_heads, whole.shape[3], dim)), slots, rows, first_page)
+    return out, KVPages(pages.data.reshape(whole.shape))
 
 
 def _on_each_device(

@@ -56,7 +56,8 @@ class StepCost:
         if device.platform == "cpu":
             return None
         speed = rates(device)
-        read = {name: part for name, part in params.items() if name != "embed" or "head" not in params}
+        looked_up = {"per_layer"} | ({"embed"} if "head" in params else set())
+        read = {name: part for name, part in params.items() if name not in looked_up}
         stored = sum(bytes_by_dtype(read).values())
         layers = [part for name, part in params.items() if name.startswith("layers_")]
         matrices = [w for w in jax.tree.leaves(layers, is_leaf=_is_quantized) if len(w.shape) == 2]

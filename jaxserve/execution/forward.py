@@ -176,6 +176,9 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     if x is None:
         given = inputs.tokens, inputs.placed.position, ops
         x, _ = cast(Any, model.apply({"params": params}, *given, method="begin"))
+    own: Any = None
+    if model.config.per_layer is not None:
+        x, own = cast(Any, model.apply({"params": params}, inputs.tokens, x, ops, method="enter"))
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
     run = partial(run_layer, ops=ops, kind=layout.kind, mesh=context.mesh, decode_only=context.shape.decode_only)
     kinds = {spec: jax.jit(partial(run, module=model.layer(spec))) for spec in set(model.config.layers)}
@@ -193,7 +196,8 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
         at = place.array
-        given = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place), seen
+        of_layer = () if own is None else (own[:, i],)
+        given = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place), seen, *of_layer
         x, y, cache[at], routed, seen, of_checked = layer(*given)
         chosen += routed
         if of_checked is not None:
@@ -228,7 +232,8 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
     tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
-    for table, window in zip(tables, layout.groups.windows, strict=True):
+    for whole, window, fit in zip(tables, layout.groups.windows, layout.groups.fits, strict=True):
+        table = whole * fit if fit > 1 else whole
         written = _kv_slots(placed, table, layout.page_size)
         seen = (table, placed.kv_len)
         if isinstance(window, Chunk):
@@ -284,10 +289,11 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 
 def run_layer(
     params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any, seen: jax.Array | None,
-    *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
+    *own: jax.Array, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
 ) -> LayerRun:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. `seen` is what the last indexer before has chosen."""
+    in the cache. `seen` is what the last indexer before has chosen. `own` is the layer's vectors [tokens, size], where
+    layers have such."""
     of_checked = None
 
     def attend(heads: Any) -> jax.Array:
@@ -304,6 +310,6 @@ def run_layer(
         out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
         return out
 
-    made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
+    made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, *own, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
     return LayerRun(x, y, pages, jax.tree.leaves(noted), seen, of_checked)

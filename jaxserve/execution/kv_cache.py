@@ -38,7 +38,7 @@ class LayerPlace(NamedTuple):
     Attributes:
       array: the number of the array in the cache.
       group: the layer's group; None for a recurrent layer, which has states instead of pages.
-      first: the index of the layer's first page or state in the array.
+      first: the index of the layer's first page or state in the array, counted in pages or states of this layer.
     """
 
     array: int
@@ -50,8 +50,9 @@ class LayerPlace(NamedTuple):
 class CacheLayout:
     """The arrays of the cache.
 
-    A page has a part for each of `groups.depth` layers. The group of layers that owns the page uses these parts. An
+    A page has `groups.depth` parts, each for a layer. The group of layers that owns the page uses these parts. An
     array holds the parts of a few layers: first the parts of its first layer for all pages, then those of its second.
+    If layers differ in their heads, a part may hold several layers (`KeysAndValues.fit`), one after the other.
     Arrays hold several layers because each array that a step takes and returns costs the host about 3 us. The arrays of
     recurrent layers, if there are any, follow the arrays of pages.
 
@@ -95,9 +96,11 @@ class CacheLayout:
         if net is not None:
             states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
         longest = model.max_position if longest is None else longest
-        groups = LayerGroups.of(_sights(model), longest)
+        kind = cache_kind(model, kv_heads, dtype, platform, shares)
+        fits = [kind.fit(attention, kv_heads) for attention in model.attentions]
+        groups = LayerGroups.of(_sights(model), longest, fits, model.kv_sources)
         page_size = fitting_page_size(model, longest, page_size, page_size)
-        return cls(groups, num_pages, page_size, cache_kind(model, kv_heads, dtype, platform, shares), states)
+        return cls(groups, num_pages, page_size, kind, states)
 
     def places(self, layers: Sequence[LayerSpec]) -> list[LayerPlace]:
         """The places of layers, which are the first ones of those that share the cache."""
@@ -114,8 +117,9 @@ class CacheLayout:
                 recurrent += 1
             else:
                 group, index = next(paged)
-                array, part = divmod(index, each)
-                found.append(LayerPlace(array, group, part * self.num_pages))
+                part, within = divmod(index, self.groups.fits[group])
+                array, part = divmod(part, each)
+                found.append(LayerPlace(array, group, part * self.num_pages * self.groups.fits[group] + within))
         return found
 
     @property

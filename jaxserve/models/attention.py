@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.alibi import with_positions
 from jaxserve.models.layers import GATES, Linear, weight
-from jaxserve.models.norms import HeadNorm
+from jaxserve.models.norms import HeadNorm, normalize
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, StateInputs, value_of
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool) -> Linear:
             return Linear(in_shape, out_shape, axes, bias, self.dtype, as_partials=True, name=name)
 
-        shape = (self.kv_heads, group + 2, spec.head_dim)
+        shape = (self.kv_heads, group + (0 if spec.shares_kv else 2), spec.head_dim)
         axes = ("kv_heads", None, None, "embed")
         qkv = linear("qkv", (inputs,), shape, axes, spec.qkv_bias)(x, ops)
         sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
@@ -71,11 +71,11 @@ class Attention(nn.Module):
         """The argument of `attend`, which rotates queries and keys and computes the norm if it is `fused`. Everything
         else is computed here in plain XLA, which knows how the heads are split over devices."""
         spec = self.spec
-        chosen = self.spec.qk_norm
+        chosen = spec.qk_norm
         norms = [] if chosen is None else self._norms(chosen)
         plain = spec.clip is None and angles.query_scale is None and spec.alibi is None
         fused = chosen is None or (chosen.fused and plain)
-        if fused and plain:
+        if spec.shares_kv or (fused and plain and spec.v_norm is None):
             return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
         whole = qkv.reduce(self.dtype)
         q = whole[:, :, :-2]
@@ -92,6 +92,8 @@ class Attention(nn.Module):
             axes = (-3, -2, -1) if chosen.over == "width" else -1
             q = norms[0](q, axes)
             k = norms[1](k, axes)
+        if spec.v_norm is not None:
+            v = normalize(v, spec.v_norm, None, None)
         if angles.query_scale is not None:
             q = q * angles.query_scale.astype(q.dtype)[:, None, None, None]
         scales = [norm.scale() for norm in norms] if fused else []
@@ -104,10 +106,9 @@ class Attention(nn.Module):
 
     def _norms(self, chosen: QKNormSpec) -> list[HeadNorm]:
         """The norms of queries [tokens, kv_heads, group, head_dim] and of keys [tokens, kv_heads, 1, head_dim]."""
-        spec = self.spec
         dim = self.spec.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"q_norm": (dim,), "k_norm": (dim,)}
-        if chosen.over != "head":
-            group = spec.num_heads // self.kv_heads
-            shapes = {"q_norm": (self.kv_heads, group, dim), "k_norm": (self.kv_heads, 1, dim)}
+        group = self.spec.num_heads // self.kv_heads
+        found: dict[str, tuple[int, ...]] = {"q_norm": (self.kv_heads, group, dim), "k_norm": (self.kv_heads, 1, dim)}
+        names = ("q_norm",) if self.spec.shares_kv else ("q_norm", "k_norm")
+        shapes = {name: (dim,) if chosen.over == "head" else found[name] for name in names}
         return [HeadNorm(chosen.norm, shape, self.dtype, name=name) for name, shape in shapes.items()]

@@ -100,6 +100,12 @@ class Checkpoint:
         if getattr(decoder, "stage", None) is not None:  # other stages read other tensors
             pieces = self._all_pieces(decoder).values()
             elsewhere = {part for some in pieces for piece in some for part in self._parts(piece.name)}
+        shared = tuple(
+            names[f"{role}.weight"].removesuffix("weight").format(i=i)
+            for i, layer in enumerate(decoder.config.layers)
+            if getattr(layer.attention, "shares_kv", False)
+            for role in ("k", "v", "k_norm")
+        )
         before = names["attention_norm.weight"].partition("{i}")[0] if family.more_layers else None
 
         def is_of_more_layers(name: str) -> bool:
@@ -107,6 +113,6 @@ class Checkpoint:
             return layer.isdecimal() and int(layer) >= decoder.config.num_layers
 
         def is_unread(name: str) -> bool:
-            return name.endswith(family.ignored) or name.startswith(family.unread) or name in CLASSIFIER
+            return name.endswith(family.ignored) or name.startswith((*family.unread, *shared)) or name in CLASSIFIER
 
         return lambda name: name in tied_head or name in elsewhere or is_unread(name) or is_of_more_layers(name)

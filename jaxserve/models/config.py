@@ -71,6 +71,15 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _SIZE),
     **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
     "decoder_sparse_step": _count(2**12),
+    **dict.fromkeys(("global_head_dim", "vocab_size_per_layer_input"), _SIZE),
+    **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), _count(2**24, least=0)),
+    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"), _FLAG),
+    "num_global_key_value_heads": _HEADS,
+    **dict.fromkeys(("altup_num_inputs", "laurel_rank"), _SIZE),
+    "altup_active_idx": _count(2**12, least=0),
+    "altup_correct_scale": _FLAG,
+    "top_k_experts": _count(2**12),
+    "per_layer_config": _OBJECT,
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
     **dict.fromkeys(("linear_conv_kernel_dim", "full_attention_interval"), _count(2**10)),
@@ -218,7 +227,7 @@ class HFConfig:
             if not allows(value):
                 own = self._own_names.get(key, key)
                 raise ConfigError(f"{self.source}: {own} must be {what}, got {value!r:.80}")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key != "text_config":  # which is read as a config of its own
             for inner, setting in value.items():
                 if setting is not None:
                     self._check(inner, setting)

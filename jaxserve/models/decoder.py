@@ -13,21 +13,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.attention import Attention, AttentionFn, Ropes
-from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
+from jaxserve.models.altup import AltUpLayer, Streams
+from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.layer_parts import attention_of, mlp_of
+from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader
 from jaxserve.models.norms import Norm
-from jaxserve.models.recurrent import recurrent_layer
+from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig, RecurrentSpec
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
-from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, StateInputs
+from jaxserve.models.stand_in import stand_in
+from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
 
 def angles(config: ModelConfig, positions: jax.Array) -> Ropes:
     """The angles of each of a model's rotary embeddings at positions int32 [tokens], by its name in `config.ropes`."""
-    return {name: rope_angles(rope, config.rotated_dim, positions) for name, rope in config.ropes.items()}
+    return {name: rope_angles(rope, config.rotated_dim(name), positions) for name, rope in config.ropes.items()}
 
 
 class DecoderLayer(nn.Module):
@@ -54,8 +56,8 @@ class DecoderLayer(nn.Module):
         self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops
     ) -> tuple[jax.Array, Partials | None]:
         """Returns (x, y). The argument `y` is None in the first layer, and where the layer before returned None."""
-        attention_module = self._attention()
-        mlp_module = self._mlp()
+        attention_module = attention_of(self.spec, self.hidden_size, self.kv_heads, self.dtype)
+        mlp_module = mlp_of(self.spec, self.hidden_size, self.dtype)
         scale = self.spec.residual_scale
 
         def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
@@ -99,7 +101,7 @@ class DecoderLayer(nn.Module):
             case "parallel":
                 x, inputs = norm("attention_norm", x, y)
                 return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(inputs).reduce(x.dtype))[None]))
-            case "parallel_two_norms":
+            case _:  # parallel_two_norms
                 x, inputs = norm("attention_norm", x, y)
                 others = norm("mlp_norm", x)[1]
                 return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None]))
@@ -115,21 +117,6 @@ class DecoderLayer(nn.Module):
                 return "qkv"
         return ""
 
-    def _mlp(self) -> Any:
-        spec = self.spec.mlp
-        kind = MLP if self.spec.experts is None else Experts
-        return None if spec is None else kind(spec, self.hidden_size, self.dtype, name="mlp")
-
-    def _attention(self) -> Any:
-        spec = self.spec.attention
-        if spec is None:
-            return None
-        if isinstance(spec, RecurrentSpec):
-            return recurrent_layer(spec, self.hidden_size, self.dtype)
-        if isinstance(spec, LatentAttentionSpec):
-            return LatentAttention(spec, self.hidden_size, self.dtype, name="attention")
-        return Attention(spec, self.hidden_size, self.kv_heads, self.dtype, name="attention")
-
 
 def added(x: jax.Array, y: Partials | None) -> jax.Array:
     """x + y: the residual stream, plus the result that a layer left for the next one. None adds nothing."""
@@ -143,8 +130,8 @@ class Decoder(nn.Module):
     layers are traced once.
 
     Attributes:
-      kv_heads: heads of keys and values. There are more than the model's own when the mesh has more devices than heads:
-        heads are then repeated.
+      kv_heads: heads of keys and values, in layers that have the fewest. There are more than the model's own when the
+        mesh has more devices than heads: heads are then repeated.
       stage: the part of the model that a group of devices holds or a program runs; None: all of it.
       vocab_rows: rows of the embedding table. There are more than the vocabulary has when the mesh cannot split it
         evenly: the further rows are zero.
@@ -169,6 +156,10 @@ class Decoder(nn.Module):
             self.positions = LearnedPositions(learned.rows, learned.offset, hidden, self.dtype)
         if config.embed_norm is not None:
             self.embed_norm = Norm(config.embed_norm, hidden, self.dtype)
+        if config.per_layer is not None:
+            self.per_layer = PerLayerVectors(config.per_layer, hidden, self.dtype)
+        if config.altup is not None:
+            self.streams = Streams(config.altup.count, hidden, self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype)
@@ -183,9 +174,16 @@ class Decoder(nn.Module):
         return range(self.config.num_layers) if self.stage is None else self.stage.layers
 
     @nn.nowrap
-    def layer(self, spec: LayerSpec) -> DecoderLayer:
+    def layer(self, spec: LayerSpec) -> Any:
         """A layer of this shape. Outside of `setup` it is unbound, to be applied to given parameters."""
-        return DecoderLayer(spec, self.config.hidden_size, self.kv_heads, self.dtype)
+        kv_heads = max(self.kv_heads, getattr(spec.attention, "num_kv_heads", 0))
+        common = spec, self.config.hidden_size, kv_heads, self.dtype
+        match spec.residual:
+            case "scaled_sandwich":
+                return ScaledSandwich(*common, self.config.per_layer)
+            case "altup":
+                return AltUpLayer(*common, self.config.per_layer)
+        return DecoderLayer(*common)
 
     def begin(self, token_ids: jax.Array, positions: jax.Array, ops: Ops) -> tuple[jax.Array, Ropes]:
         """token_ids and positions, int32 [tokens] each -> the first layer's input [tokens, hidden], and the angles."""
@@ -201,8 +199,16 @@ class Decoder(nn.Module):
             x = self.embed_norm(x, ops)[1]
         return x, angles(config, positions)
 
+    def enter(self, token_ids: jax.Array, x: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
+        """(the first layer's input, the layers' own inputs [tokens, layers, size]), from the tokens and what `begin`
+        makes of them; for models whose layers have such."""
+        own = self.per_layer(token_ids, x, ops)
+        return (x if self.config.altup is None else self.streams.begin(x, ops)), own
+
     def finish(self, x: jax.Array, y: Partials | None, ops: Ops) -> jax.Array:
         """The last layer's (x, y) -> final hidden states [tokens, hidden], after the last norm."""
+        if self.config.altup is not None:
+            x = self.streams.end(x, ops)
         return added(x, y) if self.config.norm is None else self.norm(x, ops, y)[1]
 
     def logits(self, hidden: jax.Array, ops: Ops) -> jax.Array:
@@ -225,19 +231,10 @@ class Decoder(nn.Module):
         """Uses every weight once, so that flax declares all parameters. Only shapes matter, not the result."""
         x, ropes = self.begin(token_ids, token_ids, self.ops)
         y: Any = None
+        own: tuple[jax.Array, ...] = ()
+        if self.config.per_layer is not None:
+            x, vectors = self.enter(token_ids, x, self.ops)
+            own = (vectors[:, 0],)
         for layer in self.layers:
-            x, y = layer(x, y, ropes, partial(self._queries, layer.norm_eps), self.ops)
+            x, y = layer(x, y, ropes, partial(stand_in, layer.spec.attention, self.dtype), self.ops, *own)
         return self.logits(self.finish(x, y, self.ops), self.ops)
-
-    def _queries(self, eps: float, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
-        if isinstance(heads, Heads | LatentHeads):
-            return queries(self.ops, self.dtype, eps, heads)
-        assert self.config.recurrent is not None
-        return jnp.zeros((len(heads[0]), *self.config.recurrent.results), jnp.float32)
-
-
-def queries(ops: Ops, dtype: Any, eps: float, heads: Heads | LatentHeads) -> jax.Array:
-    """Stands for attention where only shapes matter."""
-    if isinstance(heads, LatentHeads):
-        return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype)
-    return ops.rotate(heads, eps, dtype)[0]

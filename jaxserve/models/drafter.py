@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
-from jaxserve.models.decoder import DecoderLayer, added, angles, queries
+from jaxserve.models.decoder import DecoderLayer, added, angles
 from jaxserve.models.layers import MLP, Embedding, Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.spec import LayerSpec, ModelConfig
+from jaxserve.models.stand_in import stand_in
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -157,6 +158,6 @@ class Drafter(nn.Module):
         embedded = jnp.zeros((count, config.hidden_size), self.dtype)
         if spec.own_embed:
             embedded = self.embed(token_ids, self.ops)
-        attend = partial(queries, self.ops, self.dtype, self.layers[0].norm_eps)
+        attend = partial(stand_in, self.layers[0].spec.attention, self.dtype)
         _, normed = self._entries(features, embedded, angles(config, token_ids), attend, self.ops)
         return self.logits(normed, self.ops) if spec.own_head else normed

@@ -36,6 +36,8 @@ def expert_pieces(
     if latent := experts.latent_size:
         made["mlp/latent_in/kernel"] = [_piece(names, "latent_in.weight", layer, (latent, hidden))]
         made["mlp/latent_out/kernel"] = [_piece(names, "latent_out.weight", layer, (hidden, latent))]
+    if experts.scaled:
+        made["mlp/scales"] = [_piece(names, "expert_scales", layer, (experts.count,))]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(names["expert_gate.weight"].format(i=layer, e=0))

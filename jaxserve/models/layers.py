@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import NormalDist
 from typing import Any, cast
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from jaxserve.models.spec import MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Partials, Row, value_of
-from jaxserve.pallas_kernels.ops import Ops, bounded_gate
+from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops, bounded_gate
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}  # of attention's results
@@ -157,7 +158,8 @@ class Experts(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array, ops: Ops) -> Partials:
+    def __call__(self, x: jax.Array, ops: Ops, routed: jax.Array | None = None) -> Partials:
+        """x [tokens, hidden] -> results of the same shape. routed: what the router reads in the place of x."""
         experts = self.spec.experts
         hidden = self.hidden_size
         size = self.spec.stored_size or self.spec.size
@@ -180,14 +182,18 @@ class Experts(nn.Module):
         correction = None
         if experts.router.corrected:
             correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
+        scales = None
+        if experts.scaled:
+            scales = value_of(weight(self, "scales", nn.initializers.ones, (None,), (count,), jnp.float32))
         of_gate_up, of_down = (adapters(self, f"experts_{name}_lora") for name in ("gate_up", "down"))
         y = ops.experts(
             self._projected("latent_in", hidden, inner, x, ops),
-            router(x, ops),
+            router(x if routed is None else routed, ops),
             ExpertWeights(gate_up, down, first_bias),
             experts.router,
             ops.gate_of(self.spec.activation, experts.limit, self.spec.bound),
             correction=None if correction is None else value_of(correction),
+            scales=scales,
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
@@ -224,10 +230,19 @@ def activation_of(model: ModelConfig, path: str) -> str:
     where a bias comes before the activation, or a bound behind it."""
     match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
     mlp = model.layers[int(match[1])].mlp if match else None
-    if match is None or mlp is None or mlp.bias:
+    if match is None or mlp is None or mlp.bias or mlp.sparsity:
         return ""
     bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound
     return mlp.activation if bound is None else ""
+
+
+def _thinned(x: jax.Array, sparsity: float) -> jax.Array:
+    """What numbers x [tokens, size] exceed the quantile `sparsity` of a normal distribution by, which has the mean and
+    the deviation of the token's numbers; 0 for those below it."""
+    quantile = NormalDist().inv_cdf(sparsity)
+    wide = x.astype(jnp.float32)
+    limit = jnp.mean(wide, axis=-1, keepdims=True) + jnp.std(wide, axis=-1, keepdims=True) * quantile
+    return jax.nn.relu(wide - limit).astype(x.dtype)
 
 
 class XIELU(nn.Module):
@@ -265,12 +280,15 @@ class MLP(nn.Module):
             options: dict[str, Any] = {"as_partials": True} | how
             return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, name=name, **options)
 
+        inner = (self.hidden_size,), (size, 2), ("mlp", None, "embed")
         if self.spec.bound is not None:
-            both = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x, ops).reduce(x.dtype)
+            both = linear("gate_up", *inner)(x, ops).reduce(x.dtype)
             hidden = bounded_gate(both.reshape(-1, size, 2), activation, self.spec.bound)
+        elif self.spec.gated and self.spec.sparsity:
+            gates, ups = jnp.moveaxis(linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2), 2, 0)
+            hidden = ACTIVATIONS[activation](_thinned(gates, self.spec.sparsity)) * ups
         elif self.spec.gated:
-            gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"), activation=activation)
-            hidden = gate_up(x, ops, reader(self, ops, "down"))
+            hidden = linear("gate_up", *inner, activation=activation)(x, ops, reader(self, ops, "down"))
         else:
             up = linear("up", (self.hidden_size,), (size,), ("mlp", "embed"))(x, ops)
             hidden = (

@@ -62,7 +62,7 @@ from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
 from jaxserve.pallas_kernels import cpu_panels
 from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial, passing
-from jaxserve.pallas_kernels.device_ops import choose_ops, gated_matmul_of, matmul_of, mixture_of
+from jaxserve.pallas_kernels.device_ops import choose_ops, gated_matmul_of, matmul_of, mixture_of, with_shape
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, quant_matmul
 from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, LatentProblem, MatmulProblem
@@ -156,8 +156,21 @@ def make_decoder(
         if attention not in ("auto", "xla"):
             raise ConfigError(f"attention_backend must be auto with decode_context_parallel_size, got {attention!r}")
         attention = "xla"
+    others = {
+        attention_problem(
+            model, kv_heads, num_shards(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares, i
+        )
+        for i in range(1, len(model.attentions))
+    } - {problem}
+    if others and device.platform == "tpu":
+        raise ConfigError(
+            "this model needs GPUs or a CPU: its layers differ in their heads of keys and values, and a TPU would copy "
+            "the whole cache to see it in another shape"
+        )
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
+        for other in sorted(others, key=str):
+            ops = with_shape(ops, choose_ops(device, other, backend=attention, partitioned=is_split(mesh)), other)
         if checks and device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             ops = on_trial(ops, problem, attention, windows=model.has_windows, vocab=model.vocab_size)
     except BackendError as error:
@@ -173,10 +186,18 @@ def make_decoder(
 
 
 def attention_problem(
-    model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
+    model: ModelConfig,
+    kv_heads: int,
+    devices: int,
+    device: Device,
+    dtype: Any,
+    kv_dtype: Any,
+    page_size: int,
+    layer: int = 0,
 ) -> AttentionProblem | LatentProblem:
-    """The attention of the model as one device computes it, when `devices` devices share the heads."""
-    spec = model.attentions[0]
+    """The attention of one of the model's attention layers as one device computes it, when `devices` devices share the
+    heads."""
+    spec = model.attentions[layer]
     scales = has_scale(kv_dtype)
     if isinstance(spec, LatentAttentionSpec):
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
@@ -188,9 +209,9 @@ def attention_problem(
             "(ALiBi) keep beside keys; use auto or bf16"
         )
     head_dim = stored_head_dim(spec.cached_dim, device.platform)
-    return AttentionProblem(
-        dtype, kv_dtype, kv_heads // devices, model.num_heads // kv_heads, head_dim, page_size, scales
-    )
+    kv_heads = max(kv_heads, spec.num_kv_heads)
+    group = spec.num_heads // kv_heads
+    return AttentionProblem(dtype, kv_dtype, kv_heads // devices, group, head_dim, page_size, scales)
 
 
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:

@@ -22,7 +22,8 @@ from jaxserve.models.spec import LatentAttentionSpec
 # kv_b, kv_norm and head_gate; an indexer has index_q, index_q_norm, index_k, index_k_norm and index_weights; with
 # learned scales there are slope, start, index_slope, index_start and angle_logs. Recurrent layers have roles of their
 # own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its query, then its
-# gate.
+# gate. Layers with inputs of their own have the roles of `per_layer`; experts with norms of their own have those of
+# `normed_experts`, and expert_scales.
 Names = Mapping[str, str]
 
 

@@ -16,7 +16,7 @@ from jaxserve.pallas_kernels.expert_routing import Router
 from jaxserve.pallas_kernels.types import ConvState, DeltaState, MambaState
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
-Residual = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "post_ln"]
+Residual = Literal["pre", "post", "sandwich", "scaled_sandwich", "altup", "parallel", "parallel_two_norms", "post_ln"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,10 @@ class AttentionSpec:
       gate_bias: whether that projection has a bias.
       gate_per_head: a head has one gate for all its channels, instead of one for each.
       qk_norm: the norms of queries and keys; None: there are none.
+      v_norm: the norm of each head's value, without a scale; None: there is none.
+      v_is_k: values are the results of the projection of keys, before these are normed and rotated (Gemma 4).
+      shares_kv: the layer has no keys and values of its own. It reads those of an earlier layer, see
+        `ModelConfig.kv_sources`.
     """
 
     num_heads: int
@@ -101,6 +105,9 @@ class AttentionSpec:
     gate_bias: bool = False
     gate_per_head: bool = False
     qk_norm: QKNormSpec | None = None
+    v_norm: NormSpec | None = None
+    v_is_k: bool = False
+    shares_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -500,6 +507,8 @@ class ExpertsSpec:
       shared_gate: the shared MLP's result is multiplied by a sigmoid gate, projected from the token (Qwen2-MoE).
       shared_scale: multiplies the shared MLP's result.
       shared_bound: `MLPSpec.bound` of the shared MLP.
+      own_norms: router, experts and shared MLP have norms of their own (`normed_experts`, Gemma 4).
+      scaled: each expert's weights are multiplied by a learned number.
     """
 
     count: int
@@ -511,6 +520,8 @@ class ExpertsSpec:
     shared_gate: bool = False
     shared_scale: float = 1.0
     shared_bound: float | None = None
+    own_norms: bool = False
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.count):
@@ -528,6 +539,8 @@ class MLPSpec:
       bound: activation(gate(x)) is at most this, and up(x) is within +-bound; None: they are not limited.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
+      sparsity: before the activation, gates lose what a normal distribution with their mean and deviation exceeds with
+        the probability 1 - sparsity, and smaller ones become 0 (Gemma 3n); 0: gates stay as they are.
     """
 
     size: int
@@ -537,6 +550,27 @@ class MLPSpec:
     bound: float | None = None
     experts: ExpertsSpec | None = None
     stored_size: int | None = None
+    sparsity: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AltUpSpec:
+    """Several residual streams, of which each layer computes with one (`altup`).
+
+    Attributes:
+      count, active: the number of streams, and the one that layers compute with.
+      laurel_rank: of the low-rank path beside attention.
+      scaled: the active stream has a learned scale before the layer's own vector is brought in.
+    """
+
+    count: int
+    active: int
+    laurel_rank: int
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.count:
+            raise ConfigError(f"altup_active_idx={self.active} must be one of {self.count} streams (altup_num_inputs)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,7 +583,10 @@ class LayerSpec:
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
         (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
         x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms.
+        scaled_sandwich: sandwich, then what follows from the layer's part of `ModelConfig.per_layer`, all times a
+        learned number (Gemma 4). altup: as `altup.AltUpLayer` says (Gemma 3n).
       residual_scale: multiplies what attention and MLP add to x.
+      altup: the streams, if `residual` is altup.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
@@ -557,6 +594,7 @@ class LayerSpec:
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
     residual_scale: float = 1.0
+    altup: AltUpSpec | None = None
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -583,6 +621,26 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PerLayerInputs:
+    """Each layer gets a vector of its own for each token (Gemma 3n). It is the sum of an embedding of the token, and of
+    a projection of the embedding that enters the first layer.
+
+    Attributes:
+      size: of a layer's vector.
+      layers: of the whole model.
+      rows: of the table of embeddings. Tokens beyond it have the embedding of token 0.
+      norm: of the projected vectors.
+      activation: of the projection of the stream that a layer multiplies its vector with.
+    """
+
+    size: int
+    layers: int
+    rows: int
+    norm: NormSpec
+    activation: Activation = "gelu_tanh"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer.
 
@@ -597,6 +655,7 @@ class ModelConfig:
       embed_scale: multiplies embeddings.
       embed_norm: the norm of embeddings, before the first layer; None: there is none.
       learned_positions: None: there is no table of positions.
+      per_layer: None: layers have no inputs of their own.
       head_bias: whether the output head has a bias.
       logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
     """
@@ -615,6 +674,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     embed_norm: NormSpec | None = None
     learned_positions: LearnedPositions | None = None
+    per_layer: PerLayerInputs | None = None
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -624,21 +684,20 @@ class ModelConfig:
         attentions = self.attentions
         if len({spec for spec in self.specs if isinstance(spec, RecurrentSpec)}) > 1:
             raise ConfigError("all recurrent layers must have the same shape")
-        shapes = {(type(a).__name__, a.head_dim, a.rotated_dim) for a in attentions}
-        if len(shapes) != 1:
-            raise ConfigError(f"all attention layers must have heads of the same size, got {sorted(shapes)}")
-        most = self.num_kv_heads
-        if uneven := {(a.num_heads, a.num_kv_heads) for a in attentions if a.num_heads % most or most % a.num_kv_heads}:
-            raise ConfigError(
-                f"a layer has {most} heads of keys and values, which do not suit layers with these numbers of heads of "
-                f"queries, and of keys and values: {sorted(uneven)}"
-            )
+        if len({type(attention) for attention in attentions}) != 1:
+            raise ConfigError("all attention layers must be of one kind")
+        if self.several_shapes and isinstance(attentions[0], LatentAttentionSpec):
+            raise ConfigError("all layers of latent attention must have as many heads of the same size")
         if unknown := {attention.rope for attention in attentions} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
-        for rope in self.ropes.values():
-            if (rope.rotary_dim or 0) > self.rotated_dim:
-                raise ConfigError(f"{rope.rotary_dim} channels of a head cannot turn: it has {self.rotated_dim}")
-            pairs = (self.rotated_dim if rope.rotary_dim is None else rope.rotary_dim) // 2
+        for name, rope in self.ropes.items():
+            dims = {attention.rotated_dim for attention in attentions if attention.rope == name}
+            if len(dims) > 1:
+                raise ConfigError(f"a rotary embedding is for heads of one size, got {sorted(dims)}")
+            dim = self.rotated_dim(name)
+            if (rope.rotary_dim or 0) > dim:
+                raise ConfigError(f"{rope.rotary_dim} channels of a head cannot turn: it has {dim}")
+            pairs = (dim if rope.rotary_dim is None else rope.rotary_dim) // 2
             counts = {len(rope.short_factors), len(rope.long_factors)}
             if rope.scaling == "longrope" and counts != {pairs}:
                 raise ConfigError(
@@ -706,19 +765,62 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values in the cache of every attention layer. A layer with fewer repeats its own."""
-        return max(spec.num_kv_heads for spec in self.attentions)
+        """Heads of keys and values of the attention layers that have the fewest."""
+        return min(attention.num_kv_heads for attention in self.attentions)
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head in every attention layer."""
-        return self.attentions[0].head_dim
+        """Numbers of a head in the attention layers whose heads have the most."""
+        return max(attention.head_dim for attention in self.attentions)
 
     @property
-    def rotated_dim(self) -> int:
-        """Numbers of a head that rotary positions are for, in every attention layer."""
-        return self.attentions[0].rotated_dim
+    def several_shapes(self) -> bool:
+        """Whether attention layers differ in their heads of keys and values."""
+        return len({(attention.num_kv_heads, attention.head_dim) for attention in self.attentions}) > 1
+
+    def rotated_dim(self, rope: str) -> int:
+        """Numbers of a head that this rotary embedding is for."""
+        dims = [attention.rotated_dim for attention in self.attentions if attention.rope == rope]
+        return dims[0] if dims else self.attentions[0].rotated_dim
+
+    @property
+    def kv_sources(self) -> list[int]:
+        """For each attention layer, counted among attention layers, the one whose keys and values it reads: its own, or
+        those of the last layer before it that has its own, and is like it. Raises ConfigError if there is none."""
+        found: list[int] = []
+        for i, attention in enumerate(self.attentions):
+            if getattr(attention, "shares_kv", False):
+                like = [j for j in range(i) if _shares_with(attention, self.attentions[j])]
+                if not like:
+                    raise ConfigError(f"attention layer {i} shares keys and values, but no layer before it has such")
+                found.append(like[-1])
+            else:
+                found.append(i)
+        return found
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether layers read keys and values of other layers."""
+        return any(getattr(attention, "shares_kv", False) for attention in self.attentions)
+
+    @property
+    def passes_more(self) -> bool:
+        """Whether layers take more from those before them than one vector for each token."""
+        return self.shares_kv or self.per_layer is not None
+
+    @property
+    def altup(self) -> AltUpSpec | None:
+        """The residual streams; None: there is one."""
+        return self.layers[0].altup
 
     @property
     def has_windows(self) -> bool:
         return any(spec.window is not None for spec in self.specs)
+
+
+def _shares_with(attention: Any, other: Any) -> bool:
+    """Whether a layer that has no keys and values can read those of the other layer."""
+    if other.shares_kv:
+        return False
+    names = ("num_kv_heads", "head_dim", "window", "chunk", "rope")
+    return all(getattr(attention, name) == getattr(other, name) for name in names)

@@ -51,14 +51,13 @@ def sharded_kv_heads(
 
 def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> Iterator[str]:
     """What `size` devices cannot share evenly, or `everyone`, in `experts` sets with different experts."""
-    numbers = sorted({attention.num_heads for attention in config.attentions})
-    kv_heads = config.num_kv_heads
     net = config.recurrent
-    if size <= kv_heads:
-        if kv_heads % size:
-            yield f"{kv_heads} key-value heads"
-    elif size % kv_heads or any(heads % size for heads in numbers):
-        yield f"{' or '.join(map(str, numbers))} query heads over {kv_heads} key-value heads"
+    for heads, kv_heads in sorted({(attention.num_heads, attention.num_kv_heads) for attention in config.attentions}):
+        if size <= kv_heads:
+            if kv_heads % size:
+                yield f"{kv_heads} key-value heads"
+        elif size % kv_heads or heads % size:
+            yield f"{heads} query heads over {kv_heads} key-value heads"
     if net is not None and (problem := net.cannot_share(size)):
         yield problem
     mlps = set(config.mlps)

@@ -18,10 +18,13 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
+from jaxserve.models.altup import altup_sources, stream_sources
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.layers import XIELU_SHAPES, Declared
+from jaxserve.models.normed_experts import normed_sources
+from jaxserve.models.per_layer import gate_sources, vector_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
@@ -164,6 +167,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
     if (learned := config.learned_positions) is not None:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
+    add(vector_sources(config) | stream_sources(config))
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
         if layer.mlp is not None and layer.mlp.experts:
@@ -176,6 +180,8 @@ _NORMS = {
     "pre": ("attention_norm", "mlp_norm"),
     "post": ("attention_out_norm", "mlp_out_norm"),
     "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
+    "scaled_sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
+    "altup": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -200,7 +206,14 @@ def layer_sources(
         if isinstance(attention, LatentAttentionSpec):
             layer |= latent_sources(attention, order, hidden)
         else:
-            layer |= _attention(attention, model.kv_heads, order, names, hidden, inputs or hidden)
+            kv_heads = max(model.kv_heads, attention.num_kv_heads)
+            layer |= _attention(attention, kv_heads, order, names, hidden, inputs or hidden)
+    if spec.residual == "scaled_sandwich":
+        layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
+    if spec.residual == "altup":
+        layer |= altup_sources(model.config)
+    if spec.experts is not None and spec.experts.own_norms:
+        layer |= normed_sources(hidden)
     return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 
@@ -292,8 +305,9 @@ def _qkv(
 
     Each key-value head has its queries, its key and its value, behind which zeros follow if it is smaller. Keys and
     values are repeated when `kv_heads` exceeds the layer's own number. The channels of queries and keys are brought
-    into `order`.
+    into `order`. A layer without keys and values of its own has [kv_heads, group, head_dim, *inputs].
     """
+    roles = "q" if spec.shares_kv else "qkv"
     group = spec.num_heads // kv_heads
     heads = spec.num_heads
     dim = spec.head_dim
@@ -301,7 +315,7 @@ def _qkv(
     columns = (-1,) * len(inputs)  # a weight has an axis of inputs, its scales one of groups of inputs
 
     def by_head(target: np.ndarray) -> np.ndarray:
-        return target.reshape(kv_heads, group + 2, dim, *columns)
+        return target.reshape(kv_heads, group + len(roles) - 1, dim, *columns)
 
     def query(target: np.ndarray) -> np.ndarray:
         return by_head(target)[:, :group]
@@ -329,9 +343,10 @@ def _qkv(
         of_queries = _of_pairs(dim, 0)
         takes["q"] = of_queries if order is None else lambda t: ordered(of_queries(t))
     if not (_has(names, f"qkv.{kind}") or _has(names, f"qkv_grouped.{kind}")):
+        tensors = {"q": "q", "k": "k", "v": "k" if spec.v_is_k else "v"}
         return [
-            Source(f"{role}.{kind}", (sizes[role], *inputs), views[role], splits[role], take=takes[role])
-            for role in "qkv"
+            Source(f"{tensors[role]}.{kind}", (sizes[role], *inputs), views[role], splits[role], take=takes[role])
+            for role in roles
         ]
     shape = (sum(sizes.values()), *inputs)
     if _has(names, f"qkv.{kind}"):
@@ -403,4 +418,5 @@ def _qk_norm(
         return lambda t: view(t)[head, :repeats]
 
     kinds = (("weight", "scale"),) * chosen.norm.scale + (("bias", "bias"),) * chosen.norm.bias
-    return {f"attention/{role}_norm/{place}": sources(role, kind) for role in "qk" for kind, place in kinds}
+    roles = "q" if spec.shares_kv else "qk"
+    return {f"attention/{role}_norm/{place}": sources(role, kind) for role in roles for kind, place in kinds}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -139,7 +139,7 @@ class Weights(NamedTuple):
             elif path == head:
                 dense += stored
                 last += 2 * size
-            elif path != "embed/table":  # of which steps read rows only
+            elif not path.endswith("embed/table"):  # of which steps read rows only
                 dense += stored
                 token += 2 * size if len(w.shape) == 2 else 0
         return cls(dense, experts, token, last)
@@ -179,8 +179,14 @@ class Roofline:
         self._unused = 1.0 - (experts.router.top_k / experts.count if experts is not None else 0.0)
         self.weights = Weights.of(params, _head(plan), 1.0 - self._unused)
         specs = [spec for spec in model.specs if not isinstance(spec, RecurrentSpec)]
-        self._windows = Counter(_sight(spec) for spec in specs)
         layout = plan.one_page
+        # For each window, how many layers see so far: by the parts of pages that they read, and by their heads' sizes.
+        self._parts = defaultdict[int, float](float)
+        self._sizes = defaultdict[int, float](float)
+        for one in specs:
+            window = _sight(one)
+            self._parts[window] += 1 / layout.kind.fit(one, plan.decoder.kv_heads)
+            self._sizes[window] += one.head_dim / specs[0].head_dim
         self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)
         spec = specs[0]
         width = 2 * spec.head_dim
@@ -230,8 +236,8 @@ class Roofline:
         """(bytes of the cache that a device reads, operations of a device) over all layers. Every device compares all
         keys of indexers."""
         middle = contexts - (counts - 1) / 2  # tokens that a token sees on average
-        read = sum(n * np.minimum(contexts, window + counts - 1).sum() for window, n in self._windows.items())
-        pairs = sum(n * (np.minimum(middle, window) * counts).sum() for window, n in self._windows.items())
+        read = sum(n * np.minimum(contexts, window + counts - 1).sum() for window, n in self._parts.items())
+        pairs = sum(n * (np.minimum(middle, window) * counts).sum() for window, n in self._sizes.items())
         keys = self._indexers * contexts.sum() * self._key_bytes
         compared = self._indexers * (middle * counts).sum() * self._compare_flops
         return float(read * self._row_bytes + keys), float(pairs * self._pair_flops / self._each + compared)

@@ -54,8 +54,10 @@ def why_not(device: Device, problem: AttentionProblem) -> str | None:
         return "int8 keys and values need scales"
     if kv == "float8_e4m3fn" and capability < (8, 9):
         return f"float8 needs compute capability 8.9 or newer, {device.kind} has {device.capability}; use int8"
-    if problem.head_dim > 256 or problem.group > 64:
-        return f"head_dim can be up to 256 and the group up to 64, not {problem.head_dim} and {problem.group}"
+    if problem.head_dim > 512 or problem.group > 64:
+        return f"head_dim can be up to 512 and the group up to 64, not {problem.head_dim} and {problem.group}"
+    if problem.head_dim > 256 and (q == "float32" or problem.group > 16):
+        return f"head_dim {problem.head_dim} needs queries of 16 bits and a group of up to 16, not {q}, {problem.group}"
     if q == "float32" and problem.head_dim > 128 and problem.group > 32:
         return f"in float32 with head_dim {problem.head_dim} the group can be up to 32, not {problem.group}"
     return None
@@ -368,7 +370,7 @@ def _arguments(q, pages, block_tables, kv_len, first_page, sinks, scale, window,
 
 def _narrow(q: jax.Array) -> int:
     """The divisor of tile sizes such that tiles fit registers and the 99 KiB of shared memory of capability 8.9."""
-    return (2 if q.dtype == jnp.float32 else 1) * (2 if q.shape[-1] > 128 else 1)
+    return (2 if q.dtype == jnp.float32 else 1) * (4 if q.shape[-1] > 256 else 2 if q.shape[-1] > 128 else 1)
 
 
 def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_only):
@@ -389,7 +391,8 @@ def _decode_rows(q, cache, kv_len, num_decodes, sinks, fixed, *, rows, decode_on
         _decode, q, *cache, kv_len, num_decodes, sinks, before,
         out=[values, stats, stats], grid=(visited if splits == 1 else count, heads, splits),
         aliases={8: 0} if splits == 1 and aliased else None,
-        num_warps=tuned.get("warps", 4), num_stages=tuned.get("stages", 3), SPLITS=splits, GROUP_PAD=pad(group, 16),
+        num_warps=tuned.get("warps", 4), num_stages=tuned.get("stages", 3 if dim <= 256 else 2),
+        SPLITS=splits, GROUP_PAD=pad(group, 16),
         BLOCK=tuned.get("block", 64 // _narrow(q)), **fixed,
     )  # fmt: skip
     if splits == 1:

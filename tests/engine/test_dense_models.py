@@ -168,6 +168,8 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
     ("case", "architecture", "begin"),
     [
         ("gemma3_layer_types", "Gemma3ForConditionalGeneration", "language_model.model."),
+        ("gemma3n_older", "Gemma3nForConditionalGeneration", "model.language_model."),
+        ("gemma4_unified_scalars", "Gemma4UnifiedForConditionalGeneration", "model.language_model."),
         ("ministral3_scaled", "Mistral3ForConditionalGeneration", "model.language_model."),
         ("llama4_chunks", "Llama4ForConditionalGeneration", "language_model.model."),
         ("mistral4_groups", "Mistral3ForConditionalGeneration", "model.language_model."),
@@ -253,7 +255,8 @@ def test_any_change_of_a_config_gives_a_model_or_a_config_error(case, data):
         refusal = str(error)
     else:
         with np.errstate(over="ignore"):
-            assert all(np.isfinite(inverse_frequencies(rope, model.rotated_dim)).all() for rope in model.ropes.values())
+            for name, rope in model.ropes.items():
+                assert np.isfinite(inverse_frequencies(rope, model.rotated_dim(name))).all()
         return
     assert refusal.startswith("some/config.json")
 

@@ -30,7 +30,8 @@ CONFIGS = json.loads((Path(__file__).parent.parent / "published_configs.json").r
 DENSE = json.loads((Path(__file__).parent.parent / "published_dense.json").read_text())
 BILLIONS = {  # of parameters, as their cards say, embeddings included once where the head is tied to them
     "google/gemma-2b": 2.51, "google/gemma-2-9b-it": 9.24, "google/gemma-3-1b-it": 1.0, "google/gemma-3-4b-it": 3.88,
-    "google/gemma-3-27b-it": 27.01, "microsoft/Phi-3-mini-4k-instruct": 3.82, "microsoft/Phi-3.5-mini-instruct": 3.82,
+    "google/gemma-3-27b-it": 27.01, "google/gemma-3n-E4B-it": 6.87, "google/gemma-4-31B-it": 30.7,
+    "microsoft/Phi-3-mini-4k-instruct": 3.82, "microsoft/Phi-3.5-mini-instruct": 3.82,
     "microsoft/Phi-4-mini-instruct": 3.84, "microsoft/phi-2": 2.78, "openai-community/gpt2": 0.124,
     "EleutherAI/pythia-6.9b": 6.86, "EleutherAI/gpt-neox-20b": 20.55, "facebook/opt-350m": 0.331,
     "tiiuae/falcon-7b": 6.92, "tiiuae/falcon-40b": 41.3, "tiiuae/falcon-11B": 11.1,

@@ -47,6 +47,7 @@ NEEDED = {
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 3]]},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.
@@ -63,6 +64,12 @@ EFFECTIVE = {
     "Ernie4_5_MoeForCausalLM": {"moe_layer_end_index": 3},
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1},
     "GlmMoeDsaForCausalLM": {"indexer_types": ["full", "full", "shared"] * 2},
+    "Gemma3nForCausalLM": {"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0]},
+    "Gemma4ForCausalLM": {
+        "layer_types": _TYPES, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64,
+    },
+    "Gemma4UnifiedForCausalLM": {"layer_types": _TYPES, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "GptOssForCausalLM": {"swiglu_limit": 6.0},
     "Lfm2ForCausalLM": {"layer_types": _CONVOLUTIONS, "block_multiple_of": 250},
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
@@ -83,6 +90,7 @@ WITHOUT_EFFECT = {
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "Gemma3nForCausalLM": {"altup_coef_clip"},  # for training
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "GlmMoeDsaForCausalLM": {"num_key_value_heads", "head_dim"},
     "KimiLinearForCausalLM": {"num_key_value_heads"},
@@ -116,10 +124,10 @@ GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_
 # Read by config classes, which then write another window, another rope_parameters, or have a property that the model
 # reads. The class of Cohere2Moe has rope_scaling without a use; it is refused.
 BY_CLASS = {
-    "use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices",
-    "moe_apply_router_weight_on_input",
-}  # fmt: skip
-BY_CLASS |= {"model_max_length"}  # Kimi Linear's name of max_position_embeddings
+    *("use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices"),
+    *("moe_apply_router_weight_on_input", "num_kv_shared_layers"),
+    "model_max_length",  # Kimi Linear's name of max_position_embeddings
+}
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})
 
 
@@ -315,7 +323,7 @@ OLDER_ROPES = (
 def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
-        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "MiMoV2Flash", "Laguna")
+        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "MiMoV2Flash", "Laguna", "Gemma4")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
             # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
             # ones are as young as transformers 5.

@@ -261,6 +261,7 @@ CASES = {
     ),
     "head_dim 120": case(q_lens=[1, 9], lengths=[40, 50], group=1, dim=120, dtype="bfloat16"),
     "head_dim 256": case(q_lens=[1, 9], lengths=[40, 50], heads=1, group=1, dim=256, dtype="float16"),
+    "head_dim 512": case(q_lens=[1, 9], lengths=[40, 50], heads=1, group=8, dim=512, dtype="bfloat16"),
 }
 
 
@@ -683,8 +684,11 @@ def test_why_not():
     assert "8.0 or newer" in attention.why_not(Device("gpu", "T4", (7, 5)), AttentionProblem(**asked))
     assert "float32" in attention.why_not(gpu, AttentionProblem(**asked | {"kv_dtype": f32}))
     assert "scales" in attention.why_not(gpu, AttentionProblem(**asked | {"kv_dtype": int8}))
-    assert "512" in attention.why_not(gpu, AttentionProblem(**asked | {"head_dim": 512}))
+    assert attention.why_not(gpu, AttentionProblem(**asked | {"head_dim": 512})) is None
+    assert "1024" in attention.why_not(gpu, AttentionProblem(**asked | {"head_dim": 1024}))
+    assert "group of up to 16" in attention.why_not(gpu, AttentionProblem(**asked | {"head_dim": 512, "group": 32}))
     wide = {"q_dtype": f32, "kv_dtype": f32, "head_dim": 256}
+    assert "16 bits" in attention.why_not(gpu, AttentionProblem(**asked | wide | {"head_dim": 512}))
     assert attention.why_not(gpu, AttentionProblem(**asked | wide | {"group": 32})) is None
     assert "up to 32" in attention.why_not(gpu, AttentionProblem(**asked | wide | {"group": 33}))
     quantized = AttentionProblem(**asked | {"kv_dtype": fp8, "has_scale": True})
@@ -743,7 +747,8 @@ def compile_for(mesh, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @compiled
-def test_the_largest_attention_fits_small_gpus(monkeypatch):
+@pytest.mark.parametrize(("dtype", "group", "dim"), [("float32", 32, 256), ("bfloat16", 16, 512)])
+def test_the_largest_attention_fits_small_gpus(dtype, group, dim, monkeypatch):
     """99 KiB of shared memory, of which a kernel is refused more when it is loaded."""
     library = pytest.importorskip("jax_triton.triton_lib")
     found = []
@@ -755,12 +760,12 @@ def test_the_largest_attention_fits_small_gpus(monkeypatch):
     def like(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    pages = KVPages(like((64, 2, 2, 8, 256), "float32"), None)
+    pages = KVPages(like((64, 2, 2, 8, dim), dtype), None)
     tables = like((4, 256), "int32")
     rows = like((5,), "int32"), like((4,), "int32"), like((), "int32")
     with jax.set_mesh(mesh):
         jax.jit(partial(attention.paged_attention, scale=0.1)).lower(
-            like((64, 2, 32, 256), "float32"), pages, tables, *rows
+            like((64, 2, group, dim), dtype), pages, tables, *rows
         )
     assert {made["name"] for made in found} >= {"_decode", "_prompt"}
     assert max(made["shared_mem_bytes"] for made in found) <= 99 << 10
@@ -774,6 +779,7 @@ def test_the_largest_attention_fits_small_gpus(monkeypatch):
         ("float16", "int8", 7, 80, 16, False),
         ("bfloat16", "bfloat16", 1, 96, 16, True),
         ("bfloat16", "float8_e4m3fn", 1, 256, 256, False),
+        ("bfloat16", "bfloat16", 8, 512, 16, False),
     ],
 )
 def test_attention_compiles(compile_for, q_dtype, kv_dtype, group, dim, page, decode_only):

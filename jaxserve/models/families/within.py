@@ -13,6 +13,8 @@ from jaxserve.models.families import Family
 from jaxserve.models.families.deepseek import FAMILIES as DEEPSEEK
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
+from jaxserve.models.families.gemma3n import GEMMA3N_NAMES, read_gemma3n
+from jaxserve.models.families.gemma4 import GEMMA4_NAMES, read_gemma4, read_unified
 from jaxserve.models.families.llama import FAMILY as LLAMA
 from jaxserve.models.families.llama import IGNORED
 from jaxserve.models.families.llama4 import FAMILY as LLAMA4
@@ -38,16 +40,21 @@ UNREAD = (
     *(
         f"{start}{part}"
         for start in ("", "model.")
-        for part in ("vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.")
+        for part in (
+            "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vision_embedder.",
+            "embed_vision.", "audio_tower.", "embed_audio.",
+        )
     ),
-)
+)  # fmt: skip
 OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
     "projection_hidden_size", "projection_layer_norm_eps", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
     "image_seq_length", "downsample_ratio", "vision_feature_select_strategy", "media_placeholder_token_id",
-    "use_unified_vision_chunk", "video_placeholder", "ignore_index",
+    "use_unified_vision_chunk", "video_placeholder", "ignore_index", "vision_soft_tokens_per_image", "boi_token_id",
+    "eoi_token_id", "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
+    "audio_soft_tokens_per_image",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -78,6 +85,10 @@ class Text(NamedTuple):
 
 def by_whole(whole: bool | None, text: bool | None) -> bool:
     return bool(whole)
+
+
+def by_whole_or_tied(whole: bool | None, text: bool | None) -> bool:
+    return whole is not False
 
 
 def by_either(whole: bool | None, text: bool | None) -> bool:
@@ -162,6 +173,27 @@ FAMILIES = (
         {"gemma3_text": Text(read_gemma3, GEMMA3)},
         SANDWICH_NAMES,
         by_text(True),
+    ),
+    family_within(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        {"gemma4_text": Text(read_gemma4)},
+        GEMMA4_NAMES,
+        by_whole_or_tied,
+    ),
+    family_within(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        {"gemma4_unified_text": Text(read_unified)},
+        GEMMA4_NAMES,
+        by_whole_or_tied,
+    ),
+    family_within(
+        "gemma3n",
+        "Gemma3nForConditionalGeneration",
+        {"gemma3n_text": Text(read_gemma3n)},
+        GEMMA3N_NAMES,
+        by_whole_or_tied,
     ),
     family_within(
         "mistral3",

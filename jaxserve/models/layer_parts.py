@@ -1,0 +1,29 @@
+"""The modules of a layer's attention and MLP, to be called within the layer's own module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.models.attention import Attention
+from jaxserve.models.latent import LatentAttention
+from jaxserve.models.layers import MLP, Experts
+from jaxserve.models.recurrent import recurrent_layer
+from jaxserve.models.spec import LatentAttentionSpec, LayerSpec, RecurrentSpec
+
+
+def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -> Any:
+    """The layer's attention, or the recurrent layer in its place; None if it has none."""
+    attention = spec.attention
+    if attention is None:
+        return None
+    if isinstance(attention, RecurrentSpec):
+        return recurrent_layer(attention, hidden_size, dtype)
+    if isinstance(attention, LatentAttentionSpec):
+        return LatentAttention(attention, hidden_size, dtype, name="attention")
+    return Attention(attention, hidden_size, kv_heads, dtype, name="attention")
+
+
+def mlp_of(spec: LayerSpec, hidden_size: int, dtype: Any) -> Any:
+    """The layer's MLP, or its mixture of experts; None if it has none."""
+    kind = MLP if spec.experts is None else Experts
+    return None if spec.mlp is None else kind(spec.mlp, hidden_size, dtype, name="mlp")
