@@ -19,6 +19,7 @@ Messages = list[dict[str, Any]]
 _JOINED_ARGUMENTS = re.compile(
     r"""[+~]\s*\w+(\.function|\[['"]function['"]\])?(\.arguments|\[['"]arguments['"]\])\s*([+~]|-?\}\})"""
 )
+_DUMPED_ARGUMENTS = re.compile(r"""\barguments(['"]\])?\s*\|\s*tojson""")
 _READS_TOOLS = re.compile(r"\b(if|in|set \w+ =) tools\b")
 
 
@@ -26,7 +27,7 @@ def for_template(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, 
     """The messages as the template wants them. Does not change the given ones."""
     if harmony.matches(template):
         messages = one_call_each(messages)
-    if _JOINED_ARGUMENTS.search(template):
+    if _JOINED_ARGUMENTS.search(template) and not _DUMPED_ARGUMENTS.search(template):
         messages = [_with_calls(message, _with_text) for message in messages]
     if "tool_calls" not in template and any(message.get("tool_calls") for message in messages):
         messages = _calls_as_text(messages, template)

@@ -139,6 +139,13 @@ CALLING = Message("assistant", "Look.", tool_calls=[ToolCall(CalledFunction("f",
             "{{ tool.function.name }}:{{ tool.function.arguments | tojson }};{% endfor %}{% endfor %}",
             'f:{"city": "Köln"};',
         ),
+        # Apertus's joins them in messages of another form, which nobody sends.
+        (
+            "{% for m in messages %}{% for tool in m.blocks %}{{ tool.name + tool.arguments + ';' }}{% endfor %}"
+            "{% for tool in m.tool_calls %}{% set function = tool.function %}"
+            "{{ function.name + ':' + function.arguments|tojson + ';' }}{% endfor %}{% endfor %}",
+            'f:{"city": "Köln"};',
+        ),
         # Phi-4-mini looks for the tools in the system message, and shows no calls.
         (
             "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
@@ -161,7 +168,7 @@ CALLING = Message("assistant", "Look.", tool_calls=[ToolCall(CalledFunction("f",
             "f<user>Hi<assistant>Look.<tool>rain",
         ),
     ],
-    ids=["deepseek", "others", "phi", "granite", "smollm"],
+    ids=["deepseek", "others", "apertus", "phi", "granite", "smollm"],
 )  # fmt: skip
 def test_what_particular_templates_want(template, prompt):
     messages = [Message("user", "Hi"), CALLING, Message("tool", "rain", tool_call_id="1")]
