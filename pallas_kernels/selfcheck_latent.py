@@ -207,7 +207,7 @@ def check_write_latent(
     program = Program(partial(write, rank=problem.rank), *case.arguments())
     others = np.arange(len(case.pages)) != LAYER  # padding may go to the layer's first page
     pages, different = program.repeated(None, repeats, others)
-    findings = _judge_write(case, problem, *pages)
+    findings = _judge_write(case, problem, pages.data, pages.scale)
     return [*findings, OTHER_PAGES] if different else findings
 
 
