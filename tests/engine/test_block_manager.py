@@ -404,7 +404,6 @@ def has_no_window(windows):
     return lambda page, window: page == 0 and window is None
 
 
-@pytest.mark.parametrize("windows", [(None,), (5,), (None, 4), (3, 7), (Chunk(6), None), (Chunk(4), 5)])
 def test_snapshots_at_intervals():
     """They are dense at the beginning, and take half of the places for each time that a prompt doubles at most."""
     states = StateSnapshots(0, 8, interval=64)
@@ -413,6 +412,7 @@ def test_snapshots_at_intervals():
     assert list(StateSnapshots(0, 8).at_intervals(1100)) == []
 
 
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 4), (3, 7), (Chunk(6), None), (Chunk(4), 5)])
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_match_is_the_longest_usable_run(windows, recurrent):
     """Blocks of which some pages were never registered, in all kinds of windows."""
