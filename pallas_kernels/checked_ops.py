@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import selfcheck_stamps
+from jaxserve.pallas_kernels.delta_net.reference import delta_net
 from jaxserve.pallas_kernels.device_ops import grouped_floats
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.lora import reference as lora
+from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import w8a8
@@ -30,10 +32,12 @@ from jaxserve.pallas_kernels.registry import (
     Device,
     LatentProblem,
     MatmulProblem,
+    RecurrentProblem,
     choose,
     has_gated_matmul,
     load,
 )
+from jaxserve.pallas_kernels.short_conv.reference import short_conv
 from jaxserve.pallas_kernels.types import QuantArray
 
 if TYPE_CHECKING:  # imported only where a device is tried
@@ -185,16 +189,26 @@ PLAIN_OPS: dict[str, Any] = {
     "gated_matmul": None,
     "draw": None,
     "add_adapters": lora.add_adapters,
+    "delta_net": delta_net,
+    "mamba2": mamba2,
+    "short_conv": short_conv,
 }
 
 
 def on_trial(
-    ops: Ops, problem: AttentionProblem | LatentProblem, backend: str, *, windows: bool = True, vocab: int = 0
+    ops: Ops,
+    problem: AttentionProblem | LatentProblem,
+    backend: str,
+    *,
+    windows: bool = True,
+    vocab: int = 0,
+    recurrent: tuple[str, RecurrentProblem] | None = None,
 ) -> Ops:
     """The operations with checks that have begun (`Ops.trials`); `passing` waits for them.
 
     Operations that are plain XLA already are not tried, as nothing could replace them. windows: whether the model has
-    any. vocab: tokens of the rows that are drawn from.
+    any. vocab: tokens of the rows that are drawn from. recurrent: the operation of its recurrent layers, if it has any,
+    and their problem.
     """
     trials = Trials()
     if isinstance(problem, LatentProblem):
@@ -209,7 +223,18 @@ def on_trial(
         from jaxserve.pallas_kernels.selfcheck_draw import check_draw
 
         trials.begin("draw", "auto", [ops.draw], vocab, partial(check_draw, ops.draw, vocab))
+    if recurrent is not None:
+        _begin_recurrent(trials, *recurrent)
     return replace(ops, trials=trials)
+
+
+def _begin_recurrent(trials: Trials, operation: str, problem: RecurrentProblem) -> None:
+    name = choose(operation, Device.of(jax.devices()[0]), problem)
+    if name not in PLAIN:
+        from jaxserve.pallas_kernels.selfcheck_recurrent import check_recurrent
+
+        run = getattr(load(operation, name), operation)
+        trials.begin(operation, "auto", [run], problem, partial(check_recurrent, operation, run, problem))
 
 
 def _begin_attention(trials: Trials, ops: Ops, problem: AttentionProblem, backend: str, windows: bool) -> None:

@@ -211,7 +211,7 @@ def advance_states(
     state: State,
     rows: StateRows,
     first: jax.Array | int,
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """Calls the kernel `target` of a recurrent layer with its inputs; None: a bias that it does not have. Returns the
     results, float32 `shape`, and the arrays of the states, which it changes in place."""
     given = [_floats(x) if x is None or x.dtype != jnp.int32 else x for x in arrays]

@@ -1,10 +1,11 @@
-// Recurrent layers on CPU, called by XLA through its foreign function interface: the causal convolution of each channel,
-// the gated delta rule and Mamba-2 (short_conv.py, delta_net/reference.py, mamba2/reference.py), with states in place.
+// Recurrent layers on CPU, called by XLA through its foreign function interface: the causal convolution of channels,
+// the gated delta rule and Mamba-2 (short_conv, delta_net and mamba2 have a reference.py each), with states in place.
 //
 // A thread's piece is a row and some of its heads, with all tokens of the row. So a row's results have the same bits,
-// whatever else is in the batch. A row of one token takes one pass over its states: the rule's two products with a matrix
-// and its update are computed for a strip of columns while that is in the first-level cache. Longer rows are computed in
-// chunks of kChunk tokens by products of small matrices, with the state in the second-level cache. All sums are float32.
+// whatever else is in the batch. A row of one token takes one pass over its states: the rule's two products with a
+// matrix and its update are computed for a strip of columns while that is in the first-level cache. Longer rows are
+// computed in chunks of kChunk tokens by products of small matrices, with the state in the second-level cache. All sums
+// are float32.
 
 #include <cmath>
 #include <cstring>
@@ -70,7 +71,8 @@ static inline void put(Reg x, float* to, int64_t count) {
 }
 
 // to[j, i] = from[i, j] for `rows` rows from, of `columns` numbers.
-static void transpose_all(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
+static void transpose_all(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to,
+                          int64_t to_row) {
   for (int64_t i = 0; i < rows; i += kWidth)
     for (int64_t j = 0; j < columns; j += kWidth) {
       if (i + kWidth > rows || j + kWidth > columns) {
@@ -85,8 +87,8 @@ static void transpose_all(const float* from, int64_t from_row, int64_t rows, int
     }
 }
 
-// y[m, n] = keep * y[m, n] + sum over k < count of a[m * a_row + k * step] * b[k, n]; `columns` is a multiple of kWidth.
-// With `lower`, all a[m, k] with k > m are zeros.
+// y[m, n] = keep * y[m, n] + sum over k < count of a[m * a_row + k * step] * b[k, n]; `columns` is a multiple of
+// kWidth. With `lower`, all a[m, k] with k > m are zeros.
 static void product(int64_t rows, int64_t columns, int64_t count, const float* a, int64_t a_row, int64_t step,
                     const float* b, int64_t b_row, float keep, float* y, int64_t y_row, bool lower = false) {
   for (int64_t n = 0; n < columns;) {
@@ -103,6 +105,12 @@ static void product(int64_t rows, int64_t columns, int64_t count, const float* a
 
 // The convolution.
 
+// Every second number of a, then of b: those at odd places with Odd = 1.
+template <int Odd, size_t... I>
+static inline Reg every_second(Reg a, Reg b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, static_cast<int>(2 * I + Odd)...);
+}
+
 // The weights of some channels by tap [width, padded], the last of which is a token's own, and the bias [padded].
 struct Taps {
   int64_t width, channels, padded;
@@ -113,7 +121,20 @@ struct Taps {
   // From weights [channels, width] and a bias [channels], or null.
   Taps(const float* from, const float* bias, int64_t width, int64_t channels, float* to)
       : width(width), channels(channels), padded(round_up(channels, kWidth)), weights(to) {
-    transpose_all(from, width, channels, width, to, padded);
+    int64_t c = 0;
+    for (; width == 4 && c + kWidth <= channels; c += kWidth) {
+      Reg block[4];
+      for (int i = 0; i < 4; i++) block[i] = reg(from + 4 * c + i * kWidth);
+      const Reg even_low = every_second<0>(block[0], block[1], Lanes());
+      const Reg even_high = every_second<0>(block[2], block[3], Lanes());
+      const Reg odd_low = every_second<1>(block[0], block[1], Lanes());
+      const Reg odd_high = every_second<1>(block[2], block[3], Lanes());
+      reg(to + c) = every_second<0>(even_low, even_high, Lanes());
+      reg(to + padded + c) = every_second<0>(odd_low, odd_high, Lanes());
+      reg(to + 2 * padded + c) = every_second<1>(even_low, even_high, Lanes());
+      reg(to + 3 * padded + c) = every_second<1>(odd_low, odd_high, Lanes());
+    }
+    transpose_all(from + c * width, width, channels - c, width, to + c, padded);
     for (int64_t tap = 0; tap < width; tap++) std::fill(to + tap * padded + channels, to + (tap + 1) * padded, 0.f);
     std::fill_n(to + width * padded, padded, 0.f);
     if (bias) std::copy_n(bias, channels, to + width * padded);
@@ -187,7 +208,8 @@ static void convolve_rows(const Call& call, const Rows& rows, const Array& x, co
     for (int64_t t = 0; t < rows.length(row); t += kTokens) pieces.push_back({row, t});
   const auto inputs_of = [&](int64_t row) {
     const float* from = data<float>(x) + rows.starts[row] * channels;
-    return Inputs(from, channels, rows.before(data<float>(states), row, size), channels, taps, room(Inputs::size(taps)));
+    const float* last = rows.before(data<float>(states), row, size);
+    return Inputs(from, channels, last, channels, taps, room(Inputs::size(taps)));
   };
   parallel_for(call, pieces.size(), [&](int64_t i) {
     const auto [row, t] = pieces[i];
@@ -307,10 +329,11 @@ struct DeltaRule {
 
   // A chunk of `count` tokens of one value head. mixed [count, padded]; alike [2 * kChunk, kChunk] are the products of
   // its keys, then of its queries, with its keys. state [key, value_padded].
-  void chunk(const float* mixed, const float* v, const float* alike, int64_t count, const float* decay, const float* rate,
-             int64_t heads_row, float* state, float* to, int64_t to_row, float* free) const {
+  void chunk(const float* mixed, const float* v, const float* alike, int64_t count, const float* decay,
+             const float* rate, int64_t heads_row, float* state, float* to, int64_t to_row, float* free) const {
     float *since = free, *lower = since + kChunk * kChunk, *scores = lower + kChunk * kChunk;
-    float *added = scores + kChunk * kChunk, *seen = added + kChunk * value_padded, *total = seen + kChunk * value_padded;
+    float *added = scores + kChunk * kChunk, *seen = added + kChunk * value_padded;
+    float* total = seen + kChunk * value_padded;
     decays(decay, heads_row, count, since, total);
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < kChunk; j += kWidth) {
@@ -342,7 +365,8 @@ struct DeltaRule {
       const float until = since[(count - 1) * kChunk + i];
       for (int64_t d = 0; d < value_padded; d += kWidth) reg(added + i * value_padded + d) *= until;
     }
-    product(key, value_padded, count, mixed + key, 1, padded, added, value_padded, total[count - 1], state, value_padded);
+    product(key, value_padded, count, mixed + key, 1, padded, added, value_padded, total[count - 1], state,
+            value_padded);
   }
 
   void many_tokens(const Inputs& in, int64_t head, int64_t first, int64_t count, const float* before, float* after,
@@ -401,16 +425,20 @@ static void for_rows(const Call& call, const Rows& rows, int64_t pieces, F f) {
 }
 
 // Arguments: qkv [tokens, heads, channels]; decay and rate [tokens, heads, group]; weights of the convolution [heads,
-// channels, width]; matrices [states, heads, group, key, value] and last inputs [states, heads, (width - 1) * channels],
-// which share their memory with the second and third result; the rows. Results: [tokens, heads, group, value].
+// channels, width]; matrices [states, heads, group, key, value] and last inputs [states, heads, (width - 1) *
+// channels], which share their memory with the second and third result; the rows. Results: [tokens, heads, group,
+// value].
 static void delta_net(const Call& call) {
   const Array &qkv = call.argument(0), &weights = call.argument(3), &matrix = call.result(1);
   const Rows rows(call, 6, qkv.dims[0], matrix.dims[0]);
-  const int64_t heads = qkv.dims[1], channels = qkv.dims[2], width = weights.dims[2], size = Taps::size(width, channels);
+  const int64_t heads = qkv.dims[1], channels = qkv.dims[2], width = weights.dims[2];
+  const int64_t size = Taps::size(width, channels);
   std::vector<float> by_tap(heads * size);
   std::vector<Taps> taps;
-  for (int64_t head = 0; head < heads; head++)
-    taps.push_back({data<float>(weights) + head * channels * width, nullptr, width, channels, by_tap.data() + head * size});
+  for (int64_t head = 0; head < heads; head++) {
+    const float* own = data<float>(weights) + head * channels * width;
+    taps.push_back({own, nullptr, width, channels, by_tap.data() + head * size});
+  }
   const DeltaRule net{rows, data<float>(qkv), data<float>(call.argument(1)), data<float>(call.argument(2)), taps,
                      data<float>(matrix), data<float>(call.result(2)), data<float>(call.result()),
                      heads, matrix.dims[2], matrix.dims[3], matrix.dims[4], channels, width};
@@ -484,8 +512,8 @@ struct Mamba {
   void many_tokens(const std::vector<Inputs>& in, int64_t head, int64_t first, int64_t count, const float* before,
                    float* after, float* free) const {
     const int64_t some_heads = in.size(), transposed = state * dim_padded, size = dim * state;
-    float *keys = free, *alike = keys + state * kChunk, *own = alike + kChunk * kChunk, *states = own + kChunk * dim_padded;
-    float* rest = states + some_heads * transposed;
+    float *keys = free, *alike = keys + state * kChunk, *own = alike + kChunk * kChunk;
+    float *states = own + kChunk * dim_padded, *rest = states + some_heads * transposed;
     std::fill_n(states, some_heads * transposed, 0.f);
     for (int64_t h = 0; before && h < some_heads; h++)
       transpose_all(before + h * size, state, dim, state, states + h * transposed, dim_padded);
@@ -508,7 +536,8 @@ struct Mamba {
     const int64_t chunks = kChunk * (state + 2 * kChunk + 2 * dim_padded + 2) + kHeads * state * dim_padded;
     const int64_t copies = kHeads * Inputs::size(taps[head]);
     float* free = room(copies + std::max(chunks, dim_padded));
-    const float *given = rows.before(matrix, row, heads * size), *last = rows.before(inputs, row, (width - 1) * channels);
+    const float* given = rows.before(matrix, row, heads * size);
+    const float* last = rows.before(inputs, row, (width - 1) * channels);
     const float* before = given ? given + head * size : nullptr;
     float* after = rows.after(matrix, row, heads * size) + head * size;
     std::vector<Inputs> in;
@@ -527,9 +556,9 @@ struct Mamba {
 };
 
 // Arguments: x [tokens, heads * dim]; bc [tokens, 2 * groups * state]; step [tokens, heads]; a, d and the group of each
-// head [heads]; the convolution's weights and bias for x [channels, width] and [channels] or empty, then for bc; matrices
-// [states, heads, dim, state], last inputs of x and of bc [states, width - 1, channels], which share their memory with
-// the results from the second on; the rows. Results: [tokens, heads, dim].
+// head [heads]; the convolution's weights and bias for x [channels, width] and [channels] or empty, then for bc;
+// matrices [states, heads, dim, state], last inputs of x and of bc [states, width - 1, channels], which share their
+// memory with the results from the second on; the rows. Results: [tokens, heads, dim].
 static void mamba2(const Call& call) {
   const Array &x = call.argument(0), &bc = call.argument(1), &weights = call.argument(6), &bias = call.argument(7);
   const Array& matrix = call.result(1);

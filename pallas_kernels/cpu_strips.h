@@ -1,4 +1,4 @@
-// Products of small matrices whose sums are in registers: some rows of the left one, a strip of the right one's columns.
+// Products of small matrices whose sums are in registers: of a few rows and a strip of columns.
 
 #pragma once
 

@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
-from jaxserve.pallas_kernels.operands import DeltaHeads, MambaInputs, Partials, StateInputs
+from jaxserve.pallas_kernels.operands import Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
@@ -34,7 +34,16 @@ from jaxserve.pallas_kernels.registry import (
     load,
 )
 from jaxserve.pallas_kernels.state_rows import StateRows
-from jaxserve.pallas_kernels.types import BlockArray, KVPages, PanelArray, QuantArray, QuantRows, State
+from jaxserve.pallas_kernels.types import (
+    BlockArray,
+    DeltaState,
+    KVPages,
+    MambaState,
+    PanelArray,
+    QuantArray,
+    QuantRows,
+    State,
+)
 
 log = logging.getLogger(__name__)
 RECURRENT = ("delta_net", "mamba2", "short_conv")  # the operations of recurrent layers
@@ -189,14 +198,16 @@ def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = Fal
 
 def recurrent_problem(inputs: StateInputs, state: State, options: Mapping[str, Any]) -> RecurrentProblem:
     """The problem of an operation of recurrent layers with these arguments."""
+    dtype = np.dtype(inputs[0].dtype)
+    channels, width = inputs.conv.shape[-2:]
     silu = options.get("activation", jax.nn.silu) is jax.nn.silu
-    if isinstance(inputs, DeltaHeads):
-        sizes = state.matrix.shape[1:]
-        return RecurrentProblem(np.dtype(inputs.qkv.dtype), *sizes, *inputs.conv.shape[1:], silu)
-    if isinstance(inputs, MambaInputs):
-        heads, *sizes = state.matrix.shape[1:]
-        return RecurrentProblem(np.dtype(inputs.x.dtype), heads, options["per_group"], *sizes, *inputs.conv.shape, silu)
-    return RecurrentProblem(np.dtype(inputs.x.dtype), 1, 0, 0, 0, *inputs.conv.shape)
+    if isinstance(state, DeltaState):
+        _, heads, group, rows, columns = state.matrix.shape
+        return RecurrentProblem(dtype, heads, group, rows, columns, channels, width, silu)
+    if isinstance(state, MambaState):
+        _, heads, rows, columns = state.matrix.shape
+        return RecurrentProblem(dtype, heads, options["per_group"], rows, columns, channels, width, silu)
+    return RecurrentProblem(dtype, 1, 0, 0, 0, channels, width)
 
 
 def run_recurrent(

@@ -2,7 +2,7 @@
 
 Here are the other forms in which engines use weights (codes shuffled for Hopper, 4-bit floats, blocks of GGUF files,
 inputs that are rounded to 8 bits), the kernels that do several operations in one launch, the one that draws tokens,
-attention over latents, and products with adapters.
+attention over latents, recurrent layers, and products with adapters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxserve.pallas_kernels import selfcheck, selfcheck_draw, selfcheck_fused, selfcheck_latent, selfcheck_lora
+from jaxserve.pallas_kernels import (
+    selfcheck,
+    selfcheck_draw,
+    selfcheck_fused,
+    selfcheck_latent,
+    selfcheck_lora,
+    selfcheck_recurrent,
+)
 from jaxserve.pallas_kernels.checked_ops import rounding_product
 from jaxserve.pallas_kernels.device_ops import adapters_of, choose_ops
 from jaxserve.pallas_kernels.latent_attention import reference as latent
@@ -27,6 +34,7 @@ from jaxserve.pallas_kernels.registry import (
     Device,
     LatentProblem,
     MatmulProblem,
+    RecurrentProblem,
     explain,
     has_gated_matmul,
     load,
@@ -62,6 +70,7 @@ def cases(device: Device, rehearse: bool, wrap: Wrap) -> Iterator[Found]:
         check = partial(selfcheck_lora.check_adapters, wrap(add), dtype)
         yield f"adapters {dtype}, {_backend(add)}", ("adapters", str(dtype)), unusual, check
         yield from _latents(device, dtype, unusual, rehearse, wrap)
+        yield from _recurrent(device, dtype, unusual, rehearse, wrap)
     draw = choose_ops(device, _attention(device, np.dtype(jnp.dtype(dtypes[0])))).draw
     for unusual, vocab in enumerate((SMALL_VOCABULARY,) if rehearse else VOCABULARIES):
         if draw is not None:
@@ -181,6 +190,22 @@ def _latents(device: Device, dtype: np.dtype, unusual: int, rehearse: bool, wrap
                 if module.write_latent is not latent.write_latent or backend == "xla":
                     write = partial(selfcheck_latent.check_write_latent, wrap(module.write_latent), problem)
                     yield f"latent-write {name}, {backend}", ("latent-write", backend, *types), distance, write
+
+
+def _recurrent(device: Device, dtype: np.dtype, unusual: int, rehearse: bool, wrap: Wrap) -> Iterator[Found]:
+    """Recurrent layers of the shapes of Qwen3.5, Granite 4 and LFM2."""
+    for operation, usual, small in (
+        ("delta_net", (16, 3, 128, 128, 640, 4), (2, 2, 128, 128, 512, 4)),
+        ("mamba2", (48, 48, 64, 128, 3072, 4), (4, 2, 64, 128, 256, 4)),
+        ("short_conv", (1, 0, 0, 0, 2048, 3), (1, 0, 0, 0, 256, 3)),
+    ):
+        problem = RecurrentProblem(dtype, *(small if rehearse else usual))
+        for backend, reason in explain(operation, device, problem).items():
+            if reason is None:
+                run = wrap(getattr(load(operation, backend), operation))
+                check = partial(selfcheck_recurrent.check_recurrent, operation, run, problem)
+                check = partial(check, repeats=2) if rehearse else check
+                yield f"{operation} {dtype}, {backend}", (operation, backend, str(dtype)), unusual, check
 
 
 def _backend(function: Callable[..., Any]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxserve.bench.kernel_cases import AttentionCase, Case, MatmulCase, WriteCase
+from jaxserve.bench.recurrent_cases import SHAPES, RecurrentCase
 
-OPERATIONS = ("decode", "prompts", "mixed", "write_kv", "matmul")
+OPERATIONS = ("decode", "prompts", "mixed", "write_kv", "matmul", "recurrent")
 
 # Name: codes, rows and inputs that share a scale (0: all), whether there are zero points.
 FORMATS: dict[str, tuple[str, tuple[int, int], bool]] = {
@@ -55,6 +56,9 @@ def small(dtype: str, page_size: int) -> Iterator[Case]:
     yield WriteCase("64 tokens, int8", dtype, 64, 2, 64, page_size, "int8")
     for name in ("int8 channel", "int4 g128", "fp8 128x128"):
         yield from (matmul(name, "512x256", (512, 256), tokens, dtype) for tokens in (1, 64))
+    for kind, (sizes, _) in SHAPES.items():
+        yield RecurrentCase(f"{kind}, 4 decodes", dtype, kind, sizes, (1,) * 4)
+        yield RecurrentCase(f"{kind}, 100 tokens", dtype, kind, sizes, (100,))
 
 
 def matmul(name: str, weight: str, shape: tuple[int, int], tokens: int, dtype: str) -> MatmulCase:
@@ -68,6 +72,10 @@ def full(dtype: str, page_size: int) -> Iterator[Case]:
     for kv_dtype, tokens in ((None, 64), (None, 2048), (None, 8192), ("int8", 2048), ("fp8", 2048)):
         name = f"{tokens} tokens" + (f", {kv_dtype}" if kv_dtype else "")
         yield WriteCase(name, dtype, tokens, page_size=page_size, kv_dtype=kv_dtype)
+    for kind, (_, sizes) in SHAPES.items():
+        for rows in (1, 32, 128):
+            yield RecurrentCase(f"{kind}, {rows} decodes", dtype, kind, sizes, (1,) * rows)
+        yield RecurrentCase(f"{kind}, 2048 tokens", dtype, kind, sizes, (2048,))
     big = "8B gate-up"
     for name in FORMATS:
         few = (1, 8, 16, 32, 64) if name == "int4 g128" else (1, 64)

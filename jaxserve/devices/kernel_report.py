@@ -11,7 +11,14 @@ import numpy as np
 from jaxserve.config import default_page_size
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.quant_matmul import w8a8
-from jaxserve.pallas_kernels.registry import AttentionProblem, Device, LatentProblem, MatmulProblem, explain
+from jaxserve.pallas_kernels.registry import (
+    AttentionProblem,
+    Device,
+    LatentProblem,
+    MatmulProblem,
+    RecurrentProblem,
+    explain,
+)
 from jaxserve.pallas_kernels.types import Activations, stored_latent_width
 
 
@@ -32,6 +39,12 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         latents = LatentProblem(dtype, kv, 16, 512, 64, page_size, has_scale=kv != dtype, width=width)
         name = f"latent attention, {kv} cache, 512 + 64 numbers a token, 16 heads, pages of {page_size} tokens"
         yield from _backends(name, explain("latent", device, latents))
+    for operation, sizes, name in (
+        ("delta_net", (16, 2, 128, 128, 512, 4), "gated delta rule, 16 key heads, 32 matrices of 128 x 128"),
+        ("mamba2", (48, 48, 64, 128, 3072, 4), "Mamba-2, 48 matrices of 64 x 128"),
+        ("short_conv", (1, 0, 0, 0, 2048, 3), "short convolution over 3 tokens, 2048 channels"),
+    ):
+        yield from _backends(name, explain(operation, device, RecurrentProblem(dtype, *sizes)))
     fp4 = np.dtype(ml_dtypes.float4_e2m1fn)
     e8m0 = np.dtype(ml_dtypes.float8_e8m0fnu)
     for codes, block, scale, name in (

@@ -56,7 +56,7 @@ from jaxserve.models.quantized import (
     rounded,
     splits_evenly,
 )
-from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
+from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec, Mamba2Spec, ModelConfig, ShortConvSpec
 from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
@@ -65,7 +65,14 @@ from jaxserve.pallas_kernels.checked_ops import Trials, checked_matmul, on_trial
 from jaxserve.pallas_kernels.device_ops import choose_ops, gated_matmul_of, matmul_of, mixture_of, with_shape
 from jaxserve.pallas_kernels.experts import as_codes
 from jaxserve.pallas_kernels.ops import Ops, quant_matmul
-from jaxserve.pallas_kernels.registry import AttentionProblem, BackendError, Device, LatentProblem, MatmulProblem
+from jaxserve.pallas_kernels.registry import (
+    AttentionProblem,
+    BackendError,
+    Device,
+    LatentProblem,
+    MatmulProblem,
+    RecurrentProblem,
+)
 from jaxserve.pallas_kernels.types import (
     BLOCK_KINDS,
     BlockArray,
@@ -172,7 +179,9 @@ def make_decoder(
         for other in sorted(others, key=str):
             ops = with_shape(ops, choose_ops(device, other, backend=attention, partitioned=is_split(mesh)), other)
         if checks and device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
-            ops = on_trial(ops, problem, attention, windows=model.has_windows, vocab=model.vocab_size)
+            recurrent = recurrent_problem(model, num_shards(mesh, "kv_heads"), dtype)
+            more: Any = {"windows": model.has_windows, "vocab": model.vocab_size, "recurrent": recurrent}
+            ops = on_trial(ops, problem, attention, **more)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if is_split(mesh):
@@ -212,6 +221,24 @@ def attention_problem(
     kv_heads = max(kv_heads, spec.num_kv_heads)
     group = spec.num_heads // kv_heads
     return AttentionProblem(dtype, kv_dtype, kv_heads // devices, group, head_dim, page_size, scales)
+
+
+def recurrent_problem(model: ModelConfig, devices: int, dtype: Any) -> tuple[str, RecurrentProblem] | None:
+    """The operation of the model's recurrent layers, and its problem as one of `devices` devices computes it. None: the
+    model has no such layers."""
+    spec = model.recurrent
+    if isinstance(spec, GatedDeltaSpec):
+        matrices = spec.key_heads // devices, spec.group, spec.key_dim, spec.value_dim
+        silu = spec.activation == "silu"
+        return "delta_net", RecurrentProblem(dtype, *matrices, spec.channels, spec.conv_width, silu)
+    if isinstance(spec, Mamba2Spec):
+        heads = spec.heads // devices
+        matrices = heads, min(spec.per_group, heads), spec.head_dim, spec.state_dim
+        silu = spec.activation == "silu"
+        return "mamba2", RecurrentProblem(dtype, *matrices, spec.channels // devices, spec.conv_width, silu)
+    if isinstance(spec, ShortConvSpec):
+        return "short_conv", RecurrentProblem(dtype, 1, 0, 0, 0, spec.channels // devices, spec.width)
+    return None
 
 
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:

@@ -11,6 +11,7 @@ Arithmetic: chunks of 32 tokens, by products in strips of 6 rows x 16 numbers (A
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -41,7 +42,12 @@ def delta_net(
 ) -> tuple[jax.Array, DeltaState]:
     """As `reference.delta_net`. Its activation is silu. Rows without tokens leave their states alone."""
     if not cpu.available(RECURRENT):
-        options = {"key_dim": key_dim, "activation": activation, "decode_only": decode_only, "static": static}
+        options: dict[str, Any] = {
+            "key_dim": key_dim,
+            "activation": activation,
+            "decode_only": decode_only,
+            "static": static,
+        }
         return reference.delta_net(heads, state, rows, first, **options)
     out = (*heads.decay.shape, state.matrix.shape[-1])
     arrays = heads.qkv, heads.decay, heads.rate, heads.conv

@@ -11,6 +11,7 @@ Arithmetic: chunks of 32 tokens, by products in strips of 6 rows x 16 numbers (A
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -42,7 +43,7 @@ def mamba2(
 ) -> tuple[jax.Array, MambaState]:
     """As `reference.mamba2`. Its activation is silu. Rows without tokens leave their states alone."""
     if not cpu.available(RECURRENT):
-        options = {"activation": activation, "decode_only": decode_only, "static": static}
+        options: dict[str, Any] = {"activation": activation, "decode_only": decode_only, "static": static}
         return reference.mamba2(inputs, state, rows, first, groups=groups, per_group=per_group, **options)
     out = (len(inputs.x), *state.matrix.shape[1:3])
     made, *after = cpu.advance_states("jaxserve_mamba2", out, inputs, state, rows, first)
