@@ -80,6 +80,8 @@ class Architecture:
       same: role -> another role, which has the same tensor.
       adapt: a function of the tensors by name, the config and the file's metadata that brings tensors to the form of
         Hugging Face's checkpoints.
+      reordered: tensors within a layer whose rows or columns `adapt` puts in another order; adapters in GGUF files
+        cannot change them.
       holds: config.json's architectures whose models are in such files, where they are not just `name`.
       modules: a tensor's name within its layer -> its module in Hugging Face's model, for architectures whose tensors
         get Hugging Face's names.
@@ -98,6 +100,7 @@ class Architecture:
     top: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     adapt: Callable[[Tensors, Config, Mapping[str, Any]], Tensors] = lambda tensors, config, metadata: tensors
+    reordered: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
 
@@ -142,6 +145,7 @@ DELTA_ROLES |= {f"ssm_{part}": f"delta_{role}" for part, role in RATES.items()}
 # attn_qkv and attn_gate of Qwen3-Next become ssm_in (`gguf_recurrent`), so that their roles have no use.
 QWEN3_NEXT_ROLES = DELTA_ROLES | {"ssm_in": "delta_qkvz", "ssm_ba": "delta_ba"}
 QWEN3_5_ROLES = DELTA_ROLES | {"ssm_beta": "delta_b", "ssm_alpha": "delta_a"}
+IN_TURNS = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_out")
 MAMBA_ROLES = {f"ssm_{part}": f"mamba_{role}" for part, role in (RATES | {"d": "d", "in": "in"}).items()}
 LFM2_ROLES = {"shortconv.in_proj": "conv_in", "shortconv.conv": "conv", "shortconv.out_proj": "conv_out"}
 LFM2_TOP = {"token_embd_norm": "norm"}
@@ -217,6 +221,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         QWEN3_5_ROLES,
         shifted=True,
         adapt=of_qwen3_5,
+        reordered=IN_TURNS,
         holds=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     ),
     "qwen35moe": Architecture(
@@ -226,6 +231,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         shifted=True,
         mixtures=True,
         adapt=of_qwen3_5,
+        reordered=IN_TURNS,
         holds=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     ),
     "gemma": Architecture("GemmaForCausalLM", GEMMA, shifted=True),
