@@ -141,7 +141,7 @@ def altered(model_folders, tmp_path, monkeypatch):
     [
         (
             {"architecture": "mamba"},
-            r"general.architecture 'mamba' is not supported \(only llama, qwen2, qwen3, qwen2moe",
+            r"general.architecture 'mamba' is not supported \(only llama, qwen2, qwen2vl, qwen3, qwen3vl, qwen2moe",
         ),
         ({"architecture": [1, 2]}, "general.architecture .* is not supported"),
         ({"block_count": None}, "llama.block_count=None is not supported"),

@@ -380,7 +380,7 @@ def test_broken_generation_config(tmp_path, text):
 
 def test_unknown_architectures():
     is_refused(
-        r"architectures=\['BloomForCausalLM'\] is not supported; the nearest is \w+", architectures=["BloomForCausalLM"]
+        r"architectures=\['RwkvForCausalLM'\] is not supported; the nearest is \w+", architectures=["RwkvForCausalLM"]
     )
     is_refused(r"architectures=\[\] is not supported", architectures=None)
     is_refused("architectures must be a list of strings, got 'LlamaForCausalLM'", architectures="LlamaForCausalLM")

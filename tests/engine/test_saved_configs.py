@@ -327,7 +327,8 @@ OLDER_ROPES = (
 def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
-        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "MiMoV2Flash", "Laguna", "Mellum", "Gemma4")
+        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
+        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
             # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
             # ones are as young as transformers 5.

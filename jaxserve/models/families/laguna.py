@@ -93,7 +93,9 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.expect("rope_theta")
     hf.expect("partial_rotary_factor")
     hf.values.setdefault("rope_parameters", ROPES)
-    shared = read_shared(hf, norm=norm, max_position=max_position, ropes=read_ropes(hf, max_position, partial=1.0))
+    shared = read_shared(
+        hf, norm=norm, max_position=max_position, ropes=read_ropes(hf, max_position, head_dim=128, partial=1.0)
+    )
     return ModelConfig(family="laguna", layers=layers, **shared)
 
 

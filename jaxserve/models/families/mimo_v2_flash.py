@@ -41,7 +41,7 @@ def _with_sinks(layer: LayerSpec) -> LayerSpec:
 def _ropes(hf: HFConfig, max_position: int) -> dict[str, RopeConfig]:
     hf.expect("rope_theta", FULL_THETA)
     hf.expect("partial_rotary_factor", TURNED)
-    return read_ropes(hf, max_position, theta=FULL_THETA, local_theta=WINDOW_THETA, partial=TURNED)
+    return read_ropes(hf, max_position, head_dim=192, theta=FULL_THETA, local_theta=WINDOW_THETA, partial=TURNED)
 
 
 def _check_written(hf: HFConfig, attention: AttentionSpec, sliding: list[bool], dense: list[bool]) -> None:
