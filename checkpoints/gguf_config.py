@@ -29,6 +29,8 @@ def names_of(row: Architecture, tensors: Collection[str]) -> dict[str, str]:
     for part, role in roles.items():
         if role == "qkv" and f"blk.0.{part}.weight" not in tensors:
             continue
+        if role == "expert_gate_up" and not any(name.endswith(f".{part}.weight") for name in tensors):
+            continue
         expert = "{e}." if part in EXPERT_PARTS else ""
         if role in BARE_ROLES:
             names[role] = f"blk.{{i}}.{part}.{BARE_ROLES[role]}"

@@ -291,6 +291,14 @@ def of_heads(key: str) -> Setting:
     return read
 
 
+def expand(keys: Keys, config: Config) -> int:
+    """How many times as wide as the model Mamba-2's heads are together."""
+    times, rest = divmod(config["mamba_n_heads"] * config["mamba_d_head"], config["hidden_size"])
+    if rest:
+        raise keys.refuse(f"{keys.architecture}.ssm.inner_size is no multiple of embedding_length")
+    return times
+
+
 def delta_layers(keys: Keys, config: Config) -> list[str]:
     """Which layers are gated delta nets: by an array, else all but every `full_attention_interval`-th."""
     given = keys.left.pop("attention.recurrent_layers", None)
@@ -334,7 +342,7 @@ QWEN3_NEXT = DELTA | QWEN2_MOE | {"norm_topk_prob": flag("expert_weights_norm", 
 BAMBA = {
     "mamba_n_heads": size("ssm.time_step_rank"),
     "mamba_d_head": of_heads("mamba_n_heads"),
-    "mamba_expand": lambda keys, config: config["mamba_n_heads"] * config["mamba_d_head"] / config["hidden_size"],
+    "mamba_expand": expand,
     "mamba_n_groups": size("ssm.group_count"),
     "mamba_d_state": size("ssm.state_size"),
     "mamba_d_conv": size("ssm.conv_kernel"),

@@ -32,6 +32,7 @@ from jaxserve.types import InvalidRequestError
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 YES = "yes"
+NO_EXPERTS = "without experts"
 DIVIDED = "does not divide"  # said of sizes, which small models have others of than real ones
 
 
@@ -124,19 +125,25 @@ def outcome(feature: Feature, folder: Path) -> str:
         return YES if DIVIDED in str(error) else str(error)
 
 
-def case_of(family: Family) -> str | None:
-    """The family's first small model."""
-    of_family = (name for name, case in CASES.items() if set(case.config["architectures"]) <= set(family.architectures))
-    return next(of_family, None)
+def cases_of(family: Family) -> list[str]:
+    """The family's small models."""
+    return [name for name, case in CASES.items() if set(case.config["architectures"]) <= set(family.architectures)]
 
 
 def table() -> Iterator[tuple[Family, list[str]]]:
-    """Each family that has a small model, with what is said of each feature."""
+    """Each family that has small models, with what is said of each feature."""
     with tempfile.TemporaryDirectory() as place:
         for family in families():
-            if (name := case_of(family)) is not None:
-                folder = write_config(name, Path(place) / name)
-                yield family, [outcome(feature, folder) for feature in FEATURES]
+            folders = [write_config(name, Path(place) / name) for name in cases_of(family)]
+            if folders:
+                yield family, [_of_family(feature, folders) for feature in FEATURES]
+
+
+def _of_family(feature: Feature, folders: list[Path]) -> str:
+    """What is said of the family's first model; where that has no experts, of another one that has."""
+    found = outcome(feature, folders[0])
+    others = (outcome(feature, folder) for folder in folders[1:]) if NO_EXPERTS in found else ()
+    return next((other for other in others if NO_EXPERTS not in other), found)
 
 
 def page() -> str:
@@ -145,7 +152,7 @@ def page() -> str:
     def cell(text: str) -> str:
         if text in (YES, "at snapshots"):
             return text
-        if "without experts" in text:
+        if NO_EXPERTS in text:
             return "–"
         return f"no ({reasons.setdefault(text, len(reasons) + 1)})"
 

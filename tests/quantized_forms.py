@@ -197,7 +197,7 @@ def write(
     values = {}
     for name, tensor in tensors:
         if not chosen(name):
-            stored[name] = values[name] = np.ascontiguousarray(tensor, np.float32)
+            stored[name] = values[name] = np.ascontiguousarray(tensor, np.float32).reshape(tensor.shape)
             continue
         parts, exact = writer(tensor.astype(np.float64))
         stem = name.removesuffix("weight")
