@@ -18,12 +18,14 @@ from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention.expanded import LatentSizes, attention_of_heads, expands_prompts
+from jaxserve.pallas_kernels.lightning import lightning
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.selective_scan import selective_scan
 from jaxserve.pallas_kernels.short_conv import short_conv
 from jaxserve.pallas_kernels.types import (
     BlockArray,
@@ -31,11 +33,13 @@ from jaxserve.pallas_kernels.types import (
     DeltaState,
     KVPages,
     LatentPages,
+    LightningState,
     MambaState,
     MixedArray,
     PanelArray,
     QuantArray,
     QuantRows,
+    ScanState,
 )
 
 
@@ -205,6 +209,8 @@ class Ops:
     kimi_delta: Callable[..., tuple[jax.Array, DeltaState]] = kimi_delta
     short_conv: Callable[..., tuple[jax.Array, ConvState]] = short_conv
     mamba2: Callable[..., tuple[jax.Array, MambaState]] = mamba2
+    selective_scan: Callable[..., tuple[jax.Array, ScanState]] = selective_scan
+    lightning: Callable[..., tuple[jax.Array, LightningState]] = lightning
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     gated_matmul: Callable[..., jax.Array] | None = None

@@ -64,7 +64,9 @@ def _is_weight(x: Any) -> bool:
 
 
 def _shape(model: ModelConfig) -> str:
-    heads = f"{model.num_heads} heads over {model.num_kv_heads} of keys and values"
+    heads = (
+        f"{model.num_heads} heads over {model.num_kv_heads} of keys and values" if model.attentions else "no attention"
+    )
     return (
         f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size}"
     )

@@ -76,7 +76,7 @@ def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     """Raises ConfigError if a calibrated method does not know a model's kinds of layers, or its fused tensors."""
     for layer in model.layers:
         mlp = layer.mlp
-        unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None)
+        unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None) or layer.beside
         if unknown or mlp is None or (mlp.experts and (mlp.bias or mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()

@@ -62,7 +62,7 @@ def train_eagle(model: str, data: Path, out: Path, config: TrainConfig) -> None:
     """
     folder = resolve_model(model)
     target = read_model(folder)
-    if len(target.attentions) != target.num_layers or not isinstance(target.attentions[0], AttentionSpec):
+    if len(target.specs) != target.num_layers or not all(isinstance(spec, AttentionSpec) for spec in target.specs):
         raise ConfigError(f"train-eagle needs a model whose layers all have keys and values; {model} has others")
     windows = read_windows(data, load_tokenizer(folder), 2**31, config.length)
     if len(windows) < HELD_OUT + config.rows:

@@ -20,9 +20,8 @@ from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
-from jaxserve.models.spec import RecurrentSpec
 from jaxserve.pallas_kernels.expert_routing import load
-from jaxserve.pallas_kernels.operands import Partials
+from jaxserve.pallas_kernels.operands import Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.scheduling.block_manager import Chunk
@@ -86,7 +85,8 @@ class LayerInputs(NamedTuple):
     def at(self, place: LayerPlace) -> tuple:
         """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
         of_layer = (self.rows,) if place.group is None else self.of_groups[place.group]
-        return *of_layer, np.int32(place.first)
+        where = *of_layer, np.int32(place.first)
+        return where if place.beside is None else (where, self.at(place.beside))
 
 
 class LayersRun(NamedTuple):
@@ -157,8 +157,9 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
         if i in wanted:
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
-        at = place.array
-        x, y, cache[at], routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place))
+        held = place.taken(cache)
+        x, y, held, routed = layer(params[f"layers_{i}"], x, y, inputs.ropes, held, inputs.at(place))
+        place.put(cache, held)
         chosen += routed
     return LayersRun(x, y, inputs, chosen, read_by_draft, cache)
 
@@ -230,17 +231,24 @@ def run_layer(
     *, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
 ) -> tuple[jax.Array, Partials | None, Any, list[jax.Array]]:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens, top_k]."""
+    in the cache, `LayerPlace.taken`. Returns the new (x, y, pages), and the experts that a router chose, int32 [tokens,
+    top_k]."""
+    beside = module.spec.beside
+    net: Any = module.spec.attention if beside is None else beside.recurrent
+    both = [(pages, where)] if beside is None else list(zip(pages, where, strict=True))
 
     def attend(heads: Any) -> jax.Array:
-        nonlocal pages
-        if isinstance(module.spec.attention, RecurrentSpec):
-            rows, first = where
-            out, pages = advance(module.spec.attention, ops, heads, pages, rows, first, mesh, decode_only)
-            return out
-        out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
+        at = -1 if isinstance(heads, StateInputs) else 0
+        held, place = both[at]
+        if isinstance(heads, StateInputs):
+            rows, first = place
+            out, held = advance(net, ops, heads, held, rows, first, mesh, decode_only)
+        else:
+            out, held = kind.attend(module, ops, heads, held, place, mesh, x.dtype, decode_only)
+        both[at] = held, place
         return out
 
     made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
+    pages = both[0][0] if beside is None else tuple(held for held, _ in both)
     return x, y, pages, jax.tree.leaves(noted)

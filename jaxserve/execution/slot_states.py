@@ -17,12 +17,21 @@ from jaxserve.execution.cache_kinds import layers_of_array
 from jaxserve.models.spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
+    LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     RecurrentSpec,
     ShortConvSpec,
     StatePart,
 )
-from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, StateInputs
+from jaxserve.pallas_kernels.operands import (
+    ConvInputs,
+    DeltaHeads,
+    LightningHeads,
+    MambaInputs,
+    ScanInputs,
+    StateInputs,
+)
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import State
@@ -32,6 +41,8 @@ SPLIT: dict[type, tuple[int | None, ...]] = {
     DeltaHeads: (1, 1, 1, 0),
     ConvInputs: (1, 0, 0),
     MambaInputs: (1, None, 1, 0, 0, 0, 0, 0, None, None),
+    ScanInputs: (1, 1, None, None, 0, 0),
+    LightningHeads: (1, 0),
 }
 
 
@@ -128,6 +139,10 @@ def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, S
     if isinstance(net, Mamba2Spec):
         options = {"groups": net.groups, "per_group": net.per_group, "activation": ACTIVATIONS[net.activation]}
         return partial(ops.mamba2, **options)
+    if isinstance(net, MambaSpec):
+        return ops.selective_scan
+    if isinstance(net, LightningSpec):
+        return ops.lightning
     assert isinstance(net, ShortConvSpec)
     return ops.short_conv
 

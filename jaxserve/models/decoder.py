@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader
+from jaxserve.models.layers import MLP, Embedding, Experts, LearnedPositions, Linear, reader, weighed
 from jaxserve.models.norms import Norm
-from jaxserve.models.recurrent import recurrent_layer
+from jaxserve.models.recurrent import recurrent_layer, with_beside
 from jaxserve.models.rope import rope_angles
 from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig, RecurrentSpec
 from jaxserve.models.stages import Part, Stage
@@ -96,22 +96,22 @@ class DecoderLayer(nn.Module):
                 x = added(x, y)
                 x = norm("attention_norm", x, scaled(attention(x)))[1]
                 return norm("mlp_norm", x, scaled(mlp(x)))[1], None
-            case "parallel":
+            case "normed":
+                x, y = weighed(norm("attention_norm", x, y)[1], attention, self.spec.shares[0])
+                return weighed(norm("mlp_norm", x, y)[1], mlp, self.spec.shares[1])
+            case "parallel" | "parallel_two_norms":
                 x, inputs = norm("attention_norm", x, y)
-                return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(inputs).reduce(x.dtype))[None]))
-            case "parallel_two_norms":
-                x, inputs = norm("attention_norm", x, y)
-                others = norm("mlp_norm", x)[1]
+                others = inputs if self.spec.residual == "parallel" else norm("mlp_norm", x)[1]
                 return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None]))
 
     @property
     def _only_reader(self) -> str:
         """The name of the projection for which the norm may round its result, because nothing else reads it. Empty if
         several projections read it."""
-        match self.spec.attention:
-            case LatentAttentionSpec(head_gate=False):
+        match self.spec:
+            case LayerSpec(attention=LatentAttentionSpec(head_gate=False)):
                 return "down"
-            case AttentionSpec(out_gate=None):
+            case LayerSpec(attention=AttentionSpec(out_gate=None), beside=None):
                 return "qkv"
         return ""
 
@@ -122,13 +122,12 @@ class DecoderLayer(nn.Module):
 
     def _attention(self) -> Any:
         spec = self.spec.attention
-        if spec is None:
-            return None
-        if isinstance(spec, RecurrentSpec):
-            return recurrent_layer(spec, self.hidden_size, self.dtype)
+        if spec is None or isinstance(spec, RecurrentSpec):
+            return spec and recurrent_layer(spec, self.hidden_size, self.dtype)
         if isinstance(spec, LatentAttentionSpec):
             return LatentAttention(spec, self.hidden_size, self.dtype, name="attention")
-        return Attention(spec, self.hidden_size, self.kv_heads, self.dtype, name="attention")
+        attention = Attention(spec, self.hidden_size, self.kv_heads, self.dtype, name="attention")
+        return with_beside(self.spec.beside, attention, self.hidden_size, self.dtype)
 
 
 def added(x: jax.Array, y: Partials | None) -> jax.Array:

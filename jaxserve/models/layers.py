@@ -208,12 +208,24 @@ class Experts(nn.Module):
         return y * jax.nn.sigmoid(gate(x, ops)).astype(x.dtype)
 
 
+def times(x: jax.Array, scale: float) -> jax.Array:
+    """x times a number, rounded once."""
+    return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def weighed(
+    x: jax.Array, part: Callable[[jax.Array], Partials], shares: tuple[float, float]
+) -> tuple[jax.Array, Partials]:
+    """x, and the results of `part` on it, each times its number."""
+    return times(x, shares[0]), Partials(times(part(x).reduce(x.dtype), shares[1])[None])
+
+
 def activation_of(model: ModelConfig, path: str) -> str:
     """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights, and
     where a bias comes before the activation."""
     match = re.fullmatch(r"layers_(\d+)/mlp/(?:shared/)?gate_up/kernel", path)
     mlp = model.layers[int(match[1])].mlp if match else None
-    return "" if mlp is None or mlp.bias else mlp.activation
+    return "" if mlp is None or mlp.bias or mlp.gate_scale != 1.0 else mlp.activation
 
 
 class XIELU(nn.Module):
@@ -251,7 +263,12 @@ class MLP(nn.Module):
             options: dict[str, Any] = {"as_partials": True} | how
             return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, name=name, **options)
 
-        if self.spec.gated:
+        if self.spec.gate_scale != 1.0:
+            gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"))(x, ops).reduce(x.dtype)
+            gate, up = jnp.moveaxis(gate_up.reshape(-1, size, 2), -1, 0)
+            both = jnp.stack([times(gate, self.spec.gate_scale), up], axis=-1)
+            hidden = ops.gated(Partials(both.reshape(1, -1, 2 * size)), activation, x.dtype, reader(self, ops, "down"))
+        elif self.spec.gated:
             gate_up = linear("gate_up", (self.hidden_size,), (size, 2), ("mlp", None, "embed"), activation=activation)
             hidden = gate_up(x, ops, reader(self, ops, "down"))
         else:
@@ -261,4 +278,5 @@ class MLP(nn.Module):
                 if activation == "xielu"
                 else (ops.activated(up, activation, x.dtype))
             )
-        return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)
+        down = linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)
+        return down if self.spec.out_scale == 1.0 else Partials(times(down.reduce(x.dtype), self.spec.out_scale)[None])

@@ -176,7 +176,7 @@ def attention_problem(
     model: ModelConfig, kv_heads: int, devices: int, device: Device, dtype: Any, kv_dtype: Any, page_size: int
 ) -> AttentionProblem | LatentProblem:
     """The attention of the model as one device computes it, when `devices` devices share the heads."""
-    spec = model.attentions[0]
+    spec = model.attention
     scales = has_scale(kv_dtype)
     if isinstance(spec, LatentAttentionSpec):
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
@@ -184,7 +184,7 @@ def attention_problem(
         return LatentProblem(dtype, kv_dtype, heads, spec.rank, spec.rope_dim, page_size, scales, width)
     head_dim = stored_head_dim(model.head_dim, device.platform)
     return AttentionProblem(
-        dtype, kv_dtype, kv_heads // devices, model.num_heads // kv_heads, head_dim, page_size, scales
+        dtype, kv_dtype, kv_heads // devices, max(model.num_heads // kv_heads, 1), head_dim, page_size, scales
     )
 
 

@@ -179,6 +179,7 @@ _NORMS = {
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
+    "normed": ("attention_norm", "mlp_norm"),
 }
 
 
@@ -201,6 +202,8 @@ def layer_sources(
             layer |= latent_sources(attention, order, hidden)
         else:
             layer |= _attention(attention, model.kv_heads, order, names, hidden, inputs or hidden)
+    if spec.beside is not None:
+        layer |= recurrent_sources(spec.beside.recurrent, hidden, names, "beside")
     return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
 
 

@@ -181,7 +181,7 @@ class Roofline:
         self._windows = Counter(spec.window or getattr(spec, "chunk", None) or 2**40 for spec in specs)
         layout = plan.one_page
         self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)
-        spec = specs[0]
+        spec = model.attention
         width = 2 * spec.head_dim
         if isinstance(spec, LatentAttentionSpec):
             width = 2 * spec.rank + spec.rope_dim

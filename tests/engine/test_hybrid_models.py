@@ -35,6 +35,9 @@ KINDS = [
     "lfm2_tied",
     "granite_hybrid_dense",
     "kimi_linear_types",
+    "falcon_mamba_tied",
+    "falcon_h1_norm_behind",
+    "minimax_lightning_first",
 ]  # one for each kind of recurrent layer but gated delta nets
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
 SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole", "olmo_hybrid_still"
@@ -170,6 +173,11 @@ def test_fp8_in_blocks(devices, tmp_path):
         ("nemotron_h_experts", 2),
         ("kimi_linear_types", 4),
         ("bailing_hybrid_groups", 2),
+        ("falcon_h1_norm_behind", 4),
+        ("mamba2_tied", 2),
+        ("mamba_tied", 4),
+        ("jamba_dense", 4),
+        ("minimax_by_turns", 4),
     ],
 )
 def test_shared_by_devices(case, devices, model_folders):
