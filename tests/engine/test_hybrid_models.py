@@ -323,6 +323,13 @@ def test_names_as_published(case, written, published, tmp_path, model_folders):
     check(make_engine(tmp_path / "model", tokens=64), case)
 
 
+def test_part_of_a_head_turns():
+    """In MiniMax's published inference code, whose setting transformers does not read."""
+    config = RECURRENT_CASES["minimax_by_turns"].config
+    ropes = [read_model_config(HFConfig(config | more)).ropes["default"] for more in ({}, {"rotary_dim": 8})]
+    assert [rope.rotary_dim for rope in ropes] == [None, 8]
+
+
 def test_the_published_size():
     """Qwen3-Next-80B-A3B: 80 billion parameters, 12 layers of attention, states of 75.4 MiB a sequence."""
     config = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
@@ -22,6 +21,7 @@ from jaxserve.models.families.llama import (
     read_shared,
 )
 from jaxserve.models.families.mixtral import MIXTRAL_NAMES
+from jaxserve.models.families.qwen3_next import read_recurrent
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.rope import read_rope
 from jaxserve.models.spec import ExpertsSpec, LayerSpec, LightningSpec, ModelConfig, NormSpec
@@ -35,18 +35,6 @@ NAMES = MIXTRAL_NAMES | named(
     lightning_out=f"{ATTENTION}.out_proj",
 )
 BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # follow from the config
-
-
-def _lightning_layers(hf: HFConfig, count: int) -> list[bool]:
-    types = hf.take("layer_types", None) or ["full_attention", "linear_attention"] * count
-    types = types[:count] if "layer_types" not in hf.values else types
-    if unknown := set(types) - {"full_attention", "linear_attention"}:
-        raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported")
-    if len(types) != count:
-        raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {count}")
-    if "full_attention" not in types:
-        raise ConfigError(f"{hf.source}: models without any layer of attention are not supported")
-    return [kind == "linear_attention" for kind in types]
 
 
 def _shares(hf: HFConfig, part: str) -> tuple[float, float]:
@@ -76,7 +64,9 @@ def _read(hf: HFConfig) -> ModelConfig:
         )
         return replace(full, attention=net, shares=shares) if is_lightning else full
 
-    layers = tuple(layer(i, is_lightning) for i, is_lightning in enumerate(_lightning_layers(hf, count)))
+    if not hf.take("layer_types", None):
+        hf.values["layer_types"] = (["full_attention", "linear_attention"] * count)[:count]
+    layers = tuple(layer(i, is_lightning) for i, is_lightning in enumerate(read_recurrent(hf)))
     max_position = read_max_position(hf, 131072)
     rope = read_rope(hf, max_position, theta=1e6)
     turned = hf.take("rotary_dim", None)
