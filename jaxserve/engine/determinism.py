@@ -67,7 +67,7 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
 
 
 def _other_attention(model: ModelConfig, config: EngineConfig) -> str:
-    if not all(isinstance(layer.attention, AttentionSpec) for layer in model.layers):
+    if not all(isinstance(spec, AttentionSpec) for spec in model.specs):
         return "latent attention and recurrent layers compute prompts in another way than decodes"
     return f"attention_backend must be auto or cpu, got {config.attention_backend}"
 
