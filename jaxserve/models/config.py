@@ -101,10 +101,6 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "use_conv_bias": _FLAG,
     "layers_block_type": _TEXTS,
     **dict.fromkeys(("hybrid_override_pattern", "mlp_hidden_act", "mamba_hidden_act"), _TEXT),
-    **dict.fromkeys(
-        ("mamba_dt_rank", "time_step_rank"),
-        ("a positive integer or 'auto'", lambda value: value == "auto" or _SIZE[1](value)),
-    ),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), _LAYERS),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), _count(2**12, least=0)),
     "mixer_rms_eps": _POSITIVE,

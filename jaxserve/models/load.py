@@ -219,7 +219,7 @@ def attention_problem(
         )
     head_dim = stored_head_dim(spec.cached_dim, device.platform)
     kv_heads = max(kv_heads, spec.num_kv_heads)
-    group = spec.num_heads // kv_heads
+    group = max(spec.num_heads // kv_heads, 1)  # 1 where no layer has attention and devices share the model
     return AttentionProblem(dtype, kv_dtype, kv_heads // devices, group, head_dim, page_size, scales)
 
 
