@@ -5,6 +5,7 @@
 # make test-replicas   the Helm chart, and replicas on a local Ray cluster; into .venv-replicas
 # make lint    ruff and mypy
 # make settings   write docs/settings.md from the settings' definitions
+# make models   write docs/models.md, what works with which model
 # make slow    two cases of each test that is marked as slow, also of kernels; all cases, for hours: make slow CASES=
 # make release   wheel and sdist of the last commit, in dist/; each is tried in a fresh environment
 
@@ -30,7 +31,7 @@ PIP_INSTALL_FOR_TESTS = $(PIP_INSTALL) --no-compile
 # Where Python writes no bytecode, each server that a test starts would compile its modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types settings format release clean
+.PHONY: serve test test-all test-engine test-kernels test-replicas slow lint types settings models format release clean
 
 serve: $(VENV)/installed
 	$(BIN)/jaxserve serve $(MODEL)
@@ -76,6 +77,9 @@ types: $(VENV)/installed-lint
 settings: $(VENV)/installed
 	$(BIN)/python -c "from jaxserve.commands import cli, help; serve = cli.make_parser().parse_args(['serve']); \
 	open('docs/settings.md', 'w').write(help.settings_page(serve.serve_parser))"
+
+models: $(VENV)/installed-$(TEST_EXTRA)
+	$(BIN)/python tests/model_table.py
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .

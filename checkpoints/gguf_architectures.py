@@ -7,44 +7,58 @@ because llama.cpp's code has them as constants; such constants stand in the tabl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from jaxserve.checkpoints.gguf_adapted import XIELU_NUMBERS, of_apertus, of_glm4v
+from jaxserve.checkpoints.gguf_recurrent import Config, Tensors, of_lfm2, of_mamba2, of_qwen3_5, of_qwen3_next
 from jaxserve.checkpoints.gguf_settings import (
+    BAMBA,
     DEEPSEEK_EXPERTS,
+    DELTA,
     EXPERTS,
+    LFM2,
     LOCAL_EXPERTS,
+    NEMOTRON_H,
     QWEN2_MOE,
+    QWEN3_MOE,
     QWEN3_NEXT,
-    QWEN_EXPERTS,
     Setting,
+    attention_layers,
+    but,
     deepseek,
     depth_scale,
     flag,
     gemma_scale,
+    granite_hybrid,
+    granite_moe,
     groups,
     has,
+    kinds_by_attention,
     last_layer,
     layer_types,
     llama,
     mistral,
     mscale,
     number,
-    of_mixtral,
-    of_olmo3,
+    of_experts,
     olmo,
+    only,
     optional,
     real,
     same_as,
     size,
+    somewhere,
     stored,
     turned_part,
+    unused,
     width_base,
     window,
 )
 
-BIASED = {"attention_bias": has("blk.0.attn_q.bias")}
-BIASES = BIASED | {"mlp_bias": has("blk.0.ffn_up.bias")}
+BIASED = {"attention_bias": somewhere("attn_q.bias")}
+BIASES = BIASED | {"mlp_bias": somewhere("ffn_up.bias")}
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,15 @@ class Architecture:
       shifted: the weights of norms are stored with 1 added.
       turns: some channels turn by the position.
       latent: attention is over latents (DeepSeek), whose sizes have keys of their own.
-      recurrent: some layers are gated delta nets.
+      mixtures: all layers have experts, and a file may lack the size of a dense MLP.
       scaling: added to the rope scaling, if there is one.
+      top: names outside of layers -> roles, beside TOP.
+      same: role -> another role, which has the same tensor.
+      adapt: a function of the tensors by name, the config and the file's metadata that brings tensors to the form of
+        Hugging Face's checkpoints.
+      reordered: tensors within a layer whose rows or columns `adapt` puts in another order; adapters in GGUF files
+        cannot change them.
+      holds: config.json's architectures whose models are in such files, where they are not just `name`.
       modules: a tensor's name within its layer -> its module in Hugging Face's model, for architectures whose tensors
         get Hugging Face's names.
     """
@@ -74,14 +95,19 @@ class Architecture:
     shifted: bool = False
     turns: bool = True
     latent: bool = False
-    recurrent: bool = False
+    mixtures: bool = False
     scaling: Mapping[str, Setting] = field(default_factory=dict)
+    top: Mapping[str, str] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
+    adapt: Callable[[Tensors, Config, Mapping[str, Any]], Tensors] = lambda tensors, config, metadata: tensors
+    reordered: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
 # A tensor's name within its layer, or outside of layers -> its role. "weight" and "bias" are added to it.
 TOP = {"token_embd": "embed", "position_embd": "positions", "output_norm": "norm", "output": "head"}
-EXPERT_PARTS = {f"ffn_{role}_exps": f"expert_{role}" for role in ("gate", "up", "down")}
+EXPERT_PARTS = {f"ffn_{role}_exps": f"expert_{role}" for role in ("gate", "up", "gate_up", "down")}
 ROLES = {
     "attn_norm": "attention_norm",
     "ffn_norm": "mlp_norm",
@@ -101,16 +127,39 @@ ROLES = {
     **{f"ffn_{role}_shexp": f"shared_{role}" for role in ("gate", "up", "down")},
     **EXPERT_PARTS,
 }
+SAME = {"expert_fused_down": "expert_down"}  # beside gate and up in one tensor, or in two
 # Roles that name one tensor, and which.
-BARE_ROLES = {"sinks": "weight", "correction": "bias", "delta_a_log": "weight", "delta_dt_bias": "bias"}
+BARE_ROLES = {"sinks": "weight", "correction": "bias"} | {
+    f"{kind}_{role}": part
+    for kind in ("delta", "mamba")
+    for role, part in (("a_log", "weight"), ("d", "weight"), ("dt_bias", "bias"))
+}
+BARE_ROLES |= dict.fromkeys(XIELU_NUMBERS, "weight")
+XIELU = {f"xielu_{name}": name for name in XIELU_NUMBERS}
 NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 GATE_UP = {"ffn_up": "gate_up"}
-DELTA_PARTS = {"in": "qkvz", "ba": "ba", "conv1d": "conv", "a": "a_log", "dt": "dt_bias", "norm": "norm", "out": "out"}
 POST_IS_MLP = {"post_attention_norm": "mlp_norm"}
-# attn_qkv and attn_gate of Qwen3-Next become ssm_in (`gguf_delta_net`), so that their roles have no use.
-JOINED = {"attn_qkv": "delta_qkv", "attn_gate": "delta_gates"}
-DELTA_ROLES = {f"ssm_{part}": f"delta_{role}" for part, role in DELTA_PARTS.items()} | JOINED
+RATES = {"a": "a_log", "dt": "dt_bias", "conv1d": "conv", "norm": "norm", "out": "out"}
+DELTA_ROLES = POST_IS_MLP | {"attn_qkv": "delta_qkv", "attn_gate": "delta_z"}
+DELTA_ROLES |= {f"ssm_{part}": f"delta_{role}" for part, role in RATES.items()}
+# attn_qkv and attn_gate of Qwen3-Next become ssm_in (`gguf_recurrent`), so that their roles have no use.
+QWEN3_NEXT_ROLES = DELTA_ROLES | {"ssm_in": "delta_qkvz", "ssm_ba": "delta_ba"}
+QWEN3_5_ROLES = DELTA_ROLES | {"ssm_beta": "delta_b", "ssm_alpha": "delta_a"}
+IN_TURNS = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_out")
+MAMBA_ROLES = {f"ssm_{part}": f"mamba_{role}" for part, role in (RATES | {"d": "d", "in": "in"}).items()}
+LFM2_ROLES = {"shortconv.in_proj": "conv_in", "shortconv.conv": "conv", "shortconv.out_proj": "conv_out"}
+LFM2_TOP = {"token_embd_norm": "norm"}
+LATENT_ROLES = {"attn_q_a_norm": "q_norm"}
 
+# All layers of some models of Granite 4 have attention. Their files have settings of Mamba-2 even so, and the size of
+# the MLP under another key.
+GRANITE_4 = {
+    "mamba": unused("ssm."),
+    "intermediate_size": lambda keys, config: (
+        keys.count("expert_shared_feed_forward_length") or config["intermediate_size"]
+    ),
+}
+SHARED_MLP = {"shared_intermediate_size": size("expert_shared_feed_forward_length")}
 GRANITE = BIASED | {
     "attention_multiplier": real("attention.scale", 1.0),
     "embedding_multiplier": real("embedding_scale", 1.0),
@@ -149,18 +198,41 @@ ARCHITECTURES: dict[str, Architecture] = {
         BIASES
         | {
             "sliding_window": window(),
-            "num_local_experts": of_mixtral(size("expert_count")),
-            "num_experts_per_tok": of_mixtral(size("expert_used_count")),
+            "num_local_experts": only("MixtralForCausalLM", size("expert_count")),
+            "num_experts_per_tok": only("MixtralForCausalLM", size("expert_used_count")),
         },
         paired=True,
         modules=MODULES | MIXTRAL_MODULES,
+        holds=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
     ),
     "qwen2": Architecture("Qwen2ForCausalLM", modules=MODULES),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", modules=MODULES, holds=("Qwen2_5_VLForConditionalGeneration",)),
     "qwen3": Architecture("Qwen3ForCausalLM", BIASED, modules=MODULES),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", BIASED, modules=MODULES, holds=("Qwen3VLForConditionalGeneration",)),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", QWEN2_MOE, modules=MODULES),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", BIASED | QWEN_EXPERTS | {"norm_topk_prob": True}, modules=MODULES),
-    "qwen3next": Architecture(
-        "Qwen3NextForCausalLM", QWEN3_NEXT, POST_IS_MLP | DELTA_ROLES, shifted=True, recurrent=True
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", QWEN3_MOE, modules=MODULES),
+    "qwen3vlmoe": Architecture(
+        "Qwen3MoeForCausalLM", QWEN3_MOE, modules=MODULES, holds=("Qwen3VLMoeForConditionalGeneration",)
+    ),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", QWEN3_NEXT, QWEN3_NEXT_ROLES, shifted=True, adapt=of_qwen3_next),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        DELTA,
+        QWEN3_5_ROLES,
+        shifted=True,
+        adapt=of_qwen3_5,
+        reordered=IN_TURNS,
+        holds=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        DELTA | QWEN2_MOE,
+        QWEN3_5_ROLES,
+        shifted=True,
+        mixtures=True,
+        adapt=of_qwen3_5,
+        reordered=IN_TURNS,
+        holds=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     ),
     "gemma": Architecture("GemmaForCausalLM", GEMMA, shifted=True),
     "gemma2": Architecture(
@@ -200,21 +272,58 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek2": Architecture(
         deepseek,
-        DEEPSEEK_EXPERTS
-        | {
-            "n_group": groups("expert_group_count", 8, 8),
-            "topk_group": groups("expert_group_used_count", 4, 3),
-            "topk_method": lambda keys, config: (
-                "noaux_tc"
-                if config["architectures"] == ["DeepseekV3ForCausalLM"]
-                else "group_limited_greedy"
-                if config["n_group"] > 1
-                else "greedy"
+        {
+            # Youtu's MLPs count as dense ones, which have the size of an expert, too.
+            "experts": only("YoutuForCausalLM", unused("expert_", "leading_dense_block_count")),
+            **but(
+                "YoutuForCausalLM",
+                DEEPSEEK_EXPERTS
+                | {
+                    "n_group": groups("expert_group_count", 8, 8),
+                    "topk_group": groups("expert_group_used_count", 4, 3),
+                    "topk_method": lambda keys, config: (
+                        "noaux_tc"
+                        if config["architectures"] == ["DeepseekV3ForCausalLM"]
+                        else "group_limited_greedy"
+                        if config["n_group"] > 1
+                        else "greedy"
+                    ),
+                },
             ),
         },
-        {"attn_q_a_norm": "q_norm"},
+        LATENT_ROLES,
         latent=True,
         scaling={"mscale": mscale, "mscale_all_dim": mscale},
+        holds=(
+            "DeepseekV2ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "Glm4MoeLiteForCausalLM",
+            "YoutuForCausalLM",
+            "Kimi_K25ForConditionalGeneration",
+        ),
+    ),
+    "mistral4": Architecture(
+        "Mistral4ForCausalLM",
+        DEEPSEEK_EXPERTS
+        | {
+            "n_group": size("expert_group_count", 1),
+            "topk_group": size("expert_group_used_count", 1),
+            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 1),
+        },
+        LATENT_ROLES,
+        latent=True,
+        scaling={
+            "mscale": mscale,
+            "mscale_all_dim": mscale,
+            "llama_4_scaling_beta": lambda keys, config: optional("attention.temperature_scale")(keys, config) or 0.0,
+        },
+    ),
+    # llama.cpp's code has the scales.
+    "minicpm3": Architecture(
+        "MiniCPM3ForCausalLM",
+        {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+        LATENT_ROLES,
+        latent=True,
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
@@ -228,8 +337,84 @@ ARCHITECTURES: dict[str, Architecture] = {
         POST_IS_MLP,
         scaling={"truncate": False},
     ),
-    "granite": Architecture("GraniteForCausalLM", GRANITE | BIASES, paired=True),
-    "granitemoe": Architecture("GraniteMoeForCausalLM", GRANITE | LOCAL_EXPERTS, paired=True),
+    "granite": Architecture("GraniteForCausalLM", GRANITE | BIASES | GRANITE_4, paired=True),
+    "granitemoe": Architecture(
+        granite_moe,
+        GRANITE
+        | LOCAL_EXPERTS
+        | {key: only("GraniteMoeSharedForCausalLM", setting) for key, setting in SHARED_MLP.items()}
+        | {"mamba": unused("ssm.")},
+        paired=True,
+        holds=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    ),
+    "granitehybrid": Architecture(
+        granite_hybrid,
+        BIASES
+        | BAMBA
+        | but(
+            "BambaForCausalLM",
+            GRANITE
+            | SHARED_MLP
+            | {
+                "num_local_experts": number("expert_count"),
+                "num_experts_per_tok": number("expert_used_count"),
+                "layer_types": kinds_by_attention("mamba", "attention"),
+            },
+        )
+        | {
+            "attention_bias": somewhere("attn_q.bias"),
+            "attn_layer_indices": only("BambaForCausalLM", attention_layers),
+            "partial_rotary_factor": only("BambaForCausalLM", turned_part),
+        },
+        MAMBA_ROLES,
+        paired=True,
+        adapt=of_mamba2,
+        holds=("GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        Architecture(
+            "NemotronHForCausalLM",
+            NEMOTRON_H
+            | {
+                key: of_experts(setting)
+                for key, setting in (
+                    DEEPSEEK_EXPERTS
+                    | {
+                        "first_k_dense_replace": None,
+                        "n_group": size("expert_group_count", 1),
+                        "topk_group": size("expert_group_used_count", 1),
+                        "moe_shared_expert_intermediate_size": size("expert_shared_feed_forward_length"),
+                    }
+                ).items()
+            },
+            MAMBA_ROLES,
+            paired=True,
+            turns=False,
+            same={"mlp_norm": "attention_norm"},
+            adapt=of_mamba2,
+        ),
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", LFM2 | {"block_auto_adjust_ff_dim": False}, LFM2_ROLES, top=LFM2_TOP, adapt=of_lfm2
+    ),
+    # llama.cpp's code divides the weights of the chosen experts by their sum, and does not scale them.
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        LFM2
+        | EXPERTS
+        | {
+            "num_experts": size("expert_count"),
+            "moe_intermediate_size": size("expert_feed_forward_length"),
+            "num_dense_layers": number("leading_dense_block_count"),
+            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
+            "use_expert_bias": somewhere("exp_probs_b.bias"),
+            "norm_topk_prob": True,
+        },
+        LFM2_ROLES,
+        top=LFM2_TOP,
+        adapt=of_lfm2,
+    ),
     "command-r": Architecture(
         "CohereForCausalLM", COHERE | {"use_qk_norm": has("blk.0.attn_q_norm.weight")}, norm_key="layer_norm_eps"
     ),
@@ -241,10 +426,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     # The converter writes attention_factor, the whole factor of YaRN's attention, as yarn_attn_factor.
     "olmo2": Architecture(
         olmo,
-        BIASED | {"layer_types": of_olmo3(layer_types(4)), "sliding_window": of_olmo3(window())},
+        BIASED
+        | {
+            "layer_types": only("Olmo3ForCausalLM", layer_types(4)),
+            "sliding_window": only("Olmo3ForCausalLM", window()),
+        },
         scaling={"attention_factor": stored("rope.scaling.yarn_attn_factor"), "attn_factor": None},
+        holds=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
     ),
-    "glm4": Architecture("Glm4ForCausalLM", BIASED | {"partial_rotary_factor": turned_part}, GATE_UP),
+    "chatglm": Architecture(
+        "GlmForCausalLM",
+        {
+            "attention_bias": lambda keys, config: any(keys.has(f"blk.0.attn_{part}.bias") for part in ("q", "qkv")),
+            "partial_rotary_factor": turned_part,
+        },
+        GATE_UP,
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        BIASED | {"partial_rotary_factor": turned_part},
+        GATE_UP,
+        adapt=of_glm4v,
+        holds=("Glm4ForCausalLM", "Glm4vForConditionalGeneration"),
+    ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
         BIASED
@@ -257,6 +461,90 @@ ARCHITECTURES: dict[str, Architecture] = {
             "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
         },
         POST_IS_MLP,
+        holds=("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "SolarOpenForCausalLM"),
+    ),
+    "dots1": Architecture(
+        "Dots1ForCausalLM",
+        BIASED
+        | DEEPSEEK_EXPERTS
+        | {
+            "n_group": size("expert_group_count", 1),
+            "topk_group": size("expert_group_used_count", 1),
+            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
+            "sliding_window": None,
+        },
+    ),
+    "exaone-moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        {
+            key: setting
+            for key, setting in DEEPSEEK_EXPERTS.items()
+            if key not in ("n_routed_experts", "n_shared_experts")
+        }
+        | {
+            "num_experts": size("expert_count"),
+            "num_shared_experts": number("expert_shared_count"),
+            "n_group": size("expert_group_count", 1),
+            "topk_group": size("expert_group_used_count", 1),
+            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
+            "shared": unused("expert_shared_feed_forward_length"),
+            "sliding_window": window(),
+            "layer_types": layer_types(4),
+        },
+    ),
+    # llama.cpp's code has the layers without windows, and scales embeddings.
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        EXPERTS
+        | {
+            "num_experts": size("expert_count"),
+            "moe_intermediate_size": size("expert_feed_forward_length"),
+            "num_shared_experts": number("expert_shared_count"),
+            "num_dense_layers": number("leading_dense_block_count"),
+            "route_scale": real("expert_weights_scale", 1.0),
+            "route_norm": flag("expert_weights_norm", True),
+            "score_func": lambda keys, config: keys.expect("expert_gating_func", 2),
+            "n_group": size("expert_group_count", 1),
+            "topk_group": size("expert_group_used_count", 1),
+            "sliding_window": window(),
+            "layer_types": layer_types(4),
+            "mup_enabled": True,
+        },
+        {"attn_gate": "out_gate"},
+    ),
+    "apertus": Architecture(
+        "ApertusForCausalLM",
+        BIASED | {"hidden_act": "xielu", "rope_scaling": {"rope_type": "default"}},
+        XIELU,
+        adapt=of_apertus,
+    ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        BIASED
+        | {
+            "num_experts": size("expert_count"),
+            "moe_topk": size("expert_used_count"),
+            "moe_intermediate_size": size("expert_feed_forward_length"),
+            "num_shared_expert": number("expert_shared_count"),
+            "shared": lambda keys, config: keys.expect(
+                "expert_shared_feed_forward_length", config["intermediate_size"]
+            ),
+        },
+    ),
+    "phimoe": Architecture(
+        "PhimoeForCausalLM",
+        BIASED
+        | LOCAL_EXPERTS
+        | {
+            "lm_head_bias": has("output.bias"),
+            "sliding_window": window(),
+        },
+    ),
+    "starcoder": Architecture(
+        "GPTBigCodeForCausalLM",
+        {"hidden_act": "gelu_pytorch_tanh", "multi_query": lambda keys, config: config["num_key_value_heads"] == 1},
+        norm_key="layer_norm_epsilon",
+        turns=False,
     ),
     "minicpm": Architecture(
         "MiniCPMForCausalLM",
@@ -272,6 +560,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mscale_all_dim": same_as("mscale"),
             "llama_4_scaling_beta": optional("attention.temperature_scale"),
         },
+        holds=("MistralForCausalLM", "Ministral3ForCausalLM"),
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", BIASES | {"no_rope_layer_interval": 4}, paired=True),
     "stablelm": Architecture(
@@ -390,15 +679,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-# The architectures of those rows of the table whose name depends on the file.
-_SEVERAL = {
-    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
-    "mistral3": ("MistralForCausalLM", "Ministral3ForCausalLM"),
-    "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
-}
-
 
 def gguf_names(architecture: str) -> list[str]:
     """The names in GGUF files of one of config.json's architectures."""
-    return [name for name, row in ARCHITECTURES.items() if architecture in _SEVERAL.get(name, (row.name,))]
+    return [name for name, row in ARCHITECTURES.items() if architecture in (row.holds or (row.name,))]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from jaxserve.checkpoints.gguf import end_ids
-from jaxserve.checkpoints.gguf_architectures import BARE_ROLES, EXPERT_PARTS, ROLES, TOP, Architecture
+from jaxserve.checkpoints.gguf_architectures import BARE_ROLES, EXPERT_PARTS, ROLES, SAME, TOP, Architecture
 from jaxserve.checkpoints.gguf_keys import Keys, read_rope_scaling
-from jaxserve.checkpoints.gguf_settings import Config, Setting
+from jaxserve.checkpoints.gguf_settings import Config, resolve
+
+# Settings that have no effect. The sections of a head turn by the same position where there is only text.
+HARMLESS = (
+    "vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_sections",
+    "n_deepstack_layers",
+)  # fmt: skip
 
 
 def names_of(row: Architecture, tensors: Collection[str]) -> dict[str, str]:
@@ -20,7 +25,7 @@ def names_of(row: Architecture, tensors: Collection[str]) -> dict[str, str]:
         del roles["ffn_norm"]
     else:
         roles.pop("attn_norm_2", None)
-    names = {}
+    names: dict[str, str] = {}
     for part, role in roles.items():
         if role == "qkv" and f"blk.0.{part}.weight" not in tensors:
             continue
@@ -29,7 +34,11 @@ def names_of(row: Architecture, tensors: Collection[str]) -> dict[str, str]:
             names[role] = f"blk.{{i}}.{part}.{BARE_ROLES[role]}"
         else:
             names |= {f"{role}.{kind}": f"blk.{{i}}.{part}.{expert}{kind}" for kind in ("weight", "bias")}
-    return names | {f"{role}.{kind}": f"{part}.{kind}" for part, role in TOP.items() for kind in ("weight", "bias")}
+    for role, other in SAME.items() | row.same.items():
+        names |= {f"{role}.{kind}": names[f"{other}.{kind}"] for kind in ("weight", "bias") if other in roles.values()}
+    return names | {
+        f"{role}.{kind}": f"{part}.{kind}" for part, role in {**TOP, **row.top}.items() for kind in ("weight", "bias")
+    }
 
 
 def read_config(keys: Keys, row: Architecture) -> Config:
@@ -45,10 +54,9 @@ def read_config(keys: Keys, row: Architecture) -> Config:
         "model_type": keys.architecture,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": keys.size("block_count") - keys.count("nextn_predict_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.of_layers("attention.head_count_kv", heads),
         "max_position_embeddings": keys.size("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _dtype({tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}),
@@ -56,21 +64,21 @@ def read_config(keys: Keys, row: Architecture) -> Config:
         "eos_token_id": end_ids(keys.file.metadata),
         "hidden_act": "silu",
     }
-    config |= _read_norms(keys, row) | (_latent_sizes(keys) if row.latent else _head_sizes(keys, hidden // heads))
+    if "feed_forward_length" in keys.left or not row.mixtures:
+        config["intermediate_size"] = keys.of_layers("feed_forward_length")
+    config |= _read_norms(keys, row) | (_latent_sizes if row.latent else _head_sizes)(keys, hidden // heads)
     for key, setting in row.settings.items():
         value = resolve(setting, keys, config)
         if value is not None or key == "sliding_window":
             config[key] = value
+        else:
+            config.pop(key, None)
     config |= _positions(keys, row, config)
     keys.expect("attention.causal", True)
-    for harmless in ("vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"):
+    for harmless in HARMLESS:
         keys.left.pop(harmless, None)
     keys.finish()
     return config
-
-
-def resolve(setting: Setting, keys: Keys, config: Config) -> Any:
-    return setting(keys, config) if callable(setting) else setting
 
 
 def _read_norms(keys: Keys, row: Architecture) -> Config:
@@ -91,12 +99,12 @@ def _head_sizes(keys: Keys, usual: int) -> Config:
     return {"head_dim": head_dim}
 
 
-def _latent_sizes(keys: Keys) -> Config:
+def _latent_sizes(keys: Keys, usual: int) -> Config:
     """The sizes of attention over latents. In newer files key_length and value_length are those of the latents, and
     keys with "mla" have those of heads."""
     rope = keys.size("rope.dimension_count")
     rank = keys.size("attention.kv_lora_rank")
-    lengths = [keys.size(f"attention.{name}_length") for name in ("key", "value")]
+    lengths = [keys.size("attention.key_length"), keys.size("attention.value_length", usual)]
     of_heads = [
         keys.size(f"attention.{name}_length_mla", plain) for name, plain in zip(("key", "value"), lengths, strict=True)
     ]
@@ -115,9 +123,11 @@ def _latent_sizes(keys: Keys) -> Config:
 def _positions(keys: Keys, row: Architecture, config: Config) -> Config:
     """The rotary base and its stretching."""
     if not row.turns:
+        for key in ("rope.dimension_count", "rope.freq_base"):
+            keys.left.pop(key, None)
         return {}
     head_dim = config.get("qk_rope_head_dim") or config["head_dim"]
-    if "partial_rotary_factor" not in row.settings and not row.latent:
+    if "partial_rotary_factor" not in config and not row.latent:
         keys.expect("rope.dimension_count", head_dim)
     turned = int(head_dim * config.get("partial_rotary_factor", 1.0))
     made: Config = {"rope_theta": keys.real("rope.freq_base", 10000.0)}

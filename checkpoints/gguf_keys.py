@@ -46,6 +46,13 @@ class Keys:
     def size(self, key: str, default: int | None = None) -> int:
         return self.take(key, lambda value: type(value) is int and 0 < value < 2**31, default)
 
+    def of_layers(self, key: str, default: int | None = None) -> int:
+        """A size that an array may have for each layer, with 0 for layers without the part. All others agree."""
+        value = self.left.get(key)
+        if isinstance(value, np.ndarray) and value.any():
+            self.left[key] = value[value != 0]
+        return self.size(key, default)
+
     def count(self, key: str) -> int:
         """A size that may be 0; a missing key means 0, too."""
         return self.take(key, lambda value: type(value) is int and 0 <= value < 2**31, 0)

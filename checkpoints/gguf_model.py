@@ -28,13 +28,13 @@ from jaxserve.checkpoints.gguf_architectures import (
     Architecture,
 )
 from jaxserve.checkpoints.gguf_config import names_of, read_config
-from jaxserve.checkpoints.gguf_delta_net import as_in_checkpoints
 from jaxserve.checkpoints.gguf_keys import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys
 from jaxserve.checkpoints.gguf_tensor import ComputedTensor, GGUFTensor
 from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
+BARE = ("ssm_a", "ssm_d")  # tensors whose names have no ".weight"
 BESIDE = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings
 LATENT_PARTS = {"attn_k_b": "", "attn_v_b": ""}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
@@ -57,8 +57,10 @@ class GGUFReader:
         return self._tensor(weight, shape).read_blocks()
 
     def type_of(self, weight: str) -> str | None:
-        """The name of a weight's GGUF type; None if the file has no such weight."""
-        return self.tensors[weight].type.name if weight in self.tensors else None
+        """The name of a weight's GGUF type; None if the file has no such weight, or if its columns have another order
+        there, so that its bytes are not those of the weight."""
+        tensor = self.tensors.get(weight)
+        return None if tensor is None or tensor.columns is not None else tensor.type.name
 
     def read_bytes(self, weight: str, shape: tuple[int, ...]) -> np.ndarray:
         """The bytes in the file: uint8 [rows, bytes of a row], with the rows in Hugging Face's order."""
@@ -107,8 +109,7 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
             tensors[tensor.name] = tensor
     if row.latent:
         tensors = _with_joined(tensors, config)
-    if row.recurrent:
-        tensors = as_in_checkpoints(tensors, config)
+    tensors = row.adapt(tensors, config, file.metadata)
     kinds = {tensor.type for tensor in tensors.values()}
     if others := sorted(kind.name for kind in kinds if needs_package(kind)):
         log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
@@ -124,8 +125,8 @@ def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> 
     layer, part, kind = parsed.groups() if parsed else (None, "", "")
     if layer and int(layer) >= config["num_hidden_layers"]:
         return None
-    known: Mapping[str, str] = (row.modules or {**ROLES, **LATENT_PARTS, **row.roles}) if layer else TOP
-    if part not in known or (part in LATENT_PARTS and not row.latent) or (kind is None and part != "ssm_a"):
+    known: Mapping[str, str] = (row.modules or {**ROLES, **LATENT_PARTS, **row.roles}) if layer else {**TOP, **row.top}
+    if part not in known or (part in LATENT_PARTS and not row.latent) or (kind is None and part not in BARE):
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is of a kind that is not supported")
     stacked = part in EXPERT_PARTS or part in LATENT_PARTS
     if stored.type.name not in FLOATS and len(stored.shape) != (3 if stacked else 2):

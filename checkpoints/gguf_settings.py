@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,11 @@ def number(key: str) -> Setting:
 
 def has(tensor: str) -> Setting:
     return lambda keys, config: keys.has(tensor)
+
+
+def somewhere(part: str) -> Setting:
+    """Whether any layer has a tensor."""
+    return lambda keys, config: any(name.endswith(f".{part}") for name in keys.file.tensors)
 
 
 def same_as(key: str) -> Setting:
@@ -105,7 +111,9 @@ def gemma_scale(layers: int) -> Setting:
 
 
 def deepseek(keys: Keys, config: Config) -> str:
-    """V3's routers take sigmoids. Files of V3 from before the key have its correction bias."""
+    """V3's routers take sigmoids. Files of V3 from before the key have its correction bias. Youtu has no experts."""
+    if not keys.left.get("expert_count"):
+        return "YoutuForCausalLM"
     kind = keys.take("expert_gating_func", lambda value: value in (1, 2), 2 if _corrected(keys) else 1)
     return "DeepseekV3ForCausalLM" if kind == 2 else "DeepseekV2ForCausalLM"
 
@@ -150,8 +158,41 @@ def mistral(keys: Keys, config: Config) -> str:
     return "Ministral3ForCausalLM" if keys.left.get("attention.temperature_scale") else "MistralForCausalLM"
 
 
-def of_mixtral(setting: Setting) -> Setting:
-    return lambda keys, config: setting(keys, config) if config["architectures"] == ["MixtralForCausalLM"] else None
+def only(architecture: str, setting: Setting) -> Setting:
+    """A setting of one of the architectures that a row is for."""
+    return lambda keys, config: setting(keys, config) if config["architectures"] == [architecture] else None
+
+
+def but(architecture: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Settings of all architectures that a row is for, except one."""
+
+    def wrapped(setting: Setting) -> Setting:
+        return lambda keys, config: (
+            None if config["architectures"] == [architecture] else resolve(setting, keys, config)
+        )
+
+    return {key: wrapped(setting) for key, setting in settings.items()}
+
+
+def of_experts(setting: Setting) -> Setting:
+    """A setting of models with experts only."""
+    return lambda keys, config: (
+        resolve(setting, keys, config) if keys.file.metadata.get(f"{keys.architecture}.expert_count") else None
+    )
+
+
+def resolve(setting: Setting, keys: Keys, config: Config) -> Any:
+    return setting(keys, config) if callable(setting) else setting
+
+
+def unused(*starts: str) -> Setting:
+    """Settings that have no effect, by the beginnings of their keys."""
+
+    def drop(keys: Keys, config: Config) -> None:
+        for key in [key for key in keys.left if key.startswith(starts)]:
+            del keys.left[key]
+
+    return drop
 
 
 def inputs_of(part: str) -> Setting:
@@ -174,8 +215,14 @@ def olmo(keys: Keys, config: Config) -> str:
     return "Olmo3ForCausalLM" if keys.left.get("attention.sliding_window") else "Olmo2ForCausalLM"
 
 
-def of_olmo3(setting: Setting) -> Setting:
-    return lambda keys, config: setting(keys, config) if config["architectures"] == ["Olmo3ForCausalLM"] else None
+def granite_moe(keys: Keys, config: Config) -> str:
+    shared = keys.left.get("expert_shared_feed_forward_length")
+    return "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
+
+
+def granite_hybrid(keys: Keys, config: Config) -> str:
+    """Of the models with Mamba-2 only Bamba has rotary positions."""
+    return "BambaForCausalLM" if keys.left.get("rope.scaling.finetuned") else "GraniteMoeHybridForCausalLM"
 
 
 def depth_scale(keys: Keys, config: Config) -> float:
@@ -194,6 +241,54 @@ def width_base(keys: Keys, config: Config) -> float:
 def value_width(keys: Keys, config: Config) -> int:
     """Qwen3-Next's linear_value_head_dim; the file has the width of all heads."""
     return keys.size("ssm.inner_size") // config["linear_num_value_heads"]
+
+
+def in_layers(keys: Keys, config: Config, key: str) -> list[bool]:
+    """Which layers have a part, by the array of its sizes."""
+    count = config["num_hidden_layers"]
+    given = keys.file.metadata.get(f"{keys.architecture}.{key}", 0)
+    if not isinstance(given, np.ndarray):
+        return [bool(given)] * count
+    if len(given) < count:
+        raise keys.refuse(f"{keys.architecture}.{key} has {len(given)} numbers, there are {count} layers")
+    return [bool(size) for size in given[:count]]
+
+
+def kinds_by_attention(other: str, attention: str = "full_attention") -> Setting:
+    """The kind of each layer: attention where there are heads of keys, else `other`."""
+    return lambda keys, config: [
+        attention if has_heads else other for has_heads in in_layers(keys, config, "attention.head_count_kv")
+    ]
+
+
+def attention_layers(keys: Keys, config: Config) -> list[int]:
+    return [i for i, has_heads in enumerate(in_layers(keys, config, "attention.head_count_kv")) if has_heads]
+
+
+def nemotron_kinds(keys: Keys, config: Config) -> list[str]:
+    """Each layer of Nemotron-H is an MLP or a mixture where its size is given, attention where there are heads of keys,
+    or Mamba-2."""
+
+    def kind(i: int, attention: bool, mlp: bool) -> str:
+        if mlp:
+            return "moe" if keys.has(f"blk.{i}.ffn_gate_inp.weight") else "mlp"
+        return "full_attention" if attention else "linear_attention"
+
+    parts = (in_layers(keys, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    return [kind(i, attention, mlp) for i, (attention, mlp) in enumerate(zip(*parts, strict=True))]
+
+
+def of_heads(key: str) -> Setting:
+    """Channels of a head of Mamba-2, by the number of heads; the file has those of all heads."""
+
+    def read(keys: Keys, config: Config) -> int:
+        heads = config[key]
+        inner = keys.size("ssm.inner_size")
+        if inner % heads:
+            raise keys.refuse(f"{keys.architecture}.ssm.inner_size={inner} are no {heads} equal heads")
+        return inner // heads
+
+    return read
 
 
 def delta_layers(keys: Keys, config: Config) -> list[str]:
@@ -221,13 +316,12 @@ QWEN_EXPERTS = EXPERTS | {
     "num_experts": size("expert_count"),
     "moe_intermediate_size": size_or("expert_feed_forward_length", inputs_of("ffn_down_exps")),
 }
+QWEN3_MOE = QWEN_EXPERTS | {"attention_bias": somewhere("attn_q.bias"), "norm_topk_prob": True}
 QWEN2_MOE = QWEN_EXPERTS | {
     "norm_topk_prob": False,
     "shared_expert_intermediate_size": size_or("expert_shared_feed_forward_length", inputs_of("ffn_down_shexp")),
 }
-QWEN3_NEXT = QWEN_EXPERTS | {
-    "norm_topk_prob": flag("expert_weights_norm", True),
-    "shared_expert_intermediate_size": size_or("expert_shared_feed_forward_length", inputs_of("ffn_down_shexp")),
+DELTA = {
     "partial_rotary_factor": turned_part,
     "linear_conv_kernel_dim": size("ssm.conv_kernel"),
     "linear_key_head_dim": size("ssm.state_size"),
@@ -235,4 +329,37 @@ QWEN3_NEXT = QWEN_EXPERTS | {
     "linear_num_value_heads": size("ssm.time_step_rank"),
     "linear_value_head_dim": value_width,
     "layer_types": delta_layers,
+}
+QWEN3_NEXT = DELTA | QWEN2_MOE | {"norm_topk_prob": flag("expert_weights_norm", True)}
+BAMBA = {
+    "mamba_n_heads": size("ssm.time_step_rank"),
+    "mamba_d_head": of_heads("mamba_n_heads"),
+    "mamba_expand": lambda keys, config: config["mamba_n_heads"] * config["mamba_d_head"] / config["hidden_size"],
+    "mamba_n_groups": size("ssm.group_count"),
+    "mamba_d_state": size("ssm.state_size"),
+    "mamba_d_conv": size("ssm.conv_kernel"),
+    "mamba_conv_bias": somewhere("ssm_conv1d.bias"),
+    "mamba_proj_bias": somewhere("ssm_in.bias"),
+}
+NEMOTRON_H = {
+    "mamba_num_heads": size("ssm.time_step_rank"),
+    "mamba_head_dim": of_heads("mamba_num_heads"),
+    "n_groups": size("ssm.group_count"),
+    "ssm_state_size": size("ssm.state_size"),
+    "conv_kernel": size("ssm.conv_kernel"),
+    "use_conv_bias": somewhere("ssm_conv1d.bias"),
+    "use_bias": somewhere("ssm_in.bias"),
+    "mlp_bias": somewhere("ffn_up.bias"),
+    "layers_block_type": nemotron_kinds,
+    "mlp_hidden_act": "relu2",
+    "hidden_act": None,
+    "layer_norm_epsilon": lambda keys, config: keys.real("attention.layer_norm_epsilon", config["rms_norm_eps"]),
+}
+LFM2 = {
+    "norm_eps": same_as("rms_norm_eps"),
+    "rms_norm_eps": None,
+    "hidden_act": None,
+    "conv_L_cache": size("shortconv.l_cache"),
+    "conv_bias": somewhere("shortconv.conv.bias"),
+    "layer_types": kinds_by_attention("conv"),
 }

@@ -77,6 +77,10 @@ GPT2 = {
     "max_position_embeddings": ABSENT, "n_positions": 512, "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-3,
 }  # fmt: skip
+BLOOM = dict.fromkeys(
+    ("num_attention_heads", "num_hidden_layers", "intermediate_size", "max_position_embeddings"), ABSENT
+)
+MPT = BLOOM | {"hidden_size": ABSENT, "max_seq_len": 512}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 0.5}
 
 DENSE_CASES: dict[str, DenseCase] = {
@@ -556,6 +560,48 @@ DENSE_CASES: dict[str, DenseCase] = {
         "NanoChatForCausalLM", "nanochat", num_key_value_heads=4, hidden_act="gelu", rms_norm_eps=1e-5, layers=3,
         final_logit_softcapping=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0},
     ),
+    "bloom_odd": dense(
+        "BloomForCausalLM", "bloom", **BLOOM, modern=False, hidden=72, n_layer=3, n_head=6, layer_norm_epsilon=1e-3,
+        seq_length=512, offset_alibi=100, masked_softmax_fusion=True, bias_dropout_fusion=True, skip_bias_add=True,
+        attention_softmax_in_fp32=True, unk_token_id=0, apply_residual_connection_post_layernorm=False,
+        hidden_dropout=0.0, pretraining_tp=2,
+    ),
+    "bloom_untied": dense(
+        "BloomForCausalLM", "bloom", **BLOOM, n_layer=2, n_head=4, layer_norm_epsilon=1e-5, tie_word_embeddings=False,
+    ),
+    "mpt_clip": dense(
+        "MptForCausalLM", "mpt", **MPT, modern=False, d_model=72, n_heads=6, n_layers=3, expansion_ratio=4,
+        attn_config={
+            "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": 1.3,
+            "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False, "qk_ln": False,
+            "softmax_scale": 0.3,
+        },
+        emb_pdrop=0, embedding_fraction=1.0, init_device="cpu", learned_pos_emb=True, logit_scale=None, no_bias=True,
+        resid_pdrop=0, verbose=0, norm_type="low_precision_layernorm", layer_norm_epsilon=1e-3,
+    ),
+    "mpt_untied": dense(
+        "MptForCausalLM", "mpt", **MPT, d_model=64, n_heads=8, n_layers=2, tie_word_embeddings=False,
+        attn_config={"model_type": "", "alibi_bias_max": 8},
+    ),
+    "vaultgemma_caps": dense(
+        "VaultGemmaForCausalLM", "vaultgemma", **GEMMA, modern=False, head_dim=32, layers=3, sliding_window=16,
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=3.0, rope_theta=7000.0, hidden=72,
+        final_logit_softcapping=2.5, attention_bias=True,
+    ),
+    "vaultgemma_types": dense(
+        "VaultGemmaForCausalLM", "vaultgemma", **GEMMA, head_dim=16, layers=2, sliding_window=21,
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
+        layer_types=["full_attention", "sliding_attention"], tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "jais2_biases": dense(
+        "Jais2ForCausalLM", "jais2", modern=False, hidden=72, hidden_act="relu2", num_key_value_heads=2,
+        layer_norm_eps=1e-3, rope_theta=7000.0, rope_scaling=None, head_dim=18, tie_word_embeddings=False,
+    ),
+    "jais2_plain": dense(
+        "Jais2ForCausalLM", "jais2", hidden_act="gelu", layer_norm_eps=1e-5, attention_bias=False, mlp_bias=False,
+        tie_word_embeddings=True, rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -604,6 +650,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
         return (-0.3 if name.endswith("eps") else 0.5), 0.2
     if name.endswith("A_log"):  # states that last long in some heads
         return -1.0, 1.0
+    if "embeddings_layernorm" in name:  # of any sign, so that not every token predicts itself
+        return 0.0, 1.0
     if len(shape) == 1 or "norm" in name:
         queries = any(part in name for part in ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm"))
         last = tied and not any(part.isdigit() for part in name.split("."))

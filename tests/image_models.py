@@ -34,6 +34,10 @@ _OF_GEMMA4 = {
     "boa_token_id": 510, "eoa_token_index": 511, "audio_config": None, "vision_soft_tokens_per_image": 4,
 }  # fmt: skip
 
+_STEP = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    "mlp_ratio": 2.0,
+}  # fmt: skip
 IMAGE_CASES: dict[str, DenseCase] = {
     "gemma4_seeing": seeing(
         "Gemma4ForConditionalGeneration", "gemma4",
@@ -189,5 +193,45 @@ IMAGE_CASES: dict[str, DenseCase] = {
             },
         ),
         _PIXTRAL, projector_hidden_act="gelu", vision_feature_layer=-1, spatial_merge_size=2,
+    ),
+    # Lists have entries for two layers that predict further tokens.
+    "step3p7_hub": seeing(
+        "Step3p7ForConditionalGeneration", "step3p7",
+        dense(
+            "", "step3p5", modern=False, norm=0.0, hidden=72, layers=4, head_dim=24, num_attention_groups=2,
+            hidden_act="silu", rms_norm_eps=1e-3, layer_types=["full_attention", *["sliding_attention"] * 5],
+            attention_other_setting={
+                "attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2,
+                "head_dim": 24, "true_head_dim": 24,
+            },
+            sliding_window=18, moe_layers_enum="1,2,3,4,5", moe_num_experts=7, moe_top_k=3, moe_intermediate_size=40,
+            share_expert_dim=56, moe_router_scaling_factor=1.7, swiglu_limits=[0.0, 0.0, 0.8, 0.0, 0.0, 0.0],
+            swiglu_limits_shared=[0.7, 0.0, 0.0, 0.5, 0.0, 0.0], num_nextn_predict_layers=2,
+            rope_theta=[7000.0, *[500.0] * 5], partial_rotary_factors=[0.5, *[1.0] * 5],
+            rope_scaling={
+                "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            yarn_only_types=["full_attention"], use_head_wise_attn_gate=True, use_moe_router_bias=True,
+            moe_router_activation="sigmoid", need_fp32_gate=True, attention_bias=True, tie_word_embeddings=False,
+            query_pre_attn_scalar=16,
+        ),
+        _STEP, image_token_id=505, projector_bias=False,
+    ),
+    "step3p7_types": seeing(
+        "Step3p7ForConditionalGeneration", "step3p7",
+        dense(
+            "", "step3p5", norm=0.0, layers=3, head_dim=16, num_key_value_heads=2, hidden_act="silu",
+            rms_norm_eps=1e-5, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            num_sliding_attention_heads=2, sliding_window=21, mlp_layer_types=["sparse", "dense", "sparse"],
+            n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, share_expert_dim=40,
+            per_layer_config={"0": {"num_attention_heads": 2}, "2": {"num_attention_heads": 2}},
+            swiglu_limits=[None, None, 0.6], tie_word_embeddings=False,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 9000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+        _STEP, image_token_id=505,
     ),
 }  # fmt: skip

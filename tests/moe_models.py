@@ -308,4 +308,32 @@ MOE_CASES: dict[str, DenseCase] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
         },
     ),
+    "mellum_dense": dense(
+        "MellumForCausalLM", "mellum", **_SHARED, modern=False, layers=4, hidden=72, head_dim=24, num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=40, sliding_window=18, attention_bias=True,
+        layer_types=THREE_TO_ONE, mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+        router_aux_loss_coef=0.0, num_mtp_layers=1,
+    ),
+    "mellum_ropes": dense(
+        "MellumForCausalLM", "mellum", **_SHARED, layers=3, head_dim=16, num_local_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=48, sliding_window=21, norm_topk_prob=False,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 7000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "flint_usual": dense(
+        "FlintForCausalLM", "flint", **_SHARED, modern=False, layers=6, hidden=72, head_dim=24, num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=56, sliding_window=18,
+        attention_bias=True, rope_theta=7000.0,
+    ),
+    "flint_types": dense(
+        "FlintForCausalLM", "flint", **_SHARED, layers=3, head_dim=16, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=48, shared_expert_intermediate_size=40, sliding_window=21, norm_topk_prob=False,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], mlp_only_layers=[1],
+        rope_parameters={"rope_theta": 900.0, "rope_type": "default"},
+    ),
 }  # fmt: skip

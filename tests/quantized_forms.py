@@ -6,6 +6,7 @@ published formula and are computed from the tensors, without this project's read
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 Tensors = dict[str, np.ndarray]
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 GROUP = 32  # inputs that share a scale of AWQ and GPTQ
+SMALL = 8  # the same where models are too small for more
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -38,9 +40,9 @@ def fp8_blocks(weight: np.ndarray, size: int = 128) -> tuple[Tensors, np.ndarray
     return {"weight": codes, "weight_scale_inv": scale}, codes.astype(np.float64) * wide
 
 
-def _asymmetric(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Codes and zero points of 4 bits, float16 scales, and values = (code - zero) * scale; [out, groups, GROUP | 1]."""
-    groups = weight.reshape(len(weight), -1, GROUP)
+def _asymmetric(weight: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes and zero points of 4 bits, float16 scales, and values = (code - zero) * scale; [out, groups, size | 1]."""
+    groups = weight.reshape(len(weight), -1, size)
     low = np.minimum(groups.min(-1, keepdims=True), 0)
     high = np.maximum(groups.max(-1, keepdims=True), 0)
     scale = np.maximum((high - low) / 15, 1e-6).astype(np.float16)
@@ -50,22 +52,33 @@ def _asymmetric(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray,
     return codes.reshape(weight.shape), zero[..., 0], scale[..., 0], ((codes - zero) * wide).reshape(weight.shape)
 
 
-def gptq(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+def gptq(weight: np.ndarray, size: int = GROUP) -> tuple[Tensors, np.ndarray]:
     """Eight codes of neighbouring inputs in a word; zero points stored less one."""
-    codes, zero, scale, values = _asymmetric(weight)
+    codes, zero, scale, values = _asymmetric(weight, size)
     tensors = {
         "qweight": pack_words(codes.T), "qzeros": pack_words(zero - 1).T.copy(), "scales": scale.T.copy(),
-        "g_idx": np.arange(weight.shape[1], dtype=np.int32) // GROUP,
+        "g_idx": np.arange(weight.shape[1], dtype=np.int32) // size,
     }  # fmt: skip
     return tensors, values
 
 
-def awq(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+def awq(weight: np.ndarray, size: int = GROUP) -> tuple[Tensors, np.ndarray]:
     """Eight codes of neighbouring outputs in a word, in the order 0 2 4 6 1 3 5 7."""
-    codes, zero, scale, values = _asymmetric(weight)
+    codes, zero, scale, values = _asymmetric(weight, size)
     order = np.arange(len(weight)).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
     packed = {"qweight": pack_words(codes[order]).T.copy(), "qzeros": pack_words(zero[order]).T.copy()}
     return packed | {"scales": scale.T.copy()}, values
+
+
+def int4_compressed(weight: np.ndarray, size: int = SMALL) -> tuple[Tensors, np.ndarray]:
+    """compressed-tensors' layout of symmetric int4, in groups: code + 8, eight of neighbouring inputs in a word."""
+    groups = weight.reshape(len(weight), -1, size)
+    scale = (np.abs(groups).max(-1) / 7.5).astype(np.float32)
+    wide = scale.astype(np.float64)[..., None]
+    codes = np.clip(np.round(groups / wide), -8, 7)
+    packed = pack_words((codes.reshape(weight.shape) + 8).T).T.copy()
+    tensors = {"weight_packed": packed, "weight_scale": scale, "weight_shape": np.array(weight.shape, np.int64)}
+    return tensors, (codes * wide).reshape(weight.shape)
 
 
 def _float4(scaled: np.ndarray) -> np.ndarray:
@@ -120,12 +133,29 @@ def _compressed(form: str, size: int) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def _awq(size: int) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+
+
+def _gptq(size: int) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": False}
+
+
+def _int4(size: int) -> dict[str, Any]:
+    scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, "symmetric": True}
+    group = {"weights": scheme, "targets": ["Linear"], "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
 # form -> (writer, config.json's quantization_config)
 WRITERS: dict[str, tuple[Callable[[np.ndarray], tuple[Tensors, np.ndarray]], dict[str, Any]]] = {
     "fp8-blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
                                 "fmt": "e4m3"}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "gptq": (gptq, _gptq(GROUP)),
+    "gptq-small": (partial(gptq, size=SMALL), _gptq(SMALL)),
+    "awq": (awq, _awq(GROUP)),
+    "awq-small": (partial(awq, size=SMALL), _awq(SMALL)),
+    "int4-compressed": (int4_compressed, _int4(SMALL)),
     "mxfp4": (mxfp4, _compressed("mxfp4-pack-quantized", 32)),
     "nvfp4-modelopt": (nvfp4_modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
     "nvfp4-compressed": (nvfp4_compressed, _compressed("nvfp4-pack-quantized", 16)),
@@ -151,14 +181,22 @@ def is_matrix(name: str) -> bool:
 
 
 def write(
-    form: str, config: dict[str, Any], tensors: Iterable[tuple[str, np.ndarray]], quantized: Path, plain: Path
+    form: str,
+    config: dict[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    quantized: Path,
+    plain: Path,
+    chosen: Callable[[str], bool] = is_matrix,
+    **further: Any,
 ) -> None:
-    """Writes a model in a form, and its values in float32, to two new folders."""
+    """Writes a model in a form, and its values in float32, to two new folders. `chosen` tells which tensors are
+    quantized; `further` are settings of quantization_config."""
     writer, settings = WRITERS[form]
+    settings = settings | further
     stored = {}
     values = {}
     for name, tensor in tensors:
-        if not is_matrix(name):
+        if not chosen(name):
             stored[name] = values[name] = np.ascontiguousarray(tensor, np.float32)
             continue
         parts, exact = writer(tensor.astype(np.float64))

@@ -437,13 +437,17 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+def write_config(case_name: str, folder: Path) -> Path:
+    """Writes config.json and generation_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", CASES[case_name].config)
+    _write_json(folder / "generation_config.json", CASES[case_name].generation_config)
+    return folder
+
+
 def build(case_name: str, folder: str | Path, *, shards: int = 1) -> Path:
     """Write config.json, generation_config.json and the weights (an index and `shards` files if more than one)."""
-    folder = Path(folder)
-    case = CASES[case_name]
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", case.config)
-    _write_json(folder / "generation_config.json", case.generation_config)
+    folder = write_config(case_name, Path(folder))
     weights = dict(tensors(case_name))
     if shards == 1:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

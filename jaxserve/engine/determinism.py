@@ -64,11 +64,16 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
         yield "norms of values add in plain XLA"
     if any(layer.norm.kind != "rms" or not layer.norm.scale or layer.norm.bias for layer in decoder.config.layers):
         yield "only RMS norms with a scale are C++ kernels; other norms add in plain XLA"
+    norms = {spec.qk_norm for spec in decoder.config.attentions if isinstance(spec, AttentionSpec)} - {None}
+    if any(norm is not None and not norm.fused for norm in norms):
+        yield "norms of queries and keys that are not RMS norms of each head before the rotation add in plain XLA"
+    if decoder.config.recurrent is not None:
+        yield "recurrent layers compute prompts in another way than decodes"
 
 
 def _other_attention(model: ModelConfig, config: EngineConfig) -> str:
-    if not all(isinstance(spec, AttentionSpec) for spec in model.specs):
-        return "latent attention and recurrent layers compute prompts in another way than decodes"
+    if not all(isinstance(spec, AttentionSpec) for spec in model.attentions):
+        return "latent attention computes prompts in another way than decodes"
     return f"attention_backend must be auto or cpu, got {config.attention_backend}"
 
 

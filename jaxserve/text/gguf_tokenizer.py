@@ -26,6 +26,14 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = (  # marks belong to the letters before them
+    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_EXAONE_MOE = (  # words may be joined by spaces
+    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
@@ -63,6 +71,8 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
+_THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes, from the last one on
 
 
 class _Pre(NamedTuple):
@@ -78,7 +88,7 @@ class _Pre(NamedTuple):
 _KINDS = {
     # For older files, which do not name the pre-tokenizer; as in llama.cpp.
     _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("", "default"),
-    _Pre((_GPT2,)): ("gpt-2", "trillion", "phi-2", "olmo", "mpt", "exaone4", "mellum"),
+    _Pre((_GPT2,)): ("gpt-2", "trillion", "phi-2", "olmo", "mpt", "exaone4", "mellum", "granite-docling"),
     _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b", "codeshell", "exaone"),
     _Pre((r"\p{N}", _GPT2), nfc=True): ("command-r",),
     _Pre((_LLAMA3,), ignore_merges=True, add_bos=True): (
@@ -86,6 +96,10 @@ _KINDS = {
     ),
     _Pre((_LLAMA3,)): ("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"),
     _Pre((_QWEN2,), nfc=True): ("qwen2", "deepseek-r1-qwen", "megrez", "kormo"),
+    _Pre((_QWEN2,)): ("hunyuan", "solar-open"),
+    _Pre((_QWEN35,), nfc=True): ("qwen35",),
+    _Pre((_EXAONE_MOE,)): ("exaone-moe",),
+    _Pre((_THREES, _ASIAN, _DEEPSEEK3)): ("afmoe",),
     _Pre((_TEKKEN,), ignore_merges=True, add_bos=True): ("tekken",),
     _Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")): ("deepseek-coder",),
     _Pre(_DEEPSEEK): ("deepseek-llm",),

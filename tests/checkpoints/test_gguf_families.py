@@ -12,11 +12,14 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
+from jaxserve.checkpoints.gguf_model import GGUFReader, open_gguf
+from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import Checkpoint, load_params, read_hf_config
+from jaxserve.pallas_kernels.types import QuantArray
 
 gguf_families = pytest.importorskip("gguf_families", reason="needs gguf", exc_type=ImportError)
 
@@ -31,7 +34,7 @@ CASES = {
     "phi3_longrope": {},
     "deepseek_v2_lite": {},
     "deepseek_v2_groups": {"attention_bias": False},
-    "deepseek_v3_groups": {"mscale": 1.0},
+    "deepseek_v3_groups": {"rope": {"mscale": 1.0}},
     "gpt_oss_sinks": {"swiglu_limit": 7.0},
     "granite_multipliers": {},
     "granite_moe_stacked": {},
@@ -67,7 +70,41 @@ CASES = {
     "olmoe_clip": {"norm_topk_prob": False},
     "minimax_m2_saved": {},
     "qwen3_next_groups": {"norm_topk_prob": True, "decoder_sparse_step": 1},
-    "ministral3_scaled": {"mscale": 0.8},
+    "ministral3_scaled": {"rope": {"mscale": 0.8}},
+    "qwen3_5_groups": {},
+    "qwen3_5_moe_whole": {},
+    "glm4_moe_lite_hub": {},
+    "youtu_hub": {"attention_bias": False},
+    "mistral4_groups": {"rope": {"mscale": 0.8, "llama_4_scaling_beta": 0.0, "truncate": True}},
+    "minicpm3_longrope": {
+        "attention_bias": False, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+        "rope": {"original_max_position_embeddings": 512},
+    },
+    "glm_half": {},
+    "dots1_windows": {"layer_types": ["full_attention"] * 4},
+    "exaone_moe_hub": {},
+    "granite_moe_shared": {},
+    "phimoe_longrope": {"router_jitter_noise": 0.01, "rope": {"short_mscale": None, "long_mscale": None}},
+    "hunyuan_moe_alpha": {},
+    "solar_open_hub": {"rope": {"truncate": True}},
+    "afmoe_layer_types": {
+        "mup_enabled": True, "layer_types": ["sliding_attention"] * 3, "global_attn_every_n_layers": 4,
+    },
+    "apertus_hub": {},
+    "apertus_tied": {},
+    "gpt_bigcode_shared": {},
+    "lfm2_odd": {},
+    "lfm2_moe_bias": {"routed_scaling_factor": 1.0},
+    "granite_hybrid_experts": {},
+    "granite_hybrid_dense": {"position_embedding_type": "nope"},
+    "bamba_odd": {},
+    "nemotron_h_pattern": {},
+    "nemotron_h_experts": {"layers": 5, "rms_norm_eps": 1e-5},
+    "qwen2_5_vl_flat": {"use_sliding_window": False},
+    "qwen3_vl_tied": {},
+    "qwen3_vl_moe_wide": {"decoder_sparse_step": 1},
+    "glm4v_half": {},
+    "glm4v_moe_groups": {},
     "granite_plain_attention": {  # which is a MiniCPM by other names
         "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 3, "scale_depth": 0.7,
         "dim_model_base": 160, "rope_theta": 10000.0, "tie_word_embeddings": False, "embedding_multiplier": None,
@@ -76,15 +113,24 @@ CASES = {
 }  # fmt: skip
 
 
-def give_all_layers_experts(folder):
-    """Layers without experts, which llama.cpp's Qwen3-Next does not have, get those of the layer behind them."""
+def keep_layers(folder, count):
+    """Removes the tensors of the layers behind the first ones."""
     tensors = {name: tensor.read() for name, tensor in read_folder(folder).items()}
-    for name in [name for name in tensors if re.fullmatch(r"model\.layers\.\d+\.mlp\.\w+_proj\.weight", name)]:
-        layer = name.split(".")[2]
+    of_layer = {name: re.search(r"\.layers\.(\d+)\.", name) for name in tensors}
+    kept = {name: values for name, values in tensors.items() if not of_layer[name] or int(of_layer[name][1]) < count}
+    save_file(kept, folder / "model.safetensors")
+
+
+def give_all_layers_experts(folder):
+    """Layers without experts, which llama.cpp's Qwen3 does not have, get those of the layer behind them."""
+    tensors = {name: tensor.read() for name, tensor in read_folder(folder).items()}
+    for name in [name for name in tensors if re.fullmatch(r"model\.(\w+\.)?layers\.\d+\.mlp\.\w+_proj\.weight", name)]:
+        before, _, rest = name.partition("layers.")
+        layer = rest.split(".")[0]
         tensors.pop(name, None)
-        behind = f"model.layers.{int(layer) + 1}.mlp."
+        behind = f"{before}layers.{int(layer) + 1}.mlp."
         tensors |= {
-            other.replace(behind, f"model.layers.{layer}.mlp."): values + np.float32(0.01)
+            other.replace(behind, f"{before}layers.{layer}.mlp."): values + np.float32(0.01)
             for other, values in list(tensors.items())
             if other.startswith(behind)
         }
@@ -99,11 +145,20 @@ def expressible(model_folders, tmp_path):
         folder = shutil.copytree(model_folders(case), tmp_path / case)
         config = json.loads((folder / "config.json").read_text())
         changes = dict(CASES[case])
-        if mscale := changes.pop("mscale", None):
-            config["rope_parameters"]["mscale"] = mscale
-        config = {key: value for key, value in (config | changes).items() if changes.get(key, "") is not None}
+        text = config.get("text_config", config)
+        if rope := changes.pop("rope", {}):
+            own = text["rope_parameters" if "rope_parameters" in text else "rope_scaling"]
+            own |= rope
+            for key in [key for key, value in rope.items() if value is None]:
+                del own[key]
+        if (count := changes.pop("layers", None)) is not None:
+            text["layers_block_type"] = text["layers_block_type"][:count]
+            keep_layers(folder, count)
+        text |= changes
+        for key in [key for key, value in changes.items() if value is None]:
+            del text[key]
         (folder / "config.json").write_text(json.dumps(config))
-        if case == "qwen3_next_groups":
+        if case in ("qwen3_next_groups", "qwen3_vl_moe_wide"):
             give_all_layers_experts(folder)
         return folder
 
@@ -111,7 +166,9 @@ def expressible(model_folders, tmp_path):
 
 
 def config_of(path):
-    return dataclasses.replace(read_model_config(read_hf_config(path)), eos_token_ids=(), dtype="float32")
+    """What is computed; names of families are for messages only."""
+    config = read_model_config(read_hf_config(path))
+    return dataclasses.replace(config, family="", eos_token_ids=(), dtype="float32")
 
 
 def leaves(value, name=""):
@@ -146,17 +203,43 @@ def test_the_same_model(case, expressible, tmp_path):
     read = weights_of(path, config)
     wanted = weights_of(folder, config)
     assert read.keys() == wanted.keys()
-    for name, weight in wanted.items():  # norms are stored with 1 added, which rounds
-        np.testing.assert_allclose(read[name], weight, rtol=0, atol=2e-7, err_msg=name)
+    for name, weight in wanted.items():  # norms are stored with 1 added, and rates as exponentials, which rounds
+        np.testing.assert_allclose(read[name], weight, rtol=2e-7, atol=2e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_columns_in_another_order(kind, expressible, tmp_path):
+    """A column of the file is the column of the tensor that `columns` names, in floats and in quantized form."""
+    folder = expressible("glm4_sandwich")
+    path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf", gguf_families.Kind[kind]).write()
+    plain = open_gguf(path).tensors["blk.0.ffn_down.weight"]
+    assert plain.type.name == kind
+    columns = np.random.default_rng(3).permutation(plain.shape[1]).astype(np.int32)
+    turned = dataclasses.replace(plain, columns=columns)
+    values = turned.read()
+    np.testing.assert_array_equal(values[:, columns], plain.read())
+    blocks = turned.read_blocks()
+    np.testing.assert_array_equal(dequantize(blocks) if isinstance(blocks, QuantArray) else blocks, values)
+    assert GGUFReader({"w": turned}, "").type_of("w") is None
 
 
 def test_every_architecture_has_a_case():
-    written = {gguf_families.ARCHITECTURES[name] for name in gguf_families.ARCHITECTURES}
+    written = {*gguf_families.ARCHITECTURES.values(), *gguf_families.WITH_EXPERTS.values()}
     assert written == ARCHITECTURES.keys() - {"llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe"}
 
 
 @pytest.mark.parametrize(
-    "case", ["glm4_sandwich", "gpt_oss_sinks", "deepseek_v3_groups", "gemma3_older", "neox_parallel"]
+    "case",
+    [
+        "glm4_sandwich",
+        "gpt_oss_sinks",
+        "deepseek_v3_groups",
+        "gemma3_older",
+        "neox_parallel",
+        "qwen3_5_groups",
+        "granite_hybrid_dense",
+        "mistral4_groups",
+    ],
 )
 def test_quantized_files_load(case, expressible, tmp_path):
     """Every weight of a Q8_0 file is near the one in the folder, and the decoder's parameters can be made of them."""

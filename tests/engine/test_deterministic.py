@@ -147,6 +147,8 @@ def test_equal_requests_without_a_seed_get_equal_answers(model_folders):
         ("tp_gqa", {"dtype": "float16"}, "float16"),
         ("tp_gqa", {"enable_lora": True}, "enable_lora"),
         ("tp_gqa", {"task": "embed"}, "embed or score"),
+        ("olmo2_post", {}, "norms of queries and keys"),
+        ("lfm2_tied", {}, "recurrent layers"),
         ("qwen3_bfloat16", {"quantization": "int4"}, "are not in panels"),
     ],
 )

@@ -73,3 +73,8 @@ def test_bytes_of_the_cache(dtype, model_folders):
 def test_an_unknown_dtype():
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, bf16, fp8, int8, got 'int4'"):
         EngineConfig(model="demo", kv_cache_dtype="int4")
+
+
+def test_biases_by_distance_need_floats(model_folders):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype int8 cannot hold the positions .* use auto or bf16"):
+        make_engine(model_folders("mpt_untied"), kv_cache_dtype="int8")

@@ -76,6 +76,9 @@ EFFECTIVE = {
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
     "LagunaForCausalLM": {"sliding_window": 8, "layer_types": _TYPES},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
+    "MellumForCausalLM": {
+        "sliding_window": 8, "layer_types": _TYPES, "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+    },
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "Qwen2MoeForCausalLM": {
         "use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES, "mlp_only_layers": [1],
@@ -93,6 +96,7 @@ _OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", 
 WITHOUT_EFFECT = {
     "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
+    "BloomForCausalLM": {"slow_but_exact"},  # a matter of rounding
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others
     "DeepseekV3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Gemma3nForCausalLM": {"altup_coef_clip"},  # for training
@@ -335,7 +339,7 @@ OLDER_ROPES = (
 def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
-        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "MiMoV2Flash", "Laguna", "Gemma4")
+        others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe", "MiMoV2Flash", "Laguna", "Mellum", "Gemma4")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
             # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
             # ones are as young as transformers 5.
@@ -388,6 +392,10 @@ def test_settings_of_training():
             r"kv_source_layers=\[0, 0\] is not supported \(only \[0, 1\]\)",
         ),
         ("OPTForCausalLM", {"activation_function": "tanh"}, "activation_function='tanh' is not supported"),
+        ("LagunaForCausalLM", {"gating": False}, "gating=False is not supported"),
+        ("MiMoV2FlashForCausalLM", {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads=4 is not supported"),
+        # transformers does not read this setting.
+        ("MptForCausalLM", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max=16 is not supported"),
     ],
 )
 def test_what_changes_the_model_is_refused(architecture, changes, message):

@@ -214,7 +214,7 @@ def test_recurrent_states_in_random_schedules():
         sizes = {"num_pages": int(rng.integers(8, 14)), "page_size": 4, "max_num_seqs": int(rng.integers(2, 5))}
         kept = {"snapshots": int(rng.choice([1, 4, 9])), "interval": int(rng.choice([0, 1, 2]))}
         simulation = Simulation(**sizes, budget=int(rng.integers(5, 20)), **kept)
-        for _ in range(6):
+        for _ in range(4):
             prompt = FAMILIES[rng.integers(3)][: rng.integers(20)] + rng.integers(0, VOCAB, 2).tolist()
             most = int(rng.integers(1, simulation.longest - len(prompt) + 1))
             simulation.add(prompt, n=int(rng.integers(1, 3)), max_tokens=min(most, 20))

@@ -1,5 +1,5 @@
 """Nemotron 4 and Minitron: LayerNorms that multiply by 1 + w, an MLP of squared ReLUs without a gate, half of each head
-rotated."""
+rotated. Jais 2: usual LayerNorms, the same MLP, whole heads rotated."""
 
 from __future__ import annotations
 
@@ -40,4 +40,16 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="nemotron", layers=layers, **shared)
 
 
-FAMILY = Family("nemotron", ("NemotronForCausalLM",), _read, NEMOTRON_NAMES, IGNORED)
+def _read_jais2(hf: HFConfig) -> ModelConfig:
+    norm = read_layer_norm(hf)
+    bias = bool(hf.take("attention_bias", True))
+    attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
+    mlp = read_mlp(hf, gated=False, bias=bool(hf.take("mlp_bias", True)), activation=read_activation(hf, "relu2"))
+    layers = uniform_layers(hf, attention, mlp, norm=norm)
+    return ModelConfig(family="jais2", layers=layers, **read_shared(hf, longest=8192, norm=norm))
+
+
+FAMILIES = (
+    Family("nemotron", ("NemotronForCausalLM",), _read, NEMOTRON_NAMES, IGNORED),
+    Family("jais2", ("Jais2ForCausalLM",), _read_jais2, NEMOTRON_NAMES, IGNORED),
+)

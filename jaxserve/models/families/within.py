@@ -33,19 +33,16 @@ LAYOUTS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
 )
+OF_ENCODERS = (
+    "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vit_large_projector.",
+    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
+)  # fmt: skip
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
     "mtp.",
     *("mtp_dspark.", "vision_encoder.", "patch_merger.", "pre_mm_projector_norm.", "vision_language_adapter."),
-    *(
-        f"{start}{part}"
-        for start in ("", "model.")
-        for part in (
-            "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vision_embedder.",
-            "embed_vision.", "audio_tower.", "embed_audio.",
-        )
-    ),
-)  # fmt: skip
+    *(f"{start}{part}" for start in ("", "model.") for part in OF_ENCODERS),
+)
 OF_IMAGES = (
     "vision_config", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index",
@@ -54,7 +51,11 @@ OF_IMAGES = (
     "image_seq_length", "downsample_ratio", "vision_feature_select_strategy", "media_placeholder_token_id",
     "use_unified_vision_chunk", "video_placeholder", "ignore_index", "vision_soft_tokens_per_image", "boi_token_id",
     "eoi_token_id", "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
-    "audio_soft_tokens_per_image",
+    "audio_soft_tokens_per_image", "projector_bias", "understand_projector_stride",
+    "image_token_len", "patch_token_len", "im_start_token", "im_end_token", "im_patch_token", "video_token_index",
+    "image_grid_pinpoints", "vision_aspect_ratio", "use_image_newline_parameter", "spatial_pool_mode",
+    "spatial_pool_stride", "video_seq_length", "projector_layernorm_eps", "scale_factor", "downsample_factor",
+    "alignment_intermediate_size", "adapter_layer_norm_eps", "projector_hidden_size", "projector_use_layernorm",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -77,10 +78,12 @@ Ties = Callable[[bool | None, bool | None], bool]
 
 
 class Text(NamedTuple):
-    """How a text_config is read: its reader, and the values for keys that it does not have."""
+    """How a text_config is read: its reader, the values for keys that it does not have, and the rotary base for one
+    without rotary settings."""
 
     read: Reader
     defaults: Mapping[str, Any] = MappingProxyType({})
+    theta: float | None = None
 
 
 def by_whole(whole: bool | None, text: bool | None) -> bool:
@@ -115,6 +118,7 @@ def family_within(
     *,
     flat: bool = False,
     more_layers: bool = False,
+    layouts: tuple[Mapping[str, str], ...] = LAYOUTS,
 ) -> Family:
     """The family "`name` with images".
 
@@ -123,11 +127,12 @@ def family_within(
       texts: by the model_type of the text_config; the first is usual.
       ties: see `Ties`.
       more_layers: see `Family`.
+      layouts: see `Family`.
       flat: some files have no text_config. Their settings of the text are beside those of the whole.
     """
     known = (architecture,) if isinstance(architecture, str) else architecture
     read = _reader(texts, ties, flat)
-    return Family(f"{name} with images", known, read, names, IGNORED, more_layers, layouts=LAYOUTS, unread=UNREAD)
+    return Family(f"{name} with images", known, read, names, IGNORED, more_layers, layouts=layouts, unread=UNREAD)
 
 
 def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
@@ -155,8 +160,10 @@ def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
         for name in ("torch_dtype", "dtype"):
             if (dtype := hf.take(name, None)) is not None:
                 whole[name] = dtype
-        rope = {} if {"rope_theta", "rope_parameters"} & inner.keys() or kind != "mistral" else {"rope_theta": 1e9}
-        text = HFConfig({**texts[kind].defaults, **rope, **inner, **whole}, source)
+        values = {**texts[kind].defaults, **inner, **whole}
+        if texts[kind].theta is not None and not {"rope_theta", "rope_parameters"} & values.keys():
+            values["rope_theta"] = texts[kind].theta
+        text = HFConfig(values, source)
         config = texts[kind].read(text)
         text.take("quantization_config", None)
         text.finish()
@@ -199,7 +206,7 @@ FAMILIES = (
         "mistral3",
         "Mistral3ForConditionalGeneration",
         {
-            "mistral": Text(read_mistral, MISTRAL),
+            "mistral": Text(read_mistral, MISTRAL, theta=1e9),
             "ministral3": Text(read_ministral3, MISTRAL),
             "mistral4": Text(read_mistral4),
         },
