@@ -145,4 +145,34 @@ class MambaInputs(NamedTuple):
     conv_bc_bias: jax.Array | None
 
 
-StateInputs = DeltaHeads | ConvInputs | MambaInputs  # of recurrent layers: the first array has one entry per token
+class ScanInputs(NamedTuple):
+    """New tokens' inputs of a selective scan (Mamba; Gu & Dao 2023, arXiv:2312.00752), all float32.
+
+    x: [tokens, channels], behind the convolution.
+    step: [tokens, channels], at least 0.
+    b, c: [tokens, state_dim].
+    a: [channels, state_dim], below 0. The decays of a channel's vector are exp(step * a).
+    d: [channels], the share of x that is added to the result.
+    """
+
+    x: jax.Array
+    step: jax.Array
+    b: jax.Array
+    c: jax.Array
+    a: jax.Array
+    d: jax.Array
+
+
+class LightningHeads(NamedTuple):
+    """New tokens' inputs of lightning attention (Qin et al. 2024, arXiv:2405.17381).
+
+    qkv: [tokens, heads, 3 * dim]: a head's query, key and value.
+    decay: float32 [heads], the logarithm of what a head's matrix is multiplied with at each token.
+    """
+
+    qkv: jax.Array
+    decay: jax.Array
+
+
+# Of recurrent layers: the first array has one entry per token.
+StateInputs = DeltaHeads | ConvInputs | MambaInputs | ScanInputs | LightningHeads

@@ -25,12 +25,14 @@ from jaxserve.pallas_kernels.latent_attention.expanded import (
     expands_prompts,
     project_values,
 )
+from jaxserve.pallas_kernels.lightning import lightning
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.selective_scan import selective_scan
 from jaxserve.pallas_kernels.short_conv.reference import short_conv
 from jaxserve.pallas_kernels.types import (
     AttentionOptions,
@@ -39,11 +41,13 @@ from jaxserve.pallas_kernels.types import (
     DeltaState,
     KVPages,
     LatentPages,
+    LightningState,
     MambaState,
     MixedArray,
     PanelArray,
     QuantArray,
     QuantRows,
+    ScanState,
 )
 
 
@@ -221,6 +225,8 @@ class Ops:
     kimi_delta: Callable[..., tuple[jax.Array, DeltaState]] = kimi_delta
     short_conv: Callable[..., tuple[jax.Array, ConvState]] = short_conv
     mamba2: Callable[..., tuple[jax.Array, MambaState]] = mamba2
+    selective_scan: Callable[..., tuple[jax.Array, ScanState]] = selective_scan
+    lightning: Callable[..., tuple[jax.Array, LightningState]] = lightning
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     gated_matmul: Callable[..., jax.Array] | None = None

@@ -104,9 +104,28 @@ class MambaState(NamedTuple):
     shared: jax.Array
 
 
-State = (
-    DeltaState | ConvState | MambaState
-)  # of recurrent layers: each array has one entry per layer and slot on its first axis
+class ScanState(NamedTuple):
+    """The states of Mamba layers (Gu & Dao 2023, arXiv:2312.00752), one for each layer and slot.
+
+    vectors: float32 [states, channels, state_dim].
+    inputs: float32 [states, width - 1, channels], the convolution's last inputs, the oldest first.
+    """
+
+    vectors: jax.Array
+    inputs: jax.Array
+
+
+class LightningState(NamedTuple):
+    """The states of lightning attention (Qin et al. 2024, arXiv:2405.17381), one for each layer and slot.
+
+    matrix: float32 [states, heads, value_dim, key_dim].
+    """
+
+    matrix: jax.Array
+
+
+# Of recurrent layers: each array has one entry per layer and slot on its first axis.
+State = DeltaState | ConvState | MambaState | ScanState | LightningState
 
 
 def has_scale(dtype: Any) -> bool:

@@ -618,10 +618,32 @@ def dense_manifest(name: str) -> dict[str, tuple[int, ...]]:
     return recorded.get(name) or _stored(name)
 
 
-def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], transposed: bool) -> tuple[float, float]:
+LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
+
+def lightning_buffer(config: dict[str, Any], name: str) -> np.ndarray:
+    """What transformers computes from a config for lightning attention, and writes to files."""
+    heads = config["num_attention_heads"]
+    layer = int(name.split(".")[2])
+    rate = 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)[:, None, None]
+    rate = rate * (1 - layer / (config["num_hidden_layers"] - 1 + 1e-5) + 1e-5)
+    size = config.get("block_size", 256)
+    index = np.arange(1, size + 1)[:, None]
+    apart = index - index.T
+    return {
+        "slope_rate": rate,
+        "query_decay": np.exp(-rate * index),
+        "key_decay": np.exp(-rate * (size - index)),
+        "diagonal_decay": np.where(apart >= 0, np.exp(-rate * np.maximum(apart, 0)), 0.0)[None],
+    }[name.rpartition(".")[2]]
+
+
+def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], transposed: bool) -> tuple[Any, float]:
     """As `tiny_models._mean_and_std`; norms are the only weights of one axis. Tied embeddings are small, so that not
     every token predicts itself, and the norm before them is large."""
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
+    if name.endswith(LIGHTNING):
+        return lightning_buffer(case.config, name), 0.0
     if name.endswith("bias"):
         return 0.0, 0.1
     if "act_fn" in name:  # learned numbers of an activation, of which one is negative
@@ -651,4 +673,5 @@ UNTIED = (
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
+    "falcon_h1", "mamba2", "jamba", "minimax",
 )  # fmt: skip

@@ -22,6 +22,7 @@ _LATENT = {
     "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "hidden_act": "silu",
     "rms_norm_eps": 1e-3, "moe_intermediate_size": 40,
 }  # fmt: skip
+_NO_ATTENTION = {"max_position_embeddings": ABSENT, "num_attention_heads": ABSENT, "intermediate_size": ABSENT}
 _KDA = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
 _GRANITE = {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
 
@@ -178,6 +179,87 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         head_dim=16,
         num_local_experts=6, n_group=1, topk_group=1, num_experts_per_tok=2, n_shared_experts=1, kda_safe_gate=False,
         num_key_value_heads=4, rope_parameters=_YARN | {"rope_theta": 10000.0, "mscale": 0.8, "mscale_all_dim": 1.0},
+    ),
+    "falcon_h1_multipliers": dense(
+        "FalconH1ForCausalLM", "falcon_h1", modern=False, hidden=72, heads=6, layers=3, num_key_value_heads=2,
+        head_dim=16, hidden_act="silu", rms_norm_eps=1e-3, attention_bias=True, mlp_bias=True, projectors_bias=True,
+        mamba_d_ssm=108, mamba_n_heads=9, mamba_n_groups=3, mamba_d_state=20, mamba_d_head=12, mamba_d_conv=3,
+        mamba_expand=2, mamba_chunk_size=48, mamba_conv_bias=True, mamba_proj_bias=True, mamba_rms_norm=True,
+        mamba_norm_before_gate=True, mamba_use_mlp=True, attn_layer_indices=None, mlp_expansion_factor=8,
+        num_logits_to_keep=1, time_step_floor=1e-4, time_step_max=0.1, time_step_min=0.001, rope_scaling=None,
+        rope_theta=7000.0, lm_head_multiplier=0.6, embedding_multiplier=2.5, mlp_multipliers=[0.7, 1.3],
+        key_multiplier=0.8, attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_in_multiplier=1.4,
+        ssm_out_multiplier=0.75, ssm_multipliers=[0.6, 1.5, 0.85, 1.25, 0.7],
+    ),
+    "falcon_h1_norm_behind": dense(
+        "FalconH1ForCausalLM", "falcon_h1", layers=2, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-5,
+        mamba_d_ssm=None, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
+        mamba_conv_bias=False, mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "falcon_h1_plain": dense(
+        "FalconH1ForCausalLM", "falcon_h1", layers=2, num_key_value_heads=1, hidden_act="silu", rms_norm_eps=1e-5,
+        mamba_d_ssm=96, mamba_n_heads=4, mamba_n_groups=1, mamba_d_state=16, mamba_rms_norm=False,
+        ssm_multipliers=[0.6, 1.5, 0.85, 1.25, 0.7], rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "mamba2_hub": dense(
+        "Mamba2ForCausalLM", "mamba2", **_NO_ATTENTION | {"intermediate_size": 144}, modern=False, hidden=72,
+        layers=3, num_heads=9, head_dim=16, n_groups=3, state_size=20, conv_kernel=3, expand=2, use_bias=True,
+        use_conv_bias=True, chunk_size=48, layer_norm_epsilon=1e-3, hidden_act="silu", norm_before_gate=True,
+        rms_norm=True,
+        rescale_prenorm_residual=False, residual_in_fp32=True, time_step_floor=1e-4, time_step_init_scheme="random",
+        time_step_max=0.1, time_step_min=0.001, time_step_rank=5, time_step_scale=1.0, tie_word_embeddings=False,
+    ),
+    "mamba2_tied": dense(
+        "Mamba2ForCausalLM", "mamba2", **_NO_ATTENTION, layers=2, num_heads=8, head_dim=24, n_groups=2, state_size=16,
+        conv_kernel=4, expand=3, use_bias=False, use_conv_bias=False, hidden_act="gelu", tie_word_embeddings=True,
+    ),
+    "mamba_hub": dense(
+        "MambaForCausalLM", "mamba", **_NO_ATTENTION | {"intermediate_size": 144}, modern=False, hidden=72, layers=3,
+        state_size=12, conv_kernel=3, expand=2, use_bias=True, use_conv_bias=True, layer_norm_epsilon=1e-3,
+        hidden_act="silu", rescale_prenorm_residual=False, residual_in_fp32=True, time_step_floor=1e-4,
+        time_step_init_scheme="random", time_step_max=0.1, time_step_min=0.001, time_step_rank=7, time_step_scale=1.0,
+        use_mambapy=False, tie_word_embeddings=False,
+    ),
+    "mamba_tied": dense(
+        "MambaForCausalLM", "mamba", **_NO_ATTENTION, layers=2, state_size=16, conv_kernel=4, expand=3,
+        use_conv_bias=False, hidden_act="gelu", time_step_rank="auto",
+    ),
+    "falcon_mamba_hub": dense(
+        "FalconMambaForCausalLM", "falcon_mamba", **_NO_ATTENTION | {"intermediate_size": 144}, modern=False, hidden=72,
+        layers=3, state_size=12, conv_kernel=3, expand=16, use_bias=True, layer_norm_epsilon=1e-3, mixer_rms_eps=0.3,
+        time_step_rank=9, tie_word_embeddings=False, use_falcon_mambapy=False, time_step_scale=1.0,
+    ),
+    "falcon_mamba_tied": dense(
+        "FalconMambaForCausalLM", "falcon_mamba", **_NO_ATTENTION, layers=2, state_size=16, expand=3,
+        use_conv_bias=False, hidden_act="gelu_pytorch_tanh",
+    ),
+    "jamba_experts": dense(
+        "JambaForCausalLM", "jamba", modern=False, hidden=72, heads=6, layers=5, num_key_value_heads=2,
+        hidden_act="silu", rms_norm_eps=1e-3, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2,
+        expert_layer_offset=0, num_experts=5, num_experts_per_tok=3, mamba_d_state=12, mamba_d_conv=3, mamba_expand=2,
+        mamba_dt_rank=7, mamba_conv_bias=True, mamba_proj_bias=True, mamba_inner_layernorms=True,
+        num_logits_to_keep=1, use_mamba_kernels=False, sliding_window=None,
+    ),
+    "jamba_dense": dense(
+        "JambaForCausalLM", "jamba", layers=4, num_key_value_heads=4, hidden_act="gelu", rms_norm_eps=1e-5,
+        attn_layer_period=2, attn_layer_offset=0, num_experts=1, num_experts_per_tok=1, mamba_d_state=16,
+        mamba_expand=3, mamba_conv_bias=False, tie_word_embeddings=True,
+    ),
+    # The first layer has lightning attention, as in the published model. transformers takes a token's position from the
+    # cache of the first layer, which then has none, and counts from 0 again, unless it is given positions. Without a
+    # cache, and in the published inference code, positions go on. `goldens/record.py` gives them.
+    "minimax_lightning_first": dense(
+        "MiniMaxForCausalLM", "minimax", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=56, hidden_act="silu", rms_norm_eps=1e-3, num_local_experts=5, num_experts_per_tok=3,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"], block_size=48,
+        full_attn_alpha_factor=2.5, full_attn_beta_factor=1.3, linear_attn_alpha_factor=1.7,
+        linear_attn_beta_factor=0.8, mlp_alpha_factor=2.1, mlp_beta_factor=0.9, rope_theta=7000.0, rope_scaling=None,
+    ),
+    "minimax_by_turns": dense(
+        "MiniMaxForCausalLM", "minimax", layers=4, heads=8, num_key_value_heads=4, intermediate_size=48,
+        hidden_act="gelu", rms_norm_eps=1e-5, num_local_experts=4, num_experts_per_tok=2, sliding_window=24,
+        tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
     "nemotron_h_experts": dense(
         "NemotronHForCausalLM", "nemotron_h", layers=6, num_key_value_heads=2, head_dim=24, intermediate_size=96,

@@ -22,9 +22,28 @@ from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS, ProgramNam
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.steps import StepResult
-from jaxserve.pallas_kernels.types import ConvState, DeltaState, KVPages, LatentPages, MambaState
+from jaxserve.pallas_kernels.types import (
+    ConvState,
+    DeltaState,
+    KVPages,
+    LatentPages,
+    LightningState,
+    MambaState,
+    ScanState,
+)
 
-_KINDS = Sampled, StepResult, SlotState, KVPages, LatentPages, DeltaState, ConvState, MambaState
+_KINDS = (
+    Sampled,
+    StepResult,
+    SlotState,
+    KVPages,
+    LatentPages,
+    DeltaState,
+    ConvState,
+    MambaState,
+    ScanState,
+    LightningState,
+)
 CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 

@@ -69,7 +69,7 @@ def _is_weight(x: Any) -> bool:
 def _shape(model: ModelConfig) -> str:
     numbers = " or ".join(map(str, sorted({attention.num_heads for attention in model.attentions})))
     kv_heads = " or ".join(map(str, sorted({attention.num_kv_heads for attention in model.attentions})))
-    heads = f"{numbers} heads over {kv_heads} of keys and values"
+    heads = f"{numbers} heads over {kv_heads} of keys and values" if model.attentions else "no attention"
     return (
         f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size}"
     )

@@ -55,6 +55,7 @@ PUBLISHED = (
     Published("ibm-granite/granite-4.0-h-tiny", "granite_moe_hybrid", 6_939_037_248, 3_813_836_544, 8_192),
     Published("tencent/Hunyuan-7B-Instruct", "hunyuan", 7_504_568_320, 4_649_205_760, 131_072),
     Published("internlm/internlm3-8b-instruct", "internlm3", 8_804_241_408, 6_102_982_656, 49_152),
+    Published("moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi_linear", 49_122_681_728, 26_517_860_608, 8_064),
     Published("LiquidAI/LFM2-1.2B", "lfm2", 1_170_340_608, 802_878_976, 12_288),
     Published("HuggingFaceTB/SmolLM-135M", "llama", 134_515_008, 111_712_896, 23_040),
     Published("HuggingFaceTB/SmolLM2-360M-Instruct", "llama", 361_821_120, 257_374_080, 40_960),

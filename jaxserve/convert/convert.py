@@ -77,7 +77,7 @@ def _read(folder: Path, tensor_parallel_size: int) -> tuple[Decoder, dict[str, A
 def stored_decoder(config: ModelConfig, stored: Mapping[str, orbax.Abstract]) -> Decoder:
     """The decoder whose parameters have the shapes of the Orbax checkpoint `stored`."""
     found = []
-    for layer, spec in enumerate(config.specs):
+    for layer, spec in enumerate(one.attention for one in config.layers):
         # Its heads may be stored repeated. Those of latent attention never are.
         if isinstance(spec, AttentionSpec) and not spec.shares_kv:
             rows = stored[f"layers_{layer}/attention/qkv/kernel"].shape[0] // spec.head_dim

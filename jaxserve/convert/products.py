@@ -11,7 +11,7 @@ from jaxserve.checkpoints.safetensors import TensorInfo
 from jaxserve.config import ConfigError
 from jaxserve.models.quantized import is_quantizable
 from jaxserve.models.sources import Names
-from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RecurrentSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     """Raises ConfigError if a calibrated method does not know a model's kinds of layers, or its fused tensors."""
     for layer in model.layers:
         mlp = layer.mlp
-        unknown = isinstance(layer.attention, RecurrentSpec) or getattr(layer.attention, "chunk", None)
+        unknown = layer.recurrent or getattr(layer.attention, "chunk", None)
         unknown = unknown or layer.residual in ("scaled_sandwich", "altup")
         if unknown or mlp is None or (mlp.experts and (mlp.bias or mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")

@@ -62,7 +62,7 @@ def train_eagle(model: str, data: Path, out: Path, config: TrainConfig) -> None:
     """
     folder = resolve_model(model)
     target = read_model(folder)
-    known = len(target.attentions) == target.num_layers and isinstance(target.attentions[0], AttentionSpec)
+    known = len(target.specs) == target.num_layers and all(isinstance(spec, AttentionSpec) for spec in target.specs)
     if not known or target.passes_more or target.several_shapes:
         raise ConfigError(
             f"train-eagle needs a model whose layers all have keys and values of one shape, and no other inputs; "

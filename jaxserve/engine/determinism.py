@@ -67,7 +67,6 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
     norms = {spec.qk_norm for spec in decoder.config.attentions if isinstance(spec, AttentionSpec)} - {None}
     if any(norm is not None and not norm.fused for norm in norms):
         yield "norms of queries and keys that are not RMS norms of each head before the rotation add in plain XLA"
-
     if decoder.config.recurrent is not None:
         yield "recurrent layers compute prompts in another way than decodes"
 

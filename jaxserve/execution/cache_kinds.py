@@ -192,7 +192,7 @@ CacheKind = KeysAndValues | Latents
 def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, shares: int = 1) -> CacheKind:
     """The kind of cache of a model's attention layers. `kv_heads` are the heads over all devices, with repeats, of
     which each group of `shares` devices has the same."""
-    attention = model.attentions[0]
+    attention = model.attention
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
         index_dim = 0 if attention.indexer is None else attention.indexer.dim

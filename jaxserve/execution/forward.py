@@ -20,7 +20,7 @@ from jaxserve.models.attention import Ropes
 from jaxserve.models.decoder import Decoder, DecoderLayer, added, angles
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.layers import ROUTING
-from jaxserve.models.spec import ModelConfig, RecurrentSpec
+from jaxserve.models.spec import ModelConfig
 from jaxserve.pallas_kernels.expert_routing import load
 from jaxserve.pallas_kernels.operands import Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
@@ -105,7 +105,8 @@ class LayerInputs(NamedTuple):
     def at(self, place: LayerPlace) -> tuple:
         """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
         of_layer = (self.rows, self.checked) if place.group is None else self.of_groups[place.group]
-        return *of_layer, np.int32(place.first)
+        where = *of_layer, np.int32(place.first)
+        return where if place.beside is None else (where, self.at(place.beside))
 
 
 class LayerRun(NamedTuple):
@@ -116,7 +117,7 @@ class LayerRun(NamedTuple):
     pages: Any  # its part of the cache
     chosen: list[jax.Array]  # experts that its router chose, int32 [tokens, top_k]
     seen: jax.Array | None  # int32 [tokens, top_k]: the cached tokens that the last indexer has chosen
-    checked: StateInputs | None  # what its recurrent operation read of `ModelInput.checked`
+    checked: list[StateInputs]  # what its recurrent operations read of `ModelInput.checked`
 
 
 class LayersRun(NamedTuple):
@@ -195,13 +196,12 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
         if i in wanted:
             read_by_draft[i] = added(x, y)
         layer = kinds[model.config.layers[i]]
-        at = place.array
         of_layer = () if own is None else (own[:, i],)
-        given = params[f"layers_{i}"], x, y, inputs.ropes, cache[at], inputs.at(place), seen, *of_layer
-        x, y, cache[at], routed, seen, of_checked = layer(*given)
+        given = params[f"layers_{i}"], x, y, inputs.ropes, place.taken(cache), inputs.at(place), seen, *of_layer
+        x, y, held, routed, seen, of_checked = layer(*given)
+        place.put(cache, held)
         chosen += routed
-        if of_checked is not None:
-            checked.append((place, of_checked))
+        checked += [(place.beside or place, read) for read in of_checked]
     of_rows = None if batch.checked is None else Checked(batch.checked, batch.slot, checked)
     return LayersRun(x, y, inputs, chosen, seen, read_by_draft, of_rows, cache)
 
@@ -292,24 +292,30 @@ def run_layer(
     *own: jax.Array, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
 ) -> LayerRun:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
-    in the cache. `seen` is what the last indexer before has chosen. `own` is the layer's vectors [tokens, size], where
-    layers have such."""
-    of_checked = None
+    in the cache, `LayerPlace.taken`. `seen` is what the last indexer before has chosen. `own` is the layer's vectors
+    [tokens, size], where layers have such."""
+    alone = module.spec.beside is None
+    net: Any = module.spec.recurrent
+    both = [(pages, where)] if alone else list(zip(pages, where, strict=True))
+    of_checked: list[StateInputs] = []
 
     def attend(heads: Any) -> jax.Array:
-        nonlocal pages, seen, of_checked
-        if isinstance(module.spec.attention, RecurrentSpec):
-            rows, checked, first = where
+        nonlocal seen
+        at = -1 if isinstance(heads, StateInputs) else 0
+        held, place = both[at]
+        if isinstance(heads, StateInputs):
+            rows, checked, first = place
             if checked is not None:
-                of_checked = of_tokens(heads, jnp.maximum(checked, 0))
-            out, pages = advance(module.spec.attention, ops, heads, pages, rows, first, mesh, decode_only)
-            return out
-        if module.spec.indexer is not None:
-            out, pages, seen = kind.attend_chosen(module, ops, heads, pages, seen, where, mesh, decode_only)
-            return out
-        out, pages = kind.attend(module, ops, heads, pages, where, mesh, x.dtype, decode_only)
+                of_checked.append(of_tokens(heads, jnp.maximum(checked, 0)))
+            out, held = advance(net, ops, heads, held, rows, first, mesh, decode_only)
+        elif module.spec.indexer is not None:
+            out, held, seen = kind.attend_chosen(module, ops, heads, held, seen, place, mesh, decode_only)
+        else:
+            out, held = kind.attend(module, ops, heads, held, place, mesh, x.dtype, decode_only)
+        both[at] = held, place
         return out
 
     made, noted = module.apply({"params": params}, x, y, ropes, attend, ops, *own, mutable=[ROUTING])
     x, y = cast(tuple[jax.Array, Partials | None], made)
+    pages = both[0][0] if alone else tuple(held for held, _ in both)
     return LayerRun(x, y, pages, jax.tree.leaves(noted), seen, of_checked)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
@@ -39,11 +40,24 @@ class LayerPlace(NamedTuple):
       array: the number of the array in the cache.
       group: the layer's group; None for a recurrent layer, which has states instead of pages.
       first: the index of the layer's first page or state in the array, counted in pages or states of this layer.
+      beside: the place of the recurrent layer that runs beside attention; None: there is none.
     """
 
     array: int
     group: int | None
     first: int
+    beside: LayerPlace | None = None
+
+    def taken(self, cache: Sequence[Any]) -> Any:
+        """The array; two of them if there is a layer beside."""
+        return cache[self.array] if self.beside is None else (cache[self.array], cache[self.beside.array])
+
+    def put(self, cache: list[Any], given: Any) -> None:
+        """Replaces what `taken` has returned."""
+        if self.beside is None:
+            cache[self.array] = given
+        else:
+            cache[self.array], cache[self.beside.array] = given
 
 
 @dataclass(frozen=True)
@@ -107,20 +121,26 @@ class CacheLayout:
         each = self.groups.depth // self.num_arrays
         found: list[LayerPlace] = []
         paged = iter(self.groups.places)
-        recurrent = 0
+        recurrent = count()
         for layer in layers:
             if layer.attention is None:  # the layer changes nothing in the array that it is given
                 found.append(LayerPlace(0, 0, 0))
-            elif self.states is not None and isinstance(layer.attention, RecurrentSpec):
-                array, part = self.states.place(recurrent)
-                found.append(LayerPlace(self.num_arrays + array, None, part * self.states.places))
-                recurrent += 1
+            elif isinstance(layer.attention, RecurrentSpec):
+                found.append(self._place_of_states(next(recurrent)))
             else:
                 group, index = next(paged)
                 part, within = divmod(index, self.groups.fits[group])
                 array, part = divmod(part, each)
-                found.append(LayerPlace(array, group, part * self.num_pages * self.groups.fits[group] + within))
+                first = part * self.num_pages * self.groups.fits[group] + within
+                beside = None if layer.beside is None else self._place_of_states(next(recurrent))
+                found.append(LayerPlace(array, group, first, beside))
         return found
+
+    def _place_of_states(self, index: int) -> LayerPlace:
+        """The place of a recurrent layer; `index` counts recurrent layers only."""
+        assert self.states is not None
+        array, part = self.states.place(index)
+        return LayerPlace(self.num_arrays + array, None, part * self.states.places)
 
     @property
     def num_arrays(self) -> int:
@@ -247,7 +267,10 @@ def _ways(kind: CacheKind, mesh: Mesh) -> int:
 
 
 def _sights(model: ModelConfig) -> list[int | Chunk | None]:
-    """How far back each layer of attention sees (`Windows`)."""
+    """How far back each layer of attention sees (`Windows`). For a model without attention one stands in that sees all
+    tokens (`ModelConfig.attention`)."""
+    if not model.attentions:
+        return [None]
     chunks = [getattr(attention, "chunk", None) for attention in model.attentions]
     return [Chunk(chunk) if chunk else a.window for a, chunk in zip(model.attentions, chunks, strict=True)]
 

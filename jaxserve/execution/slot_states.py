@@ -19,12 +19,21 @@ from jaxserve.execution.cache_kinds import layers_of_array
 from jaxserve.models.spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
+    LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     RecurrentSpec,
     ShortConvSpec,
     StatePart,
 )
-from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, StateInputs
+from jaxserve.pallas_kernels.operands import (
+    ConvInputs,
+    DeltaHeads,
+    LightningHeads,
+    MambaInputs,
+    ScanInputs,
+    StateInputs,
+)
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import State
@@ -37,10 +46,12 @@ SPLIT: dict[type, tuple[int | None, ...]] = {
     DeltaHeads: (1, 1, 1, 0),
     ConvInputs: (1, 0, 0),
     MambaInputs: (1, None, 1, 0, 0, 0, 0, 0, None, None),
+    ScanInputs: (1, 1, None, None, 0, 0),
+    LightningHeads: (1, 0),
 }
 
 # How many of an operation's inputs have an entry per token. They come first; the others are weights.
-PER_TOKEN: dict[type, int] = {DeltaHeads: 3, ConvInputs: 1, MambaInputs: 3}
+PER_TOKEN: dict[type, int] = {DeltaHeads: 3, ConvInputs: 1, MambaInputs: 3, ScanInputs: 4, LightningHeads: 1}
 
 
 @dataclass(frozen=True)
@@ -145,8 +156,8 @@ def keep(
     To keep all states behind each proposal instead would take as much memory for each of them as for a sequence.
 
     Args:
-      checked: for each recurrent layer its place, and its inputs with an entry for each of the first tokens of each
-        row, [most tokens, rows, ...].
+      checked: for each operation of each recurrent layer the layer's place, and the operation's inputs with an entry
+        for each of the first tokens of each row, [most tokens, rows, ...].
       slot: int32 [rows].
       count: int32 [rows], how many of its tokens each row keeps.
 
@@ -182,6 +193,10 @@ def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, S
     if isinstance(net, Mamba2Spec):
         options = {"groups": net.groups, "per_group": net.per_group, "activation": ACTIVATIONS[net.activation]}
         return partial(ops.mamba2, **options)
+    if isinstance(net, MambaSpec):
+        return ops.selective_scan
+    if isinstance(net, LightningSpec):
+        return ops.lightning
     assert isinstance(net, ShortConvSpec)
     return ops.short_conv
 

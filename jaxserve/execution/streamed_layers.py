@@ -121,7 +121,8 @@ class StreamedLayers:
             run = runner._get(_part(shape, part))
             place = self.places[layer.number]
             given = inputs.at(place), inputs.ropes, inputs.num_tokens
-            stream, cache[place.array] = run(self.uploads.take(i), stream, cache[place.array], *given)
+            stream, kept = run(self.uploads.take(i), stream, place.taken(cache), *given)
+            place.put(cache, kept)
             self.uploads.used(i, stream.x)
         result = runner._get(program)(runner._arrays, [], runner.slots, packed, stream.x)
         return result._replace(cache=cache, drawn=result.drawn._replace(expert_load=stream.expert_load))
@@ -158,11 +159,11 @@ class StreamedLayers:
 
         inputs = layer_steps.abstract_inputs(of.slots, of.host(shape.words), context)
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of.everywhere), inputs)
-        where = (*inputs.at(place)[:-1], of.host())
+        where = jax.tree.map(lambda x: of.host() if isinstance(x, np.int32) else x, inputs.at(place))
         arrays = [jax.ShapeDtypeStruct(*form[:2], sharding=form[2]) for form in kind.forms]
-        pages = of.cache[place.array]
+        pages = place.taken(of.cache)
         arguments = arrays, self._stream(of, shape), pages, where, inputs.ropes, inputs.num_tokens
-        return Signature(run, (2,), arguments, (of.everywhere, of.cache_sharding[place.array]))
+        return Signature(run, (2,), arguments, (of.everywhere, place.taken(of.cache_sharding)))
 
     def _stream(self, of: Signatures, shape: StepShape) -> Stream:
         place = of.everywhere

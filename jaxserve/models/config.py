@@ -17,6 +17,7 @@ def _count(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
 
 # Key -> (allowed values in words, predicate), for every key that is read, also inside rope_scaling and rope_parameters.
 _SIZE = _count(2**24)
+_SIZE_OR_AUTO = "a positive integer or 'auto'", lambda value: value == "auto" or _SIZE[1](value)
 _HEADS = _count(2**12)
 _LAYERS = _count(2**12)
 _LENGTH = _count(2**30)
@@ -88,6 +89,11 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("mamba_head_dim", "ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"), _SIZE),
     "moe_latent_size": _SIZE,
     "time_step_min": _NUMBER,
+    **dict.fromkeys(("lm_head_multiplier", "key_multiplier", "attention_in_multiplier"), _POSITIVE),
+    **dict.fromkeys(("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"), _POSITIVE),
+    **dict.fromkeys(("mlp_multipliers", "ssm_multipliers"), _FACTORS),
+    **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"), _FLAG),
+    **dict.fromkeys(("mamba_d_ssm", "state_size", "expand"), _SIZE),
     **dict.fromkeys(("linear_num_heads", "num_heads"), _HEADS),
     **dict.fromkeys(("linear_head_dim", "short_conv_kernel_size", "layer_group_size"), _SIZE),
     **dict.fromkeys(("kda_safe_gate", "mla_use_nope"), _FLAG),
@@ -95,7 +101,12 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "use_conv_bias": _FLAG,
     "layers_block_type": _TEXTS,
     **dict.fromkeys(("hybrid_override_pattern", "mlp_hidden_act", "mamba_hidden_act"), _TEXT),
-    "mamba_d_head": ("a positive integer or 'auto'", lambda value: value == "auto" or _SIZE[1](value)),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), _LAYERS),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), _count(2**12, least=0)),
+    "mixer_rms_eps": _POSITIVE,
+    **dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), _POSITIVE),
+    **dict.fromkeys(("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), _POSITIVE),
+    **dict.fromkeys(("mamba_d_head", "mamba_dt_rank", "time_step_rank"), _SIZE_OR_AUTO),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), _FLAG),
     "position_embedding_type": _TEXT,
     **dict.fromkeys(("conv_L_cache", "block_multiple_of"), _count(2**10)),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxserve.models.altup import AltUpLayer, Streams
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layer_parts import attention_of, mlp_of
-from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader
+from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
 from jaxserve.models.rope import rope_angles
@@ -98,22 +98,22 @@ class DecoderLayer(nn.Module):
                 x = added(x, y)
                 x = norm("attention_norm", x, scaled(attention(x)))[1]
                 return norm("mlp_norm", x, scaled(mlp(x)))[1], None
-            case "parallel":
+            case "normed":
+                x, y = weighed(norm("attention_norm", x, y)[1], attention, self.spec.shares[0])
+                return weighed(norm("mlp_norm", x, y)[1], mlp, self.spec.shares[1])
+            case "parallel" | "parallel_two_norms":
                 x, inputs = norm("attention_norm", x, y)
-                return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(inputs).reduce(x.dtype))[None]))
-            case _:  # parallel_two_norms
-                x, inputs = norm("attention_norm", x, y)
-                others = norm("mlp_norm", x)[1]
+                others = inputs if self.spec.residual == "parallel" else norm("mlp_norm", x)[1]
                 return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None]))
 
     @property
     def _only_reader(self) -> str:
         """The name of the projection for which the norm may round its result, because nothing else reads it. Empty if
         several projections read it."""
-        match self.spec.attention:
-            case LatentAttentionSpec(chooses=False, head_gate=False):
+        match self.spec:
+            case LayerSpec(attention=LatentAttentionSpec(chooses=False, head_gate=False)):
                 return "down"
-            case AttentionSpec(out_gate=None):
+            case LayerSpec(attention=AttentionSpec(out_gate=None), beside=None):
                 return "qkv"
         return ""
 
@@ -236,5 +236,5 @@ class Decoder(nn.Module):
             x, vectors = self.enter(token_ids, x, self.ops)
             own = (vectors[:, 0],)
         for layer in self.layers:
-            x, y = layer(x, y, ropes, partial(stand_in, layer.spec.attention, self.dtype), self.ops, *own)
+            x, y = layer(x, y, ropes, partial(stand_in, layer.spec, self.dtype), self.ops, *own)
         return self.logits(self.finish(x, y, self.ops), self.ops)

@@ -158,6 +158,6 @@ class Drafter(nn.Module):
         embedded = jnp.zeros((count, config.hidden_size), self.dtype)
         if spec.own_embed:
             embedded = self.embed(token_ids, self.ops)
-        attend = partial(stand_in, self.layers[0].spec.attention, self.dtype)
+        attend = partial(stand_in, self.layers[0].spec, self.dtype)
         _, normed = self._entries(features, embedded, angles(config, token_ids), attend, self.ops)
         return self.logits(normed, self.ops) if spec.own_head else normed

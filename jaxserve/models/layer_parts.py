@@ -7,12 +7,13 @@ from typing import Any
 from jaxserve.models.attention import Attention
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Experts
-from jaxserve.models.recurrent import recurrent_layer
+from jaxserve.models.recurrent import recurrent_layer, with_beside
 from jaxserve.models.spec import LatentAttentionSpec, LayerSpec, RecurrentSpec
 
 
 def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -> Any:
-    """The layer's attention, or the recurrent layer in its place; None if it has none."""
+    """The layer's attention, with the recurrent layer beside it if there is one, or the recurrent layer in its place;
+    None if it has none."""
     attention = spec.attention
     if attention is None:
         return None
@@ -20,7 +21,8 @@ def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -
         return recurrent_layer(attention, hidden_size, dtype)
     if isinstance(attention, LatentAttentionSpec):
         return LatentAttention(attention, hidden_size, dtype, name="attention")
-    return Attention(attention, hidden_size, kv_heads, dtype, name="attention")
+    made = Attention(attention, hidden_size, kv_heads, dtype, name="attention")
+    return with_beside(spec.beside, made, hidden_size, dtype)
 
 
 def mlp_of(spec: LayerSpec, hidden_size: int, dtype: Any) -> Any:

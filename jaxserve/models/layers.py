@@ -225,12 +225,24 @@ class Experts(nn.Module):
         return y * jax.nn.sigmoid(gate(x, ops)).astype(x.dtype)
 
 
+def times(x: jax.Array, scale: float) -> jax.Array:
+    """x times a number, rounded once."""
+    return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def weighed(
+    x: jax.Array, part: Callable[[jax.Array], Partials], shares: tuple[float, float]
+) -> tuple[jax.Array, Partials]:
+    """x, and the results of `part` on it, each times its number."""
+    return times(x, shares[0]), Partials(times(part(x).reduce(x.dtype), shares[1])[None])
+
+
 def activation_of(model: ModelConfig, path: str) -> str:
     """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights, and
     where a bias comes before the activation, or a bound behind it."""
     match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
     mlp = model.layers[int(match[1])].mlp if match else None
-    if match is None or mlp is None or mlp.bias or mlp.sparsity:
+    if match is None or mlp is None or mlp.bias or mlp.sparsity or mlp.gate_scale != 1.0:
         return ""
     bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound
     return mlp.activation if bound is None else ""
@@ -284,9 +296,11 @@ class MLP(nn.Module):
         if self.spec.bound is not None:
             both = linear("gate_up", *inner)(x, ops).reduce(x.dtype)
             hidden = bounded_gate(both.reshape(-1, size, 2), activation, self.spec.bound)
-        elif self.spec.gated and self.spec.sparsity:
+        elif self.spec.gated and (self.spec.sparsity or self.spec.gate_scale != 1.0):
             gates, ups = jnp.moveaxis(linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2), 2, 0)
-            hidden = ACTIVATIONS[activation](_thinned(gates, self.spec.sparsity)) * ups
+            gates = times(gates, self.spec.gate_scale)
+            gates = _thinned(gates, self.spec.sparsity) if self.spec.sparsity else gates
+            hidden = ACTIVATIONS[activation](gates) * ups
         elif self.spec.gated:
             hidden = linear("gate_up", *inner, activation=activation)(x, ops, reader(self, ops, "down"))
         else:
@@ -296,4 +310,5 @@ class MLP(nn.Module):
                 if activation == "xielu"
                 else (ops.activated(up, activation, x.dtype))
             )
-        return linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)
+        down = linear("down", (size,), (self.hidden_size,), ("embed", "mlp"))(hidden, ops)
+        return down if self.spec.out_scale == 1.0 else Partials(times(down.reduce(x.dtype), self.spec.out_scale)[None])

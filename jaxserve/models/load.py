@@ -205,8 +205,8 @@ def attention_problem(
     layer: int = 0,
 ) -> AttentionProblem | LatentProblem:
     """The attention of one of the model's attention layers as one device computes it, when `devices` devices share the
-    heads."""
-    spec = model.attentions[layer]
+    heads. A model without attention has a single one that stands in (`ModelConfig.attention`)."""
+    spec = model.attentions[layer] if model.attentions else model.attention
     scales = has_scale(kv_dtype)
     if isinstance(spec, LatentAttentionSpec):
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
@@ -219,7 +219,7 @@ def attention_problem(
         )
     head_dim = stored_head_dim(spec.cached_dim, device.platform)
     kv_heads = max(kv_heads, spec.num_kv_heads)
-    group = spec.num_heads // kv_heads
+    group = max(spec.num_heads // kv_heads, 1)  # 1 where no layer has attention and devices share the model
     return AttentionProblem(dtype, kv_dtype, kv_heads // devices, group, head_dim, page_size, scales)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layers import Linear, weight
+from jaxserve.models.layers import Linear, times, weight
 from jaxserve.models.norms import normalize
 from jaxserve.models.sources import Names, Source, rows, whole
 from jaxserve.models.spec import Mamba2Spec
@@ -33,8 +33,10 @@ class Mamba2(nn.Module):
         spec = self.spec
         heads = spec.heads
 
-        def linear(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple) -> Linear:
-            return Linear(in_shape, out_shape, axes, spec.bias, self.dtype, as_partials=True, name=name)
+        def linear(
+            name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: tuple, bias: bool = spec.bias
+        ) -> Linear:
+            return Linear(in_shape, out_shape, axes, bias, self.dtype, as_partials=True, name=name)
 
         def per_head(name: str, init: Any) -> jax.Array:
             return value_of(weight(self, name, init, ("kv_heads",), (heads,), jnp.float32))
@@ -44,6 +46,9 @@ class Mamba2(nn.Module):
         z, own = jnp.split(zx.reduce(self.dtype).reshape(-1, heads, 2 * spec.head_dim), 2, axis=-1)
         bc = linear("bc", inputs, (spec.shared,), (None, "embed"))(x, ops).reduce(self.dtype)
         steps = linear("dt", inputs, (heads,), ("kv_heads", "embed"))(x, ops).reduce(self.dtype)
+        if any(scale != 1.0 for scale in spec.scales):
+            z, own, b, c, steps = map(times, (z, own, *jnp.split(bc, 2, axis=-1), steps), spec.scales)
+            bc = jnp.concatenate([b, c], axis=-1)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + per_head("dt_bias", nn.initializers.ones))
         out = attend(
             MambaInputs(
@@ -58,7 +63,8 @@ class Mamba2(nn.Module):
             )
         )
         out = self._gated(out.reshape(-1, spec.channels), z.reshape(-1, spec.channels)).astype(self.dtype)
-        return linear("out", (heads, spec.head_dim), (self.hidden_size,), ("embed", "kv_heads", None))(out, ops)
+        axes = ("embed", "kv_heads", None)
+        return linear("out", (heads, spec.head_dim), (self.hidden_size,), axes, spec.out_bias)(out, ops)
 
     def _conv(self, name: str, axis: str | None, channels: int) -> dict[str, Any]:
         """The convolution of some channels: its weights, and its bias or None."""
@@ -71,15 +77,17 @@ class Mamba2(nn.Module):
         return found | {f"{name}_bias": bias}
 
     def _gated(self, out: jax.Array, z: jax.Array) -> jax.Array:
-        """The gate z, then the norm over each group's channels; float32 [tokens, channels]."""
+        """The gate z and the norm over each group's channels; float32 [tokens, channels]."""
         spec = self.spec
         gate = jax.nn.silu(z.astype(jnp.float32))
         if spec.norm is None:
             return out * gate
         scale = value_of(weight(self, "norm", nn.initializers.ones, ("kv_heads",), (spec.channels,), self.dtype))
-        out = out * gate
+        if not spec.norm_first:
+            out = out * gate
         out = normalize(out.reshape(len(out), spec.groups, -1), spec.norm, None, None).reshape(out.shape)
-        return out * scale.astype(jnp.float32)
+        out = out * scale.astype(jnp.float32)
+        return out * gate if spec.norm_first else out
 
 
 def mamba_sources(spec: Mamba2Spec, hidden: int, _: Names) -> dict[str, list[Source]]:
@@ -123,6 +131,7 @@ def mamba_sources(spec: Mamba2Spec, hidden: int, _: Names) -> dict[str, list[Sou
     found["out/kernel"] = [Source("mamba_out.weight", (hidden, channels), whole)]
     if spec.bias:
         found |= {f"{name}/bias": some for name, some in projections("bias", ()).items()}
+    if spec.out_bias:
         found["out/bias"] = [Source("mamba_out.bias", (hidden,), whole)]
     if spec.conv_bias:
         found |= convolutions("bias", (), "_bias")

@@ -13,10 +13,12 @@ from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
-from jaxserve.pallas_kernels.types import ConvState, DeltaState, MambaState
+from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState, MambaState, ScanState
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
-Residual = Literal["pre", "post", "sandwich", "scaled_sandwich", "altup", "parallel", "parallel_two_norms", "post_ln"]
+Residual = Literal[
+    "pre", "post", "sandwich", "scaled_sandwich", "altup", "parallel", "parallel_two_norms", "post_ln", "normed"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,11 +437,14 @@ class Mamba2Spec(RecurrentSpec):
     Attributes:
       groups: equal groups of neighbouring heads. The heads of a group share the vectors B and C.
       conv_width: tokens that the convolution over x, B and C sees, a token itself included.
-      conv_bias, bias: whether the convolution has a bias, and whether the projections have.
+      conv_bias, bias, out_bias: whether the convolution, the projections of the layer's input and the output projection
+        have biases.
       activation: applied to the results of the convolution.
       norm: over the results of a group's heads, with a scale for each channel, behind the gate, which is the silu of a
         projection of the layer's input. None: there is no norm.
+      norm_first: the norm comes before the gate.
       least_step: steps are at least this.
+      scales: multiply the projections of the layer's input: the gates, x, B, C and the steps before their bias.
     """
 
     heads: int
@@ -449,9 +454,12 @@ class Mamba2Spec(RecurrentSpec):
     conv_width: int
     conv_bias: bool = True
     bias: bool = False
+    out_bias: bool = False
     activation: Activation = "silu"
     norm: NormSpec | None = None
+    norm_first: bool = False
     least_step: float = 0.0
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -490,6 +498,101 @@ class Mamba2Spec(RecurrentSpec):
         if self.heads % devices:
             return f"{self.heads} heads of Mamba"
         return f"{self.groups} groups of Mamba's heads" if self.groups % devices and devices % self.groups else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(RecurrentSpec):
+    """Mamba (Gu & Dao 2023, arXiv:2312.00752). Its state of a sequence has one vector [state_dim] per channel, and the
+    convolution's last inputs.
+
+    Attributes:
+      rank: size of the latent from which the steps of all channels are projected.
+      conv_width: tokens that the convolution sees, a token itself included.
+      conv_bias, bias: whether the convolution has a bias, and whether the projections of the layer's input and of its
+        results have.
+      activation: applied to the results of the convolution.
+      norm: of the latent, of B, and of C; None: they are not normed.
+    """
+
+    channels: int
+    state_dim: int
+    rank: int
+    conv_width: int
+    conv_bias: bool = True
+    bias: bool = False
+    activation: Activation = "silu"
+    norm: NormSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.conv_width < 2:
+            raise ConfigError(f"the convolution of Mamba must see at least 2 tokens, got {self.conv_width}")
+
+    @property
+    def state(self) -> ScanState:
+        vectors: Any = StatePart((self.channels, self.state_dim))
+        inputs: Any = StatePart((self.conv_width - 1, self.channels), split=1)
+        return ScanState(vectors, inputs)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return (self.channels,)
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.channels} channels of Mamba" if self.channels % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningSpec(RecurrentSpec):
+    """Lightning attention (Qin et al. 2024, arXiv:2405.17381), as in MiniMax-01. Its state of a sequence has one matrix
+    [dim, dim] per head, which decays at a rate that is fixed.
+
+    Attributes:
+      dim: channels of a head's query, key and value.
+      factor: multiplies the rates of all heads. It differs between layers.
+      activation: applied to queries, keys and values.
+      norm: of the results of all heads together, which are then multiplied by the sigmoid of a projection of the
+        layer's input.
+    """
+
+    heads: int
+    dim: int
+    factor: float
+    activation: Activation = "silu"
+    norm: NormSpec
+
+    @property
+    def rates(self) -> list[float]:
+        """Of each head: a token multiplies the head's matrix by exp(-rate)."""
+        return [2.0 ** (-8.0 * (head + 1) / self.heads) * self.factor for head in range(self.heads)]
+
+    @property
+    def state(self) -> LightningState:
+        matrix: Any = StatePart((self.heads, self.dim, self.dim))
+        return LightningState(matrix)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.heads, self.dim
+
+    def cannot_share(self, devices: int) -> str | None:
+        return f"{self.heads} heads of recurrent layers" if self.heads % devices else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideSpec:
+    """A recurrent layer that runs beside the attention of a layer (Falcon-H1): both read the same norm, and the sum of
+    their results is added to x.
+
+    Attributes:
+      attention_in, attention_out: multiply the attention's input and its result.
+      recurrent_in, recurrent_out: the same for the recurrent layer.
+    """
+
+    recurrent: RecurrentSpec
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    recurrent_in: float = 1.0
+    recurrent_out: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,6 +640,7 @@ class MLPSpec:
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
         xielu, an activation with learned numbers, is for MLPs without a gate.
       bound: activation(gate(x)) is at most this, and up(x) is within +-bound; None: they are not limited.
+      gate_scale, out_scale: multiply the results of gate, before the activation, and those of down.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
       sparsity: before the activation, gates lose what a normal distribution with their mean and deviation exceeds with
@@ -548,6 +652,8 @@ class MLPSpec:
     gated: bool = True
     bias: bool = False
     bound: float | None = None
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
     experts: ExpertsSpec | None = None
     stored_size: int | None = None
     sparsity: float = 0.0
@@ -579,22 +685,34 @@ class LayerSpec:
 
     Attributes:
       attention, mlp: None: the layer has only the other one, and one norm. `residual` is then pre.
+      beside: what runs beside the attention; None: nothing. `residual` is pre where there is something.
       norm: the shape that all norms of the layer share; `residual` says where they are.
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
         (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
-        x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms.
-        scaled_sandwich: sandwich, then what follows from the layer's part of `ModelConfig.per_layer`, all times a
-        learned number (Gemma 4). altup: as `altup.AltUpLayer` says (Gemma 3n).
+        x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms. normed:
+        kept * N(x) + share * f(N(x)), with the numbers of `shares` (MiniMax-01). scaled_sandwich: sandwich, then what
+        follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
+        `altup.AltUpLayer` says (Gemma 3n).
       residual_scale: multiplies what attention and MLP add to x.
+      shares: for the attention, and for the MLP, the numbers (kept, share), if `residual` is normed.
       altup: the streams, if `residual` is altup.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
     mlp: MLPSpec | None
+    beside: BesideSpec | None = None
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
     residual_scale: float = 1.0
+    shares: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
     altup: AltUpSpec | None = None
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The recurrent layer in the place of the attention or beside it."""
+        if self.beside is not None:
+            return self.beside.recurrent
+        return self.attention if isinstance(self.attention, RecurrentSpec) else None
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -682,11 +800,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))
         attentions = self.attentions
-        if len({spec for spec in self.specs if isinstance(spec, RecurrentSpec)}) > 1:
+        if len({(type(spec), spec.state) for spec in self.specs if isinstance(spec, RecurrentSpec)}) > 1:
             raise ConfigError("all recurrent layers must have the same shape")
-        if len({type(attention) for attention in attentions}) != 1:
+        if len({type(attention) for attention in attentions}) > 1:
             raise ConfigError("all attention layers must be of one kind")
-        if self.several_shapes and isinstance(attentions[0], LatentAttentionSpec):
+        if self.several_shapes and isinstance(self.attention, LatentAttentionSpec):
             raise ConfigError("all layers of latent attention must have as many heads of the same size")
         if unknown := {attention.rope for attention in attentions} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
@@ -735,8 +853,10 @@ class ModelConfig:
 
     @property
     def specs(self) -> list[AttentionSpec | LatentAttentionSpec | RecurrentSpec]:
-        """The attention, or the recurrent layer in its place, of the layers that have one."""
-        return [layer.attention for layer in self.layers if layer.attention is not None]
+        """The attention, or the recurrent layer in its place, of the layers that have one. A recurrent layer that runs
+        beside attention follows that."""
+        pairs = [(layer.attention, None if layer.beside is None else layer.beside.recurrent) for layer in self.layers]
+        return [spec for pair in pairs for spec in pair if spec is not None]
 
     @property
     def mlps(self) -> list[MLPSpec]:
@@ -745,33 +865,40 @@ class ModelConfig:
 
     @property
     def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
-        """The attention of the layers that have attention. At least one layer has."""
+        """The attention of the layers that have attention."""
         return [spec for spec in self.specs if not isinstance(spec, RecurrentSpec)]
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The shape that all recurrent layers share; None: the model has none."""
+        """The first recurrent layer, with which all others share the shape of states; None: the model has none."""
         return next((spec for spec in self.specs if isinstance(spec, RecurrentSpec)), None)
 
     @property
     def num_recurrent(self) -> int:
-        """The number of recurrent layers, which have no attention."""
+        """The number of recurrent layers, also of those beside attention."""
         return len(self.specs) - len(self.attentions)
+
+    @property
+    def attention(self) -> AttentionSpec | LatentAttentionSpec:
+        """The attention of the first layer that has attention. All have heads of the same size. For a model without
+        attention, the smallest stands in: such a model keeps nothing in pages, but its sequences are still counted in
+        pages, which thus take hardly any memory."""
+        return next(iter(self.attentions), AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2))
 
     @property
     def num_heads(self) -> int:
         """Query heads of the attention layer that has the most."""
-        return max(spec.num_heads for spec in self.attentions)
+        return max(spec.num_heads for spec in self.attentions or [self.attention])
 
     @property
     def num_kv_heads(self) -> int:
         """Heads of keys and values of the attention layers that have the fewest."""
-        return min(attention.num_kv_heads for attention in self.attentions)
+        return min(spec.num_kv_heads for spec in self.attentions or [self.attention])
 
     @property
     def head_dim(self) -> int:
         """Numbers of a head in the attention layers whose heads have the most."""
-        return max(attention.head_dim for attention in self.attentions)
+        return max(spec.head_dim for spec in self.attentions or [self.attention])
 
     @property
     def several_shapes(self) -> bool:
@@ -781,7 +908,7 @@ class ModelConfig:
     def rotated_dim(self, rope: str) -> int:
         """Numbers of a head that this rotary embedding is for."""
         dims = [attention.rotated_dim for attention in self.attentions if attention.rope == rope]
-        return dims[0] if dims else self.attentions[0].rotated_dim
+        return dims[0] if dims else self.attention.rotated_dim
 
     @property
     def kv_sources(self) -> list[int]:

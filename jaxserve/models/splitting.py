@@ -26,7 +26,7 @@ def sharded_kv_heads(
     count = data_parallel_size
     splits = expert_parallel_size > 1
     if found := list(_problems(config, tensor_parallel_size, expert_parallel_size, tensor_parallel_size * count)):
-        sizes = range(1, config.num_heads + 1)
+        sizes = range(1, max(config.num_heads, 0 if config.recurrent is None else config.recurrent.results[0]) + 1)
         allowed = [n for n in sizes if not any(_problems(config, n, n * count if splits else 1, n * count))]
         groups = "" if data_parallel_size == 1 else f"data_parallel_size {data_parallel_size} x "
         raise ConfigError(

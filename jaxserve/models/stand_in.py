@@ -7,14 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.spec import LayerSpec
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, StateInputs
 
 
-def stand_in(spec: Any, dtype: Any, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
-    """Called like an `AttentionFn` for a layer whose attention is `spec`: a result of the right shape."""
+def stand_in(layer: LayerSpec, dtype: Any, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
+    """Called like the `AttentionFn` of this layer: a result of the right shape."""
+    attention: Any = layer.attention
     if isinstance(heads, Heads):
         whole = heads.qkv.reduce(dtype)
-        return whole[:, :, : spec.num_heads // whole.shape[1]]
+        return whole[:, :, : attention.num_heads // whole.shape[1]]
     if isinstance(heads, LatentHeads):
         return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype)
-    return jnp.zeros((len(heads[0]), *spec.results), jnp.float32)
+    assert layer.recurrent is not None
+    return jnp.zeros((len(heads[0]), *layer.recurrent.results), jnp.float32)

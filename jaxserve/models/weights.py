@@ -185,6 +185,7 @@ _NORMS = {
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
+    "normed": ("attention_norm", "mlp_norm"),
 }
 
 
@@ -208,6 +209,8 @@ def layer_sources(
         else:
             kv_heads = max(model.kv_heads, attention.num_kv_heads)
             layer |= _attention(attention, kv_heads, order, names, hidden, inputs or hidden)
+    if spec.beside is not None:
+        layer |= recurrent_sources(spec.beside.recurrent, hidden, names, "beside")
     if spec.residual == "scaled_sandwich":
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
     if spec.residual == "altup":

@@ -188,7 +188,7 @@ class Roofline:
             self._parts[window] += 1 / layout.kind.fit(one, plan.decoder.kv_heads)
             self._sizes[window] += one.head_dim / specs[0].head_dim
         self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)
-        spec = specs[0]
+        spec = model.attention
         width = 2 * spec.head_dim
         self._indexers = 0  # layers that compare the keys of all cached tokens
         self._key_bytes = self._compare_flops = 0

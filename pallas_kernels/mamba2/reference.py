@@ -89,9 +89,13 @@ def mamba2(
     if decode_only:
         out, after = update(tokens, matrix)
     else:
-        out, after = in_chunks(tokens, matrix, rows, update, Chunks(CHUNK, _terms, _advance, static))
+        out, after = in_chunks(tokens, matrix, rows, update, chunks_of(static))
     out = out.reshape(x.shape) + inputs.d[:, None] * x
     return out, write(state, MambaState(after.reshape(before.matrix.shape), last, last_shared), rows, first)
+
+
+def chunks_of(static: bool) -> Chunks:
+    return Chunks(CHUNK, _terms, _advance, static)
 
 
 def update(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -42,6 +42,9 @@ KINDS = [
     "lfm2_tied",
     "granite_hybrid_dense",
     "kimi_linear_types",
+    "falcon_mamba_tied",
+    "falcon_h1_norm_behind",
+    "minimax_lightning_first",
 ]  # one for each kind of recurrent layer but gated delta nets
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
 SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole", "olmo_hybrid_still"
@@ -232,6 +235,11 @@ def test_fp8_in_blocks(devices, tmp_path):
         ("nemotron_h_latent_types", 4),
         ("kimi_linear_types", 4),
         ("bailing_hybrid_groups", 2),
+        ("falcon_h1_norm_behind", 4),
+        ("mamba2_tied", 2),
+        ("mamba_tied", 4),
+        ("jamba_dense", 4),
+        ("minimax_by_turns", 4),
     ],
 )
 def test_shared_by_devices(case, devices, model_folders):
@@ -377,6 +385,13 @@ def test_names_as_published(case, written, published, tmp_path, model_folders):
     assert renamed.keys() != stored.keys()
     save_file(renamed, tmp_path / "model" / "model.safetensors")
     check(make_engine(tmp_path / "model", tokens=64), case)
+
+
+def test_part_of_a_head_turns():
+    """In MiniMax's published inference code, whose setting transformers does not read."""
+    config = RECURRENT_CASES["minimax_by_turns"].config
+    ropes = [read_model_config(HFConfig(config | more)).ropes["default"] for more in ({}, {"rotary_dim": 8})]
+    assert [rope.rotary_dim for rope in ropes] == [None, 8]
 
 
 def test_the_published_size():

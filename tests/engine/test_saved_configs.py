@@ -62,6 +62,7 @@ EFFECTIVE = {
         "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 4,
     },
     "Ernie4_5_MoeForCausalLM": {"moe_layer_end_index": 3},
+    "FalconH1ForCausalLM": {"mamba_d_ssm": None, "mamba_rms_norm": True},
     "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1},
     "GlmMoeDsaForCausalLM": {"indexer_types": ["full", "full", "shared"] * 2},
     "Gemma3nForCausalLM": {"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0]},
@@ -87,6 +88,10 @@ EFFECTIVE = {
     "Qwen3NextForCausalLM": {"mlp_only_layers": [1]},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
 }  # fmt: skip
+_OF_MAMBA = (  # of random weights, or a matter of rounding
+    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min",
+)  # fmt: skip
+_OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy")
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
     "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
@@ -97,7 +102,13 @@ WITHOUT_EFFECT = {
     "Gemma3nForCausalLM": {"altup_coef_clip"},  # for training
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "GlmMoeDsaForCausalLM": {"num_key_value_heads", "head_dim"},
+    "FalconH1ForCausalLM": {"mamba_chunk_size", "num_logits_to_keep"},
+    "FalconMambaForCausalLM": {*_OF_MAMBA, *_OF_SCAN},
+    "JambaForCausalLM": {"use_mamba_kernels", "use_associative_scan", "use_mambapy"},
     "KimiLinearForCausalLM": {"num_key_value_heads"},
+    "Mamba2ForCausalLM": {"chunk_size", "time_step_rank", *_OF_MAMBA},
+    "MambaForCausalLM": {*_OF_MAMBA, *_OF_SCAN},
+    "MiniMaxForCausalLM": {"block_size"},
     "MiniCPM3ForCausalLM": {"num_key_value_heads", "head_dim"},
     "LagunaForCausalLM": {"num_attention_heads"},
     "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
@@ -130,6 +141,7 @@ GENERAL = {"architectures", "model_type", "transformers_version", "dtype", "eos_
 BY_CLASS = {
     *("use_sliding_window", "rope_theta", "rope_scaling", "dim_model_base", "attn_layer_indices"),
     *("moe_apply_router_weight_on_input", "num_kv_shared_layers"),
+    *("attn_layer_offset", "attn_layer_period", "expert_layer_offset", "expert_layer_period"),
     "model_max_length",  # Kimi Linear's name of max_position_embeddings
 }
 ANY = (None, True, 0, 7777, 0.37, "other", [1], {"a": 1})

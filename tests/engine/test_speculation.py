@@ -23,7 +23,10 @@ pytestmark = pytest.mark.compiles
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Each kind of recurrent layer.
-RECURRENT = "qwen3_next_groups", "granite_hybrid_dense", "nemotron_h_pattern", "lfm2_odd"
+RECURRENT = (
+    *("qwen3_next_groups", "granite_hybrid_dense", "nemotron_h_pattern", "lfm2_odd", "kimi_linear_types"),
+    *("falcon_h1_norm_behind", "falcon_mamba_tied", "minimax_lightning_first"),
+)
 
 
 def requests(seed, count):

@@ -90,7 +90,9 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray) -> Greedy:
     """Plain greedy decoding with the KV cache, whatever token comes."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     # Bamba takes every token that comes alone for the first, unless it is given the position.
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in parameters
+    kept = "cache" if "cache" in parameters else "past_key_values"
     out = model(ids, use_cache=True)
     logits = out.logits[0, -LAST_POSITIONS:].numpy().copy()
     tokens = []
@@ -105,7 +107,8 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray) -> Greedy:
         if len(tokens) == NEW_TOKENS:
             return Greedy(logits, np.array(tokens, np.int32), np.array(logprobs, np.float32), min(margins))
         positions = {"position_ids": torch.tensor([[len(prompt) + len(tokens) - 1]])} if takes_positions else {}
-        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True, **positions)
+        before = {kept: getattr(out, kept)}
+        out = model(torch.tensor([[tokens[-1]]]), **before, use_cache=True, **positions)
 
 
 @torch.inference_mode()

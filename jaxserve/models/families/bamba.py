@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
@@ -48,20 +49,26 @@ BAMBA_NAMES = (
 )
 
 
-def read_mamba(hf: HFConfig, norm: NormSpec, activation: Activation) -> Mamba2Spec:
-    """Mamba-2 as the settings mamba_* describe it."""
+def read_mamba(
+    hf: HFConfig, norm: NormSpec | None, activation: Activation, width: int | None = None, **choices: Any
+) -> Mamba2Spec:
+    """Mamba-2 as the settings mamba_* describe it. All heads together have `width` channels; None: mamba_expand times
+    the hidden size. `choices` are fields of Mamba2Spec that differ from Bamba's."""
     # The size of the chunks in which transformers computes prompts; its limits of steps hold for prompts only.
     hf.ignore("mamba_chunk_size")
     hf.expect("time_step_limit", [0.0, inf], [0.0, {"__float__": "Infinity"}])
     heads = hf.take("mamba_n_heads", 128)
-    width = hf.take("mamba_expand", 2) * hf.take("hidden_size")
+    expanded = width is None
+    width = hf.take("mamba_expand", 2) * hf.take("hidden_size") if width is None else width
     given = hf.take("mamba_d_head", "auto")
     head_dim = width // heads if given == "auto" else given
     if heads * head_dim != width:
         raise ConfigError(
-            f"{hf.source}: mamba_n_heads={heads} heads of mamba_d_head={given} are not mamba_expand times hidden_size, "
-            f"{width}"
+            f"{hf.source}: mamba_n_heads={heads} heads of mamba_d_head={given} are not "
+            f"{'mamba_expand times hidden_size' if expanded else 'mamba_d_ssm'}, {width}"
         )
+    bias = bool(hf.take("mamba_proj_bias", False))
+    usual: dict[str, Any] = {"out_bias": bias}
     return Mamba2Spec(
         heads=heads,
         head_dim=head_dim,
@@ -69,9 +76,10 @@ def read_mamba(hf: HFConfig, norm: NormSpec, activation: Activation) -> Mamba2Sp
         state_dim=hf.take("mamba_d_state", 256),
         conv_width=hf.take("mamba_d_conv", 4),
         conv_bias=bool(hf.take("mamba_conv_bias", True)),
-        bias=bool(hf.take("mamba_proj_bias", False)),
+        bias=bias,
         activation=activation,
         norm=norm,
+        **usual | choices,
     )
 
 

@@ -11,6 +11,7 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.deepseek import LATENT_NAMES, SIZES, read_layers, read_router
 from jaxserve.models.families.llama import IGNORED, NAMES, read_max_position, read_mlp, read_norm, read_shared
+from jaxserve.models.families.qwen3_next import read_recurrent
 from jaxserve.models.rope import UNTURNED
 from jaxserve.models.spec import KimiDeltaSpec, LayerSpec, ModelConfig
 
@@ -62,16 +63,11 @@ def with_kimi_delta(
 ) -> tuple[LayerSpec, ...]:
     """The layers with Kimi delta attention in the place of the attention of those that do not have full attention: by
     `layer_types`; without this key by `usual`."""
-    types = hf.take("layer_types", None)
-    if types and (unknown := set(types) - {"linear_attention", "full_attention"}):
-        raise ConfigError(f"{hf.source}: layer_types {sorted(unknown)} are not supported")
-    full = [kind == "full_attention" for kind in types] if types else usual(hf)
-    if len(full) != len(layers):
-        raise ConfigError(f"layer_types has {len(full)} entries, num_hidden_layers is {len(layers)}")
-    if not any(full):
-        raise ConfigError(f"{hf.source}: models without any layer of attention are not supported")
+    if not hf.take("layer_types", None):
+        hf.values["layer_types"] = ["full_attention" if is_full else "linear_attention" for is_full in usual(hf)]
     return tuple(
-        layer if is_full else replace(layer, attention=delta) for layer, is_full in zip(layers, full, strict=True)
+        replace(layer, attention=delta) if recurrent else layer
+        for layer, recurrent in zip(layers, read_recurrent(hf), strict=True)
     )
 
 

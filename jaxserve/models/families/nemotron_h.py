@@ -97,6 +97,7 @@ def _mamba(hf: HFConfig, norm: NormSpec) -> Mamba2Spec:
         conv_width=hf.take("conv_kernel", 4),
         conv_bias=bool(hf.take("use_conv_bias", True)),
         bias=bool(hf.take("use_bias", False)),
+        out_bias=bool(hf.take("use_bias", False)),
         activation=read_activation(hf, "silu", "mamba_hidden_act"),
         norm=norm,
         least_step=float(hf.take("time_step_min", 0.001)),
