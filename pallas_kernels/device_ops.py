@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.experts import ExpertWeights
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
-from jaxserve.pallas_kernels.operands import Partials, StateInputs
+from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, Partials
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
@@ -46,7 +46,8 @@ from jaxserve.pallas_kernels.types import (
 )
 
 log = logging.getLogger(__name__)
-RECURRENT = ("delta_net", "mamba2", "short_conv")  # the operations of recurrent layers
+RECURRENT = ("delta_net", "mamba2", "short_conv")  # the operations of recurrent layers that have kernels
+KernelInputs = DeltaHeads | ConvInputs | MambaInputs  # their inputs
 
 
 def matmul_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
@@ -196,7 +197,7 @@ def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = Fal
     return mixture
 
 
-def recurrent_problem(inputs: StateInputs, state: State, options: Mapping[str, Any]) -> RecurrentProblem:
+def recurrent_problem(inputs: KernelInputs, state: State, options: Mapping[str, Any]) -> RecurrentProblem:
     """The problem of an operation of recurrent layers with these arguments."""
     dtype = np.dtype(inputs[0].dtype)
     channels, width = inputs.conv.shape[-2:]
@@ -211,7 +212,7 @@ def recurrent_problem(inputs: StateInputs, state: State, options: Mapping[str, A
 
 
 def run_recurrent(
-    device: Device, operation: str, inputs: StateInputs, state: State, rows: StateRows, first: Any = 0, **options: Any
+    device: Device, operation: str, inputs: KernelInputs, state: State, rows: StateRows, first: Any = 0, **options: Any
 ) -> tuple[jax.Array, State]:
     """An operation of recurrent layers, by the first backend that can run it on `device`."""
     problem = recurrent_problem(inputs, state, options)

@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
             case "normed":
                 x, y = weighed(norm("attention_norm", x, y)[1], attention, self.spec.shares[0])
                 return weighed(norm("mlp_norm", x, y)[1], mlp, self.spec.shares[1])
-            case "parallel" | "parallel_two_norms":
+            case _:  # parallel, parallel_two_norms
                 x, inputs = norm("attention_norm", x, y)
                 others = inputs if self.spec.residual == "parallel" else norm("mlp_norm", x)[1]
                 return x, scaled(Partials((attention(inputs).reduce(x.dtype) + mlp(others).reduce(x.dtype))[None]))
