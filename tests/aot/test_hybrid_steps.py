@@ -1,5 +1,5 @@
-"""Steps of Qwen3-Next's shape, compiled ahead of time by the real compilers for devices that are not here: the states
-of recurrent layers are changed in place, and the host waits for nothing. With four of the layers. No kernel runs."""
+"""Steps with recurrent layers, compiled ahead of time by the real compilers for devices that are not here: states are
+changed in place, the host waits for nothing, and a layer takes few launches. No kernel runs."""
 
 import re
 
@@ -8,6 +8,7 @@ import pytest
 from test_host_free_steps import host_waits
 from test_steps import make_runner
 
+from jaxserve.devices import launches
 from jaxserve.execution.kv_cache import STATE_COPIES
 from jaxserve.execution.signatures import AuxProgram
 from jaxserve.execution.step_shape import StepShape
@@ -136,6 +137,34 @@ def test_other_states_stay_in_place(model, target, decode, tmp_path):
     copies = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{states},.*\bcopy(-start)?\(", line)]
     assert [line for line in copies if "S(1)" not in line] == []
     assert compiled.memory_analysis().alias_size_in_bytes > runner.layout.state_bytes(runner.mesh)
+
+
+# (model, whether the step only decodes) -> at most so many launches in a recurrent layer on one H200
+LAUNCHES = {
+    ("qwen3_next", True): 14, ("qwen3_next", False): 15,
+    ("granite", True): 16, ("granite", False): 17,
+    ("lfm2", True): 11, ("lfm2", False): 13,
+}  # fmt: skip
+KINDS = {"qwen3_next": "linear_attention", "granite": "mamba", "lfm2": "conv"}
+
+
+@pytest.mark.parametrize(
+    ("model", "decode"),
+    [pytest.param(*case, marks=[] if case == ("qwen3_next", True) else [pytest.mark.slow]) for case in LAUNCHES],
+)
+def test_launches(model, decode, tmp_path):
+    """Of programs with two and with four recurrent layers, and one with attention."""
+    config = OTHER_MODELS.get(model, QWEN3_NEXT | {"mlp_only_layers": [*range(5)]})
+    texts = []
+    for count in (2, 4):
+        kinds = [KINDS[model], "full_attention" if model != "granite" else "attention", *[KINDS[model]] * (count - 1)]
+        more = config | {"layer_types": kinds}
+        runner, _ = make_runner(tmp_path, "h200x1", "auto", 16, len(kinds), slots=SLOTS, static=True, **more)
+        shape = StepShape.of(*((ROWS, ROWS) if decode else (512, ROWS)), 16, decode_only=decode)
+        texts.append(runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile().as_text())
+    found = launches.count(*texts, layers=2)
+    print(f"\n{model}, {'decodes' if decode else 'prompts'}: {launches.describe(found)}")
+    assert found.per_layer <= LAUNCHES[model, decode], launches.describe(found)
 
 
 @pytest.mark.parametrize("target", ["h200x2", pytest.param("v6e-4", marks=pytest.mark.slow)])

@@ -72,13 +72,6 @@ def test_whole_prompts(lengths, module):
 
 @interpreted
 @pytest.mark.slow
-def test_any_cut_into_steps():
-    test_delta_net.test_any_cut_into_steps("triton")
-    test_mamba2.test_any_cut_into_steps(slice(3, 4), "triton")
-
-
-@interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize("module", [test_delta_net, test_mamba2])
 def test_states_beside_the_rows(module):
     module.test_rows_that_keep_nothing_change_no_state("triton")
@@ -177,11 +170,11 @@ def test_why_not():
 
 
 @interpreted
+@pytest.mark.parametrize("steps", ["decodes", pytest.param("prompts", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("module", [delta, mamba])
-def test_a_few_decodes(module):
-    """What a device must pass before it may use the kernels, in steps that only decode."""
+def test_the_check_of_a_device(module, steps):
     operation = "delta_net" if module is delta else "mamba2"
     sizes: Any = (2, 2, 12, 20, 64, 4) if module is delta else (4, 2, 8, 20, 32, 4)
     problem = RecurrentProblem(np.dtype(np.float32), *sizes)
-    found = check_recurrent(operation, getattr(module, operation), problem, repeats=1, steps=("decodes",))
+    found = check_recurrent(operation, getattr(module, operation), problem, repeats=1, steps=(steps,))
     assert [str(finding) for finding in found if not finding.right] == []
