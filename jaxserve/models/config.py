@@ -30,6 +30,7 @@ _FACTORS = (
     "a list of positive numbers",
     lambda value: type(value) is list and all(type(x) in (int, float) and 0 < x < 1e30 for x in value),
 )
+_INTEGERS = "a list of integers", lambda value: type(value) is list and all(type(x) is int for x in value)
 _SWITCHES = "a list of 0 and 1", lambda value: type(value) is list and all(x in (0, 1) for x in value)
 _PATTERN = (
     "a positive integer, or a string of L and G",
@@ -87,10 +88,6 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "use_conv_bias": _FLAG,
     "layers_block_type": _TEXTS,
     **dict.fromkeys(("hybrid_override_pattern", "mlp_hidden_act", "mamba_hidden_act"), _TEXT),
-    **dict.fromkeys(
-        ("mamba_dt_rank", "time_step_rank"),
-        ("a positive integer or 'auto'", lambda value: value == "auto" or _SIZE[1](value)),
-    ),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), _LAYERS),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), _count(2**12, least=0)),
     "mixer_rms_eps": _POSITIVE,
@@ -122,17 +119,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("use_qk_norm", "attn_temperature_tuning"), _FLAG),
     **dict.fromkeys(("intermediate_size_mlp", "attention_chunk_size"), _SIZE),
     **dict.fromkeys(
-        (
-            "mlp_only_layers",
-            "moe_layers",
-            "no_rope_layers",
-            "full_attn_idxs",
-            "attn_layer_indices",
-            "full_attn_layers",
-            "kda_layers",
-        ),
-        ("a list of integers", lambda value: type(value) is list and all(type(x) is int for x in value)),
+        ("mlp_only_layers", "moe_layers", "no_rope_layers", "full_attn_idxs", "attn_layer_indices"),
+        _INTEGERS,
     ),
+    **dict.fromkeys(("full_attn_layers", "kda_layers"), _INTEGERS),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _TEXT),
     **dict.fromkeys(("torch_dtype", "dtype", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("full_attention", "sliding_attention", "text_config", "linear_attn_config"), _OBJECT),
