@@ -329,7 +329,6 @@ def test_no_layer_has_attention(model_folders):
     report = "\n".join(describe_model(EngineConfig(model=str(folder), max_num_seqs=4)))
     assert "no attention" in report
     assert "KV cache per token: 16 bytes" in report
-    assert make_engine(folder)._sizing.guess().temporaries > 0  # of layers without an MLP
     with pytest.raises(ConfigError, match=r"does not divide 8 heads of Mamba; this model allows \[1, 2, 4, 8\]"):
         make_engine(folder, tensor_parallel_size=3)
 
