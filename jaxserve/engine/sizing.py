@@ -133,7 +133,8 @@ class Sizing:
         dtype = self._runner.model.dtype
         rows = max(s.rows for s in self._shapes)
         tokens = max(s.tokens for s in self._shapes)
-        arrays = tokens * max(map(self._width, model.mlps)) * dtype.itemsize
+        width = max(map(self._width, model.mlps), default=8 * model.hidden_size)  # a model may have no MLP
+        arrays = tokens * width * dtype.itemsize
         logits = int(LOGITS * rows * 4 * model.vocab_size / num_shards(self._runner.mesh, "vocab"))
         results = memory.STEPS_IN_FLIGHT * tokens * model.hidden_size * dtype.itemsize
         return Needs(max(arrays, logits), results, GUESSED_CODE)

@@ -387,6 +387,16 @@ def test_names_as_published(case, written, published, tmp_path, model_folders):
     check(make_engine(tmp_path / "model", tokens=64), case)
 
 
+def test_no_layer_has_attention(model_folders):
+    """Pages hold two numbers for a key and two for a value, and nothing is kept in them."""
+    folder = model_folders("mamba2_tied")
+    report = "\n".join(describe_model(EngineConfig(model=str(folder), max_num_seqs=4)))
+    assert "no attention" in report
+    assert "KV cache per token: 16 bytes" in report
+    with pytest.raises(ConfigError, match=r"does not divide 8 heads of Mamba; this model allows \[1, 2, 4, 8\]"):
+        make_engine(folder, tensor_parallel_size=3)
+
+
 def test_part_of_a_head_turns():
     """In MiniMax's published inference code, whose setting transformers does not read."""
     config = RECURRENT_CASES["minimax_by_turns"].config

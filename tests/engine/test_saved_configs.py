@@ -39,7 +39,7 @@ _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
 _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 NEEDED = {
-    "BailingHybridForCausalLM": {"linear_head_dim": 128},  # as which its class takes a head_dim of another meaning
+    "BailingHybridForCausalLM": {"linear_head_dim": 128},  # without it, its class takes head_dim, which it has changed
     "BambaForCausalLM": {"attn_layer_indices": [2]},
     "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},

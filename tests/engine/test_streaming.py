@@ -218,8 +218,10 @@ def test_layers_in_two_forms(devices, tmp_path):
 
 
 @SLOW
-def test_recurrent_layers(model_folders):
-    folder = model_folders("qwen3_next_groups")
+@pytest.mark.parametrize("case", ["qwen3_next_groups", "falcon_h1_multipliers"])
+def test_recurrent_layers(case, model_folders):
+    """In the place of attention, and beside it."""
+    folder = model_folders(case)
     assert answers(make_engine(folder, **SOME))[0] == answers(make_engine(folder))[0]
 
 
