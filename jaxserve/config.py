@@ -218,6 +218,11 @@ class EngineConfig:
         more="Those of a GGUF file likewise. All count as absent.",
         topic="model", metavar="KEYS", rule=list_of("a list of keys"),
     )  # fmt: skip
+    language_model_only: bool = setting(
+        False, "of a model that sees, serve the language model alone: the image encoder is not loaded, and pictures are "
+        "refused",
+        topic="model",
+    )  # fmt: skip
     dequantize: bool = setting(
         False, "turn quantized weights into floats while loading: takes more memory; on CPU faster for long prompts",
         topic="model",

@@ -24,6 +24,7 @@ from jaxserve.offline import (
     Prompt,
     RequestOutput,
     encode_prompt,
+    images_of,
     load_engine,
     prompt_list,
     serve_adapter,
@@ -32,7 +33,10 @@ from jaxserve.offline import (
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
-from jaxserve.types import InvalidRequestError, Request, SamplingParams, SequenceUpdate
+from jaxserve.types import Image, InvalidRequestError, Request, SamplingParams, SequenceUpdate
+from jaxserve.vision.processing import ImageProcessor
+from jaxserve.vision.prompts import with_images
+from jaxserve.vision.reading import as_picture
 
 
 class LLM:
@@ -61,6 +65,7 @@ class LLM:
         # tokens that make an update. Tokens short of that number are in `_pending`, by request id and completion.
         self._inboxes: dict[str, tuple[deque[SequenceUpdate], int]] = {}
         self._pending: dict[tuple[str, int], list[int]] = {}
+        self._images: ImageProcessor | None = None  # made for the first picture
         self._trimmed = -1  # number of compiled programs at the last `_trim`
         gguf.forget()
         self._trim()
@@ -109,7 +114,9 @@ class LLM:
         progress: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt: a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
+        """Continues each prompt: a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}, the
+        latter two also with "images", a list of pictures (see `vision.reading.as_picture`), for each of which the
+        prompt has one image token.
 
         `sampling_params` is one for all prompts, or a list with one for each, and so is `lora_request`, the adapter to
         use. Results are in the order of the prompts. Raises InvalidRequestError with the prompt's index before anything
@@ -298,7 +305,8 @@ class LLM:
                 ends = self.tokenizer.with_eos(own.stop_token_ids, self.engine.eos_token_ids)
                 if ends != own.stop_token_ids and not own.ignore_eos:
                     own = msgspec.structs.replace(own, stop_token_ids=ends)
-                request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own)
+                ids, images = self._with_images(ids, images_of(prompt))
+                request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=own, images=images)
                 if (adapter := adapters[wanted]) is not None:
                     request.adapter = adapter.name
                     request.adapter_digest = adapter.digest
@@ -310,6 +318,18 @@ class LLM:
             requests.append(request)
             texts.append(text)
         return requests, texts
+
+    def _with_images(self, ids: list[int], pictures: Sequence[Any]) -> tuple[list[int], list[Image]]:
+        """A prompt with its pictures, processed; see `vision.prompts.with_images`."""
+        if not pictures:
+            return ids, []
+        vision = self.engine.model.vision
+        if vision is None:
+            raise InvalidRequestError("this model reads text only, no pictures", "images")
+        if self._images is None:
+            self._images = ImageProcessor.of(self.engine.model_folder, vision.encoder.side)
+            assert self._images is not None  # else the model would not see
+        return with_images(ids, [self._images(as_picture(one)) for one in pictures], vision.tokens)
 
     def _run(
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None

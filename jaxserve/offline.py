@@ -123,6 +123,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, lis
     )
 
 
+def images_of(prompt: Prompt) -> Sequence[Any]:
+    """The pictures of a prompt: its "images", or in vLLM's form {"multi_modal_data": {"image": ...}}."""
+    if not isinstance(prompt, Mapping):
+        return []
+    data = prompt.get("multi_modal_data") or {}
+    found = prompt.get("images") or data.get("image") or []
+    return found if isinstance(found, list | tuple) else [found]
+
+
 def serve_adapter(adapters: Adapters | None, wanted: LoRARequest | None) -> ServedAdapter | None:
     """The adapter that is wanted; it is loaded unless it is served from this path already. Raises InvalidRequestError
     without `enable_lora`, and CheckpointError or ConfigError for an adapter that cannot be loaded."""

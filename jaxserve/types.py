@@ -241,6 +241,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class Image(msgspec.Struct, frozen=True):
+    """A processed picture in a prompt.
+
+    Attributes:
+      first: the place in the prompt of the first token in whose place one of its features stands.
+      count: tokens in whose place its features stand: those with the model's `image_token` from `first` on.
+      grid: frames, rows and columns of its patches.
+      patches: uint8 [patches, numbers of a patch], as the model's processing makes them before they are scaled.
+      digest: identifies the picture's contents and its processing, 32 bytes.
+    """
+
+    first: int
+    count: int
+    grid: tuple[int, int, int]
+    patches: bytes
+    digest: bytes
+
+    @property
+    def num_patches(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt with its parameters, as it is submitted to the engine.
 
@@ -254,6 +277,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
         (`block_manager.hash_pages`). For a long prompt this saves the engine's loop milliseconds.
       pools: the prompt's embedding or score is wanted, and no tokens: max_tokens is 0.
       adapter, adapter_digest: name and digest of the LoRA adapter to use; "" for the model itself.
+      images: pictures, in the order of their places.
     """
 
     request_id: str
@@ -267,6 +291,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     pools: bool = False
     adapter: str = ""
     adapter_digest: str = ""
+    images: list[Image] = []
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):

@@ -14,6 +14,7 @@ from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.image_prompts import ImagePrompt, read_prompt
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
 
 
@@ -36,6 +37,7 @@ class Admission:
         self._config = config
         self._max_model_len = max_model_len
         self._vocab_size = model.vocab_size
+        self._vision = model.vision
         self._eos_token_ids = model.eos_token_ids
         self._scheduler = scheduler
         self._constraints = constraints
@@ -73,6 +75,23 @@ class Admission:
                 room = self._max_model_len - len(prompt)
                 self._beams.check(request, len(prompt) + min(room, params.max_tokens or room), len(stop_ids))
         return stop_ids
+
+    def seen(self, request: Request) -> ImagePrompt | None:
+        """The request's prompt with its pictures; None: it has none. Raises InvalidRequestError for pictures that the
+        model cannot see."""
+        images = request.images
+        if not images:
+            return None
+        if self._vision is None:
+            raise InvalidRequestError("this model reads text only, no pictures", "images")
+        if request.params.prompt_logprobs is not None:
+            raise InvalidRequestError("log-probabilities of prompts are not served for prompts with pictures", "logprobs")
+        if request.params.use_beam_search:
+            raise InvalidRequestError("beam search is not served for prompts with pictures", "use_beam_search")
+        most = self._scheduler.images.count if self._scheduler.images is not None else 0
+        if (largest := max(image.count for image in images)) > most:
+            raise InvalidRequestError(f"a picture has {largest} tokens; at most {most} are served", "images")
+        return read_prompt(request.prompt_token_ids, images, request.cache_salt, self._vision.tokens)
 
     def _check_groups(self) -> None:
         if self._config.data_parallel_size > 1:

@@ -94,6 +94,7 @@ class Engine:
         self.weights = Weights(self, parts.held, self._draft)
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
+        self.sees = None if model.vision is None else model.vision.tokens
         self.dtype = np.dtype(runner.model.dtype).name
         queue = None if config.max_waiting is None else min(config.max_waiting, MAX_QUEUED)
         self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
@@ -167,6 +168,8 @@ class Engine:
         if self._sizing.finish(self.shapes):
             assert not self.has_work
             self._allocate()
+        if self.runner.encoder is not None:
+            self.runner.encoder.compile()
         if self.speculator is not None:
             self.speculator.measure(self.runner, self.shapes)
         if self.copies is not None:
@@ -207,7 +210,8 @@ class Engine:
             if params.use_beam_search:
                 self.beams.start(request, max_tokens, stop_ids, self._arrivals, adapter)
                 continue
-            seq = Sequence(request, 0, self._seeds.of(request), max_tokens, stop_ids, self._arrivals, adapter=adapter)
+            own = self._seeds.of(request), max_tokens, stop_ids, self._arrivals
+            seq = Sequence(request, 0, *own, adapter=adapter, seen=self._admission.seen(request))
             if params.grammar is None:
                 self.scheduler.add(seq)
             else:
@@ -220,6 +224,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets the pages of earlier prompts, also in lower tiers; those in use stay with their owners."""
         self.blocks.reset_prefix_cache()
+        if self.scheduler.images is not None:
+            self.scheduler.images.forget_unread()
         if self.copies is not None:
             self.copies.clear(self.scheduler)
 
@@ -351,6 +357,8 @@ class Engine:
             self.runner.copy_pages(plan.copies)
         if plan.restored:
             self.runner.copy_states(plan.restored)
+        if plan.images:
+            self.runner.encode_images(plan.images)
         if self.speculator is not None:
             self.speculator.prepare(plan, self.scheduler.running)
         step = InFlightStep([], max(int(plan.rows.num_new.max()), 1), time.perf_counter())

@@ -170,7 +170,8 @@ def fill_slots(
     rows = []
     for seq in placed:
         length = int(running.start[seq.slot])
-        numbers = seq.prompt_len, seq.penalty_row, length, place_of(seq)
+        shift = 0 if seq.seen is None else seq.seen.shift
+        numbers = seq.prompt_len, seq.penalty_row, length, place_of(seq), shift
         rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), *numbers))
     runner.set_slots(rows)
     penalized = [seq for seq in placed if seq.params.has_penalties]

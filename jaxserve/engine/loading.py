@@ -41,8 +41,10 @@ from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots
+from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.vision.loading import load_encoder
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +143,7 @@ def load_models(
     if (head := load_head(config, plan)) is not None:
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
+    options["encoder"] = load_encoder(config, plan)
     runner = ModelRunner(decoder, params, mesh, *rows, **options)
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
@@ -310,6 +313,10 @@ def make_scheduler(
         "penalty_rows": runner.penalty_rows,
         "stages": runner.num_stages,
     }
+    encoder = runner.encoder
+    images = None if encoder is None else ImageRows(
+        encoder.rows, encoder.sizes[-1], sizes["max_num_batched_tokens"]
+    )
     if config.data_parallel_size > 1:
         return data_parallel.group_scheduler(
             config.data_parallel_size, layout.num_pages, layout.page_size, pages, sizes
@@ -318,6 +325,7 @@ def make_scheduler(
         BlockManager(layout.num_pages, layout.page_size, states=states, tiers=tiers, **pages),
         recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
+        images=images,
         **sizes,
     )
 
@@ -330,5 +338,7 @@ def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
     free = on_one_cpu(plan.mesh) and plan.dtype == np.float32 and cpu_build.possible()
     sizes = config.max_num_seqs, tokens, plan.one_page.page_size
     options: Any = {"cost": cost, "chunk": prefill_chunk(config, cost), "padding_is_free": free}
+    vision = plan.model.vision
+    options["three_positions"] = vision is not None and vision.tokens.has_three_positions
     shapes = step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)
     return shapes if plan.pooler is None else [shape for shape in shapes if not shape.decode_only]

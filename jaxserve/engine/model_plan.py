@@ -26,6 +26,7 @@ from jaxserve.models.pooling_files import read_pooler
 from jaxserve.models.spec import ModelConfig
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
+from jaxserve.vision.eyes import with_eyes
 
 PASSING_MORE = "whose layers share keys and values or have inputs of their own"  # `ModelConfig.passes_more`
 
@@ -59,7 +60,7 @@ class ModelPlan:
 
         Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
-        model = read_model(folder, config.ignore_config_keys)
+        model = with_eyes(config, folder, read_model(folder, config.ignore_config_keys, sees=not config.language_model_only))
         if config.enable_expert_parallel and not model.num_experts:
             raise ConfigError("enable_expert_parallel must be False for a model without experts")
         shares = config.decode_context_parallel_size

@@ -26,6 +26,7 @@ from jaxserve.pallas_kernels.operands import Partials, StateInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.scheduling.block_manager import Chunk
+from jaxserve.scheduling.image_prompts import SHOWN
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ModelInput(NamedTuple):
     x: jax.Array | None = None  # [tokens, hidden] from the pipeline stage before; None: this stage embeds the tokens
     # int32 [proposals + 1, rows]: the tokens of rows that check proposals, -1 elsewhere; None: no row does
     checked: jax.Array | None = None
+    positions: jax.Array | None = None  # int32 [3, tokens], see `StepShape`; None: a token has one
 
     def checking(self, num_draws: jax.Array, proposals: int) -> ModelInput:
         """The same for rows that draw `num_draws` [rows] tokens: rows that draw several check proposals, and draw
@@ -174,9 +176,12 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     # Padding comes last, and matmuls may skip it.
     ops = model.ops.counting(inputs.num_tokens).adapted_by(slots.adapter(batch.slot)[inputs.placed.row])
     x = batch.x
+    levels: list[jax.Array] = []
     if x is None:
         given = inputs.tokens, inputs.placed.position, ops
         x, _ = cast(Any, model.apply({"params": params}, *given, method="begin"))
+        if slots.images is not None:
+            x, levels = _with_images(x, batch.tokens, slots.images)
     own: Any = None
     if model.config.per_layer is not None:
         x, own = cast(Any, model.apply({"params": params}, inputs.tokens, x, ops, method="enter"))
@@ -199,11 +204,23 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
         of_layer = () if own is None else (own[:, i],)
         given = params[f"layers_{i}"], x, y, inputs.ropes, place.taken(cache), inputs.at(place), seen, *of_layer
         x, y, held, routed, seen, of_checked = layer(*given)
+        if i < len(levels):
+            x = x + levels[i]
         place.put(cache, held)
         chosen += routed
         checked += [(place.beside or place, read) for read in of_checked]
     of_rows = None if batch.checked is None else Checked(batch.checked, batch.slot, checked)
     return LayersRun(x, y, inputs, chosen, seen, read_by_draft, of_rows, cache)
+
+
+def _with_images(x: jax.Array, tokens: jax.Array, images: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """The first layer's input x [tokens, hidden] with features of pictures in the place of tokens, and what is added
+    behind each of the first layers, [tokens, hidden] each, see `vision.spec.Tap`. tokens: as in `ModelInput`. images:
+    as in `SlotState`."""
+    row = SHOWN - tokens
+    shown = (row >= 0)[:, None]
+    first, *levels = jnp.split(images[jnp.maximum(row, 0)].astype(x.dtype), images.shape[1] // x.shape[1], axis=1)
+    return jnp.where(shown, first, x), [jnp.where(shown, level, 0) for level in levels]
 
 
 def nothing_chosen(config: ModelConfig, tokens: int) -> jax.Array | None:
@@ -229,7 +246,7 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
     q_start = batch.q_start
     slot = batch.slot
     placed = _place(slots, batch, context.shape)
-    tokens = jnp.where(batch.tokens < 0, slots.last_token(slot[placed.row]), batch.tokens)
+    tokens = jnp.where(batch.tokens == -1, slots.last_token(slot[placed.row]), jnp.maximum(batch.tokens, 0))
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
     for whole, window, fit in zip(tables, layout.groups.windows, layout.groups.fits, strict=True):
@@ -240,7 +257,11 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
             seen = _of_chunk(table, placed.kv_len, window, layout.page_size)
         of_groups.append((written, seen[0], q_start, seen[1], batch.num_decodes))
     rows = None if layout.states is None else _state_rows(slots, batch, placed)
-    ropes = angles(context.model.config, placed.position)
+    position = placed.position
+    if batch.positions is not None:
+        usual = position + slots.shift(slot)[placed.row]
+        position = jnp.where(batch.positions < 0, usual, batch.positions)
+    ropes = angles(context.model.config, position)
     return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows, batch.checked)
 
 

@@ -50,7 +50,9 @@ from jaxserve.models.stages import Stage
 from jaxserve.pallas_kernels import cpu, lowered_kernels
 from jaxserve.pallas_kernels.operands import Row, value_of
 from jaxserve.scheduling.block_manager import NULL_PAGE
+from jaxserve.scheduling.image_prompts import EncoderJob
 from jaxserve.scheduling.step_plan import Sampler
+from jaxserve.vision.runner import EncoderRunner
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
       drafter: a draft head, see `drafting`; its parameters are in `params` under "draft".
       pooling: for models that embed or score, see `steps.pool_rows`. Such a runner has no programs that sample.
       adapters: the pool of LoRA adapters; None: there is none. The model must have been made for adapters.
+      encoder: of pictures, for a model that sees.
       streamed: the last layers of the model, whose weights are in host memory. `model` and `params` are then those of
         the layers before them, and a step waits until these layers are being computed. None: there are none.
     """
@@ -109,8 +112,10 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         drafter: Drafter | None = None,
         adapters: PoolSizes | None = None,
         streamed: StreamedLayers | None = None,
+        encoder: EncoderRunner | None = None,
     ):
         self.model = model
+        self.encoder = encoder
         self.mesh = mesh
         self.num_slots = num_slots
         self.penalty_rows = penalty_rows
@@ -215,6 +220,7 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
             self.penalty_rows,
             proposals=self._proposals,
             feature_size=None if self.drafter is None else self.drafter.config.hidden_size,
+            images=None if self.encoder is None else self.encoder.rows_shape,
         )
         slots = str(jax.eval_shape(self._make_slots))
         stale = [
@@ -420,6 +426,11 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
             packed[: len(pages[some])] = pages[some]
             results.append((len(pages[some]), self._get(AuxProgram("read_pages", size))(self.cache, packed)))
         return results
+
+    def encode_images(self, jobs: Sequence[EncoderJob]) -> None:
+        """Computes features of pictures before the next step reads them."""
+        assert self.encoder is not None and self.slots.images is not None
+        self.slots = self.slots._replace(images=self.encoder.encode(self.slots.images, jobs))
 
     def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:
         """Writes contents as `read_pages` has returned them to pages, in one call. There is room for one of

@@ -62,6 +62,7 @@ class RowParams(NamedTuple):
     no_stop_before: jax.Array = _field(np.int32)  # no stop token is sampled for positions below this one
     logprobs: jax.Array = _field(np.bool_)  # whether the row wants log-probabilities
     adapter: jax.Array = _field(np.int32)  # the place of its LoRA adapter in the pool; NO_ADAPTER: it has none
+    shift: jax.Array = _field(np.int32)  # by how much positions of tokens behind its prompt exceed their places
     stop_ids: jax.Array = _field(np.int32, MAX_STOP_TOKENS, -1)
     score_ids: jax.Array = _field(np.int32, MAX_LOGPROBS, -1)  # the alternatives it wants, instead of the most likely
     bias_ids: jax.Array = _field(np.int32, MAX_LOGIT_BIAS, -1)
@@ -103,6 +104,8 @@ class SlotState(NamedTuple):
     # [slots, proposals + 1, hidden] for a draft head (`drafting`): first the feature of the last computed token, or of
     # a deferred row those of the tokens behind which it samples
     features: jax.Array | None = None
+    # [rows, width]: features of pictures, of models that see (`vision.spec.EncoderConfig.width`)
+    images: jax.Array | None = None
 
     def last_token(self, slot: jax.Array) -> jax.Array:
         """The latest token of each slot, int32 [rows]. It is -1 after a stop token: the sequence samples no more."""
@@ -118,6 +121,10 @@ class SlotState(NamedTuple):
         """The place of each slot's adapter in the pool, int32 [rows]; NO_ADAPTER where it has none."""
         return self.params[slot, _PLACES["adapter"].start]
 
+    def shift(self, slot: jax.Array) -> jax.Array:
+        """By how much positions of tokens behind the prompts of slots exceed their places, int32 [rows]."""
+        return self.params[slot, _PLACES["shift"].start]
+
 
 def create_slots(
     num_slots: int,
@@ -129,10 +136,11 @@ def create_slots(
     zeros: Callable[..., jax.Array] = jnp.zeros,
     proposals: int = 0,
     feature_size: int | None = None,
+    images: tuple[int, int] | None = None,
 ) -> SlotState:
     """Empty slots. A sequence has up to `table_width` pages, and `penalty_rows` sequences can have penalties at a time.
     `zeros` allocates the large arrays. proposals: most tokens that are proposed for a sequence in a step. feature_size:
-    of a draft head's features; None: there is no such head."""
+    of a draft head's features; None: there is no such head. images: the size of the array of features of pictures."""
     rows = num_slots + 1
     return SlotState(
         progress=jnp.zeros((rows, 2), jnp.int32),
@@ -142,6 +150,7 @@ def create_slots(
         in_prompt=zeros((1 + penalty_rows, vocab_size), jnp.bool_),
         hidden=jnp.zeros((rows, proposals + 1, hidden_size), dtype),
         features=None if feature_size is None else jnp.zeros((rows, proposals + 1, feature_size), dtype),
+        images=None if images is None else zeros(images, dtype),
     )
 
 
@@ -154,6 +163,7 @@ def encode_slot(
     penalty_row: int = NO_PENALTY_ROW,
     length: int = 0,
     adapter: int = NO_ADAPTER,
+    shift: int = 0,
 ) -> np.ndarray:
     """One row of `set_slots`'s buffer, int32 [SLOT_WORDS].
 
@@ -166,6 +176,7 @@ def encode_slot(
       penalty_row: a row of its own for a sequence with penalties.
       length: tokens whose keys and values the sequence's pages hold already.
       adapter: the place of the sequence's LoRA adapter in the pool.
+      shift: by how much positions of tokens behind the prompt exceed their places.
     """
     bias = params.logit_bias or {}
     no_stop_before = prompt_len + params.min_tokens if params.min_tokens and not params.grammar else 0
@@ -188,6 +199,7 @@ def encode_slot(
         min(no_stop_before, 2**31 - 1),
         params.logprobs is not None,
         adapter,
+        shift,
     )
     lists = {
         "stop_ids": stop_ids,

@@ -58,6 +58,7 @@ def step_shapes(
     chunk: int | None = None,
     num_groups: int = 1,
     padding_is_free: bool = False,
+    three_positions: bool = False,
 ) -> list[StepShape]:
     """The buckets of an engine: first those for decodes only, then mixed ones; the smaller first within each kind.
 
@@ -88,8 +89,9 @@ def step_shapes(
         mixed_tokens = {*_sizes(FEW, max_tokens, cost), *usual}
         mixed_tokens = _thinned(mixed_tokens, MOST_MIXED, usual, partial(_cheapest, cost=cost), cost=cost)
         mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in mixed_tokens}
-    of_decodes = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=True)
-    of_mixed = partial(StepShape.of, page_size=page_size, num_groups=num_groups, decode_only=False)
+    kind: Any = {"page_size": page_size, "num_groups": num_groups, "three_positions": three_positions}
+    of_decodes = partial(StepShape.of, decode_only=True, **kind)
+    of_mixed = partial(StepShape.of, decode_only=False, **kind)
     *smaller, largest = sorted(mixed)
     mixed_shapes = [*(of_mixed(*sizes) for sizes in smaller), of_mixed(*largest, scored=True)]
     return [*(of_decodes(rows, rows) for rows in sorted(decodes)), *mixed_shapes]
@@ -285,6 +287,21 @@ def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
     return StepBatch(shape, rows)
 
 
+def _show(
+    fields: dict[str, np.ndarray], running: RunningTable, known: np.ndarray, slot: np.ndarray, position: np.ndarray
+) -> None:
+    """Tells the devices where features of pictures stand in the place of the `known` tokens of a buffer, and the
+    positions of those in prompts with pictures."""
+    prompts = running.looks[slot] & (position < running.prompt_len[slot])
+    slot = slot[prompts]
+    position = position[prompts]
+    shown = running.shown[slot, position]
+    place = known[prompts]
+    fields["tokens"][place] = np.where(shown < 0, shown, fields["tokens"][place])
+    if len(fields["positions"]):
+        fields["positions"].reshape(3, -1)[:, place] = running.positions[:, slot, position]
+
+
 def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, defers: bool = True) -> np.ndarray:
     """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]. defers: rows with a
     mask are left to `sample_deferred`.
@@ -331,6 +348,8 @@ def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, 
     known = np.flatnonzero(position < running.known[slot] + running.proposed[slot])
     if len(known):
         fields["tokens"][known] = running.tokens[slot[known], position[known]]
+        if running.looks.any():
+            _show(fields, running, known, slot[known], position[known])
     if table_updates.size:
         for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
             fields[name][: len(column)] = column

@@ -22,6 +22,8 @@ class StepShape:
       tokens_per_call [1]: the largest num_new, at least 1.
       num_decodes [1]: rows of one token, which come first.
       update_slot, update_index, update_page [table_updates]: new entries of block tables.
+      positions [3 * tokens], if the model has three positions a token (`three_positions`): those that the host knows;
+        -1 for a token whose positions follow from its place.
 
     The buffer does not say where a row's tokens lie in its sequence, because the slot knows the sequence's length.
 
@@ -34,13 +36,15 @@ class StepShape:
     table_updates: int
     decode_only: bool
     scored: bool = False
+    three_positions: bool = False
 
     @classmethod
     def of(
-        cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1, scored: bool = False
-    ) -> StepShape:
+        cls, tokens: int, rows: int, page_size: int, *, decode_only: bool, num_groups: int = 1, scored: bool = False,
+        three_positions: bool = False,
+    ) -> StepShape:  # fmt: skip
         """A bucket with room for the block-table entries that `tokens` tokens can add."""
-        return cls(tokens, rows, (rows + tokens // page_size) * num_groups, decode_only, scored)
+        return cls(tokens, rows, (rows + tokens // page_size) * num_groups, decode_only, scored, three_positions)
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
@@ -55,6 +59,7 @@ class StepShape:
             "update_slot": self.table_updates,
             "update_index": self.table_updates,
             "update_page": self.table_updates,
+            "positions": 3 * self.tokens if self.three_positions else 0,
         }
         fields = {}
         offset = 0
@@ -66,7 +71,7 @@ class StepShape:
     def empty(self, num_slots: int) -> np.ndarray:
         """A buffer without rows: all slots are the padding slot, and no token is given."""
         packed = np.zeros(self.words, np.int32)
-        for name, value in (("tokens", -1), ("slot", num_slots), ("update_slot", num_slots)):
+        for name, value in (("tokens", -1), ("slot", num_slots), ("update_slot", num_slots), ("positions", -1)):
             at, size = self.fields[name]
             packed[at : at + size] = value
         return packed
@@ -78,7 +83,7 @@ class StepShape:
 
     @property
     def words(self) -> int:
-        offset, size = self.fields["update_page"]
+        offset, size = self.fields["positions"]
         return offset + size
 
     def __str__(self) -> str:

@@ -101,7 +101,8 @@ def read_buffer(
     writes = (q_start[1:] > q_start[:-1]) & going
     deferred = (num_new < 0) & going
     num_decodes = field["num_decodes"][0]
-    batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred, x)
+    positions = field["positions"].reshape(3, -1) if shape.three_positions else None
+    batch = ModelInput(field["tokens"], q_start, slot, num_decodes, writes, num_new > 0, deferred, x, None, positions)
     return field, slots, batch, num_new
 
 
@@ -136,6 +137,7 @@ def _decode_loop(
             writes=batch.writes & ((i == 0) | going),
             keeps_token=going,
             deferred=batch.deferred & (i == 0),
+            positions=None if batch.positions is None else jnp.where(i == 0, batch.positions, -1),
         )
         sampled, _, cache, slots = advance(cache, slots, now)
         sampled = sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))

@@ -189,6 +189,7 @@ class HFConfig:
         """`source` names the file in messages. Keys in `ignored` count as absent, also inside objects."""
         self.values = _without(values, frozenset(ignored))
         self.source = source
+        self.sees = True  # False: what it says of pictures is not read
         self._taken: set[str] = set()
         self._own_names: dict[str, str] = {}  # name under which a setting is taken -> its name in the file
 

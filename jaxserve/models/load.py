@@ -109,9 +109,12 @@ def read_hf_config(path: Path, ignored: Collection[str] = ()) -> HFConfig:
     return HFConfig.read(path, ignored)
 
 
-def read_model(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
-    """The model's shape. Its end-of-sequence ids are those of config.json, then those of generation_config.json."""
-    config = read_model_config(read_hf_config(folder, ignored))
+def read_model(folder: Path, ignored: Collection[str] = (), *, sees: bool = True) -> ModelConfig:
+    """The model's shape. Its end-of-sequence ids are those of config.json, then those of generation_config.json.
+    sees: what it says of pictures is read."""
+    hf = read_hf_config(folder, ignored)
+    hf.sees = sees
+    config = read_model_config(hf)
     path = folder / "generation_config.json"
     if path.exists():
         try:

@@ -263,10 +263,12 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles:
-    """The angles at positions int32 [tokens]."""
+    """The angles at positions int32 [tokens], or [3, tokens] for tokens with three positions."""
     turned = rotary_dim(rope, head_dim)
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
-    where = positions.astype(jnp.float32)[:, None]
+    where = positions.astype(jnp.float32)[..., None]
+    if positions.ndim == 2:
+        where = where[position_axes(rope, turned // 2), :, 0].T
     if rope.scaling == "dynamic":
         length = jnp.maximum(where + 1, rope.original_max_position)
         growth = (rope.factor * length / rope.original_max_position - (rope.factor - 1)) ** (turned / (turned - 2))
@@ -281,6 +283,18 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles
         sin = jnp.pad(sin, still)
     unlearned = Unlearned(angles, rope.attention_factor, jnp.log1p(where[:, 0])) if rope.learned else None
     return Angles(cos, sin, _query_scale(rope, positions), positions if rope.with_positions else None, unlearned)
+
+
+def position_axes(rope: RopeConfig, pairs: int) -> np.ndarray:
+    """Which of a token's three positions turns each pair of channels, int64 [pairs]: those of time, then of rows, then
+    of columns (Qwen2-VL); or one after the other, and those of time where the others have ended (Qwen3-VL)."""
+    time, rows, columns = rope.sections
+    if not rope.sections_alternate:
+        return np.repeat([0, 1, 2], [time, rows, columns])
+    axes = np.zeros(pairs, np.int64)
+    axes[1 : 3 * rows : 3] = 1
+    axes[2 : 3 * columns : 3] = 2
+    return axes
 
 
 def learned_angles(unlearned: Unlearned, logs: jax.Array) -> Angles:

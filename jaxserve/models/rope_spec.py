@@ -39,6 +39,9 @@ class RopeConfig:
       query_scale: None: queries are not scaled by their position.
       with_positions: the angles come with the positions, which `alibi` needs.
       learned: layers multiply the angles by learned factors (`rope.learned_angles`).
+      sections: pairs of channels that turn by a token's position in time, by its row and by its column; (): a token has
+        one position.
+      sections_alternate: see `rope.position_axes`.
     """
 
     theta: float = 10000.0
@@ -60,6 +63,8 @@ class RopeConfig:
     query_scale: QueryScale | None = None
     with_positions: bool = False
     learned: bool = False
+    sections: tuple[int, ...] = ()
+    sections_alternate: bool = False
 
     def __post_init__(self) -> None:
         if self.theta <= 1:

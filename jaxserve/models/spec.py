@@ -776,6 +776,7 @@ class ModelConfig:
       per_layer: None: layers have no inputs of their own.
       head_bias: whether the output head has a bias.
       logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
+      vision: a `vision.spec.VisionConfig`: how it sees; None: it reads text only.
     """
 
     family: str
@@ -796,6 +797,7 @@ class ModelConfig:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    vision: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ropes", MappingProxyType(dict(self.ropes)))

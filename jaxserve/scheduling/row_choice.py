@@ -92,7 +92,7 @@ def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBa
     total = running.total[batch.slot]
     known = running.known[batch.slot]
     left = total - running.computed[batch.slot]
-    decodes = (left == 1) & (batch.limit > total)
+    decodes = (left == 1) & (batch.limit > total) & (running.image_stop[batch.slot] > running.computed[batch.slot])
     if batch.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[batch.slot] | (known == total)
     prompts = (left > 0) & ~decodes & (known == total)

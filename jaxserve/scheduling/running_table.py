@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.config import MAX_PROPOSALS
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.scheduling.block_manager import Windows, chunk_of
+from jaxserve.scheduling.image_prompts import ImagePrompt
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 from jaxserve.scheduling.step_plan import Rows, Sampler
 from jaxserve.types import NO_PENALTY_ROW
@@ -64,13 +65,15 @@ class RunningTable:
         penalty_rows: int | None = None,
         windows: Windows = (None,),
         device_groups: int = 1,
+        sees: bool = False,
     ):
-        """`device_groups`: the slots and the penalty rows belong to so many groups of devices, in equal parts."""
+        """`device_groups`: the slots and the penalty rows belong to so many groups of devices, in equal parts. `sees`:
+        prompts may have pictures."""
 
         def numbers() -> np.ndarray:
             return np.zeros(max_num_seqs, np.int32)
 
-        self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows, device_groups
+        self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows, device_groups, sees
         self.device_groups = device_groups
         self._slots_each = max_num_seqs // device_groups
         self.page_size = page_size
@@ -87,6 +90,13 @@ class RunningTable:
         self.num_registered = numbers()  # how many first blocks were offered to the prefix cache
         # Recurrent models: a step must end after this many tokens, so that the state there can be kept.
         self.state_stop = np.full(max_num_seqs, NO_STOP, np.int32)
+        # Models that see: a step must end before the first picture without rows (`image_rows`). Where features stand in
+        # the place of tokens, `shown` has what the devices get, else 0.
+        self.image_stop = np.full(max_num_seqs, NO_STOP, np.int32)
+        self.shown = np.zeros((max_num_seqs, max_len) if sees else (0, 0), np.int32)
+        self.positions = np.zeros((3, max_num_seqs, max_len) if sees else (3, 0, 0), np.int32)
+        self.looks = np.zeros(max_num_seqs, bool)  # its prompt has pictures
+        self.prompt_len = numbers()
         self.scored_until = numbers()  # prompt tokens whose log-probabilities are wanted; usually 0
         self.masked = np.zeros(max_num_seqs, bool)  # sampled after the forward pass, see `engine.constraints`
         self.beams = np.zeros(max_num_seqs, bool)
@@ -207,6 +217,7 @@ class RunningTable:
         else:
             self.copy_pages(seq, like)
         self.state_stop[slot] = NO_STOP
+        self._look(slot, seq.seen)
         self.num_registered[slot] = computed // self.page_size
         self.num_released[slot] = seq.num_released(self.num_groups)
         self.scored_until[slot] = seq.prompt_len - 1 if seq.scores_prompt else 0
@@ -222,11 +233,26 @@ class RunningTable:
         if seq.params.logprobs is not None or not seq.num_outputs:
             self.needs_detail.add(seq)
 
+    def _look(self, slot: int, seen: ImagePrompt | None) -> None:
+        """Takes note of the pictures in the prompt of the sequence that is new in a slot."""
+        self.looks[slot] = seen is not None
+        self.prompt_len[slot] = 0 if seen is None else len(seen.tokens)
+        self.image_stop[slot] = NO_STOP
+        if seen is not None:
+            length = len(seen.tokens)
+            self.shown[slot, :length] = 0
+            self.positions[:, slot, :length] = np.arange(length) if seen.positions is None else seen.positions
+
+    def show_image(self, slot: int, places: np.ndarray, shown: np.ndarray) -> None:
+        """Sets what the devices get in the place of a picture's tokens."""
+        self.shown[slot, places] = shown
+
     def ahead(self, slot: Any) -> Any:
         """How many tokens a step may compute in a slot, int32 of the shape of `slot`: up to the place where a snapshot
-        of the recurrent state is wanted, and up to the end of the chunk of tokens that layers see."""
+        of the recurrent state is wanted, up to the end of the chunk of tokens that layers see, and up to a picture
+        whose features are not computed."""
         computed = self.computed[slot]
-        most = self.state_stop[slot] - computed
+        most = np.minimum(self.state_stop[slot], self.image_stop[slot]) - computed
         return most if self.chunk is None else np.minimum(most, self.chunk - computed % self.chunk)
 
     def next_state_stop(self, seq: Sequence) -> None:

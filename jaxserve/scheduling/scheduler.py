@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager
+from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_loads import PageLoads
 from jaxserve.scheduling.prefix_cache import Prefixes, common_prefix, shared_pages, uncached, unshare
 from jaxserve.scheduling.row_choice import AdmissionBudget, MicroBatches, TokenBudget, choose_rows
@@ -56,10 +57,11 @@ class Scheduler:
         recurrent: bool = False,
         adapters: AdapterPool | None = None,
         stages: int = 1,
+        images: ImageRows | None = None,
     ):
         """`recurrent`: the model has layers with states that are not in pages. Sequences then share pages only if a
         snapshot of the state at the end of these pages exists. `stages`: of a pipeline. `prompts_first`: the limit
-        `prefill_chunk` is one only while a client streams."""
+        `prefill_chunk` is one only while a client streams. `images`: of a model that sees."""
         self.blocks, self.recurrent, self._prefixes, self.loads = blocks, recurrent, Prefixes(blocks), PageLoads(blocks)
         assert not (recurrent and blocks.prefix_caching and blocks.states is None), "pages hold no states"
         assert max_num_batched_tokens >= max_num_seqs, "every decode must fit in every step"
@@ -68,7 +70,8 @@ class Scheduler:
         self._has_windows = any(window is not None for window in blocks.windows)
         self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages=stages)
         self._whole_steps = replace(self._budget, chunk=None) if prompts_first else None
-        self.running = RunningTable(max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows)
+        sizes = max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows
+        self.running, self.images = RunningTable(*sizes, sees=images is not None), images
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
         self._by_request: dict[str, list[Sequence]] = {}
@@ -109,6 +112,8 @@ class Scheduler:
         """Forgets all sequences and the contents of all pages. `seqs` then wait in `waiting`, an empty queue."""
         self.blocks.clear()
         self.loads.start_over()
+        if self.images is not None:
+            self.images.start_over()
         if self.adapters is not None:
             self.adapters.start_over()
         self.running = self.running.emptied()
@@ -146,6 +151,8 @@ class Scheduler:
         computed = min(int(running.computed[seq.slot]), len(seq.tokens) - 1)  # the last token may not be computed yet
         self._prefixes.register(running, seq, computed, lazily=True)
         running.displace(seq)
+        if self.images is not None:
+            self.images.end(seq)
         self.blocks.free(seq.pages)
         seq.pages = []
 
@@ -190,6 +197,8 @@ class Scheduler:
         preemptions = self.num_preemptions
         if self._has_windows:
             self._prefixes.release_unseen(running)
+        if self.images is not None:
+            self.images.advance(running)
         if tokens_per_call > 1 and (self.can_admit() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
@@ -205,7 +214,8 @@ class Scheduler:
         if self.turns.stages > 1:
             self.turns.begin(rows)
         kept = [] if self.blocks.states is None else self._prefixes.keep_states(running, rows)
-        return StepPlan(rows, copies, *running.drain_updates(), kept)
+        images = [] if self.images is None else self.images.drain()
+        return StepPlan(rows, copies, *running.drain_updates(), kept, images)
 
     def _rows_with_pages(self, tokens_per_call: int) -> tuple[Rows, list[tuple[int, int]]]:
         """The next rows of running sequences, which get the pages that they need, and the page copies to make first. If
@@ -263,7 +273,10 @@ class Scheduler:
                 if self.waiting.pass_by():
                     continue
                 break
-            if share is not None and share.room(seq, 0, uncached(seq, self.blocks)) <= 0:
+            left = uncached(seq, self.blocks)
+            if share is not None and share.room(seq, 0, left) <= 0:
+                break
+            if self.images is not None and not self.images.can_begin(seq, len(seq.tokens) - left):
                 break
             if self.blocks.tiers is None or not self.loads.begin(seq):
                 return seq
@@ -288,6 +301,8 @@ class Scheduler:
             self.prefix_hits += computed
         seq.pages += blocks.allocate(blocks.pages_for(computed + most) - len(seq.pages))
         self.running.place(seq, computed)
+        if self.images is not None:
+            self.images.begin(self.running, seq)
         if self.recurrent:
             self._prefixes.begin_state(self.running, seq, computed)
         return left
@@ -394,6 +409,8 @@ class Scheduler:
                 self.adapters.hold(seq)
             self.waiting.charge(seq, expected_tokens(seq))
             self.running.place(seq, computed, like)
+            if self.images is not None:
+                self.images.begin(self.running, seq)
         else:
             self.blocks.free(pages or ())
             self._wait(seq, resumed=seq.params.use_beam_search)  # a beam's siblings wait for it
@@ -431,6 +448,8 @@ class Scheduler:
         self.blocks.check_integrity([one.pages for one in [*self.running, *self.loads.active]])
         self.running.check_integrity()
         self.waiting.check_integrity()
+        if self.images is not None:
+            self.images.check_integrity(self.running)
         if self.adapters is not None:
             self.adapters.check_integrity()
             assert all(self.adapters.place_of(seq) is not None for seq in self.running if seq.adapter is not None)

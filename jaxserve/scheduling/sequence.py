@@ -15,6 +15,7 @@ from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.grammars.grammar import Matcher
 from jaxserve.grammars.token_mask import TokenMask
 from jaxserve.scheduling.block_manager import HASH_BYTES, NULL_PAGE, page_hash, root_hash
+from jaxserve.scheduling.image_prompts import ImageInPrompt, ImagePrompt
 from jaxserve.types import NO_PENALTY_ROW, FinishReason, Request, TokenLogprob
 
 NO_SLOT = -1
@@ -53,8 +54,10 @@ class Sequence:
         arrival: int,
         prompt: np.ndarray | None = None,  # the request's, if it is in an array already
         adapter: ServedAdapter | None = None,
+        seen: ImagePrompt | None = None,  # the request's prompt, if it has pictures
     ):
         self.request = request
+        self.seen = seen
         self.adapter = adapter
         self.request_id = request.request_id
         self.index = index  # which of the request's n completions
@@ -65,6 +68,7 @@ class Sequence:
         self.order = (request.priority, arrival, index)  # lower is served first
 
         # int32; siblings share the array, which is never written to.
+        prompt = seen.tokens if seen is not None else prompt
         self.prompt = np.asarray(request.prompt_token_ids if prompt is None else prompt, np.int32)
         self.prompt_len = len(self.prompt)
         self._keep(self.prompt)  # the first `_known` of `_stored` are its tokens
@@ -126,6 +130,11 @@ class Sequence:
         return [next((i for i, page in enumerate(pages) if page != NULL_PAGE), len(pages)) for pages in groups]
 
     @property
+    def images(self) -> tuple[ImageInPrompt, ...]:
+        """The pictures in its prompt."""
+        return () if self.seen is None else self.seen.images
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens."""
         return int(self._known[0]) - self.prompt_len
@@ -145,7 +154,10 @@ class Sequence:
     @cached_property
     def root_hash(self) -> bytes:
         """Start of the chain of its pages' hashes."""
-        return root_hash(self.request.cache_salt, self.adapter.digest if self.adapter is not None else None)
+        salt = self.request.cache_salt
+        if self.seen is not None and self.seen.salt:
+            salt = f"{salt} {self.seen.salt}"
+        return root_hash(salt, self.adapter.digest if self.adapter is not None else None)
 
     def page_hashes(self, tokens: np.ndarray, count: int, page_size: int) -> Iterator[bytes]:
         """Hashes of the first `count` pages, each computed when it is taken. The pages must be full; `tokens` are the
@@ -190,7 +202,7 @@ class Sequence:
 
     def fork(self, index: int, seed: int, page_size: int) -> Sequence:
         """A sibling that shares the prompt. It recomputes the prompt's last token, to sample its own first one."""
-        same = self.max_tokens, self.stop_ids, self.order[1], self.prompt, self.adapter
+        same = self.max_tokens, self.stop_ids, self.order[1], self.prompt, self.adapter, self.seen
         child = Sequence(self.request, index, seed, *same)
         child.matcher = self.matcher and self.matcher.fork()
         child.token_mask = self.token_mask

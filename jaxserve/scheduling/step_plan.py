@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.limits import MAX_LOGPROBS
+from jaxserve.scheduling.image_prompts import EncoderJob
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.types import SamplingParams, SequenceUpdate, StepOutput, TokenLogprob
 
@@ -115,6 +116,7 @@ class StepPlan:
       table_copies: rows of the block table to copy, one after the other, (source, target) slots each.
       table_updates: int32 [3, any], new entries of the block table, written after the copies: (slot, index, page).
       kept: recurrent states to copy behind the step, (slot, snapshot) each.
+      images: pictures whose features are computed before it.
     """
 
     rows: Rows
@@ -124,6 +126,7 @@ class StepPlan:
     table_copies: list[tuple[int, int]]
     table_updates: np.ndarray
     kept: list[tuple[int, int]]
+    images: list[EncoderJob] = field(default_factory=list)
 
 
 class DetailedUpdate(NamedTuple):

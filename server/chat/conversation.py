@@ -30,7 +30,7 @@ from jaxserve.server.tools.choice import forced_parser
 from jaxserve.text.detokenizer import StopStrings
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import Grammar, InvalidRequestError, SamplingParams
+from jaxserve.types import Grammar, Image, InvalidRequestError, SamplingParams
 
 _PROMPT_END = 16  # tokens of a prompt's end in which a mark that opens or closes reasoning is looked for
 
@@ -49,8 +49,12 @@ async def prepare(
     tokenizer, info = state.require_ready()
     body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
-    given = body.conversation(), body.truncate_prompt_tokens, body.truncation_side
+    conversation = body.conversation()
+    given = conversation, body.truncate_prompt_tokens, body.truncation_side
     ids = await state.text_work(http, partial(encode_chat, tokenizer, info, *given))
+    images: list[Image] = []
+    if sources := conversation.pictures:
+        ids, images = await state.with_images(ids, sources, info, truncates=body.truncate_prompt_tokens is not None)
     max_tokens = body.output_limit()
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens, body.truncation_side)
 
@@ -80,7 +84,7 @@ async def prepare(
 
     def generate(prompt: list[int], params: SamplingParams) -> Generation:
         stops = run.stop_strings(prompt, params)
-        return Generation(state, tokenizer, http, [prompt], params, body, stops, adapter)
+        return Generation(state, tokenizer, http, [prompt], params, body, stops, adapter, images)
 
     run.generation = generate(ids, params)
     if body.thinking_token_budget is not None and (splitter := run.splitter()) is not None:

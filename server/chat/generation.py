@@ -25,7 +25,15 @@ from jaxserve.server.observe.metrics import RequestTimes
 from jaxserve.server.schemas.common import SamplingFields
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor, StopStrings
 from jaxserve.text.tokenizer import Tokenizer, token_strings
-from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams, SequenceUpdate, TokenLogprob
+from jaxserve.types import (
+    Image,
+    InvalidRequestError,
+    QueueFullError,
+    Request,
+    SamplingParams,
+    SequenceUpdate,
+    TokenLogprob,
+)
 
 Part = TypeVar("Part", ChoiceDelta, Piece)  # what one choice gains
 
@@ -90,6 +98,7 @@ class Generation:
         body: SamplingFields,
         stops: StopStrings | None = None,
         adapter: ServedAdapter | None = None,
+        images: Sequence[Image] = (),
     ):
         self._state, self._key, self._body = state, key_of(http), body_of(http)
         priority = state.priority(http, body.priority)
@@ -105,6 +114,7 @@ class Generation:
                 tenant=tenant_of(http),
                 adapter=adapter.name if adapter is not None else "",
                 adapter_digest=adapter.digest if adapter is not None else "",
+                images=list(images),
             )
             for ids in prompts
         ]
@@ -129,7 +139,7 @@ class Generation:
 
     async def _hash_long_prompts(self) -> None:
         """Hashes the pages of long prompts in a thread, so that the engine does not do it between steps."""
-        long = [request for request in self.requests if len(request.prompt_token_ids) >= LONG_PROMPT]
+        long = [one for one in self.requests if len(one.prompt_token_ids) >= LONG_PROMPT and not one.images]
         if not long or self._state.client.info is None:
             return
         page_size = self._state.client.info.page_size

@@ -87,7 +87,18 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             turns[-1].append(message)
         else:
             turns.append([message])
-    return [turn[0] | {"content": "\n\n".join(message["content"] for message in turn)} for turn in turns]
+    return [turn[0] | {"content": _joined([message["content"] for message in turn])} for turn in turns]
+
+
+def _joined(contents: Sequence[Any]) -> Any:
+    """Contents of messages as that of one: a text, or parts if one has pictures."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        between = [{"type": "text", "text": "\n\n"}] if parts else []
+        parts += between + ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    return parts
 
 
 def template_variables(

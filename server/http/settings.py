@@ -203,6 +203,18 @@ class ServerSettings:
     )  # fmt: skip
     max_body_bytes: int = setting(32 * 2**20, "longest request body", topic="limits", metavar="BYTES")
     max_header_bytes: int = setting(64 * 2**10, "longest request head", topic="limits", metavar="BYTES")
+    limit_images_per_request: int = setting(16, "most pictures in a request", topic="limits", metavar="N")
+    max_image_pixels: int = setting(
+        MAX_PIXELS, "most pixels of a picture as it is sent; the model's own settings say how many it sees",
+        topic="limits", metavar="N",
+    )  # fmt: skip
+    allow_image_urls: tuple[str, ...] = setting(
+        (), "hosts, separated by commas, from which pictures may be fetched by http and https; *: all with a public "
+        "address",
+        topic="limits", type=_hosts, metavar="HOSTS",
+        more="Without, pictures come as data URLs only. A private address is fetched from only if it is named itself, as "
+        "an address or as localhost.",
+    )  # fmt: skip
     client_timeout: float = setting(
         60.0, "time for a client to send a request's head, then its body, and to read some of the answer",
         topic="limits", metavar="SECONDS",

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import ModuleType
@@ -26,13 +26,18 @@ from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.images.sources import Source
+from jaxserve.server.images.sources import read as read_source
+from jaxserve.server.images.workers import ImageWorkers
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready, ServedWeights
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.recorder import Recorder
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import InvalidRequestError
+from jaxserve.types import Image, InvalidRequestError
+from jaxserve.vision.processing import Processed
+from jaxserve.vision.prompts import with_images
 
 T = TypeVar("T")
 
@@ -70,6 +75,7 @@ class ServerState:
     counts: Counts = field(default_factory=Counts)
     _known_engine: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
+    images: ImageWorkers | None = field(default=None, init=False)  # made for the first picture
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
@@ -189,6 +195,34 @@ class ServerState:
         """The salt of a request's prefix-cache pages: `given`, preceded by its key's digest if keys share no cache."""
         key = key_of(http)
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
+
+    async def with_images(
+        self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
+    ) -> tuple[list[int], list[Image]]:
+        """A prompt with its pictures, which are fetched and processed; see `vision.prompts.with_images`.
+
+        Raises InvalidRequestError for pictures that cannot be read, and for a model that reads text only."""
+        if info.sees is None:
+            raise InvalidRequestError(
+                f"{sources[0].where} holds a picture; this model is served for text only", "messages"
+            )
+        if len(sources) > (most := self.settings.limit_images_per_request):
+            raise InvalidRequestError(
+                f"the request has {len(sources)} pictures; at most {most} are allowed (--limit-images-per-request)",
+                "messages",
+            )
+        if truncates:
+            raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
+        if self.images is None:
+            self.images = ImageWorkers(info.model_folder, info.sees.side, self.settings.max_image_pixels)
+
+        async def one(source: Source) -> Processed:
+            data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
+            assert self.images is not None
+            return await self.images.process(data, source)
+
+        pictures = await asyncio.gather(*map(one, sources))
+        return with_images(ids, pictures, info.sees)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""

@@ -15,6 +15,7 @@ import msgspec
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.engine_stats import EngineStats
+from jaxserve.scheduling.image_prompts import ImageTokens
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
 from jaxserve.types import Request, SamplingParams, StepOutput
 
@@ -180,6 +181,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     task: str = "generate"  # or "embed" or "score"
     result_size: int = 0  # numbers of an embedding or score
     score_prompt: str = "plain"  # see `jaxserve.text.score_prompt`
+    sees: ImageTokens | None = None  # None: the model reads text only
     max_loras: int = 0  # adapters that fit on the devices at a time; 0: none are served
     # Sent again, with all other fields, when one of the following changes.
     adapters: list[ServedAdapter] = []

@@ -61,6 +61,7 @@ def run_engine(
         profile_dir=config.profile_dir,
         scheduling_policy=config.scheduling_policy,
         max_logprobs=config.max_logprobs,
+        sees=getattr(engine, "sees", None),
         max_loras=config.max_loras if adapters else 0,
         adapters=adapters.registry.served if adapters else [],
         weights=weights,

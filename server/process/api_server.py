@@ -177,6 +177,8 @@ class ApiServer(uvicorn.Server):
         if self._state.recorder is not None:
             self._state.recorder.flush()
         self._state.text_threads.executor.shutdown(wait=False, cancel_futures=True)
+        if self._state.images is not None:
+            self._state.images.close()
 
     async def listen(self, sockets: list[socket.socket] | None) -> None:
         await super().serve(sockets)

@@ -220,6 +220,8 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
         output.close()
         await client.close(drain=True)
         state.text_threads.executor.shutdown(wait=False, cancel_futures=True)
+        if state.images is not None:
+            state.images.close()
 
 
 def _line(line: BatchLine, status: int, body: bytes) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from jaxserve.server.images.sources import Source
 from jaxserve.server.schemas.common import AskedLogprobs, PositiveTokens, SamplingFields, SomeTokens
 from jaxserve.server.tools.call_arguments import as_object
 from jaxserve.server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
@@ -17,6 +18,8 @@ from jaxserve.types import InvalidRequestError
 CUSTOM_INPUT = "input"  # the only parameter of a tool that takes free text
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be null
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_PARTS = ("image_url", "input_image")
+_HAVE_PICTURES = ("user", "tool", "function")
 
 
 TemplateKwargs = Annotated[
@@ -25,10 +28,28 @@ TemplateKwargs = Annotated[
 ReasoningEffort = Annotated[str, Meta(max_length=32)]
 
 
+class ImageURL(msgspec.Struct):
+    """A picture: a data URL, or an address at a host that the operator allows."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
 class Part(msgspec.Struct):
     type: str | None = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageURL | str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None  # beside an `image_url` that is a string
+
+    def picture(self, where: str) -> Source | None:
+        """The picture; None for a part of another type."""
+        if self.type not in _IMAGE_PARTS:
+            return None
+        given = ImageURL(self.image_url, self.detail) if isinstance(self.image_url, str) else self.image_url
+        if given is None or not given.url:
+            raise InvalidRequestError(f"{where} has a part of type {self.type!r} without image_url", "messages")
+        return Source(given.url, given.detail or "auto", where)
 
 
 class CalledFunction(msgspec.Struct):
@@ -84,7 +105,7 @@ class Message(msgspec.Struct):
         if self.content is None and self.role not in _MAY_BE_EMPTY:
             raise InvalidRequestError(f"{where}.content is missing", "messages")
         role = "tool" if self.role == "function" else self.role  # the older name of the same role
-        message: dict[str, Any] = {"role": role, "content": self.text(where)}
+        message: dict[str, Any] = {"role": role, "content": self._content(where)}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
@@ -100,6 +121,28 @@ class Message(msgspec.Struct):
             message["reasoning_content"] = reasoning
         return message
 
+    @property
+    def pictures(self) -> list[Source]:
+        """The pictures, in order. `to_template` has the checks."""
+        parts = self.content if isinstance(self.content, list) else []
+        found = (part.picture("messages") for part in parts if isinstance(part, Part))
+        return [picture for picture in found if picture is not None]
+
+    def _content(self, where: str) -> str | list[dict[str, Any]]:
+        """The content's text; if it has pictures, its parts as templates expect them."""
+        if not self.pictures:
+            return self.text(where)
+        if self.role not in _HAVE_PICTURES:
+            raise InvalidRequestError(f"{where}: a message of role {self.role} may not hold pictures", "messages")
+        parts: list[dict[str, Any]] = []
+        for part in self.content or ():
+            one = Part(text=part) if isinstance(part, str) else part
+            if one.picture(where) is not None:
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": Message(self.role, [one]).text(where)})
+        return parts
+
     def text(self, where: str = "messages") -> str:
         """The content's text parts, joined by newlines; a refusal is text as well.
 
@@ -114,8 +157,7 @@ class Message(msgspec.Struct):
             text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
             if text is None:
                 raise InvalidRequestError(
-                    f"{where} has a part of type {(part.type or '')[:64]!r}; only text is supported, no URL is ever "
-                    "fetched",
+                    f"{where} has a part of type {(part.type or '')[:64]!r}; only text and pictures are supported",
                     "messages",
                 )
             texts.append(text)
@@ -154,6 +196,15 @@ class Conversation(msgspec.Struct, kw_only=True):
                 "continue_final_message needs a last message of role assistant", "continue_final_message"
             )
         return [message.to_template(i) for i, message in enumerate(self.messages)]
+
+    @property
+    def pictures(self) -> list[Source]:
+        """The pictures of all messages, in order."""
+        return [
+            picture._replace(where=f"messages[{position}]")
+            for position, message in enumerate(self.messages)
+            for picture in message.pictures
+        ]
 
     def template_tools(self) -> list[dict[str, Any]]:
         """The tools, with their type first, as models have seen them."""

@@ -14,6 +14,7 @@ from jaxserve.models.families.qwen2_moe import STACKED, read_experts
 from jaxserve.models.families.qwen3_next import DELTA, HYBRID_NAMES, MTP, of_mtp, read_hybrid
 from jaxserve.models.families.within import LAYOUTS, UNREAD, Text, by_whole, family_within
 from jaxserve.models.spec import MLPSpec, ModelConfig
+from jaxserve.vision.qwen import eyes_3_5
 
 QWEN3_5_NAMES = (
     HYBRID_NAMES
@@ -49,7 +50,7 @@ def _family(name: str, architecture: str, read: Callable[[HFConfig], ModelConfig
 
 
 def _within(name: str, architecture: str, text: Text) -> Family:
-    family = family_within(name, architecture, {f"{name}_text": text}, QWEN3_5_NAMES, by_whole)
+    family = family_within(name, architecture, {f"{name}_text": text}, QWEN3_5_NAMES, by_whole, sees=eyes_3_5)
     return replace(family, mtp=QWEN3_5_MTP, mtp_normed=True)
 
 

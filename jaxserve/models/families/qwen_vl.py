@@ -9,6 +9,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.families.within import Text, by_either, by_whole, family_within
 from jaxserve.models.spec import ModelConfig
+from jaxserve.vision.qwen import eyes_2_5, eyes_3
 
 # The values that transformers assumes for keys that a text_config does not have.
 VL_2_5 = {
@@ -46,6 +47,7 @@ FAMILIES = (
         QWEN2.names,
         by_either,
         flat=True,
+        sees=eyes_2_5,
     ),
     family_within(
         "qwen3_vl",
@@ -53,6 +55,7 @@ FAMILIES = (
         {"qwen3_vl_text": Text(QWEN3.read_config, VL_3)},
         QWEN3.names,
         by_whole,
+        sees=eyes_3,
     ),
     family_within(
         "qwen3_vl_moe",
@@ -60,5 +63,6 @@ FAMILIES = (
         {"qwen3_vl_moe_text": Text(_read_3_moe, VL_3_MOE)},
         {**QWEN3_MOE.names, **STACKED, "expert_gate_up.floats": "either"},  # transposed in published files
         by_whole,
+        sees=eyes_3,
     ),
 )

@@ -75,6 +75,8 @@ DEEPSEEK3 = DEEPSEEK[1]
 Reader = Callable[[HFConfig], ModelConfig]
 # From tie_word_embeddings of the whole and of its text to whether the output head is the embedding.
 Ties = Callable[[bool | None, bool | None], bool]
+# From the config of the whole, its vision_config, and the language model to the model that also sees.
+Eyes = Callable[[HFConfig, HFConfig, ModelConfig], ModelConfig]
 
 
 class Text(NamedTuple):
@@ -119,6 +121,7 @@ def family_within(
     flat: bool = False,
     more_layers: bool = False,
     layouts: tuple[Mapping[str, str], ...] = LAYOUTS,
+    sees: Eyes | None = None,
 ) -> Family:
     """The family "`name` with images".
 
@@ -129,10 +132,28 @@ def family_within(
       more_layers: see `Family`.
       layouts: see `Family`.
       flat: some files have no text_config. Their settings of the text are beside those of the whole.
+      sees: how pictures are read; None: they are not.
     """
     known = (architecture,) if isinstance(architecture, str) else architecture
     read = _reader(texts, ties, flat)
+    if sees is not None:
+        read = _with_eyes(read, sees)
     return Family(f"{name} with images", known, read, names, IGNORED, more_layers, layouts=layouts, unread=UNREAD)
+
+
+def _with_eyes(read: Reader, sees: Eyes) -> Reader:
+    """`read`, then what the config says of pictures."""
+
+    def both(hf: HFConfig) -> ModelConfig:
+        given = hf.values.get("vision_config")
+        if not isinstance(given, dict) or not hf.sees:
+            return read(hf)
+        vision = HFConfig(given, f"{hf.source}: vision_config")
+        config = sees(hf, vision, read(hf))
+        vision.finish()
+        return config
+
+    return both
 
 
 def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:

@@ -1,0 +1,36 @@
+"""Attention of patches over the patches of the same picture, or of the same window."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+QUERIES = 256  # patches whose scores exist at a time
+
+
+def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float) -> jax.Array:
+    """Attention in both directions within segments.
+
+    Args:
+      q: [patches, heads, group, head_dim]; `group` queries share a key.
+      k, v: [patches, heads, head_dim].
+      segment: int32 [patches]. A patch attends over those with the same number.
+      scale: factor of the products of queries and keys.
+
+    Returns [patches, heads, group, head_dim]. Scores and sums are float32.
+    """
+
+    def some(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        queries, own = given
+        scores = jnp.einsum("phgd,chd->hgpc", queries, k, preferred_element_type=jnp.float32) * scale
+        scores = jnp.where(own[:, None] == segment, scores, -jnp.inf)
+        shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("hgpc,chd->phgd", shares, v, preferred_element_type=jnp.float32).astype(q.dtype)
+
+    count = len(q)
+    if count <= QUERIES:
+        return some((q, segment))
+    parts = count // QUERIES
+    split = q.reshape(parts, QUERIES, *q.shape[1:]), segment.reshape(parts, QUERIES)
+    return lax.map(some, split).reshape(q.shape)

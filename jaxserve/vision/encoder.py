@@ -1,0 +1,172 @@
+"""The image encoder: from patches to embeddings of the language model. Its layers are those of decoders."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.decoder import DecoderLayer, added
+from jaxserve.models.layers import Linear, weight
+from jaxserve.models.norms import Norm
+from jaxserve.models.rope import Angles
+from jaxserve.models.spec import LayerSpec
+from jaxserve.models.stand_in import stand_in
+from jaxserve.pallas_kernels.operands import Heads, value_of
+from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
+from jaxserve.vision.attention import segment_attention
+from jaxserve.vision.spec import EncoderConfig, Joined, Normed, Step
+
+CORNERS = 4  # rows of the table of positions between which a patch's vector lies
+
+
+class Patches(NamedTuple):
+    """The patches of several pictures, laid out by `packing`. Padding is behind them.
+
+    values: [patches, numbers of a patch].
+    place: int32 [patches, 2], row and column in the picture.
+    picture: int32 [patches], the number of the picture; -1 for padding.
+    window: the same with a number for each window.
+    corner: int32 [patches, CORNERS], rows of the table of positions.
+    share: float32 [patches, CORNERS], their shares.
+    """
+
+    values: jax.Array
+    place: jax.Array
+    picture: jax.Array
+    window: jax.Array
+    corner: jax.Array
+    share: jax.Array
+
+
+class Projector(nn.Module):
+    """The steps of a projector, [rows, channels] -> [fewer rows, other channels]."""
+
+    steps: tuple[Step, ...]
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
+        for step in self.steps:
+            match step:
+                case Joined(count=count):
+                    x = x.reshape(len(x) // count, -1)
+                case Normed(name=name, norm=norm, size=size):
+                    x = Norm(norm, size, self.dtype, name=name)(x, ops)[1]
+                case _:
+                    axes = (None, "embed")
+                    x = Linear((step.inputs,), (step.outputs,), axes, step.bias, self.dtype, name=step.name)(x, ops)
+                    if step.activation is not None:
+                        x = ACTIVATIONS[step.activation](x)
+        return x
+
+
+class ImageEncoder(nn.Module):
+    """The weights around the layers, and the order of computation: `begin`, each layer, `finish`."""
+
+    config: EncoderConfig
+    kv_heads: int
+    dtype: Any = jnp.float32
+    ops: Ops = Ops()
+
+    def setup(self) -> None:
+        config = self.config
+        hidden = config.hidden_size
+        self.patch = Linear((config.patch,), (hidden,), (None, "embed"), config.patch_bias, self.dtype)
+        if config.table is not None:
+            shape = (config.table**2, hidden)
+            self.table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
+        if config.before is not None:
+            self.before = Norm(config.before, hidden, self.dtype)
+        self.layers = [self.layer(spec) for spec in config.layers]
+        self.projector = Projector(config.projector, self.dtype)
+        self.taps = [Projector(tap.steps, self.dtype) for tap in config.taps]
+
+    @nn.nowrap
+    def layer(self, spec: LayerSpec) -> DecoderLayer:
+        """A layer of this shape. Outside of `setup` it is unbound."""
+        return DecoderLayer(spec, self.config.hidden_size, self.kv_heads, self.dtype)
+
+    def begin(self, patches: Patches, ops: Ops) -> jax.Array:
+        """The first layer's input [patches, hidden]."""
+        x = self.patch(patches.values.astype(self.dtype), ops)
+        if self.config.table is not None:
+            learned = value_of(self.table)[patches.corner] * patches.share[:, :, None].astype(self.dtype)
+            x = x + learned.sum(axis=1).astype(x.dtype)
+        return x if self.config.before is None else self.before(x, ops)[1]
+
+    def finish(self, x: jax.Array, read: list[jax.Array], ops: Ops) -> jax.Array:
+        """The last layer's result, and what the layers of the taps have computed, each [patches, hidden] -> features
+        [patches / joined, width]: the embeddings, then the features of each tap."""
+        projected = [self.projector(x, ops), *(tap(x, ops) for tap, x in zip(self.taps, read, strict=True))]
+        return jnp.concatenate(projected, axis=-1)
+
+    def init_all(self, token_ids: jax.Array) -> jax.Array:
+        """Uses every weight once, so that flax declares all parameters. Only shapes matter, not the result."""
+        config = self.config
+        count = config.joined
+        index = jnp.zeros((count, CORNERS), jnp.int32)
+        values = jnp.zeros((count, config.patch), self.dtype)
+        number = index[:, 0]
+        patches = Patches(values, index[:, :2], number, number, index, index.astype(jnp.float32))
+        ropes = {"default": turned(config, patches.place)}
+        x = self.begin(patches, self.ops)
+        y: Any = None
+        for layer in self.layers:
+            x, y = layer(x, y, ropes, partial(stand_in, layer.spec, self.dtype), self.ops)
+        return self.finish(added(x, y), [x] * len(config.taps), self.ops)
+
+
+def turned(config: EncoderConfig, place: jax.Array) -> Angles:
+    """The angles of queries and keys at rows and columns int32 [patches, 2]."""
+    dim = config.layers[0].attention.head_dim  # type: ignore[union-attr]
+    if config.rope_theta is None:
+        none = jnp.zeros((len(place), dim // 2), jnp.float32)
+        return Angles(none + 1, none)
+    exponent = jnp.arange(0, dim // 2, 2, dtype=jnp.float32) / (dim // 2)
+    angles = place.astype(jnp.float32)[:, :, None] * (1.0 / config.rope_theta**exponent)
+    angles = angles.reshape(len(place), -1)
+    return Angles(jnp.cos(angles), jnp.sin(angles))
+
+
+def scaled(config: EncoderConfig, values: jax.Array) -> jax.Array:
+    """Numbers of pixels, uint8 [patches, numbers of a patch], as the encoder reads them, float32."""
+    scaling = config.scaling
+    mean, std = (np.repeat(np.asarray(one, np.float32), config.patch // 3) for one in (scaling.mean, scaling.std))
+    return (values.astype(jnp.float32) * np.float32(scaling.factor) - mean) / std
+
+
+def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Array) -> jax.Array:
+    """Features [patches / joined, width] of patches, of which `count` are no padding."""
+    config = encoder.config
+    ops = encoder.ops.counting(count)
+    patches = patches._replace(values=scaled(config, patches.values))
+    ropes = {"default": turned(config, patches.place)}
+    x: Any = encoder.apply({"params": params}, patches, ops, method="begin")
+    y = None
+    read = []
+
+    def run(spec: LayerSpec, weights: Any, x: jax.Array, y: Any, segment: jax.Array) -> Any:
+        module = encoder.layer(spec)
+
+        def attend(heads: Heads) -> jax.Array:
+            attention: Any = spec.attention
+            q, k, v = ops.rotate(heads, module.norm_eps, encoder.dtype)
+            return segment_attention(q, k, v, segment, attention.softmax_scale)
+
+        return module.apply({"params": weights}, x, y, ropes, attend, ops)
+
+    kinds = {spec: jax.jit(partial(run, spec)) for spec in set(config.layers)}  # equal layers are traced once
+    taps = [tap.layer for tap in config.taps]
+    for i, spec in enumerate(config.layers):
+        segment = patches.window if i in config.windowed else patches.picture
+        x, y = kinds[spec](params[f"layers_{i}"], x, y, segment)
+        if i in taps:
+            read.append(added(x, y))
+    given = added(x, y), read, encoder.ops.counting(count // config.joined)
+    return cast(jax.Array, encoder.apply({"params": params}, *given, method="finish"))
+

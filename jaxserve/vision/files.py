@@ -1,0 +1,79 @@
+"""The encoder's tensors in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.checkpoints.load import Pieces
+from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.sources import Names, Source, whole
+from jaxserve.models.weights import layer_sources, norm_sources
+from jaxserve.vision.encoder import ImageEncoder
+from jaxserve.vision.spec import Joined, Normed, Step
+
+
+@dataclass(frozen=True)
+class EncoderFiles(Checkpoint):
+    """A model's files, of which the encoder's tensors are read.
+
+    Attributes:
+      names: role -> name of a tensor. Beside those of layers these are "patch", "table", "before" and the names of the
+        projector's steps; behind those of taps "{i}" is the tap's number.
+    """
+
+    names: Names = ()  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, files: Checkpoint, names: Names) -> EncoderFiles:
+        """`names` with the beginning that they have in these files; see `Family.layouts`."""
+        return cls(files.hf, files.family, files.tensors, files.reader, names)
+
+    def pieces(self, decoder: Any) -> dict[str, Pieces]:
+        return encoder_pieces(decoder, self.names)
+
+    def ignored(self, decoder: Any) -> Callable[[str], bool]:
+        return lambda name: True  # the language model's; what it does not read is in the log already
+
+
+def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
+    """Path in an encoder's parameters -> the tensors that make it up."""
+    config = encoder.config
+    hidden = config.hidden_size
+    pieces: dict[str, Pieces] = {}
+
+    def add(sources: dict[str, list[Source]], prefix: str = "", layer: int | None = None) -> None:
+        pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
+
+    # In files it is a convolution whose steps are as large as its window.
+    shape = hidden, *config.patch_shape
+    add({"patch/kernel": [Source("patch.weight", shape, whole, take=lambda t: t.reshape(hidden, -1))]})
+    if config.patch_bias:
+        add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
+    if config.table is not None:
+        add({"table": [Source("table.weight", (config.table**2, hidden), whole)]})
+    if config.before is not None:
+        add(norm_sources("before", config.before, hidden))
+    for i, layer in enumerate(config.layers):
+        add(layer_sources(encoder, layer, names), f"layers_{i}/", i)
+    add(_projector(config.projector), "projector/")
+    for i, tap in enumerate(config.taps):
+        add(_projector(tap.steps), f"taps_{i}/", i)
+    return pieces
+
+
+def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
+    sources: dict[str, list[Source]] = {}
+    for step in steps:
+        match step:
+            case Joined():
+                continue
+            case Normed(name=name, norm=norm, size=size):
+                sources |= norm_sources(name, norm, size)
+            case _:
+                shape = step.outputs, step.inputs
+                sources[f"{step.name}/kernel"] = [Source(f"{step.name}.weight", shape, whole)]
+                if step.bias:
+                    sources[f"{step.name}/bias"] = [Source(f"{step.name}.bias", shape[:1], whole)]
+    return sources

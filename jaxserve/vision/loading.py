@@ -1,0 +1,45 @@
+"""Loads the image encoder of a model that sees."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.load import make_params
+from jaxserve.vision.eyes import named_in
+from jaxserve.vision.encoder import ImageEncoder
+from jaxserve.vision.files import EncoderFiles
+from jaxserve.vision.processing import ImageProcessor
+from jaxserve.vision.runner import EncoderRunner
+
+log = logging.getLogger(__name__)
+
+PICTURES = 2  # largest pictures whose features have room at a time
+
+
+def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
+    """The encoder on the devices of a plan; None for a model that reads text only. Raises CheckpointError."""
+    vision = plan.model.vision
+    if vision is None:
+        return None
+    start = time.perf_counter()
+    shape = vision.encoder
+    heads = shape.layers[0].attention.num_heads
+    encoder = ImageEncoder(shape, heads, plan.dtype, replace(plan.decoder.ops, trials=None))
+    files = None
+    if config.load_format != "dummy":
+        opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
+        files = EncoderFiles.of(opened, named_in(opened, vision.names))
+    own = replace(config, quantization="auto")
+    params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
+    processor = ImageProcessor.of(plan.folder, shape.side)
+    assert processor is not None  # `with_eyes` has seen it
+    patches = processor.most_patches(shape)
+    patches = min(patches, plan.longest * shape.joined)
+    rows = PICTURES * -(-patches // shape.joined)
+    log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
+    return EncoderRunner(encoder, params, plan.mesh, most_patches=patches, rows=rows)

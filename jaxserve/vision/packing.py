@@ -1,0 +1,98 @@
+"""Lays the patches of several pictures out in one of a few fixed sizes, so that no picture compiles anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.vision.encoder import CORNERS, Patches
+from jaxserve.vision.spec import EncoderConfig
+
+PADDING = -1  # the number of the picture of patches that belong to none
+
+
+class Picture(NamedTuple):
+    """A processed picture on its way to the encoder.
+
+    patches: uint8 [frames * rows * columns, numbers of a patch], squares of `EncoderConfig.side` patches one after
+      the other, and so are the frames.
+    grid: frames, rows and columns.
+    targets: int32 [embeddings], where the features of each embedding are written.
+    """
+
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    targets: np.ndarray
+
+
+class Layout(NamedTuple):
+    """What the encoder is told of each patch of a frame; see `Patches`."""
+
+    place: np.ndarray
+    window: np.ndarray  # numbers from 0 on
+    corner: np.ndarray
+    share: np.ndarray
+
+
+@lru_cache(maxsize=256)
+def layout_of(config: EncoderConfig, rows: int, columns: int) -> Layout:
+    """The layout of a frame of so many rows and columns of patches, each a multiple of `side`."""
+    side = config.side
+    squares = rows // side, side, columns // side, side
+    row, column = (index.reshape(squares).swapaxes(1, 2).ravel() for index in np.indices((rows, columns)))
+    count = rows * columns
+    window = np.zeros(count, np.int32)
+    if config.windowed:
+        across = -(-columns // config.window)
+        window = row // config.window * across + column // config.window
+    corner = np.zeros((count, CORNERS), np.int32)
+    share = np.zeros((count, CORNERS), np.float32)
+    if config.table is not None:
+        row_at, row_share = _between(row, rows, config.table)
+        column_at, column_share = _between(column, columns, config.table)
+        corner = (row_at[:, :, None] * config.table + column_at[:, None, :]).reshape(count, CORNERS)
+        share = (row_share[:, :, None] * column_share[:, None, :]).reshape(count, CORNERS)
+    return Layout(np.stack([row, column], axis=1), window, corner, share)
+
+
+def _between(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """The two of `side` entries between which an index of an axis of `size` lies, int [indices, 2], and their shares.
+    The first and the last indices lie on the first and the last entries."""
+    at = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    floor = np.floor(at)
+    first = floor.astype(np.int64)
+    share = at - floor
+    return np.stack([first, np.minimum(first + 1, side - 1)], axis=1), np.stack([1 - share, share], axis=1)
+
+
+def pack(config: EncoderConfig, pictures: Sequence[Picture], size: int, nowhere: int) -> tuple[Patches, np.ndarray]:
+    """The pictures' patches with padding up to `size`, and where the features of each embedding are written, int32
+    [size / joined]; padding is written to `nowhere`."""
+    values = np.zeros((size, config.patch), np.uint8)
+    place = np.zeros((size, 2), np.int32)
+    picture = np.full(size, PADDING, np.int32)
+    window = np.full(size, PADDING, np.int32)
+    corner = np.zeros((size, CORNERS), np.int32)
+    share = np.zeros((size, CORNERS), np.float32)
+    targets = np.full(size // config.joined, nowhere, np.int32)
+    at = 0
+    number = 0
+    windows = 0
+    for one in pictures:
+        frames, rows, columns = one.grid
+        layout = layout_of(config, rows, columns)
+        targets[at // config.joined :][: len(one.targets)] = one.targets
+        values[at : at + len(one.patches)] = one.patches
+        for _ in range(frames):
+            some = slice(at, at := at + rows * columns)
+            place[some] = layout.place
+            picture[some] = number
+            window[some] = windows + layout.window
+            corner[some] = layout.corner
+            share[some] = layout.share
+            number += 1
+            windows += int(layout.window[-1]) + 1
+    return Patches(values, place, picture, window, corner, share), targets

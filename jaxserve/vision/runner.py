@@ -1,0 +1,117 @@
+"""The encoder on the devices: its weights, and a program for each of a few numbers of patches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.stages import Compiled
+
+from jaxserve.devices.command_buffers import compiler_options
+from jaxserve.devices.mesh import replicated
+from jaxserve.scheduling.image_prompts import EncoderJob
+from jaxserve.vision.encoder import ImageEncoder, Patches, encode
+from jaxserve.vision.packing import Picture, pack
+
+FEWEST = 256  # patches of the smallest program
+GROWTH = 4  # how many times as many patches the next program takes
+
+
+class EncoderRunner:
+    """Computes features of pictures and writes them to rows of an array of the runner's slots.
+
+    Attributes:
+      sizes: the numbers of patches for which there are programs, in ascending order.
+      rows: of the array of features.
+    """
+
+    def __init__(self, encoder: ImageEncoder, params: Any, mesh: Mesh, *, most_patches: int, rows: int):
+        self.encoder = encoder
+        self.mesh = mesh
+        self.params = params
+        self.rows = rows
+        self.sizes = list(sizes_for(most_patches))
+        self.compile_seconds = 0.0
+        self.executables: dict[int, Compiled] = {}
+
+    @property
+    def rows_shape(self) -> tuple[int, int]:
+        return self.rows, self.encoder.config.width
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters on each device."""
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(self.params))
+
+    def compile(self) -> None:
+        """Compiles the programs."""
+        for size in self.sizes:
+            self._get(size)
+
+    def encode(self, images: jax.Array, jobs: Sequence[EncoderJob]) -> jax.Array:
+        """Computes the features of pictures and writes them to their rows of `images`, which is donated. Returns the
+        new array at once; the devices may still be computing it."""
+        for some in self._batches(jobs):
+            count = sum(len(one.patches) for one in some)
+            size = next(size for size in self.sizes if size >= count)
+            patches, targets = pack(self.encoder.config, some, size, self.rows)
+            images = self._get(size)(self.params, images, patches, targets, np.int32(count))
+        return images
+
+    def _batches(self, jobs: Sequence[EncoderJob]) -> Iterator[list[Picture]]:
+        """Pictures that go together through the largest program, or a smaller one."""
+        batch: list[Picture] = []
+        count = 0
+        for job in jobs:
+            image = job.image
+            if batch and count + image.num_patches > self.sizes[-1]:
+                yield batch
+                batch = []
+                count = 0
+            values = np.frombuffer(image.patches, np.uint8).reshape(image.num_patches, -1)
+            batch.append(Picture(values, image.grid, job.rows))
+            count += image.num_patches
+        if batch:
+            yield batch
+
+    def _get(self, size: int) -> Compiled:
+        if size not in self.executables:
+            start = time.perf_counter()
+            self.executables[size] = self.lower(size).compile(compiler_options=compiler_options(self.mesh))
+            self.compile_seconds += time.perf_counter() - start
+        return self.executables[size]
+
+    def lower(self, size: int) -> jax.stages.Lowered:
+        """Traces and lowers the program for so many patches, for which shapes suffice."""
+        encoder = self.encoder
+        everywhere = replicated(self.mesh)
+
+        def like(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", everywhere))
+
+        def program(params: Any, images: jax.Array, patches: Patches, targets: jax.Array, count: jax.Array) -> jax.Array:
+            features = encode(encoder, params, patches, count)
+            return images.at[targets].set(features.astype(images.dtype), mode="drop")
+
+        program.__name__ = f"encode_{size}"
+        patches, targets = pack(encoder.config, [], size, self.rows)
+        images = jax.ShapeDtypeStruct(self.rows_shape, encoder.dtype, sharding=everywhere)
+        arguments = jax.tree.map(like, (self.params, images, patches, targets, np.int32(0)))
+        precision = "highest" if encoder.dtype == jnp.float32 else "default"
+        with jax.default_matmul_precision(precision), jax.set_mesh(self.mesh):
+            return jax.jit(program, donate_argnums=1, out_shardings=everywhere).trace(*arguments).lower()
+
+
+def sizes_for(most_patches: int) -> Iterator[int]:
+    """The numbers of patches for which there are programs: up to `most_patches`, and each GROWTH times as many as the
+    one before."""
+    size = FEWEST
+    while size < most_patches:
+        yield size
+        size = size * GROWTH
+    yield -(-most_patches // FEWEST) * FEWEST

@@ -1,0 +1,137 @@
+"""The shapes of image encoders: layers as those of decoders, between patches and a projector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxserve.models.sources import Names
+from jaxserve.models.spec import Activation, LayerSpec, NormSpec, RopeConfig
+from jaxserve.scheduling.image_prompts import ImageTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A step of a projector: the channels of `count` rows that follow each other become those of one row."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normed:
+    """A step of a projector: a norm over `size` channels."""
+
+    name: str
+    norm: NormSpec
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected:
+    """A step of a projector: a product with a matrix [outputs, inputs], then an activation; None: there is none."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: Activation | None = None
+
+
+Step = Joined | Normed | Projected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tap:
+    """Further features of a picture (DeepStack, Meng et al. 2024, arXiv:2406.04334): the projector `steps` reads what
+    the encoder's layer `layer` has computed, and its result is added behind one of the language model's first layers.
+    """
+
+    layer: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How the encoder reads the numbers of pixels, 0 to 255: (x * factor - mean) / std, for each colour."""
+
+    factor: float = 1 / 255
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and its projector.
+
+    Attributes:
+      patch_shape: colours, frames where a patch has several, height and width of a patch.
+      scaling: of these numbers.
+      patch_bias: whether their projection to `hidden_size` channels has a bias.
+      layers: as those of a decoder. A patch attends over all patches of its picture.
+      windowed: the layers, by index, in which a patch attends over those of its window only.
+      window: side of a window in patches.
+      rope_theta: base of the angles by which queries and keys turn: one half of a head's pairs of channels by the
+        patch's row, the other half by its column. None: they do not turn.
+      table: side of a square table of learned position vectors, which is stretched to each picture's shape by bilinear
+        interpolation between the corners; None: there is none.
+      before: the norm of patches before the first layer; None: there is none.
+      side: side of the square of patches that become one embedding. They follow each other.
+      projector: from the last layer's result to embeddings.
+      taps: further features.
+      out_size: channels of an embedding, the language model's hidden size.
+    """
+
+    hidden_size: int
+    patch_shape: tuple[int, ...]
+    scaling: Scaling = Scaling()
+    patch_bias: bool = False
+    layers: tuple[LayerSpec, ...]
+    windowed: tuple[int, ...] = ()
+    window: int = 0
+    rope_theta: float | None = None
+    table: int | None = None
+    before: NormSpec | None = None
+    side: int
+    projector: tuple[Step, ...]
+    taps: tuple[Tap, ...] = ()
+    out_size: int
+
+    @cached_property
+    def ropes(self) -> Mapping[str, RopeConfig]:
+        """As in `ModelConfig`: the order of channels in files is that of the operations."""
+        return {"default": RopeConfig()}
+
+    @property
+    def patch(self) -> int:
+        """Numbers of a patch: all of one colour, then those of the next."""
+        return math.prod(self.patch_shape)
+
+    @property
+    def width(self) -> int:
+        """Channels of all features of a token."""
+        return self.out_size * (1 + len(self.taps))
+
+    @property
+    def joined(self) -> int:
+        """Patches that become one embedding."""
+        return self.side**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """How a model sees.
+
+    Attributes:
+      encoder: the image encoder.
+      tokens: how the tokens of pictures are found and numbered.
+      names: role -> name of the encoder's tensors in files, as in `models.sources`. Those of the whole checkpoint begin
+        with "model." in files that transformers 5 wrote.
+      processor: what turns pictures into patches, see `vision.processing`.
+    """
+
+    encoder: EncoderConfig
+    tokens: ImageTokens
+    names: Names
+    processor: str

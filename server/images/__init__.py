@@ -1,0 +1,1 @@
+"""Pictures in requests: where they come from (`sources`), and the processes that read them (`workers`)."""

@@ -1,0 +1,112 @@
+"""Processes that read and process pictures, beside the API server, and what they have processed lately.
+
+A picture is somebody else's file. It is decoded in a process that has so much memory and so much time, whose end is
+nothing but an error of one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import resource
+from collections import OrderedDict
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from jaxserve.server.images.sources import Source
+from jaxserve.types import InvalidRequestError
+from jaxserve.vision.processing import ImageProcessor, Processed
+from jaxserve.vision.reading import open_picture
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS = 4
+SECONDS = 20.0  # for one picture
+MEMORY = 2**30  # of a worker's heap, beyond what it has when it starts
+KEPT_BYTES = 256 * 2**20  # of processed pictures
+LOW_DETAIL = 512 * 512  # pixels that the encoder sees of a picture with detail "low", as OpenAI documents it
+
+_processor: ImageProcessor | None = None  # of a worker
+
+
+def _begin(folder: str, side: int) -> None:
+    global _processor
+    _processor = ImageProcessor.of(Path(folder), side)
+    assert _processor is not None
+    _processor.load()
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, resource.RLIM_INFINITY))
+
+
+def _process(data: bytes, most_pixels: int, seen_pixels: int | None) -> Processed:
+    assert _processor is not None
+    return _processor(open_picture(data, most_pixels), seen_pixels)
+
+
+class ImageWorkers:
+    """The workers of one API server. They start with the first picture."""
+
+    def __init__(self, folder: str, side: int, most_pixels: int):
+        self._folder = folder
+        self._side = side
+        self._most_pixels = most_pixels
+        self._pool: ProcessPoolExecutor | None = None
+        self._kept: OrderedDict[bytes, Processed] = OrderedDict()
+        self._kept_bytes = 0
+        self.num_processed = 0
+        self.num_reused = 0
+
+    async def process(self, data: bytes, detail: str) -> Processed:
+        """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
+        key = hashlib.sha256(detail.encode() + b"\\0" + data).digest()
+        if (found := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            self.num_reused += 1
+            return found
+        seen = LOW_DETAIL if detail == "low" else None
+        pool = self._running_pool()
+        try:
+            work = asyncio.get_running_loop().run_in_executor(pool, _process, data, self._most_pixels, seen)
+            made = await asyncio.wait_for(work, SECONDS)
+        except (TimeoutError, BrokenExecutor, MemoryError) as error:
+            log.warning("a worker that processed a picture was ended (%s)", type(error).__name__)
+            self._end(pool)
+            raise InvalidRequestError(
+                f"{source.where}: a picture cannot be read: it takes more than {SECONDS:g} seconds or "
+                f"{MEMORY >> 20} MiB",
+                "messages",
+            ) from None
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{source.where}: {error}", "messages", "invalid_image") from None
+        self.num_processed += 1
+        self._keep(key, made)
+        return made
+
+    def _running_pool(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            count = min(MAX_WORKERS, os.cpu_count() or 1)
+            given = (self._folder, self._side)
+            self._pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_begin, initargs=given)
+        return self._pool
+
+    def _keep(self, key: bytes, made: Processed) -> None:
+        self._kept[key] = made
+        self._kept_bytes += made.patches.nbytes
+        while self._kept_bytes > KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.patches.nbytes
+
+    def _end(self, pool: ProcessPoolExecutor) -> None:
+        """Ends the workers of a pool; the next picture starts new ones."""
+        if self._pool is pool:
+            self._pool = None
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._end(self._pool)

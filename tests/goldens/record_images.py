@@ -1,0 +1,91 @@
+"""Record what Hugging Face transformers answers to the prompts of tests/picture_prompts.py, with pictures.
+
+Needs torch; see README.md beside this file.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
+from transformers import AutoImageProcessor
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import picture_prompts  # noqa: E402
+import tiny_models  # noqa: E402
+
+TOKENS = NEW_TOKENS // 2
+
+
+def expanded(tokens: list[int], image_token: int, counts: list[int]) -> torch.Tensor:
+    """The prompt with as many image tokens as there are features."""
+    left = iter(counts)
+    out = [one for token in tokens for one in ([token] * next(left) if token == image_token else [token])]
+    return torch.tensor(out)[None]
+
+
+@torch.inference_mode()
+def greedy(model: Any, ids: torch.Tensor, inputs: dict[str, Any], image_token: int) -> tuple[Any, Any, Any, float]:
+    """Logits of the prompt's last position, tokens, their log-probabilities, and the smallest margin."""
+    types = (ids == image_token).int()
+    out = model(ids, **inputs, mm_token_type_ids=types, attention_mask=torch.ones_like(ids), use_cache=True)
+    logits = out.logits[0, -1].numpy().copy()
+    tokens, logprobs, margins = [], [], []
+    while True:
+        last = out.logits[0, -1]
+        best = torch.topk(last, 2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        logprobs.append(float(torch.log_softmax(last, -1)[tokens[-1]]))
+        if len(tokens) == TOKENS:
+            return logits, np.array(tokens, np.int32), np.array(logprobs, np.float32), min(margins)
+        kept = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
+        mask = torch.ones((1, ids.shape[1] + len(tokens)), dtype=torch.long)
+        out = model(torch.tensor([[tokens[-1]]]), **{kept: getattr(out, kept)}, attention_mask=mask, use_cache=True)
+
+
+def record(name: str, folder: Path) -> dict[str, np.ndarray]:
+    case = tiny_models.CASES[name]
+    picture_prompts.build(name, folder)
+    model = load(folder)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    image_token = case.config["image_token_id"]
+    content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
+    for slot in range(len(picture_prompts.PROMPTS)):
+        for seed in range(SEEDS):
+            tokens, pictures = picture_prompts.prompt_of(name, slot, seed)
+            inputs = dict(processor([Image.fromarray(one) for one in pictures], return_tensors="pt"))
+            counts = (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()
+            ids = expanded(tokens, image_token, counts)
+            model.model.rope_deltas = None
+            logits, answer, logprobs, margin = greedy(model, ids, inputs, image_token)
+            if margin > SMALLEST_MARGIN and not {*answer.tolist()} & {*case.eos_token_ids, image_token}:
+                break
+        else:
+            raise RuntimeError(f"{name}: no prompt {slot} among {SEEDS} is unambiguous")
+        content |= {f"seed_{slot}": np.array(seed), f"logits_{slot}": logits, f"tokens_{slot}": answer}
+        content |= {f"logprobs_{slot}": logprobs, f"counts_{slot}": np.array(counts, np.int32)}
+        print(name, slot, "seed", seed, "margin", margin, "features", counts, "tokens", len(set(answer.tolist())))
+    return content
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help="all, if none is named")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for name in parser.parse_args().cases or picture_prompts.PROCESSORS:
+        with tempfile.TemporaryDirectory() as folder:
+            np.savez_compressed(HERE / "images" / f"{name}.npz", **record(name, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Prompts with pictures for the checkpoints of `tiny_models` that see. Nothing here needs torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny_models
+
+QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
+    "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3,
+    "size": {"shortest_edge": 64, "longest_edge": 64 * 40},
+}  # fmt: skip
+# Case -> the settings of its image processor.
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_flat": QWEN,
+    "qwen2_5_vl_yarn": QWEN,
+    "qwen3_vl_tied": QWEN,
+    "qwen3_vl_wide": QWEN,
+    "qwen3_vl_moe_steps": QWEN,
+    "qwen3_vl_moe_wide": QWEN,
+}
+# Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
+PROMPTS = (
+    (5, (16, 24), 4),
+    ((33, 21), 7, (8, 8), 1, (40, 17), 9),
+    (21, (90, 70), (30, 50), 30),
+)
+
+
+def build(name: str, folder: Path) -> Path:
+    """The case's checkpoint with the settings of its image processor."""
+    tiny_models.build(name, folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
+    return folder
+
+
+def picture(name: str, slot: int, place: int, size: tuple[int, int]) -> np.ndarray:
+    """Coloured squares, uint8 [height, width, 3]."""
+    height, width = size
+    raw = tiny_models.stream(name, "picture", slot, place).random_raw(-(-height // 5) * -(-width // 5) * 3)
+    squares = (raw % np.uint64(256)).astype(np.uint8).reshape(-(-height // 5), -(-width // 5), 3)
+    return squares.repeat(5, axis=0).repeat(5, axis=1)[:height, :width]
+
+
+def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarray]]:
+    """The tokens of a prompt, with one for each picture, and the pictures."""
+    case = tiny_models.CASES[name]
+    low = len(tiny_models.SPECIAL_TOKENS)
+    high = 500  # behind which the cases have their special tokens
+    tokens: list[int] = []
+    pictures = []
+    for place, part in enumerate(PROMPTS[slot]):
+        if isinstance(part, tuple):
+            pictures.append(picture(name, slot, place, part))
+            tokens.append(case.config["image_token_id"])
+        else:
+            raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
+            tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()
+    return tokens, pictures
