@@ -65,3 +65,4 @@ LengthPenalty = Annotated[float, Meta(ge=-10, le=10)]
 Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+MAX_IMAGE_PIXELS = 16 * 2**20  # of a picture as it is sent, unless the operator allows others

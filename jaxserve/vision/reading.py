@@ -10,15 +10,15 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import UnidentifiedImageError
 
+from jaxserve.limits import MAX_IMAGE_PIXELS
 from jaxserve.types import InvalidRequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_BYTES = 32 * 2**20
-MAX_PIXELS = 16 * 2**20  # of a picture as it is sent
 MAX_RATIO = 200  # of a picture's sides
 
 
-def open_picture(data: bytes, most_pixels: int = MAX_PIXELS) -> PILImage.Image:
+def open_picture(data: bytes, most_pixels: int = MAX_IMAGE_PIXELS) -> PILImage.Image:
     """A picture in RGB; of an animation the first frame. Size and format are read before anything is decoded.
 
     Raises InvalidRequestError for data that is no picture of one of FORMATS, that is larger than allowed, or that ends
@@ -41,7 +41,7 @@ def open_picture(data: bytes, most_pixels: int = MAX_PIXELS) -> PILImage.Image:
         raise _refused(f"it cannot be decoded ({type(error).__name__})") from None
 
 
-def check_size(width: int, height: int, most_pixels: int = MAX_PIXELS) -> None:
+def check_size(width: int, height: int, most_pixels: int = MAX_IMAGE_PIXELS) -> None:
     """Raises InvalidRequestError for sizes that are not read."""
     if width < 1 or height < 1:
         raise _refused(f"it has {width} x {height} pixels")

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxserve.limits import MAX_COMPLETIONS
+from jaxserve.limits import MAX_COMPLETIONS, MAX_IMAGE_PIXELS
 from jaxserve.server import plugins
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.setting import documented, setting
@@ -27,6 +27,13 @@ def _root_path(text: str) -> str:
     if not re.fullmatch(r"(/[\w.~-]+)*", path, re.ASCII):
         raise argparse.ArgumentTypeError(f"not a path of letters, digits and - . _ ~, such as /llm: {text}")
     return path
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    hosts = tuple(host.strip().lower() for host in text.split(",") if host.strip())
+    if wrong := [host for host in hosts if host != "*" and not re.fullmatch(r"[\w.:-]+", host, re.ASCII)]:
+        raise argparse.ArgumentTypeError(f"not the name or address of a host: {wrong[0]}")
+    return hosts
 
 
 def _origins(text: str) -> list[str]:
@@ -205,7 +212,7 @@ class ServerSettings:
     max_header_bytes: int = setting(64 * 2**10, "longest request head", topic="limits", metavar="BYTES")
     limit_images_per_request: int = setting(16, "most pictures in a request", topic="limits", metavar="N")
     max_image_pixels: int = setting(
-        MAX_PIXELS, "most pixels of a picture as it is sent; the model's own settings say how many it sees",
+        MAX_IMAGE_PIXELS, "most pixels of a picture as it is sent; the model's own settings say how many it sees",
         topic="limits", metavar="N",
     )  # fmt: skip
     allow_image_urls: tuple[str, ...] = setting(
