@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.limits import MAX_STOP_STRINGS
-from jaxserve.server.schemas.chat import CalledFunction, ChatRequest, Message, ToolCall
+from jaxserve.server.schemas.chat import CalledFunction, ChatRequest, Message, Part, ToolCall
 from jaxserve.server.schemas.claude_tools import ClaudeTool, functions_of
 from jaxserve.server.schemas.common import EngineFields, PositiveTokens, StopString
 from jaxserve.server.tools.choice import Choice, NamedChoice, NamedFunction
@@ -19,15 +19,18 @@ _EFFORTS = {"xhigh": "high", "max": "high"}  # Anthropic's efforts that chat tem
 
 
 class Source(msgspec.Struct):
-    """The source of a document: its text as `data`, or blocks of text as `content`."""
+    """The source of a document: its text as `data`, or blocks of text as `content`. Of a picture: its bytes in base64
+    as `data`, or its `url`."""
 
     type: str | None = None
     data: str | None = None
     content: str | list[Block] | None = None
+    media_type: str | None = None
+    url: str | None = None
 
 
 class Block(msgspec.Struct):
-    """A part of a message: text, thinking, tool_use, tool_result, or a document that is text."""
+    """A part of a message: text, thinking, tool_use, tool_result, an image, or a document that is text."""
 
     type: str
     text: str | None = None
@@ -143,22 +146,44 @@ def _messages(message: ClaudeMessage, where: str) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
-    texts = []
+    parts: list[Block] = []
     thoughts = []
     calls = []
     for block in message.content:
         if block.type == "tool_result" and message.role == "user":
-            text = "" if block.content is None else _text(block.content, where)
-            yield Message("tool", f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
+            content = _content(block.content or "", where)
+            if block.is_error:
+                content = f"Error: {content}" if isinstance(content, str) else ["Error: ", *content]
+            yield Message("tool", content, tool_call_id=block.tool_use_id)
         elif block.type == "tool_use" and message.role == "assistant" and block.name is not None:
             calls.append(ToolCall(CalledFunction(block.name, block.input or {}), block.id))
         elif block.type == "thinking" and message.role == "assistant":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
-            texts.append(_text([block], where))
-    if texts or calls or message.role == "assistant":
+            parts.append(block)
+    if parts or calls or message.role == "assistant":
         reasoning = "\n".join(filter(None, thoughts)) or None
-        yield Message(message.role, "\n".join(texts), reasoning=reasoning, tool_calls=calls or None)
+        yield Message(message.role, _content(parts, where), reasoning=reasoning, tool_calls=calls or None)
+
+
+def _content(content: str | list[Block], where: str) -> str | list[Part | str]:
+    """A text; parts if some are pictures."""
+    if isinstance(content, str) or all(block.type != "image" for block in content):
+        return _text(content, where)
+    return [_picture(block, where) if block.type == "image" else _text([block], where) for block in content]
+
+
+def _picture(block: Block, where: str) -> Part:
+    source = block.source if isinstance(block.source, Source) else Source()
+    if source.type == "base64" and source.data is not None:
+        return Part("image_url", image_url=f"data:{source.media_type or 'image/png'};base64,{source.data}")
+    if source.type == "url" and source.url is not None:
+        return Part("image_url", image_url=source.url)
+    raise InvalidRequestError(
+        f"{where} has an image whose source is {(source.type or '')[:64]!r}; there are base64 (media_type, data) and url "
+        "(url)",
+        "messages",
+    )
 
 
 def _text(content: str | list[Block], where: str) -> str:
@@ -170,7 +195,7 @@ def _text(content: str | list[Block], where: str) -> str:
         if text is None:
             raise InvalidRequestError(
                 f"{where} has a block of type {block.type[:64]!r}, which is not supported there; text, thinking, "
-                "tool_use, tool_result and documents of text are, and no URL is ever fetched",
+                "tool_use, tool_result, image and documents of text are",
                 "messages",
             )
         texts.append(text)

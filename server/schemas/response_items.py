@@ -6,11 +6,11 @@ import base64
 import binascii
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.server.schemas.chat import CUSTOM_INPUT, CalledFunction, Message, ToolCall
+from jaxserve.server.schemas.chat import CUSTOM_INPUT, CalledFunction, Message, Part, ToolCall
 from jaxserve.server.schemas.response_tools import LOCAL_SHELL, FlatTool, full_name
 from jaxserve.types import InvalidRequestError
 
@@ -28,6 +28,8 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ShellAction(msgspec.Struct, omit_defaults=True):
@@ -120,8 +122,8 @@ class Reader:
             case "message" | None if item.role == "assistant" or (item.role and item.content is not None):
                 if self._reasoning and item.role != "assistant":
                     self._assistant()
-                text = _text(item.content, where)
-                self.messages.append(Message(item.role, text, reasoning=self._take_reasoning()))
+                content = _content(item.content, where)
+                self.messages.append(Message(item.role, content, reasoning=self._take_reasoning()))
             case "function_call" if item.name and call_id:
                 self._call(full_name(item.name, item.namespace), item.arguments, call_id)
             case "custom_tool_call" if item.name and call_id:
@@ -130,7 +132,7 @@ class Reader:
                 arguments = msgspec.to_builtins(item.action)
                 self._call(LOCAL_SHELL, {name: arguments[name] for name in arguments if name != "type"}, call_id)
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output" if call_id:
-                self.messages.append(Message("tool", _text(item.output, where), tool_call_id=call_id))
+                self.messages.append(Message("tool", _content(item.output, where), tool_call_id=call_id))
             case "item_reference" | None if item.id is not None and item.role is None:
                 self._refer(item.id, where)
             case "additional_tools" | "tool_search_output":
@@ -169,6 +171,18 @@ class Reader:
         return reasoning
 
 
+def _content(content: str | list[ItemPart] | None, where: str) -> str | list[Part | str]:
+    """A text; parts if some are pictures."""
+    if not isinstance(content, list) or all(part.type != "input_image" for part in content):
+        return _text(content, where)
+    return [
+        Part(part.type, image_url=part.image_url, detail=part.detail)
+        if part.type == "input_image"
+        else Part(text=_text([part], where))
+        for part in content
+    ]
+
+
 def _text(content: str | list[ItemPart] | None, where: str) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
@@ -177,7 +191,7 @@ def _text(content: str | list[ItemPart] | None, where: str) -> str:
         text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXTS else None
         if text is None:
             raise InvalidRequestError(
-                f"{where} has a part of type {part.type[:64]!r}; only text is supported, and no URL is ever fetched",
+                f"{where} has a part of type {part.type[:64]!r}; only text and pictures (input_image) are supported",
                 "input",
             )
         texts.append(text)
