@@ -81,15 +81,15 @@ def generate(engine: Engine, *requests: Request) -> list[Completion]:
 
 
 def fail_at(call: int, stage) -> None:
-    """Lets the last stage of a pipeline fail once, in this call of `finish`."""
+    """Lets the last stage of a pipeline fail once, in this call of `step`."""
     calls = 0
-    finish = stage.finish
+    step = stage.step
 
     def failing(*args):
         nonlocal calls
         calls += 1
         if calls == call:
             raise RuntimeError("a device failed")
-        return finish(*args)
+        return step(*args)
 
-    stage.finish = failing
+    stage.step = failing

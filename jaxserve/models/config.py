@@ -145,7 +145,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _TEXT),
     **dict.fromkeys(("torch_dtype", "dtype", "rope_type", "type"), _TEXT),
-    **dict.fromkeys(("full_attention", "sliding_attention", "text_config", "linear_attn_config"), _OBJECT),
+    **dict.fromkeys(("full_attention", "sliding_attention"), _OBJECT),
+    **dict.fromkeys(("text_config", "linear_attn_config", "attn_config"), _OBJECT),
     "no_rope_layers": _SWITCHES,
     "layer_rope_theta": (
         "a list of numbers of at least 0, or null",

@@ -206,7 +206,7 @@ def test_programs_that_cannot_be_used_are_compiled_and_the_log_says_why(copy, ma
     copy.chmod(0o770)
     assert "others may write" in reasons(config, caplog)
     copy.chmod(0o700)
-    monkeypatch.setattr(environment, "_version", lambda name: "0.0.1" if name == "jaxlib" else "")
+    monkeypatch.setattr(environment.installed, "versions", lambda names: dict.fromkeys(names, "0.0.1"))
     assert "jaxlib is 0.0.1, not 0." in reasons(config, caplog)
 
 

@@ -140,9 +140,9 @@ def test_proposals_end_where_block_tables_do(model_folders, tmp_path, monkeypatc
     seen = []
     attend = KeysAndValues.attend
 
-    def noting(kind, layer, heads, pages, where, *rest):
+    def noting(kind, layer, ops, heads, pages, where, *rest):
         jax.debug.callback(lambda most: seen.append(int(most)), where[3].max() - where[1].shape[1] * pages.page_size)
-        return attend(kind, layer, heads, pages, where, *rest)
+        return attend(kind, layer, ops, heads, pages, where, *rest)
 
     monkeypatch.setattr(KeysAndValues, "attend", noting)
     engine = with_head("llama3_gqa", model_folders, tmp_path, count=8, page_size=16)
