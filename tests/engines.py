@@ -16,9 +16,10 @@ def make_engine(
     config = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "kv_pages": 200, **config}
     engine = Engine.load(EngineConfig(model=str(folder), **config), progress=False, static_steps=static_steps)
     page_size = engine.page_size
-    engine.shapes = [StepShape.of(tokens, rows, page_size, decode_only=False, scored=True)]
+    three = engine.shapes[0].three_positions
+    engine.shapes = [StepShape.of(tokens, rows, page_size, decode_only=False, scored=True, three_positions=three)]
     if decode_steps:
-        engine.shapes.insert(0, StepShape.of(rows, rows, page_size, decode_only=True))
+        engine.shapes.insert(0, StepShape.of(rows, rows, page_size, decode_only=True, three_positions=three))
     return engine
 
 

@@ -44,22 +44,24 @@ class Patches(NamedTuple):
 
 
 class Projector(nn.Module):
-    """The steps of a projector, [rows, channels] -> [fewer rows, other channels]."""
+    """The steps of a projector, [rows, channels] -> [fewer rows, other channels]. `count` rows are no padding."""
 
     steps: tuple[Step, ...]
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
+    def __call__(self, x: jax.Array, count: jax.Array | int, ops: Ops) -> jax.Array:
         for step in self.steps:
+            counting = ops.counting(count)
             match step:
-                case Joined(count=count):
-                    x = x.reshape(len(x) // count, -1)
+                case Joined(count=joined):
+                    x = x.reshape(len(x) // joined, -1)
+                    count = count // joined
                 case Normed(name=name, norm=norm, size=size):
-                    x = Norm(norm, size, self.dtype, name=name)(x, ops)[1]
+                    x = Norm(norm, size, self.dtype, name=name)(x, counting)[1]
                 case _:
-                    axes = (None, "embed")
-                    x = Linear((step.inputs,), (step.outputs,), axes, step.bias, self.dtype, name=step.name)(x, ops)
+                    sizes = (step.inputs,), (step.outputs,), (None, "embed")
+                    x = Linear(*sizes, step.bias, self.dtype, name=step.name)(x, counting)
                     if step.activation is not None:
                         x = ACTIVATIONS[step.activation](x)
         return x
@@ -99,10 +101,11 @@ class ImageEncoder(nn.Module):
             x = x + learned.sum(axis=1).astype(x.dtype)
         return x if self.config.before is None else self.before(x, ops)[1]
 
-    def finish(self, x: jax.Array, read: list[jax.Array], ops: Ops) -> jax.Array:
+    def finish(self, x: jax.Array, read: list[jax.Array], count: jax.Array | int, ops: Ops) -> jax.Array:
         """The last layer's result, and what the layers of the taps have computed, each [patches, hidden] -> features
-        [patches / joined, width]: the embeddings, then the features of each tap."""
-        projected = [self.projector(x, ops), *(tap(x, ops) for tap, x in zip(self.taps, read, strict=True))]
+        [patches / joined, width]: the embeddings, then the features of each tap. `count` patches are no padding."""
+        taps = [tap(x, count, ops) for tap, x in zip(self.taps, read, strict=True)]
+        projected = [self.projector(x, count, ops), *taps]
         return jnp.concatenate(projected, axis=-1)
 
     def init_all(self, token_ids: jax.Array) -> jax.Array:
@@ -118,7 +121,7 @@ class ImageEncoder(nn.Module):
         y: Any = None
         for layer in self.layers:
             x, y = layer(x, y, ropes, partial(stand_in, layer.spec, self.dtype), self.ops)
-        return self.finish(added(x, y), [x] * len(config.taps), self.ops)
+        return self.finish(added(x, y), [x] * len(config.taps), count, self.ops)
 
 
 def turned(config: EncoderConfig, place: jax.Array) -> Angles:
@@ -167,6 +170,6 @@ def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Arra
         x, y = kinds[spec](params[f"layers_{i}"], x, y, segment)
         if i in taps:
             read.append(added(x, y))
-    given = added(x, y), read, encoder.ops.counting(count // config.joined)
+    given = added(x, y), read, count, encoder.ops
     return cast(jax.Array, encoder.apply({"params": params}, *given, method="finish"))
 

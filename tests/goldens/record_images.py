@@ -4,6 +4,7 @@ Needs torch; see README.md beside this file.
 """
 
 import argparse
+import inspect
 import sys
 import tempfile
 from pathlib import Path
@@ -36,7 +37,8 @@ def expanded(tokens: list[int], image_token: int, counts: list[int]) -> torch.Te
 def greedy(model: Any, ids: torch.Tensor, inputs: dict[str, Any], image_token: int) -> tuple[Any, Any, Any, float]:
     """Logits of the prompt's last position, tokens, their log-probabilities, and the smallest margin."""
     types = (ids == image_token).int()
-    out = model(ids, **inputs, mm_token_type_ids=types, attention_mask=torch.ones_like(ids), use_cache=True)
+    kept = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    out = model(ids, **inputs, mm_token_type_ids=types, use_cache=True)
     logits = out.logits[0, -1].numpy().copy()
     tokens, logprobs, margins = [], [], []
     while True:
@@ -47,9 +49,7 @@ def greedy(model: Any, ids: torch.Tensor, inputs: dict[str, Any], image_token: i
         logprobs.append(float(torch.log_softmax(last, -1)[tokens[-1]]))
         if len(tokens) == TOKENS:
             return logits, np.array(tokens, np.int32), np.array(logprobs, np.float32), min(margins)
-        kept = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
-        mask = torch.ones((1, ids.shape[1] + len(tokens)), dtype=torch.long)
-        out = model(torch.tensor([[tokens[-1]]]), **{kept: getattr(out, kept)}, attention_mask=mask, use_cache=True)
+        out = model(torch.tensor([[tokens[-1]]]), **{kept: getattr(out, kept)}, use_cache=True)
 
 
 def record(name: str, folder: Path) -> dict[str, np.ndarray]:
