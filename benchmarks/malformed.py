@@ -20,7 +20,7 @@ NEVER: tuple[Any, ...] = ({"a": 1}, True, -1.5, [[["x"]]], [None], [{"role": 5}]
 RANGES: dict[str, tuple[Any, ...]] = {
     "temperature": (11, -1, "hot", [], {}, True),
     "top_p": (-0.5, 1.5, "x", [1], {}),
-    "max_tokens": (-1, 1.5, "x", 2**70, [], {}),
+    "max_tokens": (-2, 1.5, "x", 2**70, [], {}),
     "stop": (5, {}, [1], ["a"] * 65, [""]),
     "n": (0, -5, 1000, "x", 1.5),
     "stream": ("yes", 1, [], {}),

@@ -15,11 +15,13 @@ _WORDS = {
     "object": "an object", "null": "null",
 }  # fmt: skip
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+# Behind the error there may be what is no JSON, a number that is too large for msgspec, or a nesting that is too deep.
+_UNREADABLE = msgspec.DecodeError, RecursionError
 _MOST_SHOWN = 64  # characters of a value that a message quotes
 
 
 def explain(error: msgspec.ValidationError, body: str) -> APIError:
-    """The answer (400) to a body that is valid JSON of the wrong form. Its `param` is the top-level field."""
+    """The answer (400) to a body of the wrong form. Its `param` is the top-level field."""
     text, _, where = str(error).rpartition(" - at ")
     if not text:  # the error is about the body as a whole
         text = str(error)
@@ -38,7 +40,7 @@ def explain(error: msgspec.ValidationError, body: str) -> APIError:
     else:
         text = f"{path}: {text}"
     if ", got" not in text and not is_key and "..." not in path:
-        with contextlib.suppress(msgspec.ValidationError):  # a number too large for msgspec
+        with contextlib.suppress(*_UNREADABLE):
             text += f", got {_shown(_value_at(body, path), by_length='of length' in text)}"
     return APIError(400, text, param=param)
 
@@ -55,7 +57,7 @@ def _in_words(text: str) -> str:
 
 def _wrong_key(text: str, body: str, path: str, is_key: bool) -> str | None:
     """The key that an error is about, or whose value it is about; msgspec does not tell it. None: it is not clear."""
-    with contextlib.suppress(msgspec.ValidationError, LookupError, TypeError):
+    with contextlib.suppress(*_UNREADABLE, LookupError, TypeError):
         found = _value_at(body, path.removesuffix("[...]"))
         if is_key and (pattern := re.search("matching regex '(.*)'", text)) is not None:
             return next((key for key in found if not re.search(pattern[1], key)), None)

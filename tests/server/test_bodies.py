@@ -17,6 +17,7 @@ from jaxserve import types
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.chat.conversation import prepare
 from jaxserve.server.http.body import read_bytes
+from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.middleware import BodyLimit
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
@@ -26,7 +27,7 @@ from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.schemas.chat import ChatRequest
-from jaxserve.server.schemas.common import CompletionRequest
+from jaxserve.server.schemas.common import CompletionRequest, DetokenizeRequest
 from jaxserve.types import InvalidRequestError
 
 USER = b'"messages":[{"role":"user","content":"hi"}]'
@@ -107,6 +108,22 @@ def test_nesting(opening):
     assert "nested too deeply" in error_of(b'["%b",[[%b]]]' % (b'\\\\\\"[' * 100_000, deep)).message
     quoted = json.dumps((opening * 1000).decode()).encode()
     assert read(b'[%b,"\\\\",%b]' % (quoted, quoted))  # brackets within strings are none
+
+
+@pytest.mark.parametrize(
+    "rest", ['"\\ud800"', "[", "1e999", "[" * 3000 + "]" * 3000], ids=["text", "open", "number", "deep"]
+)
+@pytest.mark.parametrize(
+    ("tokens", "message"), [("5", "tokens must be a list, got an integer"), ("[1e30]", "tokens[0]")]
+)
+def test_what_is_wrong_behind_the_first_error(tokens, message, rest):
+    """The error that is found first is told, even if the rest is no JSON at all."""
+    body = f'{{"tokens":{tokens},"other":{rest}}}'
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.json.decode(body, type=DetokenizeRequest)
+    answer = explain(caught.value, body)
+    assert message in answer.message
+    assert answer.param == "tokens"
 
 
 def test_many_strings():
