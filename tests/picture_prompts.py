@@ -60,3 +60,19 @@ def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarr
             raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
             tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()
     return tokens, pictures
+
+
+# Of the cases with Qwen's tokens, whose ids are the last of the vocabulary.
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<m1>", "<m2>", "<m3>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_whole(name: str, folder: Path) -> Path:
+    """`build`, with a tokenizer and a chat template."""
+    build(name, folder)
+    return tiny_models.build_tokenizer(folder, 512, marks=MARKS, chat_template=TEMPLATE)

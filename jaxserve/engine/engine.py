@@ -466,6 +466,7 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
             prefix_queries=self.scheduler.prefix_queries,
             prefix_hits=self.scheduler.prefix_hits,
+            **({} if self.scheduler.images is None else self.scheduler.images.stats()),
             executables=self.runner.num_executables,
             compilations=self.programs.compilations,
             compile_cache_hits=self.programs.cache_hits,

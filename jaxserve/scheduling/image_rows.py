@@ -135,6 +135,10 @@ class ImageRows:
         key, _ = self._unread.popitem(last=False)
         self._free = np.concatenate([self._free, self._held.pop(key).rows])
 
+    def stats(self) -> dict[str, int]:
+        """The counters of `EngineStats` that concern pictures."""
+        return {"images_encoded": self.num_encoded, "images_reused": self.num_reused}
+
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Asserts that each row has one owner, and that readers are running sequences."""
         owned = [self._free, *(held.rows for held in self._held.values())]

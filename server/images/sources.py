@@ -45,6 +45,8 @@ def read(source: Source, allowed_hosts: Sequence[str]) -> bytes:
         return _of_data_url(source)
     try:
         return _fetch(source, allowed_hosts)
+    except InvalidRequestError:
+        raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _refused(source, f"it cannot be fetched ({type(error).__name__})") from None
 

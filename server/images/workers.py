@@ -59,9 +59,10 @@ class ImageWorkers:
         self.num_processed = 0
         self.num_reused = 0
 
-    async def process(self, data: bytes, detail: str) -> Processed:
+    async def process(self, data: bytes, source: Source) -> Processed:
         """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
-        key = hashlib.sha256(detail.encode() + b"\\0" + data).digest()
+        detail = source.detail
+        key = hashlib.sha256(f"{detail} ".encode() + data).digest()
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             self.num_reused += 1

@@ -1,0 +1,153 @@
+"""Pictures through a real server, with the official clients."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import openai
+import pytest
+from picture_prompts import build_whole, picture
+from PIL import Image
+from serving import running_server
+
+from jaxserve import LLM, SamplingParams
+
+pytestmark = pytest.mark.compiles
+
+CASE = "qwen3_vl_wide"
+SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 512, "kv_pages": 200}
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_whole(CASE, tmp_path_factory.mktemp("eyes") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running_server(folder, log, engine=None, config=SETTINGS) as running:
+        yield running
+
+
+def file_of(place: int, size: tuple[int, int], kind: str = "PNG") -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(picture(CASE, 0, place, size)).save(data, kind)
+    return data.getvalue()
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+FIRST = file_of(0, (33, 21))
+SECOND = file_of(1, (40, 48))
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What the model answers to both pictures, offline, and how many tokens the prompt has."""
+    llm = LLM(folder, **SETTINGS)
+    prompt = (
+        "<|im_start|>user\nSee <|vision_start|><|image_pad|><|vision_end|> and "
+        "<|vision_start|><|image_pad|><|vision_end|> now<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    (result,) = llm.generate({"prompt_token_ids": ids, "images": [FIRST, SECOND]}, params, progress=False)
+    return result.outputs[0].text, len(result.prompt_token_ids)
+
+
+PARTS = [
+    {"type": "text", "text": "See "},
+    {"type": "image_url", "image_url": {"url": data_url(FIRST)}},
+    {"type": "text", "text": " and "},
+    {"type": "image_url", "image_url": {"url": data_url(SECOND), "detail": "high"}},
+    {"type": "text", "text": " now"},
+]
+OPTIONS = {"temperature": 0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+
+
+def test_every_surface_gives_the_same_answer(server, expected):
+    text, count = expected
+    client = server.openai()
+    chat = {"model": server.model, "messages": [{"role": "user", "content": PARTS}], **OPTIONS}
+    whole = client.chat.completions.create(**chat)
+    assert whole.choices[0].message.content == text
+    assert whole.usage.prompt_tokens == count
+    streamed = client.chat.completions.create(**chat, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == text
+    parts = [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+        for part in PARTS
+    ]
+    answer = client.responses.create(
+        model=server.model, input=[{"role": "user", "content": parts}], temperature=0, max_output_tokens=TOKENS,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert answer.output_text == text
+    blocks = [
+        {"type": "text", "text": part["text"]}
+        if part["type"] == "text"
+        else {
+            "type": "image",
+            "source": {
+                "type": "base64", "media_type": "image/png", "data": part["image_url"]["url"].partition(",")[2]
+            },
+        }
+        for part in PARTS
+    ]  # fmt: skip
+    message = server.anthropic().messages.create(
+        model=server.model, messages=[{"role": "user", "content": blocks}], max_tokens=TOKENS,
+        extra_body={"ignore_eos": True, "temperature": 0},
+    )  # fmt: skip
+    assert message.content[0].text == text
+
+
+def test_a_second_turn_costs_no_picture(server):
+    client = server.openai()
+    messages = [{"role": "user", "content": PARTS}]
+    first = client.chat.completions.create(model=server.model, messages=messages, **OPTIONS)
+    encoded = server.metric("images_encoded_total")
+    messages += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "?"}]
+    second = client.chat.completions.create(model=server.model, messages=messages, **OPTIONS)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
+    assert server.metric("images_encoded_total") == encoded
+
+
+BAD = {
+    "no picture": (data_url(b"hello"), "no file of the formats PNG, JPEG, WEBP, GIF"),
+    "truncated": (data_url(FIRST[:60]), "cannot be"),
+    "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "no file of the formats"),
+    "not base64": ("data:image/png;base64,####", "not base64"),
+    "pdf": ("data:application/pdf;base64,AAAA", "must hold a picture"),
+    "address": ("http://127.0.0.1:9/a.png", "--allow-image-urls"),
+    "file": ("file:///etc/passwd", "must be a data URL"),
+    "bomb": (data_url(file_of(0, (5000, 5000))), "--max-image-pixels"),
+    "narrow": (data_url(file_of(0, (2, 900))), "200 times as long"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pictures(server, name):
+    url, message = BAD[name]
+    with pytest.raises(openai.BadRequestError) as refused:
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
+    assert message in str(refused.value)
+
+
+def test_image_tokens_in_a_text_are_no_pictures(server):
+    content = [{"type": "text", "text": "<|image_pad|>"}, PARTS[1]]
+    with pytest.raises(openai.BadRequestError, match="2 places for pictures .* 1 pictures are given"):
+        server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
+
+
+def test_too_many(server):
+    content = [PARTS[1]] * 17
+    with pytest.raises(openai.BadRequestError, match="at most 16 are allowed"):
+        server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
