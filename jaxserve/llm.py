@@ -28,6 +28,7 @@ from jaxserve.offline import (
     load_engine,
     prompt_list,
     serve_adapter,
+    taken_pictures,
     takes_use_tqdm,
 )
 from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
@@ -171,8 +172,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template.
 
-        A conversation is a list of {"role": ..., "content": ...}; `template` are variables of the chat template, and so
-        are those in `chat_template_kwargs`, as requests to the server have them.
+        A conversation is a list of {"role": ..., "content": ...}. A content is a text, or a list of parts: {"type":
+        "text", "text": ...}, and pictures as {"type": "image", "image": ...} (see `vision.reading.as_picture`) or as
+        requests to the server have them. `template` are variables of the chat template, and so are those in
+        `chat_template_kwargs`.
         """
         template |= chat_template_kwargs or {}
         if not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping)):
@@ -180,11 +183,11 @@ class LLM:
         prompts: list[Prompt] = []
         for place, conversation in enumerate(messages):
             try:
-                text = self._render(conversation, template)
+                text, pictures = self._render(conversation, template)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"conversation {place}: {error}", error.param, error.code) from None
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            prompts.append({"prompt": text, "prompt_token_ids": ids, "images": pictures})
         return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
     def stream(
@@ -273,12 +276,14 @@ class LLM:
         self._trim()
         return [results[request.request_id] for request in requests]
 
-    def _render(self, conversation: Any, template: Mapping[str, Any]) -> str:
+    def _render(self, conversation: Any, template: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        """The conversation's text, and its pictures."""
         messages = conversation if isinstance(conversation, Sequence) else ()
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             what = f'a list of {{"role": ..., "content": ...}}, got {conversation!r:.80}'
             raise InvalidRequestError(f"a conversation must be {what}", "messages")
-        return self.tokenizer.render_chat(messages, **template)
+        messages, pictures = taken_pictures(messages)
+        return self.tokenizer.render_chat(messages, **template), pictures
 
     def _requests(
         self,

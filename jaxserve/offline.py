@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,27 @@ def images_of(prompt: Prompt) -> Sequence[Any]:
     data = prompt.get("multi_modal_data") or {}
     found = prompt.get("images") or data.get("image") or []
     return found if isinstance(found, list | tuple) else [found]
+
+
+def taken_pictures(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """The messages with {"type": "image"} in the place of each picture, as templates expect it, and the pictures."""
+    pictures = []
+
+    def without(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url", "input_image"):
+            return part
+        given = part.get("image", part.get("image_url"))
+        given = given.get("url") if isinstance(given, Mapping) else given
+        if isinstance(given, str) and given.startswith("data:"):
+            given = base64.b64decode(given.partition(",")[2])
+        pictures.append(given)
+        return {"type": "image"}
+
+    made: list[Mapping[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        made.append({**message, "content": list(map(without, content))} if isinstance(content, list) else message)
+    return made, pictures
 
 
 def serve_adapter(adapters: Adapters | None, wanted: LoRARequest | None) -> ServedAdapter | None:

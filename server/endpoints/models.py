@@ -60,6 +60,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.settings.model_name if adapter is None else adapter.path,
         "parent": parent,
         "max_model_len": None if info is None else info.max_model_len,
+        "modalities": ["text"] if info is None or info.sees is None else ["text", "image"],
     }
 
 

@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parent.parent / "static"
 _FILES = {
     "/": ("index.html", "text/html"),
     "/ui/app.css": ("app.css", "text/css"),
-} | {f"/ui/{name}": (name, "text/javascript") for name in ("page.js", "chat.js", "pool.js")}
+} | {f"/ui/{name}": (name, "text/javascript") for name in ("page.js", "chat.js", "pictures.js", "pool.js")}
 PATHS = frozenset(_FILES)  # open without a key, because they hold no data; the page's own requests need one
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

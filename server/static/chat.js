@@ -1,4 +1,5 @@
 import { $, askForKey, call, hideTip, make, showTip } from "./page.js";
+import * as pictures from "./pictures.js";
 import { draw, look } from "./pool.js";
 
 const visible = (text) => JSON.stringify(text).slice(1, -1).replace(/\\"/g, '"').replace(/ /g, "·") || "∅";
@@ -130,17 +131,17 @@ form.oninput = () => {
   $("sampling-summary").textContent = words.join(", ") || "the model’s defaults";
 };
 
-async function send(text) {
+async function send(text, urls) {
   const system = form.elements.system.value;
   const logprobs = form.elements.logprobs.checked;
   $("intro")?.remove();
-  const question = make("div", { className: "message user" }, make("p", { className: "text", textContent: text }));
+  const question = make("div", { className: "message user" }, make("div", { className: "text" }, ...pictures.shown(urls), text));
   const answer = new Answer(chat.model);
   const box = $("messages");
   box.append(question, answer.node);
   box.scrollTop = box.scrollHeight;
   box.setAttribute("aria-busy", "true");
-  chat.history.push({ role: "user", content: text });
+  chat.history.push({ role: "user", content: pictures.contentOf(text, urls) });
   chat.running = new AbortController();
   setSending(true);
   const begin = performance.now();
@@ -183,6 +184,7 @@ async function send(text) {
   else {
     chat.history.pop();
     if (!$("prompt").value) $("prompt").value = text;
+    pictures.putBack(urls);
   }
   box.setAttribute("aria-busy", "false");
   chat.running = null;
@@ -200,7 +202,7 @@ form.onsubmit = (event) => {
   const text = $("prompt").value.trim();
   if (!text || !form.reportValidity()) return;
   $("prompt").value = "";
-  send(text);
+  send(text, pictures.take());
 };
 
 $("prompt").onkeydown = (event) => {
@@ -226,7 +228,9 @@ for (const button of document.querySelectorAll("[data-show]")) {
 
 async function begin() {
   try {
-    chat.model = (await (await call("v1/models")).json()).data[0].id;
+    const [model] = (await (await call("v1/models")).json()).data;
+    chat.model = model.id;
+    if (model.modalities?.includes("image")) pictures.offer();
     $("model").textContent = chat.model;
     document.title = `${chat.model} – jaxserve`;
   } catch {} // pool.js says what is wrong

@@ -7,6 +7,7 @@ import io
 
 import openai
 import pytest
+from browser import CHROMIUM, open_page
 from picture_prompts import build_whole, picture
 from PIL import Image
 from serving import running_server
@@ -151,3 +152,29 @@ def test_too_many(server):
     content = [PARTS[1]] * 17
     with pytest.raises(openai.BadRequestError, match="at most 16 are allowed"):
         server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
+
+
+PASTE = """(async () => {
+    const bytes = Uint8Array.from(atob(%r), (char) => char.charCodeAt(0));
+    const data = new DataTransfer();
+    data.items.add(new File([bytes], "a.png", { type: "image/png" }));
+    document.querySelector("#prompt").dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true }));
+})()"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_a_pasted_picture(server, tmp_path):
+    with open_page(tmp_path / "profile") as page:
+        page.size(1280, 800)
+        page.goto(server.url)
+        page.wait("document.body.dataset.state === 'ready' && !document.querySelector('#attach').hidden")
+        page.run(PASTE % base64.b64encode(SECOND).decode())
+        page.wait("document.querySelector('#pictures img')?.complete")
+        page.run("document.querySelector('#prompt').focus()")
+        page.type("What is it?")
+        page.press("Enter")
+        page.wait("document.querySelector('.assistant .facts').textContent")
+        assert page.run("document.querySelectorAll('.user img').length") == 1
+        assert page.run("document.querySelector('#pictures').hidden")
+        assert page.run("document.querySelector('.assistant .text').textContent") != ""
+        assert not page.errors
