@@ -13,8 +13,8 @@ from jaxserve.engine.constraints import Constraints
 from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.beam import Beams
-from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.image_prompts import ImagePrompt, read_prompt
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.types import InvalidRequestError, QueueFullError, Request, SamplingParams
 
 
@@ -85,7 +85,9 @@ class Admission:
         if self._vision is None:
             raise InvalidRequestError("this model reads text only, no pictures", "images")
         if request.params.prompt_logprobs is not None:
-            raise InvalidRequestError("log-probabilities of prompts are not served for prompts with pictures", "logprobs")
+            raise InvalidRequestError(
+                "log-probabilities of prompts are not served for prompts with pictures", "logprobs"
+            )
         if request.params.use_beam_search:
             raise InvalidRequestError("beam search is not served for prompts with pictures", "use_beam_search")
         most = self._scheduler.images.count if self._scheduler.images is not None else 0

@@ -314,9 +314,7 @@ def make_scheduler(
         "stages": runner.num_stages,
     }
     encoder = runner.encoder
-    images = None if encoder is None else ImageRows(
-        encoder.rows, encoder.sizes[-1], sizes["max_num_batched_tokens"]
-    )
+    images = None if encoder is None else ImageRows(encoder.rows, encoder.sizes[-1], sizes["max_num_batched_tokens"])
     if config.data_parallel_size > 1:
         return data_parallel.group_scheduler(
             config.data_parallel_size, layout.num_pages, layout.page_size, pages, sizes

@@ -60,7 +60,9 @@ class ModelPlan:
 
         Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
-        model = with_eyes(config, folder, read_model(folder, config.ignore_config_keys, sees=not config.language_model_only))
+        model = with_eyes(
+            config, folder, read_model(folder, config.ignore_config_keys, sees=not config.language_model_only)
+        )
         if config.enable_expert_parallel and not model.num_experts:
             raise ConfigError("enable_expert_parallel must be False for a model without experts")
         shares = config.decode_context_parallel_size

@@ -429,7 +429,8 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
 
     def encode_images(self, jobs: Sequence[EncoderJob]) -> None:
         """Computes features of pictures before the next step reads them."""
-        assert self.encoder is not None and self.slots.images is not None
+        assert self.encoder is not None
+        assert self.slots.images is not None
         self.slots = self.slots._replace(images=self.encoder.encode(self.slots.images, jobs))
 
     def write_pages(self, pages: list[int], contents: list[np.ndarray]) -> None:

@@ -96,9 +96,9 @@ def read_prompt(prompt: Sequence[int], images: Sequence[Image], salt: str | None
     for image in images:
         places = expected[done:][expected[done:] >= image.first][: image.count]
         if len(places) < image.count or places[0] != image.first:
+            wanted = sum(image.count for image in images)
             raise InvalidRequestError(
-                f"the prompt has {len(expected)} tokens for pictures, whose features are {sum(i.count for i in images)}",
-                "prompt",
+                f"the prompt has {len(expected)} tokens for pictures, whose features are {wanted}", "prompt"
             )
         done += len(places)
         key = hashlib.sha256(repr(salt).encode() + image.digest).digest()

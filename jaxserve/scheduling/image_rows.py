@@ -17,6 +17,7 @@ from jaxserve.scheduling.image_prompts import SHOWN, EncoderJob, ImageInPrompt
 from jaxserve.scheduling.running_table import NO_STOP, RunningTable
 from jaxserve.scheduling.sequence import Sequence
 
+
 @dataclass(eq=False)
 class _Held:
     """A picture that has rows, and how many sequences still read them."""

@@ -172,4 +172,3 @@ def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Arra
             read.append(added(x, y))
     given = added(x, y), read, count, encoder.ops
     return cast(jax.Array, encoder.apply({"params": params}, *given, method="finish"))
-

@@ -10,8 +10,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
-from jaxserve.vision.eyes import named_in
 from jaxserve.vision.encoder import ImageEncoder
+from jaxserve.vision.eyes import named_in
 from jaxserve.vision.files import EncoderFiles
 from jaxserve.vision.processing import ImageProcessor
 from jaxserve.vision.runner import EncoderRunner

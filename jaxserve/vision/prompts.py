@@ -9,7 +9,9 @@ from jaxserve.types import Image, InvalidRequestError
 from jaxserve.vision.processing import Processed
 
 
-def with_images(prompt: Sequence[int], pictures: Sequence[Processed], kind: ImageTokens) -> tuple[list[int], list[Image]]:
+def with_images(
+    prompt: Sequence[int], pictures: Sequence[Processed], kind: ImageTokens
+) -> tuple[list[int], list[Image]]:
     """The prompt, with as many tokens for each picture as it has features, and the pictures at their places. `prompt`
     has one token for each picture. Raises InvalidRequestError if it has more or fewer."""
     if (count := sum(token == kind.token for token in prompt)) != len(pictures):

@@ -76,7 +76,9 @@ def _layer(given: dict[str, Any], norm: NormSpec, mlp: MLPSpec) -> LayerSpec:
     return LayerSpec(attention=attention, mlp=mlp, norm=norm)
 
 
-def _projector(given: dict[str, Any], norm: NormSpec, name: str = "", *, joined_first: bool = False) -> tuple[Step, ...]:
+def _projector(
+    given: dict[str, Any], norm: NormSpec, name: str = "", *, joined_first: bool = False
+) -> tuple[Step, ...]:
     """A norm, then two products, over squares of patches. `joined_first`: the norm is over a square, not a patch."""
     wide = given["hidden_size"] * given["side"] ** 2
     normed = Normed(name=f"{name}norm", norm=norm, size=wide if joined_first else given["hidden_size"])
@@ -117,7 +119,9 @@ def read_qwen3(hf: HFConfig, taps: tuple[int, ...]) -> EncoderConfig:
     """The encoder of a `vision_config`. `taps`: the layers of further features, where it does not say."""
     given = _taken(hf, _3)
     norm = NormSpec(kind="layer", eps=1e-6, bias=True)
-    mlp = MLPSpec(size=given["intermediate_size"], activation=read_activation(hf, "gelu_pytorch_tanh"), gated=False, bias=True)
+    mlp = MLPSpec(
+        size=given["intermediate_size"], activation=read_activation(hf, "gelu_pytorch_tanh"), gated=False, bias=True
+    )
     side = int(given["num_position_embeddings"] ** 0.5)
     if side**2 != given["num_position_embeddings"]:
         raise ConfigError(f"{hf.source}: num_position_embeddings={side} is no square")

@@ -94,7 +94,9 @@ class EncoderRunner:
         def like(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", everywhere))
 
-        def program(params: Any, images: jax.Array, patches: Patches, targets: jax.Array, count: jax.Array) -> jax.Array:
+        def program(
+            params: Any, images: jax.Array, patches: Patches, targets: jax.Array, count: jax.Array
+        ) -> jax.Array:
             features = encode(encoder, params, patches, count)
             return images.at[targets].set(features.astype(images.dtype), mode="drop")
 

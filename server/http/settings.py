@@ -219,8 +219,8 @@ class ServerSettings:
         (), "hosts, separated by commas, from which pictures may be fetched by http and https; *: all with a public "
         "address",
         topic="limits", type=_hosts, metavar="HOSTS",
-        more="Without, pictures come as data URLs only. A private address is fetched from only if it is named itself, as "
-        "an address or as localhost.",
+        more="Without, pictures come as data URLs only. A private address is fetched from only if it is named itself, "
+        "as an address or as localhost.",
     )  # fmt: skip
     client_timeout: float = setting(
         60.0, "time for a client to send a request's head, then its body, and to read some of the answer",

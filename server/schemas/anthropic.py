@@ -180,8 +180,8 @@ def _picture(block: Block, where: str) -> Part:
     if source.type == "url" and source.url is not None:
         return Part("image_url", image_url=source.url)
     raise InvalidRequestError(
-        f"{where} has an image whose source is {(source.type or '')[:64]!r}; there are base64 (media_type, data) and url "
-        "(url)",
+        f"{where} has an image whose source is {(source.type or '')[:64]!r}; there are base64 (media_type, data) and "
+        "url (url)",
         "messages",
     )
 

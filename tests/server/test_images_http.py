@@ -136,15 +136,15 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_pictures(server, name):
     url, message = BAD[name]
+    content = [{"type": "image_url", "image_url": {"url": url}}]
     with pytest.raises(openai.BadRequestError) as refused:
-        content = [{"type": "image_url", "image_url": {"url": url}}]
         server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
     assert message in str(refused.value)
 
 
 def test_image_tokens_in_a_text_are_no_pictures(server):
     content = [{"type": "text", "text": "<|image_pad|>"}, PARTS[1]]
-    with pytest.raises(openai.BadRequestError, match="2 places for pictures .* 1 pictures are given"):
+    with pytest.raises(openai.BadRequestError, match=r"2 places for pictures .* 1 pictures are given"):
         server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
 
 
@@ -158,7 +158,8 @@ PASTE = """(async () => {
     const bytes = Uint8Array.from(atob(%r), (char) => char.charCodeAt(0));
     const data = new DataTransfer();
     data.items.add(new File([bytes], "a.png", { type: "image/png" }));
-    document.querySelector("#prompt").dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true }));
+    const paste = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+    document.querySelector("#prompt").dispatchEvent(paste);
 })()"""
 
 
