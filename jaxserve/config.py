@@ -219,8 +219,7 @@ class EngineConfig:
         topic="model", metavar="KEYS", rule=list_of("a list of keys"),
     )  # fmt: skip
     language_model_only: bool = setting(
-        False,
-        "of a model that sees, serve the language model alone: the image encoder is not loaded, and pictures are refused",
+        False, "serve the language model of a model that sees, without its image encoder: pictures are refused",
         topic="model",
     )  # fmt: skip
     dequantize: bool = setting(

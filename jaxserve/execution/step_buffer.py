@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 
@@ -90,9 +89,9 @@ def step_shapes(
         mixed_tokens = {*_sizes(FEW, max_tokens, cost), *usual}
         mixed_tokens = _thinned(mixed_tokens, MOST_MIXED, usual, partial(_cheapest, cost=cost), cost=cost)
         mixed = {(tokens, min(tokens, max_num_seqs)) for tokens in mixed_tokens}
-    kind: Any = {"page_size": page_size, "num_groups": num_groups, "three_positions": three_positions}
-    of_decodes = partial(StepShape.of, decode_only=True, **kind)
-    of_mixed = partial(StepShape.of, decode_only=False, **kind)
+    of_any = partial(StepShape.of, page_size=page_size, num_groups=num_groups, three_positions=three_positions)
+    of_decodes = partial(of_any, decode_only=True)
+    of_mixed = partial(of_any, decode_only=False)
     *smaller, largest = sorted(mixed)
     mixed_shapes = [*(of_mixed(*sizes) for sizes in smaller), of_mixed(*largest, scored=True)]
     return [*(of_decodes(rows, rows) for rows in sorted(decodes)), *mixed_shapes]

@@ -25,7 +25,7 @@ CORNERS = 4  # rows of the table of positions between which a patch's vector lie
 
 
 class Patches(NamedTuple):
-    """The patches of several pictures, laid out by `packing`. Padding is behind them.
+    """The patches of several pictures, laid out by `packing`, as arrays of NumPy or JAX. Padding is behind them.
 
     values: [patches, numbers of a patch].
     place: int32 [patches, 2], row and column in the picture.
@@ -35,12 +35,12 @@ class Patches(NamedTuple):
     share: float32 [patches, CORNERS], their shares.
     """
 
-    values: jax.Array
-    place: jax.Array
-    picture: jax.Array
-    window: jax.Array
-    corner: jax.Array
-    share: jax.Array
+    values: Any
+    place: Any
+    picture: Any
+    window: Any
+    corner: Any
+    share: Any
 
 
 class Projector(nn.Module):
@@ -50,7 +50,7 @@ class Projector(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, count: jax.Array | int, ops: Ops) -> jax.Array:
+    def __call__(self, x: jax.Array, count: Any, ops: Ops) -> jax.Array:
         for step in self.steps:
             counting = ops.counting(count)
             match step:
@@ -101,7 +101,7 @@ class ImageEncoder(nn.Module):
             x = x + learned.sum(axis=1).astype(x.dtype)
         return x if self.config.before is None else self.before(x, ops)[1]
 
-    def finish(self, x: jax.Array, read: list[jax.Array], count: jax.Array | int, ops: Ops) -> jax.Array:
+    def finish(self, x: jax.Array, read: list[jax.Array], count: Any, ops: Ops) -> jax.Array:
         """The last layer's result, and what the layers of the taps have computed, each [patches, hidden] -> features
         [patches / joined, width]: the embeddings, then the features of each tap. `count` patches are no padding."""
         taps = [tap(x, count, ops) for tap, x in zip(self.taps, read, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.models.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
     if config.before is not None:
         add(norm_sources("before", config.before, hidden))
     for i, layer in enumerate(config.layers):
-        add(layer_sources(encoder, layer, names), f"layers_{i}/", i)
+        add(layer_sources(cast(Any, encoder), layer, names), f"layers_{i}/", i)
     add(_projector(config.projector), "projector/")
     for i, tap in enumerate(config.taps):
         add(_projector(tap.steps), f"taps_{i}/", i)

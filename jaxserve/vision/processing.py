@@ -69,9 +69,9 @@ class ImageProcessor:
     def scaling(self) -> Scaling:
         """How the encoder scales pixels."""
         given = self.settings
-        mean, std = given.get("image_mean"), given.get("image_std")
-        if not given.get("do_normalize", True):
-            mean, std = (0.0,) * 3, (1.0,) * 3
+        normed = given.get("do_normalize", True)
+        mean: Any = given.get("image_mean") if normed else (0.0,) * 3
+        std: Any = given.get("image_std") if normed else (1.0,) * 3
         if not (_is_colour(mean) and _is_colour(std)):
             raise ConfigError(f"image_mean and image_std of {self.folder} must be three numbers each")
         factor = given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 1.0
