@@ -323,6 +323,8 @@ class RunningTable:
     def propose(self, slot: int, tokens: np.ndarray) -> None:
         """Proposes tokens to follow the known ones of a slot. No step may be in flight for it. The slot's next step
         checks them, and no other step of the slot may be planned before that one is committed."""
+        if self.looks[slot] and (tokens < 0).any():  # what stands for a picture follows nothing
+            tokens = tokens[: int(np.argmax(tokens < 0))]
         known = self.known[slot]
         assert known == self.total[slot] == self.computed[slot] + 1, "the last token must be the only one to compute"
         self.tokens[slot, known : known + len(tokens)] = tokens

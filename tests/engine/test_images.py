@@ -28,14 +28,41 @@ def asked(engine, case, golden, slot):
     return made
 
 
+def check(engine, case, golden, turn):
+    results = generate(engine, *(asked(engine, case, golden, slot) for slot in range(len(PROMPTS))))
+    for slot, result in enumerate(results):
+        assert result.token_ids == golden[f"tokens_{slot}"].tolist(), (turn, slot)
+        ours = [entry.logprob for entry in result.logprobs]
+        np.testing.assert_allclose(ours, golden[f"logprobs_{slot}"], atol=2e-3, err_msg=f"{turn} {slot}")
+
+
 @pytest.mark.parametrize("case", PROCESSORS)
 def test_tokens_and_logprobs(case, tmp_path):
+    """Steps of 24 tokens end within pictures; the second time all but the last tokens are in the prefix cache."""
     golden = np.load(GOLDENS / f"{case}.npz")
     assert str(golden["fingerprint"]) == fingerprint(case), "the weights differ from the recorded ones"
     engine = make_engine(build(case, tmp_path / "model"), tokens=24)
-    for turn in ("first", "cached"):
-        results = generate(engine, *(asked(engine, case, golden, slot) for slot in range(len(PROMPTS))))
-        for slot, result in enumerate(results):
-            assert result.token_ids == golden[f"tokens_{slot}"].tolist(), (turn, slot)
-            ours = [entry.logprob for entry in result.logprobs]
-            np.testing.assert_allclose(ours, golden[f"logprobs_{slot}"], atol=2e-3, err_msg=f"{turn} {slot}")
+    check(engine, case, golden, "first")
+    encoded = engine.stats().images_encoded
+    assert encoded == sum(isinstance(part, tuple) for prompt in PROMPTS for part in prompt)
+    check(engine, case, golden, "cached")
+    assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page, and its rows went to others
+
+
+OPTIONS = {
+    "two devices": {"tensor_parallel_size": 2},
+    "preempted": {"kv_pages": 13, "page_size": 16},
+    "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "no prefix cache": {"prefix_caching": False},
+    "one token at a time": {"decode_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_other_features(name, tmp_path):
+    case = "qwen3_vl_wide"
+    golden = np.load(GOLDENS / f"{case}.npz")
+    engine = make_engine(build(case, tmp_path / "model"), tokens=24, **OPTIONS[name])
+    check(engine, case, golden, "first")
+    check(engine, case, golden, "again")
+    assert (engine.scheduler.num_preemptions > 0) == (name == "preempted")
