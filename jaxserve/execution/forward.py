@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
-from jaxserve.execution.kv_cache import CacheLayout, KVCache, LayerPlace
+from jaxserve.execution.kv_cache import CacheLayout, KVCache
+from jaxserve.execution.layer_groups import LayerPlace
 from jaxserve.execution.slot_states import advance, keep, of_tokens
 from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.config import PAGE_SIZES, ConfigError
 from jaxserve.devices.mesh import num_shards, on_one_cpu
 from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
-from jaxserve.execution.layer_groups import LayerGroups
+from jaxserve.execution.layer_groups import LayerGroups, LayerPlace
 from jaxserve.execution.slot_states import StateLayout
 from jaxserve.models.spec import LayerSpec, ModelConfig, RecurrentSpec
 from jaxserve.pallas_kernels import cpu
@@ -31,33 +31,6 @@ INTERVALS = 512, 1024  # fewest and most tokens between snapshots of recurrent s
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
 KVCache = list[Pages | State]  # first arrays of pages, then arrays of states; each has a few layers
-
-
-class LayerPlace(NamedTuple):
-    """Where a layer's part of the cache is.
-
-    Attributes:
-      array: the number of the array in the cache.
-      group: the layer's group; None for a recurrent layer, which has states instead of pages.
-      first: the index of the layer's first page or state in the array, counted in pages or states of this layer.
-      beside: the place of the recurrent layer that runs beside attention; None: there is none.
-    """
-
-    array: int
-    group: int | None
-    first: int
-    beside: LayerPlace | None = None
-
-    def taken(self, cache: Sequence[Any]) -> Any:
-        """The array; two of them if there is a layer beside."""
-        return cache[self.array] if self.beside is None else (cache[self.array], cache[self.beside.array])
-
-    def put(self, cache: list[Any], given: Any) -> None:
-        """Replaces what `taken` has returned."""
-        if self.beside is None:
-            cache[self.array] = given
-        else:
-            cache[self.array], cache[self.beside.array] = given
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from jaxserve.scheduling.block_manager import Chunk, Windows
 
@@ -103,3 +104,30 @@ class LayerGroups:
             counts[group] += 1
         depth = max(-(-count // self.fits[group]) for group, count in counts.items())
         return LayerGroups(self.windows, depth, tuple(places), self.fits)
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's part of the cache is.
+
+    Attributes:
+      array: the number of the array in the cache.
+      group: the layer's group; None for a recurrent layer, which has states instead of pages.
+      first: the index of the layer's first page or state in the array, counted in pages or states of this layer.
+      beside: the place of the recurrent layer that runs beside attention; None: there is none.
+    """
+
+    array: int
+    group: int | None
+    first: int
+    beside: LayerPlace | None = None
+
+    def taken(self, cache: Sequence[Any]) -> Any:
+        """The array; two of them if there is a layer beside."""
+        return cache[self.array] if self.beside is None else (cache[self.array], cache[self.beside.array])
+
+    def put(self, cache: list[Any], given: Any) -> None:
+        """Replaces what `taken` has returned."""
+        if self.beside is None:
+            cache[self.array] = given
+        else:
+            cache[self.array], cache[self.beside.array] = given

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.devices.mesh import is_split, num_shards, spec
 from jaxserve.execution.cache_kinds import layers_of_array
+from jaxserve.execution.layer_groups import LayerPlace
 from jaxserve.models.spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
@@ -37,9 +38,6 @@ from jaxserve.pallas_kernels.operands import (
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
 from jaxserve.pallas_kernels.types import State
-
-if TYPE_CHECKING:
-    from jaxserve.execution.kv_cache import LayerPlace
 
 # For each array of an operation's inputs the axis that devices share; None: each device has the whole array.
 SPLIT: dict[type, tuple[int | None, ...]] = {

@@ -11,21 +11,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 from jax.tree_util import PyTreeDef
 
 from jaxserve.devices import layouts
 from jaxserve.execution import layer_steps
 from jaxserve.execution.forward import nothing_chosen
-from jaxserve.execution.kv_cache import LayerPlace
+from jaxserve.execution.kv_cache import KVCache
+from jaxserve.execution.layer_groups import LayerPlace
 from jaxserve.execution.layer_steps import Begun, Stream
 from jaxserve.execution.layer_uploads import MOST, LayerUploads
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.signatures import Signature, Signatures
+from jaxserve.execution.slots import SlotState
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.steps import StepResult
 from jaxserve.models.decoder import Decoder
@@ -33,11 +36,18 @@ from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stages import Part
 from jaxserve.scheduling.step_plan import Sampler
 
-if TYPE_CHECKING:
-    from jaxserve.execution.runner import ModelRunner
-
 BEGIN = -1  # the part of a step that runs the layers that are on the devices; others are numbers of kinds of layers
 NO_LAYERS = Part(range(0), around=True)
+
+
+class StepRunner(Protocol):
+    """What a step needs of a `ModelRunner`."""
+
+    cache: KVCache
+    slots: SlotState
+    _arrays: list[jax.Array]
+
+    def _get(self, name: StepProgram) -> Compiled: ...
 
 
 class LayerKind(NamedTuple):
@@ -111,7 +121,7 @@ class StreamedLayers:
         """Bytes on each device for the layers that are there at a time."""
         return MOST * max(layer.device_bytes for layer in self.layers)
 
-    def step(self, runner: ModelRunner, program: StepProgram, packed: np.ndarray) -> StepResult:
+    def step(self, runner: StepRunner, program: StepProgram, packed: np.ndarray) -> StepResult:
         """As `ModelRunner.step`, in several programs. Waits until the last layers are being computed."""
         shape = program.shape
         begun: Begun = runner._get(_part(shape, BEGIN))(runner._arrays, runner.cache, runner.slots, packed)
