@@ -16,6 +16,9 @@ from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.hosts.host_environment import found_hosts
+from jaxserve.images.processing import ImageProcessor
+from jaxserve.images.prompts import with_images
+from jaxserve.images.reading import as_picture
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
     CompletionOutput,
@@ -35,9 +38,6 @@ from jaxserve.text.detokenizer import ChoiceDelta, OutputProcessor
 from jaxserve.text.score_prompt import ended, prompt_of
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import Image, InvalidRequestError, Request, SamplingParams, SequenceUpdate
-from jaxserve.vision.processing import ImageProcessor
-from jaxserve.vision.prompts import with_images
-from jaxserve.vision.reading import as_picture
 
 
 class LLM:
@@ -116,7 +116,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt: a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}, the
-        latter two also with "images", a list of pictures (see `vision.reading.as_picture`), for each of which the
+        latter two also with "images", a list of pictures (see `images.reading.as_picture`), for each of which the
         prompt has one image token.
 
         `sampling_params` is one for all prompts, or a list with one for each, and so is `lora_request`, the adapter to
@@ -173,7 +173,7 @@ class LLM:
         """Answers one conversation, or each of several, through the model's chat template.
 
         A conversation is a list of {"role": ..., "content": ...}. A content is a text, or a list of parts: {"type":
-        "text", "text": ...}, and pictures as {"type": "image", "image": ...} (see `vision.reading.as_picture`) or as
+        "text", "text": ...}, and pictures as {"type": "image", "image": ...} (see `images.reading.as_picture`) or as
         requests to the server have them. `template` are variables of the chat template, and so are those in
         `chat_template_kwargs`.
         """
@@ -325,7 +325,7 @@ class LLM:
         return requests, texts
 
     def _with_images(self, ids: list[int], pictures: Sequence[Any]) -> tuple[list[int], list[Image]]:
-        """A prompt with its pictures, processed; see `vision.prompts.with_images`."""
+        """A prompt with its pictures, processed; see `images.prompts.with_images`."""
         if not pictures:
             return ids, []
         vision = self.engine.model.vision

@@ -241,6 +241,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class ImageTokens(msgspec.Struct, frozen=True):
+    """How the tokens of a model's pictures are found and numbered.
+
+    Attributes:
+      token: the id of tokens in whose place features stand.
+      side: side of the square of patches that become one feature.
+      has_three_positions: see `scheduling.image_prompts`; False: tokens of pictures are numbered as text is.
+    """
+
+    token: int
+    side: int
+    has_three_positions: bool
+
+
 class Image(msgspec.Struct, frozen=True):
     """A processed picture in a prompt.
 

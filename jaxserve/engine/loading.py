@@ -21,6 +21,7 @@ from jaxserve.devices.platforms import check_platform
 from jaxserve.engine import data_parallel, streaming
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
+from jaxserve.engine.encoder_loading import load_encoder
 from jaxserve.engine.held_weights import HeldWeights
 from jaxserve.engine.kernel_timing import KernelTiming
 from jaxserve.engine.model_plan import ModelPlan
@@ -29,10 +30,10 @@ from jaxserve.engine.prepared import Prepared
 from jaxserve.engine.role import begin_role
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
+from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.pipeline_runner import PipelineRunner
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.hosts.first_host import FirstHost
 from jaxserve.hosts.start_jax import start_jax
@@ -44,7 +45,6 @@ from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots
 from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.vision.loading import load_encoder
 
 log = logging.getLogger(__name__)
 

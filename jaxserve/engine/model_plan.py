@@ -16,6 +16,7 @@ from jaxserve.config import ConfigError, EngineConfig, default_page_size
 from jaxserve.devices.mesh import make_mesh, tell_devices
 from jaxserve.engine.data_parallel import check_model
 from jaxserve.engine.determinism import ordered
+from jaxserve.engine.eyes import with_eyes
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout, cache_dtype, fitting_page_size
 from jaxserve.models.adapter_targets import PoolSizes, with_adapters
@@ -26,7 +27,6 @@ from jaxserve.models.pooling_files import read_pooler
 from jaxserve.models.spec import ModelConfig
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import InvalidRequestError
-from jaxserve.vision.eyes import with_eyes
 
 PASSING_MORE = "whose layers share keys and values or have inputs of their own"  # `ModelConfig.passes_more`
 

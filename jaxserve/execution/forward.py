@@ -216,8 +216,8 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
 
 def _with_images(x: jax.Array, tokens: jax.Array, images: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """The first layer's input x [tokens, hidden] with features of pictures in the place of tokens, and what is added
-    behind each of the first layers, [tokens, hidden] each, see `vision.spec.Tap`. tokens: as in `ModelInput`. images:
-    as in `SlotState`."""
+    behind each of the first layers, [tokens, hidden] each (`models.vision.spec.Tap`). tokens: as in `ModelInput`.
+    images: as in `SlotState`."""
     row = SHOWN - tokens
     shown = (row >= 0)[:, None]
     first, *levels = jnp.split(images[jnp.maximum(row, 0)].astype(x.dtype), images.shape[1] // x.shape[1], axis=1)

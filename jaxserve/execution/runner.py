@@ -27,6 +27,7 @@ from jaxserve.devices.mesh import num_groups, on_one_cpu, replicated
 from jaxserve.execution import runner_commands, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
 from jaxserve.execution.device_groups import DeviceGroups, GatheredRows, calls
+from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.kv_cache import STATE_COPIES, CacheLayout, KVCache
 from jaxserve.execution.memory import Needs, stored_bytes
 from jaxserve.execution.packed_params import bundle
@@ -52,7 +53,6 @@ from jaxserve.pallas_kernels.operands import Row, value_of
 from jaxserve.scheduling.block_manager import NULL_PAGE
 from jaxserve.scheduling.image_prompts import EncoderJob
 from jaxserve.scheduling.step_plan import Sampler
-from jaxserve.vision.runner import EncoderRunner
 
 log = logging.getLogger(__name__)
 

@@ -104,7 +104,7 @@ class SlotState(NamedTuple):
     # [slots, proposals + 1, hidden] for a draft head (`drafting`): first the feature of the last computed token, or of
     # a deferred row those of the tokens behind which it samples
     features: jax.Array | None = None
-    # [rows, width]: features of pictures, of models that see (`vision.spec.EncoderConfig.width`)
+    # [rows, width]: features of pictures, of models that see (`EncoderConfig.width`)
     images: jax.Array | None = None
 
     def last_token(self, slot: jax.Array) -> jax.Array:

@@ -776,7 +776,7 @@ class ModelConfig:
       per_layer: None: layers have no inputs of their own.
       head_bias: whether the output head has a bias.
       logit_scale, logit_softcap: logits are multiplied; then they become softcap * tanh(logit / softcap).
-      vision: a `vision.spec.VisionConfig`: how it sees; None: it reads text only.
+      vision: a `models.vision.spec.VisionConfig`: how it sees; None: it reads text only.
     """
 
     family: str

@@ -15,26 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.types import Image, InvalidRequestError
+from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
 SHOWN = -2  # on the devices, the token SHOWN - i is row i of the array of features
 WORDS = 8  # tokens over which a digest is spread
 _BITS = 2**30 - 1
-
-
-@dataclass(frozen=True)
-class ImageTokens:
-    """How the tokens of a model's pictures are found and numbered.
-
-    Attributes:
-      token: the id of tokens in whose place features stand.
-      side: side of the square of patches that become one feature.
-      has_three_positions: see above; False: tokens of pictures are numbered as text is.
-    """
-
-    token: int
-    side: int
-    has_three_positions: bool
 
 
 @dataclass(eq=False)

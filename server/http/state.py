@@ -16,6 +16,8 @@ import msgspec
 from starlette.requests import Request
 
 from jaxserve.adapters.registry import ServedAdapter
+from jaxserve.images.processing import Processed
+from jaxserve.images.prompts import with_images
 from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
@@ -36,8 +38,6 @@ from jaxserve.server.observe.recorder import Recorder
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import Image, InvalidRequestError
-from jaxserve.vision.processing import Processed
-from jaxserve.vision.prompts import with_images
 
 T = TypeVar("T")
 
@@ -199,7 +199,7 @@ class ServerState:
     async def with_images(
         self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
     ) -> tuple[list[int], list[Image]]:
-        """A prompt with its pictures, which are fetched and processed; see `vision.prompts.with_images`.
+        """A prompt with its pictures, which are fetched and processed; see `images.prompts.with_images`.
 
         Raises InvalidRequestError for pictures that cannot be read, and for a model that reads text only."""
         if info.sees is None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from jaxserve.images.reading import MAX_BYTES
 from jaxserve.types import InvalidRequestError
-from jaxserve.vision.reading import MAX_BYTES
 
 FETCH_SECONDS = 10.0
 MAX_REDIRECTS = 3

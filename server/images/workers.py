@@ -16,10 +16,10 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from jaxserve.images.processing import ImageProcessor, Processed
+from jaxserve.images.reading import open_picture
 from jaxserve.server.images.sources import Source
 from jaxserve.types import InvalidRequestError
-from jaxserve.vision.processing import ImageProcessor, Processed
-from jaxserve.vision.reading import open_picture
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ import msgspec
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.engine_stats import EngineStats
-from jaxserve.scheduling.image_prompts import ImageTokens
 from jaxserve.scheduling.page_snapshot import PoolSnapshot
-from jaxserve.types import Request, SamplingParams, StepOutput
+from jaxserve.types import ImageTokens, Request, SamplingParams, StepOutput
 
 MAX_FRAME = 128 * 2**20  # bytes of a message; both sides refuse longer ones
 LENGTH_BYTES = 4

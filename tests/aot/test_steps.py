@@ -16,11 +16,11 @@ from devices import devices_of
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import AuxProgram
-from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.adapter_targets import PoolSizes, with_adapters
 from jaxserve.models.config import HFConfig

@@ -25,11 +25,11 @@ from jaxserve.devices.sharded_ops import quant_block, quant_specs
 from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
+from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.kv_cache import CacheLayout
 from jaxserve.execution.memory import Budget, Needs, size
 from jaxserve.execution.runner import ModelRunner, needs_of
-from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.quantized import STACKS, Rounding, arranged, is_quantizable, quantized_abstract
 from jaxserve.models.weights import abstract_params

@@ -27,11 +27,11 @@ from jaxserve.devices.targets import target_memory
 from jaxserve.engine.model_plan import ModelPlan, decoder_and_page
 from jaxserve.engine.pipeline import stages_of
 from jaxserve.execution import memory
+from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost, prefill_chunk
 from jaxserve.execution.memory import Budget, Needs, size
 from jaxserve.execution.programs import StepProgram
 from jaxserve.execution.runner import ModelRunner, needs_of
-from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.models.quantized import arranged, quantized_abstract
 from jaxserve.models.stages import Stage

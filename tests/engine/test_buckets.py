@@ -17,9 +17,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import make_mesh
 from jaxserve.devices.targets import RATES, UNKNOWN_RATES, rates
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.buckets import MAX_PADDING, MOST_DECODES, MOST_MIXED, step_shapes
 from jaxserve.execution.cost import CALL_SECONDS, FEW, MeasuredChunk, StepCost, prefill_chunk
 from jaxserve.execution.programs import StepPrograms
-from jaxserve.execution.step_buffer import MAX_PADDING, MOST_DECODES, MOST_MIXED, split, step_shapes
+from jaxserve.execution.step_buffer import split
 from jaxserve.pallas_kernels.types import QuantArray
 from jaxserve.scheduling import pace
 from jaxserve.scheduling.block_manager import BlockManager

@@ -9,8 +9,8 @@ from picture_prompts import PROCESSORS, PROMPTS, build, prompt_of
 from PIL import Image
 from tiny_models import fingerprint
 
-from jaxserve.vision.processing import ImageProcessor
-from jaxserve.vision.prompts import with_images
+from jaxserve.images.processing import ImageProcessor
+from jaxserve.images.prompts import with_images
 
 pytestmark = pytest.mark.compiles
 

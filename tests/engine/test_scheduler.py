@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from null_device import VOCAB, each
 from simulation import TOKENS_PER_CALL, Simulation
 
+from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost
-from jaxserve.execution.step_buffer import split, step_shapes
+from jaxserve.execution.step_buffer import split
 from jaxserve.scheduling import block_manager, sequence, waiting
 from jaxserve.scheduling.block_manager import Chunk
 from jaxserve.scheduling.row_choice import TokenBudget

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from engines import generate, make_engine, request
 
+from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.programs import LENGTHS, PLAIN_ROWS, StepPrograms
-from jaxserve.execution.step_buffer import step_shapes
 from jaxserve.scheduling.step_plan import Sampler
 from jaxserve.types import Grammar, SamplingParams
 

@@ -14,7 +14,7 @@ from jaxserve.models.families.qwen2_moe import STACKED, read_experts
 from jaxserve.models.families.qwen3_next import DELTA, HYBRID_NAMES, MTP, of_mtp, read_hybrid
 from jaxserve.models.families.within import LAYOUTS, UNREAD, Text, by_whole, family_within
 from jaxserve.models.spec import MLPSpec, ModelConfig
-from jaxserve.vision.qwen import eyes_3_5
+from jaxserve.models.vision.qwen import eyes_3_5
 
 QWEN3_5_NAMES = (
     HYBRID_NAMES

@@ -9,7 +9,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.families.within import Text, by_either, by_whole, family_within
 from jaxserve.models.spec import ModelConfig
-from jaxserve.vision.qwen import eyes_2_5, eyes_3
+from jaxserve.models.vision.qwen import eyes_2_5, eyes_3
 
 # The values that transformers assumes for keys that a text_config does not have.
 VL_2_5 = {

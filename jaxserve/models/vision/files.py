@@ -9,9 +9,9 @@ from typing import Any, cast
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.sources import Names, Source, whole
+from jaxserve.models.vision.encoder import ImageEncoder
+from jaxserve.models.vision.spec import Joined, Normed, Step
 from jaxserve.models.weights import layer_sources, norm_sources
-from jaxserve.vision.encoder import ImageEncoder
-from jaxserve.vision.spec import Joined, Normed, Step
 
 
 @dataclass(frozen=True)

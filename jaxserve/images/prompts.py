@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.scheduling.image_prompts import ImageTokens
-from jaxserve.types import Image, InvalidRequestError
-from jaxserve.vision.processing import Processed
+from jaxserve.images.processing import Processed
+from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
 
 def with_images(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxserve.config import EngineConfig
+from jaxserve.images.processing import FILES, ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
-from jaxserve.vision.processing import FILES, ImageProcessor
-from jaxserve.vision.spec import VisionConfig
+from jaxserve.models.vision.spec import VisionConfig
 
 log = logging.getLogger(__name__)
 

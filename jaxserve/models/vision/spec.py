@@ -9,7 +9,7 @@ from functools import cached_property
 
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import Activation, LayerSpec, NormSpec, RopeConfig
-from jaxserve.scheduling.image_prompts import ImageTokens
+from jaxserve.types import ImageTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class VisionConfig:
       tokens: how the tokens of pictures are found and numbered.
       names: role -> name of the encoder's tensors in files, as in `models.sources`. Those of the whole checkpoint begin
         with "model." in files that transformers 5 wrote.
-      processor: what turns pictures into patches, see `vision.processing`.
+      processor: what turns pictures into patches, see `images.processing`.
     """
 
     encoder: EncoderConfig

@@ -10,8 +10,8 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
-from jaxserve.scheduling.image_prompts import ImageTokens
-from jaxserve.vision.spec import EncoderConfig, Joined, Normed, Projected, Step, Tap, VisionConfig
+from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, Step, Tap, VisionConfig
+from jaxserve.types import ImageTokens
 
 Sections = tuple[tuple[int, ...], bool]
 IMAGE_TOKEN = 151655

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
-from jaxserve.vision.spec import EncoderConfig, Scaling
+from jaxserve.models.vision.spec import EncoderConfig, Scaling
 
 FILES = "preprocessor_config.json", "processor_config.json"
 _SCALED = {"do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "do_convert_rgb"}

@@ -7,14 +7,14 @@ import time
 from dataclasses import replace
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.execution.encoder_runner import EncoderRunner
+from jaxserve.images.processing import ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
-from jaxserve.vision.encoder import ImageEncoder
-from jaxserve.vision.eyes import named_in
-from jaxserve.vision.files import EncoderFiles
-from jaxserve.vision.processing import ImageProcessor
-from jaxserve.vision.runner import EncoderRunner
+from jaxserve.models.vision.encoder import ImageEncoder
+from jaxserve.models.vision.files import EncoderFiles
 
 log = logging.getLogger(__name__)
 

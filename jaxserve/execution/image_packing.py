@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.vision.encoder import CORNERS, Patches
-from jaxserve.vision.spec import EncoderConfig
+from jaxserve.models.vision.encoder import CORNERS, Patches
+from jaxserve.models.vision.spec import EncoderConfig
 
 PADDING = -1  # the number of the picture of patches that belong to none
 

@@ -14,9 +14,9 @@ from jax.stages import Compiled
 
 from jaxserve.devices.command_buffers import compiler_options
 from jaxserve.devices.mesh import replicated
+from jaxserve.execution.image_packing import Picture, pack
+from jaxserve.models.vision.encoder import ImageEncoder, Patches, encode
 from jaxserve.scheduling.image_prompts import EncoderJob
-from jaxserve.vision.encoder import ImageEncoder, Patches, encode
-from jaxserve.vision.packing import Picture, pack
 
 FEWEST = 256  # patches of the smallest program
 GROWTH = 4  # how many times as many patches the next program takes

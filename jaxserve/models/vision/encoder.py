@@ -16,10 +16,10 @@ from jaxserve.models.norms import Norm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stand_in import stand_in
+from jaxserve.models.vision.attention import segment_attention
+from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Step
 from jaxserve.pallas_kernels.operands import Heads, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
-from jaxserve.vision.attention import segment_attention
-from jaxserve.vision.spec import EncoderConfig, Joined, Normed, Step
 
 CORNERS = 4  # rows of the table of positions between which a patch's vector lies
 

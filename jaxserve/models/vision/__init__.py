@@ -1,0 +1,1 @@
+"""Image encoders: shapes (`spec`), layers, which are those of decoders (`encoder`), and their families, a file each."""
