@@ -38,7 +38,7 @@ def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
     params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
     processor = ImageProcessor.of(plan.folder, shape.side)
     assert processor is not None  # `with_eyes` has seen it
-    patches = processor.most_patches(shape)
+    patches = max(processor.most_pixels // shape.patch_shape[-1] ** 2, shape.joined)
     patches = min(patches, plan.longest * shape.joined)
     rows = PICTURES * -(-patches // shape.joined)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)

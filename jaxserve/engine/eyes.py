@@ -11,7 +11,7 @@ from jaxserve.images.processing import FILES, ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.vision.spec import VisionConfig
+from jaxserve.models.vision.spec import Scaling, VisionConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     if reason is not None or processor is None:
         log.info("pictures are not read: %s", reason)
         return replace(model, vision=None)
-    encoder = replace(vision.encoder, scaling=processor.scaling())
+    factor, mean, std = processor.scaling()
+    encoder = replace(vision.encoder, scaling=Scaling(factor=factor, mean=mean, std=std))
     return replace(model, vision=replace(vision, encoder=encoder))
 
 

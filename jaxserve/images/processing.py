@@ -18,10 +18,9 @@ import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
-from jaxserve.models.vision.spec import EncoderConfig, Scaling
 
 FILES = "preprocessor_config.json", "processor_config.json"
-_SCALED = {"do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "do_convert_rgb"}
+MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
 
 
 class Processed(NamedTuple):
@@ -66,8 +65,9 @@ class ImageProcessor:
                 return cls(folder, settings, side)
         return None
 
-    def scaling(self) -> Scaling:
-        """How the encoder scales pixels."""
+    def scaling(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+        """How the encoder reads the numbers of pixels: factor, then mean and deviation of each colour. Raises
+        ConfigError for settings that are not valid."""
         given = self.settings
         normed = given.get("do_normalize", True)
         mean: Any = given.get("image_mean") if normed else (0.0,) * 3
@@ -75,13 +75,13 @@ class ImageProcessor:
         if not (_is_colour(mean) and _is_colour(std)):
             raise ConfigError(f"image_mean and image_std of {self.folder} must be three numbers each")
         factor = given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 1.0
-        return Scaling(factor=float(factor), mean=tuple(map(float, mean)), std=tuple(map(float, std)))
+        return float(factor), tuple(map(float, mean)), tuple(map(float, std))
 
-    def most_patches(self, config: EncoderConfig) -> int:
-        """Of one picture."""
+    @property
+    def most_pixels(self) -> int:
+        """Most pixels of a picture that the encoder sees."""
         size = self.settings.get("size") or {}
-        pixels = self.settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-        return max(int(pixels) // (config.patch_shape[-1] ** 2), config.joined)
+        return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS)
 
     @cached_property
     def _processor(self) -> Any:

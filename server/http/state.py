@@ -75,7 +75,7 @@ class ServerState:
     counts: Counts = field(default_factory=Counts)
     _known_engine: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
-    images: ImageWorkers | None = field(default=None, init=False)  # made for the first picture
+    images: ImageWorkers | None = field(default=None, init=False)  # None: the model reads text only
     responses: ResponseStore = field(init=False)
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
@@ -144,6 +144,9 @@ class ServerState:
     def _tell_engine(self, info: Ready) -> None:
         """Publishes what this API server knows of the engine, as a number that is not 0."""
         self.metrics.on_ready(info)
+        if info.sees is not None and self.images is None:
+            self.images = ImageWorkers(info.model_folder, info.sees.side, self.settings.max_image_pixels)
+            self.images.start()
         adapters = sorted(f"{one.name} {one.digest}" for one in info.adapters)
         known = zlib.crc32(repr((adapters, info.sleep_level, info.weights)).encode()) + 1
         self.counts.add(KNOWN, known - self._known_engine)
@@ -213,9 +216,6 @@ class ServerState:
             )
         if truncates:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
-        if self.images is None:
-            self.images = ImageWorkers(info.model_folder, info.sees.side, self.settings.max_image_pixels)
-
         async def one(source: Source) -> Processed:
             data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None

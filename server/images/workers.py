@@ -29,6 +29,7 @@ MEMORY = 2**30  # of a worker's heap, beyond what it has when it starts
 KEPT_BYTES = 256 * 2**20  # of processed pictures
 LOW_DETAIL = 512 * 512  # pixels that the encoder sees of a picture with detail "low", as OpenAI documents it
 
+_PRELOADED = ["jaxserve.server.images.workers", "transformers.models.auto.image_processing_auto"]
 _processor: ImageProcessor | None = None  # of a worker
 
 
@@ -41,13 +42,17 @@ def _begin(folder: str, side: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, resource.RLIM_INFINITY))
 
 
+def _is_there() -> bool:
+    return _processor is not None
+
+
 def _process(data: bytes, most_pixels: int, seen_pixels: int | None) -> Processed:
     assert _processor is not None
     return _processor(open_picture(data, most_pixels), seen_pixels)
 
 
 class ImageWorkers:
-    """The workers of one API server. They start with the first picture."""
+    """The workers of one API server."""
 
     def __init__(self, folder: str, side: int, most_pixels: int):
         self._folder = folder
@@ -58,6 +63,12 @@ class ImageWorkers:
         self._kept_bytes = 0
         self.num_processed = 0
         self.num_reused = 0
+
+    def start(self) -> None:
+        """Starts the workers, which takes them a few seconds. Without, they start with the first picture."""
+        pool = self._running_pool()
+        for _ in range(pool._max_workers):  # type: ignore[attr-defined]
+            pool.submit(_is_there)
 
     async def process(self, data: bytes, source: Source) -> Processed:
         """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
@@ -89,8 +100,10 @@ class ImageWorkers:
     def _running_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             count = min(MAX_WORKERS, os.cpu_count() or 1)
+            context = get_context("forkserver")  # workers share what their parent has imported
+            context.set_forkserver_preload(_PRELOADED)
             given = (self._folder, self._side)
-            self._pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_begin, initargs=given)
+            self._pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=given)
         return self._pool
 
     def _keep(self, key: bytes, made: Processed) -> None:
