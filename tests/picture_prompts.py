@@ -21,6 +21,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl_wide": QWEN,
     "qwen3_vl_moe_steps": QWEN,
     "qwen3_vl_moe_wide": QWEN,
+    "qwen3_5_whole": QWEN,
+    "qwen3_5_moe_whole": QWEN,
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (

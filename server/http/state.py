@@ -216,6 +216,7 @@ class ServerState:
             )
         if truncates:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
+
         async def one(source: Source) -> Processed:
             data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None

@@ -46,7 +46,8 @@ def test_tokens_and_logprobs(case, tmp_path):
     encoded = engine.stats().images_encoded
     assert encoded == sum(isinstance(part, tuple) for prompt in PROMPTS for part in prompt)
     check(engine, case, golden, "cached")
-    assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page, and its rows went to others
+    if engine.model.recurrent is None:  # else snapshots of states are too far apart
+        assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page; its rows went to others
 
 
 OPTIONS = {
