@@ -47,6 +47,7 @@ def test_tokens_and_logprobs(case, tmp_path):
     check(engine, case, golden, "first")
     encoded = engine.stats().images_encoded
     assert encoded == sum(isinstance(part, tuple) for prompt in PROMPTS for part in prompt)
+    assert 0 < sum(engine.stats().step_seconds["encoder"].counts) <= encoded  # several go through it together
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
         assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page; its rows went to others
