@@ -21,10 +21,10 @@ GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
 
 def asked(engine, case, golden, slot):
     """The request with the prompt of a slot and its pictures."""
-    processor = ImageProcessor.of(engine.model_folder, engine.sees.side)
+    processor = ImageProcessor.of(engine.model_folder, engine.sees)
     tokens, pictures = prompt_of(case, slot, int(golden[f"seed_{slot}"]))
     processed = [processor(Image.fromarray(picture)) for picture in pictures]
-    tokens, images = with_images(tokens, processed, engine.sees)
+    tokens, images = with_images(tokens, processed, engine.sees, TOKEN_IDS.get)
     made = request(str(slot), tokens, max_tokens=len(golden[f"tokens_{slot}"]), logprobs=0)
     made.images = images
     return made
