@@ -39,6 +39,7 @@ class RopeConfig:
       query_scale: None: queries are not scaled by their position.
       with_positions: the angles come with the positions, which `alibi` needs.
       learned: layers multiply the angles by learned factors (`rope.learned_angles`).
+      stride: the angles at a position are those of the first of the `stride` positions to which it belongs.
     """
 
     theta: float = 10000.0
@@ -60,6 +61,7 @@ class RopeConfig:
     query_scale: QueryScale | None = None
     with_positions: bool = False
     learned: bool = False
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if self.theta <= 1:
