@@ -29,19 +29,25 @@ def answers(engine, prompts, tag=""):
     return [one.token_ids for one in found]
 
 
-@pytest.mark.parametrize(
-    ("case", "page_size"), [(CASE, 16), *(pytest.param(ODD, size, marks=pytest.mark.slow) for size in (8, 16, 64))]
-)
-def test_in_parts_from_the_cache_and_after_preemption(case, page_size, model_folders):
-    """In chunks of a few tokens, which end within entries, and with too few pages for all; then from the cache."""
+@pytest.mark.parametrize("case", [CASE, pytest.param(ODD, marks=pytest.mark.slow)])
+def test_in_parts_and_from_the_cache(case, model_folders):
+    """In chunks of a few tokens, which end within entries; then once more, from cached pages."""
     prompts, expected = zip(*recorded(case), strict=True)
-    pages = {8: 80, 16: 44, 64: 20}[page_size]
+    engine = make_engine(model_folders(case), tokens=16, page_size=16, max_model_len=256)
+    assert answers(engine, prompts) == list(expected)
+    again = generate(engine, request("again", prompts[3], max_tokens=64))[0]
+    assert again.token_ids == expected[3]
+    assert again.num_cached == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "page_size", "pages"), [(CASE, 16, 44), (ODD, 8, 70), (ODD, 16, 36), (ODD, 64, 20)])
+def test_after_preemption(case, page_size, pages, model_folders):
+    """With too few pages for all. Pages of 8 tokens are smaller than entries, and entries of 3 and 10 end anywhere."""
+    prompts, expected = zip(*recorded(case), strict=True)
     engine = make_engine(model_folders(case), tokens=16, kv_pages=pages, page_size=page_size, max_model_len=256)
     assert answers(engine, prompts) == list(expected)
     assert engine.stats().preemptions > 0
-    again = generate(engine, request("again", prompts[3], max_tokens=64))[0]
-    assert again.token_ids == expected[3]
-    assert again.num_cached >= 64
 
 
 @pytest.mark.slow

@@ -139,6 +139,8 @@ def _ropes(hf: HFConfig, max_position: int) -> dict[str, RopeConfig]:
     main, compress = settings.get("main"), settings.get("compress")
     if isinstance(main, dict) and isinstance(compress, dict):
         hf.ignore("compress_rope_theta", "qk_rope_head_dim")
+        if "partial_rotary_factor" in main and "partial_rotary_factor" in compress:
+            hf.values.pop("partial_rotary_factor", None)  # has no effect beside them
     else:
         usual = hf.take("qk_rope_head_dim", head_dim * ROTATED) / head_dim
         turned = {"partial_rotary_factor": hf.take("partial_rotary_factor", usual)}
