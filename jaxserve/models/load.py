@@ -56,7 +56,14 @@ from jaxserve.models.quantized import (
     rounded,
     splits_evenly,
 )
-from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec, Mamba2Spec, ModelConfig, ShortConvSpec
+from jaxserve.models.spec import (
+    CompressedAttentionSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    Mamba2Spec,
+    ModelConfig,
+    ShortConvSpec,
+)
 from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
@@ -166,6 +173,10 @@ def make_decoder(
         if attention not in ("auto", "xla"):
             raise ConfigError(f"attention_backend must be auto with decode_context_parallel_size, got {attention!r}")
         attention = "xla"
+    if isinstance(model.attention, CompressedAttentionSpec):  # only plain XLA computes it
+        if attention not in ("auto", "xla"):
+            raise ConfigError(f"attention_backend must be auto for compressed attention, got {attention!r}")
+        attention = "xla"
     others = {
         attention_problem(
             model, kv_heads, num_shards(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares, i
@@ -215,6 +226,9 @@ def attention_problem(
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
         heads = spec.num_heads // devices
         return LatentProblem(dtype, kv_dtype, heads, spec.rank, spec.rope_dim, page_size, scales, width)
+    if isinstance(spec, CompressedAttentionSpec):
+        heads = spec.num_heads // devices
+        return LatentProblem(dtype, kv_dtype, heads, spec.head_dim, spec.rope_dim, page_size, scales, spec.head_dim)
     if spec.alibi is not None and scales:
         raise ConfigError(
             f"kv_cache_dtype {np.dtype(kv_dtype).name} cannot hold the positions that models with biases by distance "
