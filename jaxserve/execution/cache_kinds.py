@@ -59,18 +59,23 @@ class KeysAndValues:
     If layers differ in their heads, a part of a page has the bytes of `mixed` layers of this shape, and as many layers
     of another shape as have the same bytes: [pages, 2 * mixed, kv_heads, page_size, head_dim]. Each layer sees the
     whole array in its own shape. With `mixed` 0 all layers have this shape.
+
+    A TPU lays out the last two axes in tiles, and could only copy the whole array into a shape that has others. So
+    there a head of such models is several heads of 128 numbers (`in_parts`), and shapes differ in the axes before.
     """
 
     kv_heads: int
     head_dim: int
     dtype: np.dtype
     mixed: int = 0
+    in_parts: bool = False
 
     def fit(self, attention: Any, kv_heads: int) -> int:
         """How many layers with this attention a part of a page holds; `kv_heads` as in `cache_kind`."""
         if not self.mixed:
             return 1
-        return self.mixed * self.kv_heads * self.head_dim // _numbers(attention, kv_heads)
+        numbers = _numbers(attention, kv_heads, self.head_dim if self.in_parts else 1)
+        return self.mixed * self.kv_heads * self.head_dim // numbers
 
     def pages(self, count: int, page_size: int) -> KVPages:
         """The shapes of `count` pages of one layer. Codes of int8 or fp8 have a scale per token and head."""
@@ -100,7 +105,7 @@ class KeysAndValues:
         if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend, ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
-        attend = partial(_in_own_shape, attend) if self.mixed else attend
+        attend = partial(_in_own_shape, attend, self.in_parts) if self.mixed else attend
         return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def write(
@@ -282,8 +287,8 @@ CacheKind = KeysAndValues | Latents | Compressed
 def cache_kind(
     model: ModelConfig, kv_heads: int, dtype: Any, platform: str, shares: int = 1, page_size: int = 16
 ) -> CacheKind:
-    """The kind of cache of a model's attention layers. `kv_heads` are the heads over all devices, with repeats, of
-    which each group of `shares` devices has the same."""
+    """The kind of cache of a model's attention layers. `kv_heads` are those over all devices, with repeats, in layers
+    that have the fewest; each group of `shares` devices has the same."""
     attention = model.attention
     if isinstance(attention, CompressedAttentionSpec):
         if has_scale(np.dtype(dtype)):
@@ -305,22 +310,26 @@ def cache_kind(
         raise ConfigError(f"decode_context_parallel_size must be 1 {several}, got {shares}")
     if has_scale(np.dtype(dtype)):
         raise ConfigError(f"kv_cache_dtype must be auto or bf16 {several}, got {np.dtype(dtype).name}")
-    numbers = [_numbers(one, kv_heads) for one in model.attentions]
-    heads = max(attention.num_kv_heads, kv_heads)
-    return KeysAndValues(heads, attention.cached_dim, np.dtype(dtype), math.lcm(*numbers) // numbers[0])
+    in_parts = platform == "tpu"
+    unit = stored_head_dim(1, platform)
+    numbers = [_numbers(one, kv_heads, unit) for one in model.attentions]
+    head_dim = unit if in_parts else attention.cached_dim
+    return KeysAndValues(numbers[0] // head_dim, head_dim, np.dtype(dtype), math.lcm(*numbers) // numbers[0], in_parts)
 
 
-def _numbers(attention: Any, kv_heads: int) -> int:
-    """Numbers of a token's keys in a layer, with repeated heads."""
-    return max(attention.num_kv_heads, kv_heads) * attention.cached_dim
+def _numbers(attention: Any, kv_heads: int, unit: int) -> int:
+    """Numbers of a token's keys in a layer, with repeated heads, each of a multiple of `unit` numbers."""
+    return max(attention.num_kv_heads, kv_heads) * -(-attention.cached_dim // unit) * unit
 
 
 def _in_own_shape(
-    attend: Callable, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple, first_page: jax.Array
+    attend: Callable, in_parts: bool, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple, first_page: jax.Array
 ) -> tuple[jax.Array, KVPages]:
     """Calls `attend` with the pages in the shape of the layer's own heads."""
     whole = pages.data
     kv_heads, dim = heads.qkv.sums.shape[2], heads.qkv.sums.shape[4]
+    if in_parts:
+        kv_heads, dim = kv_heads * -(-dim // whole.shape[4]), whole.shape[4]
     out, pages = attend(heads, KVPages(whole.reshape(-1, 2, kv_heads, whole.shape[3], dim)), slots, rows, first_page)
     return out, KVPages(pages.data.reshape(whole.shape))
 

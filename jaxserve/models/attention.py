@@ -32,7 +32,7 @@ class AttentionFn(Protocol):
 class Attention(nn.Module):
     """Grouped-query attention: fused QKV projection, rotary positions, output projection.
 
-    `kv_heads` exceeds the layer's own where the mesh has more devices, or another layer more heads: each is repeated.
+    `kv_heads` exceeds the layer's own where the mesh has more devices: each is then repeated.
     `inputs` is the size of its input; None: hidden_size.
     """
 

@@ -183,11 +183,13 @@ def make_decoder(
         )
         for i in range(1, len(model.attentions))
     } - {problem}
-    if others and device.platform == "tpu":
-        raise ConfigError(
-            "this model needs GPUs or a CPU: its layers differ in their heads of keys and values, and a TPU would copy "
-            "the whole cache to see it in another shape"
-        )
+    if model.several_shapes and device.platform == "tpu":  # only this kernel reads heads in parts (`KeysAndValues`)
+        if attention not in ("auto", "mosaic_tpu"):
+            raise ConfigError(
+                f"attention_backend must be auto or mosaic_tpu on TPUs for a model whose layers differ in their heads of "
+                f"keys and values, got {attention!r}"
+            )
+        attention = "mosaic_tpu"
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
         for other in sorted(others, key=str):

@@ -988,9 +988,9 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec:
-        """The attention of the first layer that has attention. All have heads of the same size. For a model without
-        attention, the smallest stands in: such a model keeps nothing in pages, but its sequences are still counted in
-        pages, which thus take hardly any memory."""
+        """The attention of the first layer that has attention; others may have other heads (`several_shapes`). For a
+        model without attention, the smallest stands in: such a model keeps nothing in pages, but its sequences are
+        still counted in pages, which thus take hardly any memory."""
         return next(iter(self.attentions), AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2))
 
     @property
