@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,10 +12,13 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.devices.targets import target_memory
+from jaxserve.engine.encoder_loading import encoder_of
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.spec import VisionConfig
+from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 
@@ -60,6 +63,18 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     each = "" if (groups := num_groups(mesh)) == 1 else f" of each of {groups} groups"
     yield f"tokens that fit the KV cache{each}: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
+    if model.vision is not None:
+        yield _eyes(model.vision, plan)
+
+
+def _eyes(vision: VisionConfig, plan: ModelPlan) -> str:
+    shape = vision.encoder
+    encoder = encoder_of(plan)
+    numbers = sum(int(np.prod(x.shape)) for x in abstract_params(cast(Any, encoder), plan.mesh).values())
+    return (
+        f"pictures: an encoder of {len(shape.layers)} layers, hidden {shape.hidden_size}, {numbers:,} parameters; "
+        f"{shape.patch_shape[-1]} x {shape.patch_shape[-1]} pixels a patch, {shape.joined} patches a token"
+    )
 
 
 def _is_weight(x: Any) -> bool:

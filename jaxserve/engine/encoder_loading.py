@@ -28,8 +28,7 @@ def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
         return None
     start = time.perf_counter()
     shape = vision.encoder
-    heads = shape.layers[0].attention.num_heads
-    encoder = ImageEncoder(shape, heads, plan.dtype, replace(plan.decoder.ops, trials=None))
+    encoder = encoder_of(plan)
     files = None
     if config.load_format != "dummy":
         opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
@@ -43,3 +42,10 @@ def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
     rows = PICTURES * -(-patches // shape.joined)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     return EncoderRunner(encoder, params, plan.mesh, most_patches=patches, rows=rows)
+
+
+def encoder_of(plan: ModelPlan) -> ImageEncoder:
+    """The encoder of a model that sees, with the operations of its decoder."""
+    shape = plan.model.vision.encoder
+    heads = shape.layers[0].attention.num_heads
+    return ImageEncoder(shape, heads, plan.dtype, replace(plan.decoder.ops, trials=None))

@@ -164,12 +164,12 @@ class Engine:
         early = [] if self._cost is None else [self.grammars.vocabulary]  # 60 MiB: on CPU the first grammar loads it
         names = self.runner.names(self.shapes)
         compile_all(self.runner, names, "compiling programs", shown=self._parts.progress)
+        if self.runner.encoder is not None:
+            self.runner.encoder.compile()
         wait(early)  # a failure affects only requests with a grammar
         if self._sizing.finish(self.shapes):
             assert not self.has_work
             self._allocate()
-        if self.runner.encoder is not None:
-            self.runner.encoder.compile()
         if self.speculator is not None:
             self.speculator.measure(self.runner, self.shapes)
         if self.copies is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.stages import Compiled
 from jaxserve.devices.command_buffers import compiler_options
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution.image_packing import Picture, pack
+from jaxserve.execution.memory import Needs
 from jaxserve.models.vision.encoder import ImageEncoder, Patches, encode
 from jaxserve.scheduling.image_prompts import EncoderJob
 
@@ -47,6 +49,11 @@ class EncoderRunner:
     def weight_bytes(self) -> int:
         """Bytes of the parameters on each device."""
         return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(self.params))
+
+    @property
+    def needs(self) -> Needs:
+        """The memory that the compiled programs need. Their results are written to the slots."""
+        return replace(Needs.of([one.memory_analysis() for one in self.executables.values()]), results=0)
 
     def compile(self) -> None:
         """Compiles the programs."""

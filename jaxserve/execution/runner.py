@@ -282,7 +282,8 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
     def weight_bytes(self) -> int:
         """Bytes of the parameters on each device, with room for those that are copied to it."""
         room = 0 if self.streamed is None else self.streamed.room_bytes
-        return sum(layouts.device_bytes(x) for x in self._arrays) + room
+        encoder = 0 if self.encoder is None else self.encoder.weight_bytes
+        return sum(layouts.device_bytes(x) for x in self._arrays) + room + encoder
 
     @property
     def slot_bytes(self) -> int:
@@ -512,7 +513,8 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         for name, program in known.items():
             if self._analyses.get(name, (None, None))[0] is not program:
                 self._analyses[name] = program, program.memory_analysis()  # takes milliseconds
-        return needs_of(names, {name: self._analyses[name][1] for name in known})
+        needs = needs_of(names, {name: self._analyses[name][1] for name in known})
+        return needs if self.encoder is None else needs + self.encoder.needs
 
     def names(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of all programs that serving can need: auxiliary ones, then steps from the largest bucket on, then

@@ -91,13 +91,18 @@ def read_prompt(prompt: Sequence[int], images: Sequence[Image], salt: str | None
     if done < len(expected):
         raise InvalidRequestError(f"the prompt has {len(expected) - done} tokens for pictures that it lacks", "prompt")
     for one in found:
-        words = np.frombuffer(one.image.digest, np.uint32)[np.arange(len(one.places)) % WORDS]
-        tokens[one.places] = SHOWN - 1 - (words & _BITS).astype(np.int32)
+        tokens[one.places] = tokens_of(one.image)
     small = "".join(one.image.digest.hex() for one in found if len(one.places) < WORDS)
     if not kind.has_three_positions:
         return ImagePrompt(tokens, tuple(found), small, None, 0)
     grids = [(one.first, _merged(one.image.grid, kind.side)) for one in found]
     return ImagePrompt(tokens, tuple(found), small, *positions_of(len(tokens), grids))
+
+
+def tokens_of(image: Image) -> np.ndarray:
+    """What stands for a picture in the host's arrays, int32 [features]."""
+    words = np.frombuffer(image.digest, np.uint32)[np.arange(image.count) % WORDS]
+    return SHOWN - 1 - (words & _BITS).astype(np.int32)
 
 
 def _merged(grid: tuple[int, int, int], side: int) -> tuple[int, int, int]:

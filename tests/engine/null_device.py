@@ -22,6 +22,7 @@ from jaxserve.execution.step_buffer import StepBatch, pack, split
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.block_manager import BlockManager, Chunk
+from jaxserve.scheduling.image_prompts import SHOWN, tokens_of
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence, child_seed
 from jaxserve.scheduling.step_plan import Rows, StepPlan
@@ -116,6 +117,7 @@ class Device:
         # Of a recurrent model: the state behind the last token of each slot, then the snapshots.
         self.recurrent = None if recurrent is None else [0] * (max_num_seqs + 1 + recurrent)
 
+        self.features: dict[int, int] = {}  # row of the features of pictures -> the token that stands for them
         self.places: dict[int, list[str]] = {}  # place of an adapter -> digest of the adapter of each piece in it
         self.place_of: Callable[[Sequence], int | None] = lambda seq: None
         self.slot_place: list[int | None] = [None] * (max_num_seqs + 1)
@@ -135,6 +137,8 @@ class Device:
             self.slot_params[seq.slot] = self.params_of(seq)
         self._copy(plan.copies)
         self._copy_states(plan.restored, "restored")
+        for job in plan.images:
+            self.features.update(zip(job.rows.tolist(), tokens_of(job.image).tolist(), strict=True))
         for source, target in plan.table_copies:
             self.tables[target] = self.tables[source].copy()
         self.events["copied tables"] += len(plan.table_copies)
@@ -289,7 +293,10 @@ class Device:
         for at in range(first, last):
             position = start + at - first
             token = batch["tokens"][at]
-            if token < 0 or step > 0:
+            if token <= SHOWN:
+                token = self.features[SHOWN - token]
+                self.events["tokens of pictures"] += 1
+            elif token < 0 or step > 0:
                 token = self.last_token[slot]
                 self.events["unknown tokens"] += step == 0
             state = fingerprint(state, token)

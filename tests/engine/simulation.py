@@ -3,6 +3,7 @@ rows draw late, and beam searches."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from random import Random
 
@@ -17,13 +18,17 @@ from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots, most_pages
 from jaxserve.scheduling.engine_stats import EngineStats
+from jaxserve.scheduling.image_prompts import ImagePrompt, read_prompt
+from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence, Status, child_seed
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.waiting import expected_tokens
-from jaxserve.types import Request, SamplingParams
+from jaxserve.types import Image, ImageTokens, Request, SamplingParams
 
+PICTURE = VOCAB  # the token in whose place features of pictures stand
+KIND = ImageTokens(PICTURE, 1, has_three_positions=True)
 TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call
 
 
@@ -61,13 +66,14 @@ class Job:
     stop_ids: frozenset[int]
     scored: list[int] = field(default_factory=list)  # positions whose hidden state was scored
     adapter: ServedAdapter | None = None
+    seen: ImagePrompt | None = None
     _known: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
     def trace(self, index: int) -> tuple[list[int], list[int]]:
         """Tokens of a completion, prompt included, as if nothing stopped it, and the state after each."""
         if index not in self._known:
             seed = child_seed(self.seed, index)
-            tokens = list(self.request.prompt_token_ids)
+            tokens = list(self.request.prompt_token_ids) if self.seen is None else self.seen.tokens.tolist()
             states = []
             prompt_len = len(tokens)
             masked = self.request.params.has_mask
@@ -129,11 +135,11 @@ class Simulation:
 
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
-        windows=(None,), snapshots=None, interval=0, places=None, tiers=None, files=False,
+        windows=(None,), snapshots=None, interval=0, places=None, tiers=None, files=False, image_rows=None,
     ):  # fmt: skip
         """`snapshots`: the model is recurrent, and keeps so many states of prefixes, within prompts after every
         `interval` pages. `places`: for adapters. `tiers`: pages that the host's memory holds; None: there are no lower
-        tiers. `files`: there are files, too."""
+        tiers. `files`: there are files, too. `image_rows`: of the features of pictures."""
         random = Random(num_pages)
         kept = UnreliableFiles(random) if files else None
         below = PageTiers(tiers, kept) if tiers is not None and prefix_caching and snapshots is None else None
@@ -156,6 +162,7 @@ class Simulation:
             prefill_bursts=cost is None,
             recurrent=snapshots is not None,
             adapters=pool,
+            images=None if image_rows is None else ImageRows(image_rows, image_rows, self.budget),
         )
         self.beams = Beams(self.scheduler, ())
         self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest, snapshots)
@@ -195,9 +202,10 @@ class Simulation:
 
     def add(
         self, prompt, *, n=1, max_tokens=8, priority=0, stop_ids=(), salt=None, scored=False, masked=False, beams=False,
-        adapter=None,
+        adapter=None, pictures=(),
     ) -> str:  # fmt: skip
-        """Raises InvalidRequestError for beams that have no room. `adapter`: its name."""
+        """Raises InvalidRequestError for beams that have no room. `adapter`: its name. `pictures`: (place, features,
+        content) of each."""
         arrival = next(self._arrivals)
         assert len(prompt) + max_tokens <= self.longest, "the engine would not have accepted this"
         options = {"use_beam_search": True} if beams else {"prompt_logprobs": 0 if scored else None}
@@ -212,10 +220,16 @@ class Simulation:
             self.beams.check(request, len(prompt) + max_tokens, len(stops))
             self.beams.start(request, max_tokens, stops, arrival, served)
         else:
-            seq = Sequence(request, 0, 1000 + arrival, max_tokens, stops, arrival, adapter=served)
+            seen = None
+            if pictures:
+                images = [Image(at, n, (1, 1, n), b"", sha256(content).digest()) for at, n, content in pictures]
+                seen = read_prompt(prompt, images, salt, KIND)
+            seq = Sequence(request, 0, 1000 + arrival, max_tokens, stops, arrival, adapter=served, seen=seen)
             seq.matcher = Grammar() if masked else None
             self.scheduler.add(seq)
         self.jobs[name] = Job(request, 1000 + arrival, stops, adapter=served)
+        if pictures:
+            self.jobs[name].seen = seen
         self.check()
         return name
 
@@ -440,9 +454,12 @@ class Simulation:
             self.events["loops while others wait"] += looped and bool(waiting)
         for seq in self.scheduler.running:
             full = sum(row.count for row in rows) == self.budget
-            assert seq in scheduled or full or before.get(seq) == 0, "a running sequence was left out for no reason"
+            no_rows = self.scheduler.running.image_stop[seq.slot] <= self.scheduler.running.computed[seq.slot]
+            self.events["waits for rows"] += no_rows
+            may_wait = full or no_rows or before.get(seq) == 0
+            assert seq in scheduled or may_wait, "a running sequence was left out for no reason"
             # With max_tokens 0, the last token of a prompt is left.
-            decodes = before.get(seq) == 1 and seq.max_tokens > 0
+            decodes = before.get(seq) == 1 and seq.max_tokens > 0 and not no_rows
             assert seq in scheduled or not decodes, "a decoding sequence was left out"
         admitted = [seq for seq in waiting if seq.status is Status.RUNNING]
         left = [seq for seq in waiting if seq.status is Status.WAITING and not self._is_parked(seq)]

@@ -1,5 +1,6 @@
 """Answers to prompts with pictures equal those of Hugging Face transformers, recorded in tests/goldens/images."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from engines import generate, make_engine, request
 from picture_prompts import PROCESSORS, PROMPTS, build, prompt_of
 from PIL import Image
+from simulation import PICTURE, TOKENS_PER_CALL, Simulation
 from tiny_models import fingerprint
 
 from jaxserve.images.processing import ImageProcessor
@@ -67,3 +69,36 @@ def test_with_other_features(name, tmp_path):
     check(engine, case, golden, "first")
     check(engine, case, golden, "again")
     assert (engine.scheduler.num_preemptions > 0) == (name == "preempted")
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_pictures_in_random_schedules(overlapped):
+    """The device asserts that each row reads the features of its own pictures, which share prefixes, rows and room."""
+    events = Counter()
+    reused = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        rows = int(rng.integers(9, 24))
+        sizes = {"num_pages": int(rng.integers(12, 22)), "page_size": 4, "max_num_seqs": int(rng.integers(2, 6))}
+        simulation = Simulation(**sizes, budget=int(rng.integers(5, 20)), image_rows=rows)
+        for _ in range(8):
+            prompt = []
+            pictures = []
+            for _ in range(rng.integers(0, 4)):
+                prompt += [0, 1][: rng.integers(3)]
+                count = int(rng.choice([2, 5, 9]))
+                pictures.append((len(prompt), count, bytes([count, int(rng.integers(2))])))
+                prompt += [PICTURE] * count
+            prompt += rng.integers(0, 6, 2).tolist()
+            most = min(int(rng.integers(1, 12)), simulation.longest - len(prompt))
+            simulation.add(prompt, n=int(rng.integers(1, 3)), max_tokens=most, pictures=pictures)
+            for tokens_per_call in rng.choice(TOKENS_PER_CALL, rng.integers(0, 6)).tolist():
+                if rng.random() < 0.2:
+                    simulation.propose(int(rng.integers(1, 4)), int(rng.integers(0, 4)))
+                simulation.overlapped_step(tokens_per_call) if overlapped else simulation.step(tokens_per_call)
+        simulation.drain(overlapped=overlapped)
+        events += simulation.events
+        reused += simulation.scheduler.images.num_reused
+    least = {"preemptions": 20, "prefix hits": 60, "waits for rows": 40, "tokens of pictures": 2000}
+    assert {name: n for name, n in least.items() if events[name] < n} == {}, events
+    assert reused > 50
