@@ -18,7 +18,8 @@ import numpy as np
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.files import shown
 from jaxserve.checkpoints.gguf import HEADER_ONLY, GGUFFile, StoredTensor, read_gguf
-from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES, HF_TOP, ROLES, TOP, Architecture
+from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
+from jaxserve.checkpoints.gguf_row import HF_TOP, ROLES, TOP, Architecture
 from jaxserve.checkpoints.gguf_tensor import GGUFTensor
 from jaxserve.checkpoints.mistral_native import halves_of_pairs
 from jaxserve.config import ConfigError
