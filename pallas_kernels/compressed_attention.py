@@ -133,6 +133,7 @@ def attend(
     page = places.pages(places.tables, within, layout.page_size)
     parts = [(0, jnp.where(within >= 0, layout.of_token(page, within), -1))]
     if compression is not None:
+        assert of_entries is not None
         flat[-1] = _with_entries(flat, heads, slots, places, of_entries[-1], layout, compression, decode_only)
         of_batch = q_start, kv_len, num_decodes
         parts.append((-1, _seen_entries(flat[-1], heads, places, of_batch, layout, compression, decode_only)))
@@ -256,6 +257,8 @@ def _seen_entries(
 
     def best() -> jax.Array:
         assert heads.keys is not None
+        assert heads.index_q is not None
+        assert heads.index_weights is not None
         dim = heads.keys.scale.shape[0]
         span = min(max(KV_BLOCK, top_k or 0), longest)
 

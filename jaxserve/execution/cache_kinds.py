@@ -258,7 +258,7 @@ class Compressed:
             top_k = None if made.indexer is None else made.indexer.top_k
             compression = Compression(made.rate, made.series, chosen.norm.eps, top_k)
         arrays = (pages,) if isinstance(pages, RowPages) else pages
-        attend = partial(
+        attend: Callable[..., Any] = partial(
             compressed_attention.attend,
             layout=self.layout,
             window=chosen.window,

@@ -21,7 +21,7 @@ from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, 
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AltUpSpec, AttentionSpec, HyperSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import AltUpSpec, AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
 from jaxserve.pallas_kernels.operands import Partials
@@ -159,11 +159,10 @@ class Decoder(nn.Module):
             self.embed_norm = Norm(config.embed_norm, hidden, self.dtype)
         if config.per_layer is not None:
             self.per_layer = PerLayerVectors(config.per_layer, hidden, self.dtype)
-        match config.streams:
-            case AltUpSpec(count=count):
-                self.streams = Streams(count, hidden, self.dtype)
-            case HyperSpec():
-                self.streams = HyperStreams(config.streams, hidden, config.layers[0].norm)
+        if isinstance(config.streams, AltUpSpec):
+            self.streams: Any = Streams(config.streams.count, hidden, self.dtype)
+        elif config.streams is not None:
+            self.streams = HyperStreams(config.streams, hidden, config.layers[0].norm)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype)

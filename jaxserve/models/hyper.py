@@ -103,14 +103,15 @@ class HyperLayer(nn.Module):
         self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops, own: jax.Array
     ) -> tuple[jax.Array, None]:
         """As `DecoderLayer`. own: the tokens' ids, int32 [tokens]."""
+        hyper = self.spec.hyper
         mlp = self.spec.mlp
-        assert self.spec.hyper is not None
+        assert hyper is not None
         assert mlp is not None
         attention = attention_of(self.spec, self.hidden_size, self.kv_heads, self.dtype)
         experts = Experts(mlp, self.hidden_size, self.dtype, name="mlp")
 
         def around(name: str, streams: jax.Array, part: Any) -> jax.Array:
-            connection = HyperConnection(self.spec.hyper, self.hidden_size, self.spec.norm, name=f"{name}_streams")
+            connection = HyperConnection(hyper, self.hidden_size, self.spec.norm, name=f"{name}_streams")
             inputs, write, mix = connection(streams)
             normed = Norm(self.spec.norm, self.hidden_size, self.dtype, name=f"{name}_norm")(inputs, ops)[1]
             result = part(normed).reduce(streams.dtype)
@@ -126,10 +127,9 @@ def hyper_sources(config: ModelConfig) -> dict[str, list[Source]]:
     mlp_hyper."""
     assert isinstance(config.streams, HyperSpec)
     count = config.streams.count
-    found = {}
-    for part in ("attention", "mlp"):
-        found |= _sources(f"{part}_streams/shares", f"{part}_hyper", (2 + count) * count, KINDS, config)
-    return found
+    sizes = (2 + count) * count, KINDS, config
+    of_attention = _sources("attention_streams/shares", "attention_hyper", *sizes)
+    return of_attention | _sources("mlp_streams/shares", "mlp_hyper", *sizes)
 
 
 def head_sources(config: ModelConfig) -> dict[str, list[Source]]:
