@@ -45,6 +45,7 @@ DELTA_ROLES |= {f"ssm_{part}": f"delta_{role}" for part, role in RATES.items()}
 QWEN3_NEXT_ROLES = DELTA_ROLES | {"ssm_in": "delta_qkvz", "ssm_ba": "delta_ba"}
 QWEN3_5_ROLES = DELTA_ROLES | {"ssm_beta": "delta_b", "ssm_alpha": "delta_a"}
 IN_TURNS = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_out")
+MULTIPLIED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down", "ssm_in", "ssm_out")
 MAMBA_ROLES = {f"ssm_{part}": f"mamba_{role}" for part, role in (RATES | {"d": "d", "in": "in"}).items()}
 LFM2_ROLES = {"shortconv.in_proj": "conv_in", "shortconv.conv": "conv", "shortconv.out_proj": "conv_out"}
 LFM2_TOP = {"token_embd_norm": "norm"}
@@ -234,7 +235,7 @@ HYBRIDS: dict[str, Architecture] = {
         QWEN3_5_ROLES,
         shifted=True,
         adapt=of_qwen3_5,
-        reordered=IN_TURNS,
+        changed=IN_TURNS,
         holds=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     ),
     "qwen35moe": Architecture(
@@ -244,7 +245,7 @@ HYBRIDS: dict[str, Architecture] = {
         shifted=True,
         mixtures=True,
         adapt=of_qwen3_5,
-        reordered=IN_TURNS,
+        changed=IN_TURNS,
         holds=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     ),
     "granitehybrid": Architecture(
@@ -353,6 +354,7 @@ HYBRIDS: dict[str, Architecture] = {
         },
         MAMBA_ROLES,
         adapt=of_mamba2,
+        changed=MULTIPLIED,
     ),
     # llama.cpp's code divides the weights of the chosen experts by their sum.
     "kimi-linear": Architecture(

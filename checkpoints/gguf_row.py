@@ -35,8 +35,8 @@ class Architecture:
       same: role -> another role, which has the same tensor.
       adapt: a function of the tensors by name, the config and the file's metadata that brings tensors to the form of
         Hugging Face's checkpoints.
-      reordered: tensors within a layer whose rows or columns `adapt` puts in another order; adapters in GGUF files
-        cannot change them.
+      changed: tensors within a layer whose rows or columns have another order than in checkpoints, or another scale;
+        adapters in GGUF files cannot change them.
       within: config.json has the settings in its text_config.
       holds: config.json's architectures whose models are in such files, where they are not just `name`.
       modules: a tensor's name within its layer -> its module in Hugging Face's model, for architectures whose tensors
@@ -59,7 +59,7 @@ class Architecture:
     top: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     adapt: Callable[[Tensors, Config, Mapping[str, Any]], Tensors] = lambda tensors, config, metadata: tensors
-    reordered: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     within: bool = False
     holds: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,9 @@ from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
 from jaxserve.checkpoints.gguf_model import GGUFReader, open_gguf
 from jaxserve.checkpoints.quantized import dequantize
 from jaxserve.checkpoints.safetensors import read_folder
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families import read_model_config
 from jaxserve.models.load import Checkpoint, load_params, read_hf_config
@@ -292,6 +294,13 @@ def test_the_same_answers(case, expressible, model_folders, tmp_path):
     scores = [[entry.logprob for entry in one.prompt_logprobs[1:]] for one in found]
     np.testing.assert_allclose(*scores, atol=1e-4)
     assert found[0].token_ids == found[1].token_ids
+
+
+def test_no_adapters_for_weights_with_multipliers(expressible, tmp_path):
+    """Those of a Falcon-H1 file are not the ones that an adapter was trained for."""
+    path = gguf_families.FamilyFile(expressible("falcon_h1_plain"), tmp_path / "model.gguf").write()
+    with pytest.raises(ConfigError, match="enable_lora must be False for GGUF files of Falcon-H1"):
+        ModelPlan.of(EngineConfig(model=str(path), enable_lora=True))
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
