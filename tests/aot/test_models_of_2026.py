@@ -2,8 +2,8 @@
 start compiles.
 
 Weights, states and pages are those of all layers, by the arithmetic of `jaxserve plan`. Steps are compiled with one
-period of the pattern of layers, which need the temporaries of all layers, and on GPUs with more layers to see what these
-launch. No kernel runs here.
+period of the pattern of layers, which need the temporaries of all layers, and on GPUs with more layers to see what
+these launch. No kernel runs here.
 """
 
 import json
@@ -33,7 +33,7 @@ from jaxserve.plan.deployment import Deployment, make_budget, make_runner, model
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
-from startup import is_forward
+from startup import is_forward  # noqa: E402
 
 PUBLISHED = {
     name: config
