@@ -14,6 +14,7 @@ from jaxserve.checkpoints.gguf_recurrent import Config, Tensors
 from jaxserve.checkpoints.gguf_tensor import ComputedTensor
 
 XIELU_NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+STREAM_PARTS = ("altup_proj", "altup_unembd_proj")  # stacks of a matrix for each residual stream but one
 
 
 def of_apertus(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
@@ -48,4 +49,20 @@ def of_glm4v(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> T
             heads = np.arange(0, tensor.shape[0], dim)
             tensor = replace(tensor, order=(heads[:, None] + in_head).ravel())
         made[name] = tensor
+    return made
+
+
+def of_gemma3n(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
+    """The matrices of all residual streams but one are a stack in the file."""
+    made = dict(tensors)
+    count = config["altup_num_inputs"] - 1
+    for part in STREAM_PARTS:
+        stack = made.pop(f"{part}.weight", None)
+        if stack is None:
+            continue
+        if len(stack.shape) != 3 or stack.shape[0] != count:
+            raise CheckpointError(f"{stack.path}: {stack.name} {list(stack.shape)} is no stack of {count} matrices")
+        for i in range(count):
+            own = f"{part}.{i}.weight"
+            made[own] = stack.entry(i, own)
     return made

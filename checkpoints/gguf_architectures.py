@@ -7,49 +7,56 @@ because llama.cpp's code has them as constants; such constants stand in the tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from jaxserve.checkpoints.gguf_adapted import XIELU_NUMBERS, of_apertus, of_glm4v
-from jaxserve.checkpoints.gguf_recurrent import Config, Tensors, of_lfm2, of_mamba2, of_qwen3_5, of_qwen3_next
+from jaxserve.checkpoints.gguf_gemmas import GEMMAS
+from jaxserve.checkpoints.gguf_hybrids import HYBRIDS
+from jaxserve.checkpoints.gguf_positions import step35_positions, two_ropes
+from jaxserve.checkpoints.gguf_row import GATE_UP, LATENT_ROLES, POST_IS_MLP, Architecture
 from jaxserve.checkpoints.gguf_settings import (
-    BAMBA,
+    BIASED,
+    BIASES,
     DEEPSEEK_EXPERTS,
-    DELTA,
     EXPERTS,
-    LFM2,
+    GRANITE,
     LOCAL_EXPERTS,
-    NEMOTRON_H,
+    ONE_GROUP,
     QWEN2_MOE,
     QWEN3_MOE,
-    QWEN3_NEXT,
-    Setting,
-    attention_layers,
+    SHARED_MLP,
+    SIGMOIDS,
     but,
+    by_layer,
+    clamps,
     deepseek,
     depth_scale,
     flag,
-    gemma_scale,
-    granite_hybrid,
+    four_times,
     granite_moe,
     groups,
     has,
-    kinds_by_attention,
+    indexer_types,
+    laguna_gates,
     last_layer,
     layer_types,
+    layers_from_full,
     llama,
+    mellum_layers,
+    mimo_heads,
+    mimo_window,
     mistral,
+    mlp_kinds,
+    mpt_attention,
     mscale,
     number,
-    of_experts,
+    of_kind,
     olmo,
     only,
     optional,
     real,
+    rows_of,
     same_as,
+    sigmoids,
     size,
-    somewhere,
     stored,
     turned_part,
     unused,
@@ -57,99 +64,13 @@ from jaxserve.checkpoints.gguf_settings import (
     window,
 )
 
-BIASED = {"attention_bias": somewhere("attn_q.bias")}
-BIASES = BIASED | {"mlp_bias": somewhere("ffn_up.bias")}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What a GGUF architecture is.
-
-    Attributes:
-      name: the architecture in config.json; a function for one that depends on the file.
-      settings: config.json's key -> Setting; beside those that all architectures have.
-      roles: a tensor's name within its layer -> its role in `jaxserve.models`, where it differs from ROLES.
-      norm_key: config.json's key of the norms' epsilon. The norms are LayerNorms unless it is rms_norm_eps.
-      paired: rows of queries and keys are stored in pairs (see GGUFTensor).
-      shifted: the weights of norms are stored with 1 added.
-      turns: some channels turn by the position.
-      latent: attention is over latents (DeepSeek), whose sizes have keys of their own.
-      mixtures: all layers have experts, and a file may lack the size of a dense MLP.
-      scaling: added to the rope scaling, if there is one.
-      top: names outside of layers -> roles, beside TOP.
-      same: role -> another role, which has the same tensor.
-      adapt: a function of the tensors by name, the config and the file's metadata that brings tensors to the form of
-        Hugging Face's checkpoints.
-      reordered: tensors within a layer whose rows or columns `adapt` puts in another order; adapters in GGUF files
-        cannot change them.
-      holds: config.json's architectures whose models are in such files, where they are not just `name`.
-      modules: a tensor's name within its layer -> its module in Hugging Face's model, for architectures whose tensors
-        get Hugging Face's names.
-    """
-
-    name: Setting
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    roles: Mapping[str, str] = field(default_factory=dict)
-    norm_key: str = "rms_norm_eps"
-    paired: bool = False
-    shifted: bool = False
-    turns: bool = True
-    latent: bool = False
-    mixtures: bool = False
-    scaling: Mapping[str, Setting] = field(default_factory=dict)
-    top: Mapping[str, str] = field(default_factory=dict)
-    same: Mapping[str, str] = field(default_factory=dict)
-    adapt: Callable[[Tensors, Config, Mapping[str, Any]], Tensors] = lambda tensors, config, metadata: tensors
-    reordered: tuple[str, ...] = ()
-    holds: tuple[str, ...] = ()
-    modules: Mapping[str, str] = field(default_factory=dict)
-
-
-# A tensor's name within its layer, or outside of layers -> its role. "weight" and "bias" are added to it.
-TOP = {"token_embd": "embed", "position_embd": "positions", "output_norm": "norm", "output": "head"}
-EXPERT_PARTS = {f"ffn_{role}_exps": f"expert_{role}" for role in ("gate", "up", "gate_up", "down")}
-ROLES = {
-    "attn_norm": "attention_norm",
-    "ffn_norm": "mlp_norm",
-    "post_attention_norm": "attention_out_norm",
-    "post_ffw_norm": "mlp_out_norm",
-    **{f"attn_{role}": role for role in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_b")},
-    "attn_output": "o",
-    "attn_q_norm": "q_norm",
-    "attn_k_norm": "k_norm",
-    "attn_kv_a_mqa": "kv_a",
-    "attn_kv_a_norm": "kv_norm",
-    "attn_sinks": "sinks",
-    **{f"ffn_{role}": role for role in ("gate", "up", "down")},
-    "ffn_gate_inp": "router",
-    "exp_probs_b": "correction",
-    "ffn_gate_inp_shexp": "shared_expert_gate",
-    **{f"ffn_{role}_shexp": f"shared_{role}" for role in ("gate", "up", "down")},
-    **EXPERT_PARTS,
-}
-SAME = {"expert_fused_down": "expert_down"}  # beside gate and up in one tensor, or in two
-# Roles that name one tensor, and which.
-BARE_ROLES = {"sinks": "weight", "correction": "bias"} | {
-    f"{kind}_{role}": part
-    for kind in ("delta", "mamba")
-    for role, part in (("a_log", "weight"), ("d", "weight"), ("dt_bias", "bias"))
-}
-BARE_ROLES |= dict.fromkeys(XIELU_NUMBERS, "weight")
 XIELU = {f"xielu_{name}": name for name in XIELU_NUMBERS}
-NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
-GATE_UP = {"ffn_up": "gate_up"}
-POST_IS_MLP = {"post_attention_norm": "mlp_norm"}
-RATES = {"a": "a_log", "dt": "dt_bias", "conv1d": "conv", "norm": "norm", "out": "out"}
-DELTA_ROLES = POST_IS_MLP | {"attn_qkv": "delta_qkv", "attn_gate": "delta_z"}
-DELTA_ROLES |= {f"ssm_{part}": f"delta_{role}" for part, role in RATES.items()}
-# attn_qkv and attn_gate of Qwen3-Next become ssm_in (`gguf_recurrent`), so that their roles have no use.
-QWEN3_NEXT_ROLES = DELTA_ROLES | {"ssm_in": "delta_qkvz", "ssm_ba": "delta_ba"}
-QWEN3_5_ROLES = DELTA_ROLES | {"ssm_beta": "delta_b", "ssm_alpha": "delta_a"}
-IN_TURNS = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_out")
-MAMBA_ROLES = {f"ssm_{part}": f"mamba_{role}" for part, role in (RATES | {"d": "d", "in": "in"}).items()}
-LFM2_ROLES = {"shortconv.in_proj": "conv_in", "shortconv.conv": "conv", "shortconv.out_proj": "conv_out"}
-LFM2_TOP = {"token_embd_norm": "norm"}
-LATENT_ROLES = {"attn_q_a_norm": "q_norm"}
+INDEXER_ROLES = {
+    "indexer.attn_q_b": "index_q",
+    "indexer.attn_k": "index_k",
+    "indexer.k_norm": "index_k_norm",
+    "indexer.proj": "index_weights",
+}
 
 # All layers of some models of Granite 4 have attention. Their files have settings of Mamba-2 even so, and the size of
 # the MLP under another key.
@@ -159,15 +80,17 @@ GRANITE_4 = {
         keys.count("expert_shared_feed_forward_length") or config["intermediate_size"]
     ),
 }
-SHARED_MLP = {"shared_intermediate_size": size("expert_shared_feed_forward_length")}
-GRANITE = BIASED | {
-    "attention_multiplier": real("attention.scale", 1.0),
-    "embedding_multiplier": real("embedding_scale", 1.0),
-    "residual_multiplier": real("residual_scale", 1.0),
-    "logits_scaling": real("logit_scale", 1.0),
-}
 COHERE = BIASED | {"logit_scale": real("logit_scale")}
-GEMMA = BIASED | {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+INDEXED = (
+    DEEPSEEK_EXPERTS
+    | ONE_GROUP
+    | SIGMOIDS
+    | {
+        "index_n_heads": size("attention.indexer.head_count"),
+        "index_head_dim": size("attention.indexer.key_length"),
+        "index_topk": size("attention.indexer.top_k"),
+    }
+)
 
 # The first architectures, whose tensors get Hugging Face's names.
 MODULES = {
@@ -189,7 +112,6 @@ MIXTRAL_MODULES = {
     "ffn_up_exps": "block_sparse_moe.experts.w3",
     "ffn_down_exps": "block_sparse_moe.experts.w2",
 }
-HF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -203,61 +125,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         paired=True,
         modules=MODULES | MIXTRAL_MODULES,
-        holds=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
+        holds=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM"),
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM", modules=MODULES),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM", modules=MODULES, holds=("Qwen2ForCausalLM", "InternVLForConditionalGeneration")
+    ),
     "qwen2vl": Architecture("Qwen2ForCausalLM", modules=MODULES, holds=("Qwen2_5_VLForConditionalGeneration",)),
-    "qwen3": Architecture("Qwen3ForCausalLM", BIASED, modules=MODULES),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", BIASED, modules=MODULES, holds=("Qwen3ForCausalLM", "InternVLForConditionalGeneration")
+    ),
     "qwen3vl": Architecture("Qwen3ForCausalLM", BIASED, modules=MODULES, holds=("Qwen3VLForConditionalGeneration",)),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", QWEN2_MOE, modules=MODULES),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", QWEN3_MOE, modules=MODULES),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        QWEN3_MOE,
+        modules=MODULES,
+        holds=("Qwen3MoeForCausalLM", "InternVLForConditionalGeneration"),
+    ),
     "qwen3vlmoe": Architecture(
         "Qwen3MoeForCausalLM", QWEN3_MOE, modules=MODULES, holds=("Qwen3VLMoeForConditionalGeneration",)
-    ),
-    "qwen3next": Architecture("Qwen3NextForCausalLM", QWEN3_NEXT, QWEN3_NEXT_ROLES, shifted=True, adapt=of_qwen3_next),
-    "qwen35": Architecture(
-        "Qwen3_5ForCausalLM",
-        DELTA,
-        QWEN3_5_ROLES,
-        shifted=True,
-        adapt=of_qwen3_5,
-        reordered=IN_TURNS,
-        holds=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    ),
-    "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        DELTA | QWEN2_MOE,
-        QWEN3_5_ROLES,
-        shifted=True,
-        mixtures=True,
-        adapt=of_qwen3_5,
-        reordered=IN_TURNS,
-        holds=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    ),
-    "gemma": Architecture("GemmaForCausalLM", GEMMA, shifted=True),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        GEMMA
-        | {
-            "query_pre_attn_scalar": gemma_scale(46),
-            "attn_logit_softcapping": real("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": real("final_logit_softcapping", 30.0),
-            "sliding_window": window(4096),
-            "layer_types": layer_types(2),
-        },
-        shifted=True,
-    ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
-        GEMMA
-        | {
-            "query_pre_attn_scalar": gemma_scale(62),
-            "final_logit_softcapping": optional("final_logit_softcapping"),
-            "rope_local_base_freq": real("rope.freq_base_swa", 10000.0),
-            "sliding_window": window(),
-            "layer_types": layer_types(6),
-        },
-        shifted=True,
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
@@ -300,14 +186,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "Glm4MoeLiteForCausalLM",
             "YoutuForCausalLM",
             "Kimi_K25ForConditionalGeneration",
+            "KimiK25ForConditionalGeneration",
         ),
     ),
     "mistral4": Architecture(
         "Mistral4ForCausalLM",
         DEEPSEEK_EXPERTS
+        | ONE_GROUP
         | {
-            "n_group": size("expert_group_count", 1),
-            "topk_group": size("expert_group_used_count", 1),
             "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 1),
         },
         LATENT_ROLES,
@@ -347,80 +233,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         paired=True,
         holds=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     ),
-    "granitehybrid": Architecture(
-        granite_hybrid,
-        BIASES
-        | BAMBA
-        | but(
-            "BambaForCausalLM",
-            GRANITE
-            | SHARED_MLP
-            | {
-                "num_local_experts": number("expert_count"),
-                "num_experts_per_tok": number("expert_used_count"),
-                "layer_types": kinds_by_attention("mamba", "attention"),
-            },
-        )
-        | {
-            "attention_bias": somewhere("attn_q.bias"),
-            "attn_layer_indices": only("BambaForCausalLM", attention_layers),
-            "partial_rotary_factor": only("BambaForCausalLM", turned_part),
-        },
-        MAMBA_ROLES,
-        paired=True,
-        adapt=of_mamba2,
-        holds=("GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
-    ),
-    **dict.fromkeys(
-        ("nemotron_h", "nemotron_h_moe"),
-        Architecture(
-            "NemotronHForCausalLM",
-            NEMOTRON_H
-            | {
-                key: of_experts(setting)
-                for key, setting in (
-                    DEEPSEEK_EXPERTS
-                    | {
-                        "first_k_dense_replace": None,
-                        "n_group": size("expert_group_count", 1),
-                        "topk_group": size("expert_group_used_count", 1),
-                        "moe_shared_expert_intermediate_size": size("expert_shared_feed_forward_length"),
-                    }
-                ).items()
-            },
-            MAMBA_ROLES,
-            paired=True,
-            turns=False,
-            same={"mlp_norm": "attention_norm"},
-            adapt=of_mamba2,
-        ),
-    ),
-    "lfm2": Architecture(
-        "Lfm2ForCausalLM", LFM2 | {"block_auto_adjust_ff_dim": False}, LFM2_ROLES, top=LFM2_TOP, adapt=of_lfm2
-    ),
-    # llama.cpp's code divides the weights of the chosen experts by their sum, and does not scale them.
-    "lfm2moe": Architecture(
-        "Lfm2MoeForCausalLM",
-        LFM2
-        | EXPERTS
-        | {
-            "num_experts": size("expert_count"),
-            "moe_intermediate_size": size("expert_feed_forward_length"),
-            "num_dense_layers": number("leading_dense_block_count"),
-            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
-            "use_expert_bias": somewhere("exp_probs_b.bias"),
-            "norm_topk_prob": True,
-        },
-        LFM2_ROLES,
-        top=LFM2_TOP,
-        adapt=of_lfm2,
-    ),
     "command-r": Architecture(
         "CohereForCausalLM", COHERE | {"use_qk_norm": has("blk.0.attn_q_norm.weight")}, norm_key="layer_norm_eps"
     ),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
         COHERE | {"sliding_window": window(4096), "layer_types": layer_types(4)},
+        norm_key="layer_norm_eps",
+    ),
+    # llama.cpp's code averages the results of experts and of shared ones.
+    "cohere2moe": Architecture(
+        "Cohere2MoeForCausalLM",
+        COHERE
+        | EXPERTS
+        | {
+            "num_experts": size("expert_count"),
+            "num_shared_experts": number("expert_shared_count"),
+            "intermediate_size": size("expert_feed_forward_length"),
+            "prefix_dense_intermediate_size": rows_of("ffn_up"),
+            "first_k_dense_replace": number("leading_dense_block_count"),
+            "sigmoids": sigmoids,
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": flag("expert_weights_norm", False),
+            "sliding_window": window(),
+            "layer_types": layers_from_full,
+        },
         norm_key="layer_norm_eps",
     ),
     # The converter writes attention_factor, the whole factor of YaRN's attention, as yarn_attn_factor.
@@ -453,12 +290,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Glm4MoeForCausalLM",
         BIASED
         | DEEPSEEK_EXPERTS
+        | ONE_GROUP
+        | SIGMOIDS
         | {
             "partial_rotary_factor": turned_part,
-            "n_group": size("expert_group_count", 1),
-            "topk_group": size("expert_group_used_count", 1),
             "use_qk_norm": has("blk.0.attn_q_norm.weight"),
-            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
         },
         POST_IS_MLP,
         holds=("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "SolarOpenForCausalLM"),
@@ -467,10 +303,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Dots1ForCausalLM",
         BIASED
         | DEEPSEEK_EXPERTS
+        | ONE_GROUP
+        | SIGMOIDS
         | {
-            "n_group": size("expert_group_count", 1),
-            "topk_group": size("expert_group_used_count", 1),
-            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
             "sliding_window": None,
         },
     ),
@@ -481,12 +316,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             for key, setting in DEEPSEEK_EXPERTS.items()
             if key not in ("n_routed_experts", "n_shared_experts")
         }
+        | ONE_GROUP
+        | SIGMOIDS
         | {
             "num_experts": size("expert_count"),
             "num_shared_experts": number("expert_shared_count"),
-            "n_group": size("expert_group_count", 1),
-            "topk_group": size("expert_group_used_count", 1),
-            "scoring_func": lambda keys, config: keys.expect("expert_gating_func", 2),
             "shared": unused("expert_shared_feed_forward_length"),
             "sliding_window": window(),
             "layer_types": layer_types(4),
@@ -496,6 +330,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture(
         "AfmoeForCausalLM",
         EXPERTS
+        | ONE_GROUP
         | {
             "num_experts": size("expert_count"),
             "moe_intermediate_size": size("expert_feed_forward_length"),
@@ -503,9 +338,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_dense_layers": number("leading_dense_block_count"),
             "route_scale": real("expert_weights_scale", 1.0),
             "route_norm": flag("expert_weights_norm", True),
-            "score_func": lambda keys, config: keys.expect("expert_gating_func", 2),
-            "n_group": size("expert_group_count", 1),
-            "topk_group": size("expert_group_used_count", 1),
+            "score_func": sigmoids,
             "sliding_window": window(),
             "layer_types": layer_types(4),
             "mup_enabled": True,
@@ -560,7 +393,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mscale_all_dim": same_as("mscale"),
             "llama_4_scaling_beta": optional("attention.temperature_scale"),
         },
-        holds=("MistralForCausalLM", "Ministral3ForCausalLM"),
+        holds=("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", BIASES | {"no_rope_layer_interval": 4}, paired=True),
     "stablelm": Architecture(
@@ -661,6 +494,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attn_scale": 0.1,
             "use_qk_norm": lambda keys, config: config["num_local_experts"] != 128,
         },
+        holds=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     ),
     "arcee": Architecture("ArceeForCausalLM", BIASES | {"hidden_act": "relu2"}, paired=True),
     "olmoe": Architecture(
@@ -677,6 +511,117 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture(
         "OlmoForCausalLM", BIASED | {"clip_qkv": optional("attention.clamp_kqv")}, norm_key="", paired=True
     ),
+    "bloom": Architecture(
+        "BloomForCausalLM",
+        {
+            "seq_length": same_as("max_position_embeddings"),
+            "max_position_embeddings": None,
+            "intermediate_size": four_times,
+            "hidden_act": None,
+        },
+        norm_key="layer_norm_epsilon",
+        turns=False,
+        top={"token_embd_norm": "embed_norm"},
+    ),
+    "mpt": Architecture(
+        "MptForCausalLM",
+        {"attn_config": mpt_attention, "intermediate_size": four_times, "hidden_act": None},
+        norm_key="layer_norm_epsilon",
+        turns=False,
+    ),
+    "jais2": Architecture("Jais2ForCausalLM", BIASES | {"hidden_act": "relu2"}, norm_key="layer_norm_eps"),
+    "glm-dsa": Architecture(
+        "GlmMoeDsaForCausalLM",
+        INDEXED | {"indexer_types": indexer_types},
+        LATENT_ROLES | INDEXER_ROLES,
+        latent=True,
+        scaling={"mscale": mscale, "mscale_all_dim": mscale},
+    ),
+    "deepseek32": Architecture(
+        "DeepseekV32ForCausalLM",
+        INDEXED,
+        LATENT_ROLES | INDEXER_ROLES,
+        latent=True,
+        scaling={"mscale": mscale, "mscale_all_dim": mscale},
+    ),
+    # Files from before the key for the values' scale are of the published model, which has this one.
+    "mimo2": Architecture(
+        "MiMoV2FlashForCausalLM",
+        BIASED
+        | DEEPSEEK_EXPERTS
+        | ONE_GROUP
+        | SIGMOIDS
+        | {
+            "norm_topk_prob": flag("expert_weights_norm", True),
+            "first_k_dense_replace": unused("leading_dense_block_count"),
+            "mlp_layer_types": mlp_kinds,
+            "v_head_dim": size("attention.value_length"),
+            "attention_value_scale": real("attention.value_scale", 0.707),
+            "layer_types": layer_types(6),
+            "sliding_window": mimo_window,
+            "num_key_value_heads": mimo_heads,
+        },
+        varied=("attention.head_count_kv",),
+        positions=two_ropes,
+    ),
+    "step35": Architecture(
+        "Step3p7ForConditionalGeneration",
+        BIASED
+        | EXPERTS
+        | {
+            "layer_types": layer_types(4),
+            "sliding_window": window(),
+            "num_sliding_attention_heads": of_kind("attention.head_count", "sliding_attention"),
+            "num_attention_heads": lambda keys, config: (
+                of_kind("attention.head_count", "full_attention")(keys, config) or config["num_attention_heads"]
+            ),
+            "mlp_layer_types": mlp_kinds,
+            "dense": unused("leading_dense_block_count", "moe_every_n_layers"),
+            "n_routed_experts": size("expert_count"),
+            "moe_intermediate_size": size("expert_feed_forward_length"),
+            "share_expert_dim": size("expert_shared_feed_forward_length"),
+            "moe_router_scaling_factor": real("expert_weights_scale", 1.0),
+            "norm_expert_weight": flag("expert_weights_norm", True),
+            "moe_router_activation": sigmoids,
+            "swiglu_limits": clamps("swiglu_clamp_exp"),
+            "swiglu_limits_shared": clamps("swiglu_clamp_shexp"),
+        },
+        {"attn_gate": "out_gate"},
+        shifted=True,
+        varied=("attention.head_count", "attention.head_count_kv"),
+        positions=step35_positions,
+        within=True,
+    ),
+    # llama.cpp's code divides the weights of the chosen experts by their sum.
+    "mellum": Architecture(
+        "MellumForCausalLM",
+        QWEN3_MOE | {"sliding_window": window(), "layer_types": mellum_layers},
+        positions=two_ropes,
+    ),
+    "laguna": Architecture(
+        "LagunaForCausalLM",
+        BIASED
+        | EXPERTS
+        | {
+            "num_experts": size("expert_count"),
+            "sliding_window": window(),
+            "layer_types": layers_from_full,
+            "num_attention_heads_per_layer": lambda keys, config: by_layer(keys, config, "attention.head_count"),
+            "gating": laguna_gates,
+            "mlp_layer_types": mlp_kinds,
+            "dense": unused("leading_dense_block_count"),
+            "moe_intermediate_size": size("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": size("expert_shared_feed_forward_length"),
+            "moe_routed_scaling_factor": real("expert_weights_scale", 1.0),
+            "normalized": lambda keys, config: keys.expect("expert_weights_norm", True),
+            "sigmoids": sigmoids,
+        },
+        {"attn_gate": "out_gate"},
+        varied=("attention.head_count",),
+        positions=two_ropes,
+    ),
+    **GEMMAS,
+    **HYBRIDS,
 }
 
 

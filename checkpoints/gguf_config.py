@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
+
+import numpy as np
 
 from jaxserve.checkpoints.gguf import end_ids
-from jaxserve.checkpoints.gguf_architectures import BARE_ROLES, EXPERT_PARTS, ROLES, SAME, TOP, Architecture
+from jaxserve.checkpoints.gguf_adapted import STREAM_PARTS
 from jaxserve.checkpoints.gguf_keys import Keys, read_rope_scaling
+from jaxserve.checkpoints.gguf_row import BARE_ROLES, EXPERT_PARTS, ROLES, SAME, TOP, Architecture
 from jaxserve.checkpoints.gguf_settings import Config, resolve
 
 # Settings that have no effect. The sections of a head turn by the same position where there is only text.
@@ -17,7 +21,8 @@ HARMLESS = (
 
 
 def names_of(row: Architecture, tensors: Collection[str]) -> dict[str, str]:
-    """Role -> name of each tensor that a file of the architecture may have. "{i}" is the layer, "{e}" the expert."""
+    """Role -> name of each tensor that a file of the architecture may have. "{i}" is the layer, "{e}" the expert, "{h}"
+    the residual stream."""
     roles = {**ROLES, **row.roles}
     # Falcon 40B has two norms in parallel, of which the second is that of attention.
     if "blk.0.attn_norm_2.weight" in tensors:
@@ -38,9 +43,10 @@ def names_of(row: Architecture, tensors: Collection[str]) -> dict[str, str]:
             names |= {f"{role}.{kind}": f"blk.{{i}}.{part}.{expert}{kind}" for kind in ("weight", "bias")}
     for role, other in SAME.items() | row.same.items():
         names |= {f"{role}.{kind}": names[f"{other}.{kind}"] for kind in ("weight", "bias") if other in roles.values()}
-    return names | {
-        f"{role}.{kind}": f"{part}.{kind}" for part, role in {**TOP, **row.top}.items() for kind in ("weight", "bias")
-    }
+    for part, role in {**TOP, **row.top}.items():
+        stream = "{h}." if part in STREAM_PARTS else ""
+        names |= {f"{role}.{kind}": f"{part}.{stream}{kind}" for kind in ("weight", "bias")}
+    return names
 
 
 def read_config(keys: Keys, row: Architecture) -> Config:
@@ -49,16 +55,15 @@ def read_config(keys: Keys, row: Architecture) -> Config:
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise keys.refuse("there is no matrix token_embd.weight")
-    heads = keys.size("attention.head_count")
-    hidden = keys.size("embedding_length")
+    for key in row.varied:
+        if isinstance(numbers := keys.left.get(key), np.ndarray):
+            keys.left[key] = numbers[:1]
     config: Config = {
         "architectures": [resolve(row.name, keys, {})],
         "model_type": keys.architecture,
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
+        "hidden_size": keys.size("embedding_length"),
         "num_hidden_layers": keys.size("block_count") - keys.count("nextn_predict_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.of_layers("attention.head_count_kv", heads),
         "max_position_embeddings": keys.size("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _dtype({tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}),
@@ -66,21 +71,33 @@ def read_config(keys: Keys, row: Architecture) -> Config:
         "eos_token_id": end_ids(keys.file.metadata),
         "hidden_act": "silu",
     }
-    if "feed_forward_length" in keys.left or not row.mixtures:
-        config["intermediate_size"] = keys.of_layers("feed_forward_length")
-    config |= _read_norms(keys, row) | (_latent_sizes if row.latent else _head_sizes)(keys, hidden // heads)
+    config |= _read_norms(keys, row)
+    if row.attends:
+        config |= _read_attention(keys, row, config["hidden_size"])
     for key, setting in row.settings.items():
         value = resolve(setting, keys, config)
         if value is not None or key == "sliding_window":
             config[key] = value
         else:
             config.pop(key, None)
-    config |= _positions(keys, row, config)
+    config |= (row.positions or partial(_positions, row=row))(keys, config)
     keys.expect("attention.causal", True)
     for harmless in HARMLESS:
         keys.left.pop(harmless, None)
     keys.finish()
     return config
+
+
+def _read_attention(keys: Keys, row: Architecture, hidden: int) -> Config:
+    """The sizes of attention, and of the MLP behind it."""
+    heads = keys.size("attention.head_count")
+    found: Config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.of_layers("attention.head_count_kv", heads),
+    }
+    if "feed_forward_length" in keys.left or not row.mixtures:
+        found["intermediate_size"] = keys.of_layers("feed_forward_length")
+    return found | (_latent_sizes if row.latent else _head_sizes)(keys, hidden // heads, row)
 
 
 def _read_norms(keys: Keys, row: Architecture) -> Config:
@@ -95,13 +112,14 @@ def _read_norms(keys: Keys, row: Architecture) -> Config:
     return {row.norm_key: found}
 
 
-def _head_sizes(keys: Keys, usual: int) -> Config:
+def _head_sizes(keys: Keys, usual: int, row: Architecture) -> Config:
     head_dim = keys.size("attention.key_length", usual)
-    keys.expect("attention.value_length", head_dim)
+    if "v_head_dim" not in row.settings:
+        keys.expect("attention.value_length", head_dim)
     return {"head_dim": head_dim}
 
 
-def _latent_sizes(keys: Keys, usual: int) -> Config:
+def _latent_sizes(keys: Keys, usual: int, row: Architecture) -> Config:
     """The sizes of attention over latents. In newer files key_length and value_length are those of the latents, and
     keys with "mla" have those of heads."""
     rope = keys.size("rope.dimension_count")
@@ -122,7 +140,7 @@ def _latent_sizes(keys: Keys, usual: int) -> Config:
     }
 
 
-def _positions(keys: Keys, row: Architecture, config: Config) -> Config:
+def _positions(keys: Keys, config: Config, row: Architecture) -> Config:
     """The rotary base and its stretching."""
     if not row.turns:
         for key in ("rope.dimension_count", "rope.freq_base"):

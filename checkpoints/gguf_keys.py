@@ -119,7 +119,7 @@ def _longrope(keys: Keys, original: int, length: int, turned: int) -> dict[str, 
     """LongRoPE's factors for short and for long texts. Their attention factor follows from the two context lengths,
     unless the file has another one."""
     factors = {
-        f"{which}_factor": _divisors(keys, f"rope_factors_{which}.weight", turned) for which in ("long", "short")
+        f"{which}_factor": read_divisors(keys, f"rope_factors_{which}.weight", turned) for which in ("long", "short")
     }
     found: dict[str, Any] = {name: [shortest(x) for x in some] for name, some in factors.items()}
     usual = math.sqrt(1 + math.log(length / original) / math.log(original)) if length > original > 1 else 1.0
@@ -129,7 +129,7 @@ def _longrope(keys: Keys, original: int, length: int, turned: int) -> dict[str, 
     return {"rope_type": "longrope", "original_max_position_embeddings": original, **found}
 
 
-def _divisors(keys: Keys, name: str, turned: int) -> np.ndarray:
+def read_divisors(keys: Keys, name: str, turned: int) -> np.ndarray:
     """float32 [turned / 2]: by how much the frequency of each pair of channels is divided."""
     stored = keys.file.tensors[name]
     if stored.shape != (turned // 2,) or stored.type.name != "F32":
@@ -143,7 +143,7 @@ def _llama3_scaling(keys: Keys, theta: float, turned: int) -> dict[str, Any] | N
     In all known models the low and high frequency factors are 1 and 4, in Llama 4 both are 1, and the context length is
     a power of two.
     """
-    divisors = _divisors(keys, ROPE_FACTORS, turned).astype(np.float64)
+    divisors = read_divisors(keys, ROPE_FACTORS, turned).astype(np.float64)
     factor = float(divisors.max())
     if (divisors == 1).all():
         return None

@@ -18,23 +18,16 @@ import numpy as np
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats.gguf_blocks import FLOATS, needs_package
 from jaxserve.checkpoints.gguf import StoredTensor, known_gguf
-from jaxserve.checkpoints.gguf_architectures import (
-    ARCHITECTURES,
-    EXPERT_PARTS,
-    HF_TOP,
-    NORMS,
-    ROLES,
-    TOP,
-    Architecture,
-)
+from jaxserve.checkpoints.gguf_adapted import STREAM_PARTS
+from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
 from jaxserve.checkpoints.gguf_config import names_of, read_config
 from jaxserve.checkpoints.gguf_keys import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys
+from jaxserve.checkpoints.gguf_row import BARE, EXPERT_PARTS, HF_TOP, NORMS, ROLES, TOP, Architecture
 from jaxserve.checkpoints.gguf_tensor import ComputedTensor, GGUFTensor
 from jaxserve.pallas_kernels.types import QuantArray
 
 log = logging.getLogger(__name__)
 
-BARE = ("ssm_a", "ssm_d")  # tensors whose names have no ".weight"
 BESIDE = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are settings
 LATENT_PARTS = {"attn_k_b": "", "attn_v_b": ""}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
@@ -115,7 +108,14 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
         log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
     description = "GGUF " + ", ".join(sorted(kind.name for kind in kinds))
     names = {} if row.modules else names_of(row, file.tensors)
+    config = _within(config) if row.within else config
     return GGUFModel(config, tensors, GGUFReader(tensors, description), file.metadata, names)
+
+
+def _within(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that sees, with these settings of its language model."""
+    of_whole = ("architectures", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    return {key: config[key] for key in of_whole} | {"text_config": config}
 
 
 def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> GGUFTensor | None:
@@ -128,7 +128,7 @@ def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> 
     known: Mapping[str, str] = (row.modules or {**ROLES, **LATENT_PARTS, **row.roles}) if layer else {**TOP, **row.top}
     if part not in known or (part in LATENT_PARTS and not row.latent) or (kind is None and part not in BARE):
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is of a kind that is not supported")
-    stacked = part in EXPERT_PARTS or part in LATENT_PARTS
+    stacked = part in (*EXPERT_PARTS, *STREAM_PARTS, *LATENT_PARTS)
     if stored.type.name not in FLOATS and len(stored.shape) != (3 if stacked else 2):
         raise CheckpointError(f"{stored.path}: tensor {stored.name!r} is quantized, but no matrix")
     pairs = config["head_dim"] if row.paired and part in ("attn_q", "attn_k") else 0
@@ -136,7 +136,8 @@ def _tensor(stored: StoredTensor, row: Architecture, config: dict[str, Any]) -> 
         raise CheckpointError(
             f"{stored.path}: tensor {stored.name!r} of {list(stored.shape)} has no whole heads of an even size {pairs}"
         )
-    name = stored.name
+    name = stored.name if kind else f"{stored.name}.weight"
+    kind = kind or "weight"
     if row.modules:
         name = f"model.layers.{layer}.{known[part]}.{kind}" if layer else f"{HF_TOP[part]}.{kind}"
     dtype = FLOATS.get(stored.type.name, np.dtype(np.float32))

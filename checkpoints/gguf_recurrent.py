@@ -6,7 +6,8 @@ convolutions, and changes the order and the shapes of some tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +25,30 @@ def _delta_layers(config: Config) -> list[str]:
     return [f"blk.{i}" for i, kind in enumerate(config["layer_types"]) if kind == "linear_attention"]
 
 
-def _log_rates(rates: GGUFTensor, name: str) -> GGUFTensor:
-    """A_log, from its negative exponentials."""
-    count = int(np.prod(rates.shape))
-    return ComputedTensor.of(name, (count,), (rates,), lambda values: np.log(-values).reshape(count))
+def _log_rates(rates: GGUFTensor, shape: tuple[int, ...] | None = None) -> GGUFTensor:
+    """A_log, from its negative exponentials; without `shape` it has one axis."""
+    made = shape or (math.prod(rates.shape),)
+    return ComputedTensor.of(rates.name, made, (rates,), lambda values: np.log(-values).reshape(made))
 
 
-def _with_axis(conv: GGUFTensor) -> GGUFTensor:
-    """A convolution's weight [channels, 1, width], which the file has as [channels, width]."""
-    return replace(conv, shape=(conv.shape[0], 1, conv.shape[1])) if len(conv.shape) == 2 else conv
+def _flat(tensor: GGUFTensor) -> GGUFTensor:
+    return replace(tensor, shape=(math.prod(tensor.shape),))
+
+
+def _convolution(tensor: GGUFTensor) -> GGUFTensor:
+    """A convolution's weight [channels, 1, width], which files have with fewer or more axes of 1."""
+    *channels, width = tensor.shape
+    return replace(tensor, shape=(math.prod(channels), 1, width))
+
+
+def _changed(tensors: Tensors, changes: Mapping[str, Callable[[GGUFTensor], GGUFTensor]]) -> Tensors:
+    """The tensors, with changes of those whose names within a layer are given."""
+
+    def change(tensor: GGUFTensor) -> GGUFTensor:
+        part = tensor.name.split(".", 2)[-1].removesuffix(".weight")
+        return changes[part](tensor) if part in changes and tensor.name.endswith(".weight") else tensor
+
+    return {name: change(tensor) for name, tensor in tensors.items()}
 
 
 def of_qwen3_next(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
@@ -40,10 +56,10 @@ def of_qwen3_next(tensors: Tensors, config: Config, metadata: Mapping[str, Any])
     have it as it is (ssm_in)."""
     made = dict(tensors)
     for at in _delta_layers(config):
-        if (rates := made.pop(f"{at}.ssm_a", None)) is not None:
-            made[f"{at}.ssm_a.weight"] = _log_rates(rates, f"{at}.ssm_a.weight")
+        if (rates := made.get(f"{at}.ssm_a.weight")) is not None:
+            made[rates.name] = _log_rates(rates)
         if (conv := made.get(f"{at}.ssm_conv1d.weight")) is not None:
-            made[conv.name] = _with_axis(conv)
+            made[conv.name] = _convolution(conv)
         qkv, gates = (made.pop(f"{at}.{part}.weight", None) for part in ("attn_qkv", "attn_gate"))
         if qkv is not None and gates is not None:
             made[f"{at}.ssm_in.weight"] = _joined(f"{at}.ssm_in.weight", qkv, gates, config)
@@ -81,7 +97,7 @@ def of_qwen3_5(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) ->
     behind_keys = np.concatenate([np.arange(keys), keys + of_values])
     orders = {
         "attn_qkv.weight": behind_keys, "ssm_conv1d.weight": behind_keys, "attn_gate.weight": of_values,
-        "ssm_beta.weight": place, "ssm_alpha.weight": place, "ssm_dt.bias": place, "ssm_a": place,
+        "ssm_beta.weight": place, "ssm_alpha.weight": place, "ssm_dt.bias": place, "ssm_a.weight": place,
     }  # fmt: skip
     for at in _delta_layers(config):
         for part, order in orders.items() if heads != key_heads else ():
@@ -91,10 +107,10 @@ def of_qwen3_5(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) ->
         if heads != key_heads and (out := made.get(f"{at}.ssm_out.weight")) is not None:
             _check_size(out, 1, len(of_values))
             made[out.name] = replace(out, columns=np.argsort(of_values).astype(np.int32))
-        if (rates := made.pop(f"{at}.ssm_a", None)) is not None:
-            made[f"{at}.ssm_a.weight"] = _log_rates(rates, f"{at}.ssm_a.weight")
+        if (rates := made.get(f"{at}.ssm_a.weight")) is not None:
+            made[rates.name] = _log_rates(rates)
         if (conv := made.get(f"{at}.ssm_conv1d.weight")) is not None:
-            made[conv.name] = _with_axis(conv)
+            made[conv.name] = _convolution(conv)
     return made
 
 
@@ -103,23 +119,19 @@ def _check_size(tensor: GGUFTensor, axis: int, size: int) -> None:
         raise CheckpointError(f"{tensor.path}: {tensor.name} {list(tensor.shape)} does not fit, it should have {size}")
 
 
+def of_mamba(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
+    return _changed(tensors, {"ssm_a": lambda rates: _log_rates(rates, rates.shape), "ssm_conv1d": _convolution})
+
+
 def of_mamba2(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
     """A and D are columns, and the norm has a row for each group."""
-    made = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".ssm_a"):
-            made[f"{name}.weight"] = _log_rates(tensor, f"{name}.weight")
-        elif name.endswith(".ssm_d"):
-            made[f"{name}.weight"] = replace(tensor, name=f"{name}.weight", shape=(int(np.prod(tensor.shape)),))
-        elif name.endswith(".ssm_norm.weight"):
-            made[name] = replace(tensor, shape=(int(np.prod(tensor.shape)),))
-        else:
-            made[name] = _with_axis(tensor) if name.endswith(".ssm_conv1d.weight") else tensor
-    return made
+    return _changed(tensors, {"ssm_a": _log_rates, "ssm_d": _flat, "ssm_norm": _flat, "ssm_conv1d": _convolution})
 
 
 def of_lfm2(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
-    return {
-        name: _with_axis(tensor) if name.endswith(".shortconv.conv.weight") else tensor
-        for name, tensor in tensors.items()
-    }
+    return _changed(tensors, {"shortconv.conv": _convolution})
+
+
+def of_kimi_linear(tensors: Tensors, config: Config, metadata: Mapping[str, Any]) -> Tensors:
+    changes: dict[str, Callable[[GGUFTensor], GGUFTensor]] = {f"ssm_conv1d_{part}": _convolution for part in "qkv"}
+    return _changed(tensors, changes | {"ssm_a": _log_rates})

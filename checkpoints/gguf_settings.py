@@ -89,14 +89,17 @@ def layer_types(period: int) -> Setting:
     return read
 
 
-def turned_part(keys: Keys, config: Config) -> float | None:
-    """The share of a head's channels that turn."""
-    head_dim = config["head_dim"]
-    turned = keys.size("rope.dimension_count", head_dim)
+def share_of(keys: Keys, turned: int, head_dim: int) -> float:
+    """The share of a head's channels that turn, of which there are `turned`."""
     if turned > head_dim or turned % 2:
         raise keys.refuse(f"{keys.architecture}.rope.dimension_count={turned} is not supported")
     share = turned / head_dim
     return share if int(head_dim * share) == turned else math.nextafter(share, 1.0)
+
+
+def turned_part(keys: Keys, config: Config) -> float:
+    head_dim = config["head_dim"]
+    return share_of(keys, keys.size("rope.dimension_count", head_dim), head_dim)
 
 
 def gemma_scale(layers: int) -> Setting:
@@ -220,11 +223,6 @@ def granite_moe(keys: Keys, config: Config) -> str:
     return "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
 
 
-def granite_hybrid(keys: Keys, config: Config) -> str:
-    """Of the models with Mamba-2 only Bamba has rotary positions."""
-    return "BambaForCausalLM" if keys.left.get("rope.scaling.finetuned") else "GraniteMoeHybridForCausalLM"
-
-
 def depth_scale(keys: Keys, config: Config) -> float:
     """MiniCPM's scale_depth. The file has the scale of a layer's results; the first ones have none, and mean 1.4."""
     root = config["num_hidden_layers"] ** 0.5
@@ -238,77 +236,146 @@ def width_base(keys: Keys, config: Config) -> float:
     return hidden / keys.real("logit_scale", hidden / 256)
 
 
-def value_width(keys: Keys, config: Config) -> int:
-    """Qwen3-Next's linear_value_head_dim; the file has the width of all heads."""
-    return keys.size("ssm.inner_size") // config["linear_num_value_heads"]
-
-
-def in_layers(keys: Keys, config: Config, key: str) -> list[bool]:
-    """Which layers have a part, by the array of its sizes."""
+def by_layer(keys: Keys, config: Config, key: str, default: int | None = None) -> list[int]:
+    """A number of each layer: by the file's array, or the same for all."""
     count = config["num_hidden_layers"]
-    given = keys.file.metadata.get(f"{keys.architecture}.{key}", 0)
-    if not isinstance(given, np.ndarray):
-        return [bool(given)] * count
-    if len(given) < count:
-        raise keys.refuse(f"{keys.architecture}.{key} has {len(given)} numbers, there are {count} layers")
-    return [bool(size) for size in given[:count]]
+    given = keys.file.metadata.get(f"{keys.architecture}.{key}", default)
+    if type(given) is int:
+        return [given] * count
+    if not isinstance(given, np.ndarray) or given.dtype.kind not in "iub" or len(given) < count:
+        raise keys.refuse(f"{keys.architecture}.{key}={given!r:.80} has no number for each of {count} layers")
+    return [int(number) for number in given[:count]]
 
 
-def kinds_by_attention(other: str, attention: str = "full_attention") -> Setting:
-    """The kind of each layer: attention where there are heads of keys, else `other`."""
-    return lambda keys, config: [
-        attention if has_heads else other for has_heads in in_layers(keys, config, "attention.head_count_kv")
-    ]
+def of_kind(key: str, kind: str) -> Setting:
+    """A number that all layers of a kind have, by the array of the layers' numbers. None: there are no such layers."""
 
-
-def attention_layers(keys: Keys, config: Config) -> list[int]:
-    return [i for i, has_heads in enumerate(in_layers(keys, config, "attention.head_count_kv")) if has_heads]
-
-
-def nemotron_kinds(keys: Keys, config: Config) -> list[str]:
-    """Each layer of Nemotron-H is an MLP or a mixture where its size is given, attention where there are heads of keys,
-    or Mamba-2."""
-
-    def kind(i: int, attention: bool, mlp: bool) -> str:
-        if mlp:
-            return "moe" if keys.has(f"blk.{i}.ffn_gate_inp.weight") else "mlp"
-        return "full_attention" if attention else "linear_attention"
-
-    parts = (in_layers(keys, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
-    return [kind(i, attention, mlp) for i, (attention, mlp) in enumerate(zip(*parts, strict=True))]
-
-
-def of_heads(key: str) -> Setting:
-    """Channels of a head of Mamba-2, by the number of heads; the file has those of all heads."""
-
-    def read(keys: Keys, config: Config) -> int:
-        heads = config[key]
-        inner = keys.size("ssm.inner_size")
-        if inner % heads:
-            raise keys.refuse(f"{keys.architecture}.ssm.inner_size={inner} are no {heads} equal heads")
-        return inner // heads
+    def read(keys: Keys, config: Config) -> int | None:
+        numbers = by_layer(keys, config, key, config["num_key_value_heads"])
+        found = {number for number, own in zip(numbers, config["layer_types"], strict=True) if own == kind}
+        if len(found) > 1 or found & {0}:
+            raise keys.refuse(f"{keys.architecture}.{key} has the numbers {sorted(found)} for layers with {kind}")
+        return next(iter(found), None)
 
     return read
 
 
-def expand(keys: Keys, config: Config) -> int:
-    """How many times as wide as the model Mamba-2's heads are together."""
-    times, rest = divmod(config["mamba_n_heads"] * config["mamba_d_head"], config["hidden_size"])
-    if rest:
-        raise keys.refuse(f"{keys.architecture}.ssm.inner_size is no multiple of embedding_length")
-    return times
+def rows_of(name: str) -> Setting:
+    """The rows of a matrix, of the first layer that has it. None: there is no such matrix."""
+
+    def read(keys: Keys, config: Config) -> int | None:
+        found = (tensor for tensor in keys.file.tensors.values() if f".{tensor.name}".endswith(f".{name}.weight"))
+        return next((tensor.shape[0] for tensor in found if len(tensor.shape) == 2), None)
+
+    return read
 
 
-def delta_layers(keys: Keys, config: Config) -> list[str]:
-    """Which layers are gated delta nets: by an array, else all but every `full_attention_interval`-th."""
-    given = keys.left.pop("attention.recurrent_layers", None)
-    interval = keys.size("full_attention_interval", 4)
+def mlp_kinds(keys: Keys, config: Config) -> list[str]:
+    """Whether each layer has experts, or one MLP."""
+    routers = (keys.has(f"blk.{i}.ffn_gate_inp.weight") for i in range(config["num_hidden_layers"]))
+    return ["sparse" if has_router else "dense" for has_router in routers]
+
+
+def four_times(keys: Keys, config: Config) -> None:
+    """MLPs of some architectures are four times as wide as the model, and config.json does not say it."""
+    if config["intermediate_size"] != 4 * config["hidden_size"]:
+        raise keys.refuse(f"{keys.architecture}.feed_forward_length={config['intermediate_size']} is not supported")
+
+
+def indexer_types(keys: Keys, config: Config) -> list[str]:
+    """Whether each layer has an indexer, or sees what the last one before it has chosen. Files without the array are of
+    GLM-5, whose layers all have one, or of GLM-5.2 and later, whose texts are longer."""
     count = config["num_hidden_layers"]
-    recurrent = [(i + 1) % interval != 0 for i in range(count)] if given is None else [bool(x) for x in given[:count]]
-    return ["linear_attention" if one else "full_attention" for one in recurrent]
+    given = keys.left.pop("attention.indexer.types", None)
+    if given is None:
+        later = config["max_position_embeddings"] >= 2**20
+        has = [not later or i < 2 or (i - 2) % 4 == 0 for i in range(count)]
+    elif isinstance(given, np.ndarray) and len(given) >= count:
+        has = [bool(x) for x in given[:count]]
+    else:
+        raise keys.refuse(f"{keys.architecture}.attention.indexer.types={given!r:.80} is not supported")
+    return ["full" if own else "shared" for own in has]
+
+
+def mpt_attention(keys: Keys, config: Config) -> dict[str, Any]:
+    """MPT's attn_config, of models with biases by distance."""
+    keys.take("attention.max_alibi_bias", lambda value: value == 8)
+    return {"alibi": True, "clip_qkv": optional("attention.clamp_kqv")(keys, config)}
+
+
+def mimo_heads(keys: Keys, config: Config) -> int:
+    """Heads of keys of MiMo's layers without a window, which have half as many as the others."""
+    full, sliding = (
+        of_kind("attention.head_count_kv", kind)(keys, config) for kind in ("full_attention", "sliding_attention")
+    )
+    if full is None and sliding % 2 == 0:
+        return sliding // 2
+    if full is None or sliding not in (None, 2 * full):
+        raise keys.refuse(f"{keys.architecture}.attention.head_count_kv: {full} and {sliding} are not supported")
+    return full
+
+
+def mimo_window(keys: Keys, config: Config) -> int:
+    """The published config says 128 and means 128 tokens beside the token itself. Files have this number, or that of
+    transformers, which is 129."""
+    given = keys.size("attention.sliding_window")
+    return 129 if given == 128 else given
+
+
+def clamps(key: str) -> Setting:
+    """Limits of each layer's MLP; 0 stands for none."""
+
+    def read(keys: Keys, config: Config) -> list[float] | None:
+        given = keys.left.pop(key, None)
+        if given is None:
+            return None
+        count = config["num_hidden_layers"]
+        if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or len(given) < count:
+            raise keys.refuse(f"{keys.architecture}.{key}={given!r:.80} is not supported")
+        return [shortest(x) for x in given[:count]]
+
+    return read
+
+
+def layers_from_full(keys: Keys, config: Config) -> list[str]:
+    """Which layers have a window: by the file's array, or all but the first one of every period."""
+    if isinstance(keys.left.get("attention.sliding_window_pattern"), np.ndarray):
+        kinds: list[str] = layer_types(4)(keys, config)
+        return kinds
+    period = keys.size("attention.sliding_window_pattern", 4)
+    slides = [config["sliding_window"] is not None and i % period != 0 for i in range(config["num_hidden_layers"])]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
+def laguna_gates(keys: Keys, config: Config) -> str:
+    rows = rows_of("blk.0.attn_gate")(keys, config)
+    return "per-head" if rows == config["num_attention_heads"] else "per-element"
+
+
+def mellum_layers(keys: Keys, config: Config) -> list[str]:
+    if config["sliding_window"] is None:
+        return ["full_attention"] * config["num_hidden_layers"]
+    kinds: list[str] = layer_types(4)(keys, config)
+    return kinds
+
+
+def sigmoids(keys: Keys, config: Config) -> None:
+    """Checks that routers take sigmoids."""
+    keys.expect("expert_gating_func", 2)
 
 
 # Settings that several architectures have.
+BIASED = {"attention_bias": somewhere("attn_q.bias")}
+BIASES = BIASED | {"mlp_bias": somewhere("ffn_up.bias")}
+SHARED_MLP = {"shared_intermediate_size": size("expert_shared_feed_forward_length")}
+GRANITE = BIASED | {
+    "attention_multiplier": real("attention.scale", 1.0),
+    "embedding_multiplier": real("embedding_scale", 1.0),
+    "residual_multiplier": real("residual_scale", 1.0),
+    "logits_scaling": real("logit_scale", 1.0),
+}
+ONE_GROUP = {"n_group": size("expert_group_count", 1), "topk_group": size("expert_group_used_count", 1)}
+SIGMOIDS = {"scoring_func": sigmoids}
 EXPERTS = {"num_experts_per_tok": size("expert_used_count")}
 LOCAL_EXPERTS = EXPERTS | {"num_local_experts": size("expert_count")}
 DEEPSEEK_EXPERTS = {
@@ -324,50 +391,8 @@ QWEN_EXPERTS = EXPERTS | {
     "num_experts": size("expert_count"),
     "moe_intermediate_size": size_or("expert_feed_forward_length", inputs_of("ffn_down_exps")),
 }
-QWEN3_MOE = QWEN_EXPERTS | {"attention_bias": somewhere("attn_q.bias"), "norm_topk_prob": True}
+QWEN3_MOE = QWEN_EXPERTS | BIASED | {"norm_topk_prob": True}
 QWEN2_MOE = QWEN_EXPERTS | {
     "norm_topk_prob": False,
     "shared_expert_intermediate_size": size_or("expert_shared_feed_forward_length", inputs_of("ffn_down_shexp")),
-}
-DELTA = {
-    "partial_rotary_factor": turned_part,
-    "linear_conv_kernel_dim": size("ssm.conv_kernel"),
-    "linear_key_head_dim": size("ssm.state_size"),
-    "linear_num_key_heads": size("ssm.group_count"),
-    "linear_num_value_heads": size("ssm.time_step_rank"),
-    "linear_value_head_dim": value_width,
-    "layer_types": delta_layers,
-}
-QWEN3_NEXT = DELTA | QWEN2_MOE | {"norm_topk_prob": flag("expert_weights_norm", True)}
-BAMBA = {
-    "mamba_n_heads": size("ssm.time_step_rank"),
-    "mamba_d_head": of_heads("mamba_n_heads"),
-    "mamba_expand": expand,
-    "mamba_n_groups": size("ssm.group_count"),
-    "mamba_d_state": size("ssm.state_size"),
-    "mamba_d_conv": size("ssm.conv_kernel"),
-    "mamba_conv_bias": somewhere("ssm_conv1d.bias"),
-    "mamba_proj_bias": somewhere("ssm_in.bias"),
-}
-NEMOTRON_H = {
-    "mamba_num_heads": size("ssm.time_step_rank"),
-    "mamba_head_dim": of_heads("mamba_num_heads"),
-    "n_groups": size("ssm.group_count"),
-    "ssm_state_size": size("ssm.state_size"),
-    "conv_kernel": size("ssm.conv_kernel"),
-    "use_conv_bias": somewhere("ssm_conv1d.bias"),
-    "use_bias": somewhere("ssm_in.bias"),
-    "mlp_bias": somewhere("ffn_up.bias"),
-    "layers_block_type": nemotron_kinds,
-    "mlp_hidden_act": "relu2",
-    "hidden_act": None,
-    "layer_norm_epsilon": lambda keys, config: keys.real("attention.layer_norm_epsilon", config["rms_norm_eps"]),
-}
-LFM2 = {
-    "norm_eps": same_as("rms_norm_eps"),
-    "rms_norm_eps": None,
-    "hidden_act": None,
-    "conv_L_cache": size("shortconv.l_cache"),
-    "conv_bias": somewhere("shortconv.conv.bias"),
-    "layer_types": kinds_by_attention("conv"),
 }

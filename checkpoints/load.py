@@ -24,7 +24,7 @@ from jaxserve.checkpoints.int4 import PackedInt4
 from jaxserve.checkpoints.mixed import mixed_array, widens
 from jaxserve.checkpoints.progress import Progress
 from jaxserve.checkpoints.quantized import StoredRows, common_form, dequantize
-from jaxserve.checkpoints.safetensors import FLOATS, TensorInfo
+from jaxserve.checkpoints.safetensors import FLOATS, INTEGERS, TensorInfo
 from jaxserve.pallas_kernels.types import MixedArray, QuantArray
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Piece:
         `view`, `split` and `take` must not depend on the number of columns, so that they also apply to scales.
       transposed: if the tensor holds floats, it is [in, out] in the file; None: unless its shape is [out, in]. A
         quantized tensor is never transposed.
+      integers: whether the tensor holds integers in the place of floats.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Piece:
     split: tuple[int, ...] | None = None
     take: Callable[[np.ndarray], np.ndarray] | None = None
     transposed: bool | None = False
+    integers: bool = False
 
     def is_transposed(self, shape: tuple[int, ...]) -> bool:
         """Whether floats of this shape in the file are [in, out]."""
@@ -298,10 +300,9 @@ def check(
                 f"{tensor.path.name}: tensor {name!r} has shape {list(tensor.shape)}, "
                 f"but config.json asks for {list(piece.shape[::-1] if piece.transposed else piece.shape)}"
             )
-        if tensor.dtype.name not in FLOATS:
-            raise CheckpointError(
-                f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not a plain float"
-            )
+        if tensor.dtype.name not in (INTEGERS if piece.integers else FLOATS):
+            wanted = "an integer" if piece.integers else "a plain float"
+            raise CheckpointError(f"{tensor.path.name}: tensor {name!r} has dtype {tensor.dtype.name}, not {wanted}")
     unused = [name for name in tensors if name not in needed and name not in quantized and not ignored(name)]
     if scales := [name for name in unused if name.endswith(CACHE_SCALES)]:
         unused = [name for name in unused if name not in set(scales)]

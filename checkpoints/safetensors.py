@@ -31,6 +31,7 @@ MAX_NAME = 512  # characters
 MAX_METADATA = 2**16  # entries, which are not read
 MAX_DIMENSIONS = 8
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int64", "int32")
 MAX_ELEMENTS = 2**56
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),

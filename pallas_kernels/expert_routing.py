@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -9,16 +10,21 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Score = Literal["softmax", "sigmoid", "sparsemixer"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"]
 GroupScore = Literal["max", "top2"]
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
     """How experts are chosen and weighted.
 
-    Every expert has a score: the softmax over all experts' logits, or the sigmoid of its own logit. The `top_k` experts
-    with the greatest scores are chosen, and their scores are their weights.
+    Every expert has a score: the softmax over all experts' logits; or of its own logit the sigmoid, or the root of the
+    softplus. The `top_k` experts with the greatest scores are chosen, and their scores are their weights.
 
     Sparsemixer (Liu et al. 2024, arXiv:2409.12136) chooses one expert after the other by the greatest logit. A chosen
     expert's weight is its softmax among the experts that were not chosen before it and whose logits are near its own:
@@ -63,12 +69,15 @@ class Router:
         return None
 
 
-def route(logits: jax.Array, router: Router, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def route(
+    logits: jax.Array, router: Router, correction: jax.Array | None = None, chosen: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of each token.
 
     Args:
       logits: the router's logits, float32 [tokens, experts].
       correction: float32 [experts], if the router is `corrected`.
+      chosen: int32 [tokens, top_k], the experts where they are known already; None: the router chooses them.
 
     Returns:
       the chosen experts int32 [tokens, top_k], the best first, and their weights, float32 [tokens, top_k].
@@ -80,16 +89,16 @@ def route(logits: jax.Array, router: Router, correction: jax.Array | None = None
     if router.score == "sparsemixer":
         return _sparsemixer(logits, router)
     plain_sum = not router.least_sum and not router.sum_offset
-    if router.score == "softmax" and router.groups == 1 and correction is None and plain_sum:
+    if router.score == "softmax" and router.groups == 1 and correction is None and plain_sum and chosen is None:
         # Logits have the order of their softmax, even where the softmax is too small for float32.
-        chosen, experts = jax.lax.top_k(logits, router.top_k)
-        total = jax.nn.logsumexp(chosen if router.normalized else logits, axis=-1, keepdims=True)
-        return experts.astype(jnp.int32), jnp.exp(chosen - total) * router.scale
-    scores = jax.nn.softmax(logits) if router.score == "softmax" else jax.nn.sigmoid(logits)
+        best, experts = jax.lax.top_k(logits, router.top_k)
+        total = jax.nn.logsumexp(best if router.normalized else logits, axis=-1, keepdims=True)
+        return experts.astype(jnp.int32), jnp.exp(best - total) * router.scale
+    scores = SCORES[router.score](logits)
     order = scores if correction is None else scores + correction.astype(jnp.float32)
     if router.groups > 1:
         order = jnp.where(_in_best_groups(order, router), order, -jnp.inf)
-    experts = jax.lax.top_k(order, router.top_k)[1].astype(jnp.int32)
+    experts = jax.lax.top_k(order, router.top_k)[1].astype(jnp.int32) if chosen is None else chosen
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if router.normalized:
         total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), max(router.least_sum, 1e-20))

@@ -89,14 +89,22 @@ def write_kv(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first
 
 def new_tokens(pages: KVPages, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """Converts k, v [tokens, kv_heads, head_dim] to the pages' form, in float32, where a single row is addressable:
-    numbers or codes [tokens, 2, kv_heads, 1, the pages' head_dim], and for codes scales [tokens, 2, kv_heads, 1]."""
+    numbers or codes [tokens, 2, the pages' kv_heads, 1, their head_dim], and for codes scales [tokens, 2, kv_heads, 1].
+    Where pages have more heads than k, see `stored_dim`."""
     new = jnp.stack([k, v], axis=1)
     scales = []
     if pages.scale is not None:
         new, scale = quantize(new, pages.data.dtype)
         scales = [scale[..., None]]
-    new = jnp.pad(new.astype(jnp.float32), ((0, 0),) * 3 + ((0, pages.head_dim - new.shape[-1]),))
-    return [new[:, :, :, None], *scales]
+    tokens, _, kv_heads, head_dim = new.shape
+    new = jnp.pad(new.astype(jnp.float32), ((0, 0),) * 3 + ((0, stored_dim(pages, kv_heads) - head_dim),))
+    return [new.reshape(tokens, 2, pages.kv_heads, 1, pages.head_dim), *scales]
+
+
+def stored_dim(pages: KVPages, kv_heads: int) -> int:
+    """Numbers of each of `kv_heads` heads in the pages. Where these have more heads, several neighbours are the parts
+    of one."""
+    return pages.kv_heads // kv_heads * pages.head_dim
 
 
 def _write(target: jax.Array, new: jax.Array, slots: jax.Array, first_page: jax.Array | int, plan: Plan) -> jax.Array:

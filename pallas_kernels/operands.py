@@ -88,6 +88,43 @@ class LatentHeads(NamedTuple):
     indexer: IndexInputs | None = None
 
 
+class EntryInputs(NamedTuple):
+    """What new tokens add to compressed entries (DeepSeek-V4), or to the compressed keys of an indexer.
+
+    both: [tokens, 2 * series * dim], values, and then gates. A softmax of gates over an entry's tokens makes shares.
+      The first of two series is for the entry behind the token's own, the second for its own.
+    bias: float32 [rate, series * dim], added to the gates of an entry's tokens, in their order.
+    scale: [dim], of the RMS norm of entries.
+    cos, sin: float32 [tokens, pairs], of the angles of the token's own entry.
+    """
+
+    both: jax.Array
+    bias: jax.Array
+    scale: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
+class CompressedHeads(NamedTuple):
+    """New tokens' inputs of attention over a window and compressed entries, after norms and rotary positions.
+
+    q: [tokens, heads, dim].
+    row: [tokens, dim], the key, which is also the value, of all heads.
+    sinks: float32 [heads], logits that join the softmax's denominator.
+    entries: None: the layer has none.
+    keys: of the indexer that chooses entries; None: there is none.
+    index_q, index_weights: its queries and weights, see `IndexInputs`.
+    """
+
+    q: jax.Array
+    row: jax.Array
+    sinks: jax.Array
+    entries: EntryInputs | None = None
+    keys: EntryInputs | None = None
+    index_q: jax.Array | None = None
+    index_weights: jax.Array | None = None
+
+
 class DeltaHeads(NamedTuple):
     """New tokens' inputs of a gated delta net (Yang et al. 2025, arXiv:2412.06464), or of Kimi delta attention
     (`delta_net.kimi`), which has one value head for each key head.

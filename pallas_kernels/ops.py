@@ -115,9 +115,12 @@ def clamped_gate(gate_up: jax.Array, limit: float, count: jax.Array | None = Non
     return ((up + 1) * gate * jax.nn.sigmoid(CLAMPED_ALPHA * gate)).astype(gate_up.dtype)
 
 
-def bounded_gate(gate_up: jax.Array, activation: str, bound: float) -> jax.Array:
-    """`gate` with activation(gate) at most `bound`, and up within +-bound (Step 3.7)."""
-    return jnp.minimum(ACTIVATIONS[activation](gate_up[..., 0]), bound) * jnp.clip(gate_up[..., 1], -bound, bound)
+def bounded_gate(gate_up: jax.Array, activation: str, bound: float, first: bool = False) -> jax.Array:
+    """`gate` with activation(gate) at most `bound` (Step 3.7), or `first` the gate itself (DeepSeek-V4), and up within
+    +-bound."""
+    gates = jnp.minimum(gate_up[..., 0], bound) if first else gate_up[..., 0]
+    gates = ACTIVATIONS[activation](gates)
+    return (gates if first else jnp.minimum(gates, bound)) * jnp.clip(gate_up[..., 1], -bound, bound)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class Gate:
     limit: float | None
     compute: Callable[..., jax.Array]
     bound: float | None = None
+    bound_first: bool = False
 
     def __call__(self, gate_up: jax.Array, count: jax.Array | None = None) -> jax.Array:
         if gate_up.ndim == 2:
@@ -139,7 +143,7 @@ class Gate:
         if self.limit is not None:
             return clamped_gate(gate_up, self.limit)
         if self.bound is not None:
-            return bounded_gate(gate_up, self.activation, self.bound)
+            return bounded_gate(gate_up, self.activation, self.bound, self.bound_first)
         return self.compute(gate_up, self.activation, count=count)
 
 
@@ -344,6 +348,7 @@ class Ops:
         *,
         correction: jax.Array | None = None,
         scales: jax.Array | None = None,
+        chosen: jax.Array | None = None,
         down_bias: jax.Array | None = None,
         note: Callable[[jax.Array], Any] | None = None,
         stacks: ExpertStacks | None = None,
@@ -352,11 +357,12 @@ class Ops:
         `route`.
 
         scales: float32 [experts], multiply the experts' weights; None: they stay as they are.
+        chosen: int32 [tokens, top_k], the experts, of which the router tells the weights only; None: it chooses them.
         down_bias: [experts, out], added to each expert's result; None: no bias.
         note: called with the chosen experts, int32 [tokens, top_k].
         stacks: what adapters add to the experts' products.
         """
-        chosen, weights = route(logits, router, correction)
+        chosen, weights = route(logits, router, correction, chosen)
         if scales is not None:
             weights = weights * scales[chosen]
         if note is not None:
@@ -371,9 +377,11 @@ class Ops:
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights
         return y.astype(jnp.float32) + experts.chosen_biases(chosen, shares, down_bias)
 
-    def gate_of(self, activation: str, limit: float | None = None, bound: float | None = None) -> Gate:
+    def gate_of(
+        self, activation: str, limit: float | None = None, bound: float | None = None, bound_first: bool = False
+    ) -> Gate:
         """`gate` with an activation; `clamped_gate` if there is a limit, `bounded_gate` if there is a bound."""
-        return Gate(activation, limit, self.gate, bound)
+        return Gate(activation, limit, self.gate, bound, bound_first)
 
     def rotate(self, heads: Heads, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [tokens, kv_heads, group, head_dim] and k, v [tokens, kv_heads, head_dim] for attention."""

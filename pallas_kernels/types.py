@@ -70,6 +70,15 @@ class LatentPages(NamedTuple):
         return self.data.shape[2]
 
 
+class RowPages(NamedTuple):
+    """Rows of tokens, or of compressed entries, of a few layers (`compressed_attention`).
+
+    data: [pages, rows, width]; float32, bfloat16 or float16.
+    """
+
+    data: jax.Array
+
+
 class DeltaState(NamedTuple):
     """The states of gated delta nets (Yang et al. 2025, arXiv:2412.06464), one for each layer and slot.
 

@@ -25,6 +25,7 @@ class DenseCase:
     embed: float | None = None  # deviation of embeddings; None: 1, or the root of their size's inverse if tied
     prompt_lengths: tuple[int, ...] = (1, 7, 37, 130)
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
+    published: bool = False  # tensors have the names of DeepSeek's own files, which transformers changes when it saves
 
     @property
     def text(self) -> dict[str, Any]:
@@ -34,7 +35,8 @@ class DenseCase:
 
 def dense(architecture: str, model_type: str, *, hidden: int = 64, heads: int = 4, layers: int = 2, modern: bool = True,
           norm: float = 1.0, gain: float = 2.0, embed: float | None = None, prompts: tuple[int, ...] = (1, 7, 37, 130),
-          options: dict[str, Any] | None = None, **config: Any) -> DenseCase:  # fmt: skip
+          options: dict[str, Any] | None = None, published: bool = False,
+          **config: Any) -> DenseCase:  # fmt: skip
     """`modern` as in `tiny_models`."""
     base: dict[str, Any] = {
         "architectures": [architecture],
@@ -52,7 +54,7 @@ def dense(architecture: str, model_type: str, *, hidden: int = 64, heads: int = 
         "dtype" if modern else "torch_dtype": "float32",
     }
     values = {key: value for key, value in (base | config).items() if value is not ABSENT}
-    return DenseCase(dict(sorted(values.items())), norm, gain, embed, prompts, options or {})
+    return DenseCase(dict(sorted(values.items())), norm, gain, embed, prompts, options or {}, published)
 
 
 def seeing(architecture: str, model_type: str, text: DenseCase, vision: dict[str, Any], **config: Any) -> DenseCase:
@@ -435,6 +437,40 @@ DENSE_CASES: dict[str, DenseCase] = {
         routed_scaling_factor=0.8, index_topk=19, index_n_heads=24, index_head_dim=12, tie_word_embeddings=False,
         layer_types=["indexed_attention"] * 2, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
     ),
+    # As published: other names of settings, rates of layers with one more for a block behind them, and one object of
+    # rotary settings. Prompts are longer than windows, than entries, and than what indexers choose. These have many
+    # heads for the reason above.
+    "deepseek_v4_hub": dense(
+        "DeepseekV4ForCausalLM", "deepseek_v4", modern=False, published=True, layers=4, intermediate_size=ABSENT,
+        hidden_act="silu", rms_norm_eps=1e-5, num_key_value_heads=1, head_dim=24, qk_rope_head_dim=8, q_lora_rank=36,
+        o_groups=2, o_lora_rank=20, sliding_window=24, compress_ratios=[4, 0, 128, 4, 0], compress_rate_hca=20,
+        index_topk=7, index_n_heads=16, index_head_dim=16, num_hash_layers=2, n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=3, moe_intermediate_size=40, scoring_func="sqrtsoftplus", topk_method="noaux_tc",
+        norm_topk_prob=True, routed_scaling_factor=1.5, swiglu_limit=1.2, hc_mult=3, hc_sinkhorn_iters=4, hc_eps=1e-3,
+        num_nextn_predict_layers=1, attention_bias=False, tie_word_embeddings=False, rope_theta=10000,
+        compress_rope_theta=40000, rope_scaling={
+            "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+        },
+    ),
+    "deepseek_v4_saved": dense(
+        "DeepseekV4ForCausalLM", "deepseek_v4", hidden=72, heads=6, layers=3, intermediate_size=ABSENT,
+        hidden_act="gelu", rms_norm_eps=1e-3, num_key_value_heads=1, head_dim=20, partial_rotary_factor=0.4,
+        q_lora_rank=28, o_groups=3, o_lora_rank=14, sliding_window=16, index_topk=9, index_n_heads=24,
+        index_head_dim=12, n_routed_experts=6, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48,
+        scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=0.8, swiglu_limit=1.5, hc_mult=2,
+        hc_sinkhorn_iters=2, hc_eps=1e-2, num_nextn_predict_layers=1, attention_bias=False, mlp_bias=False,
+        tie_word_embeddings=False, rope_theta=8000.0, compress_rope_theta=160000.0, output_router_logits=False,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 10},
+        mlp_layer_types=["moe", "hash_moe", "moe"],
+        rope_parameters={
+            "main": {"rope_type": "default", "rope_theta": 8000.0, "partial_rotary_factor": 0.4},
+            "compress": {
+                "rope_type": "yarn", "rope_theta": 30000.0, "partial_rotary_factor": 0.4, "factor": 3.0,
+                "original_max_position_embeddings": 64, "attention_factor": 1.1, "beta_fast": 16.0, "beta_slow": 2.0,
+            },
+        },
+    ),
     "glm_moe_dsa_hub": dense(
         "GlmMoeDsaForCausalLM", "glm_moe_dsa", modern=False, layers=4, hidden_act="silu", rms_norm_eps=1e-5,
         q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=28, num_key_value_heads=4,
@@ -613,9 +649,28 @@ def _stored(name: str) -> dict[str, tuple[int, ...]]:
         return {tensor: tuple(shape) for tensor, shape in json.loads(str(golden["manifest"])).items()}
 
 
+# Parts of names in DeepSeek-V4's files, behind the parts that transformers writes instead.
+PUBLISHED = (".attn.norm.", ".attn.kv_norm."), ("embed_tokens.", "embed."), ("hc_head.hc_", "hc_head_")
+
+
+def as_in_file(name: str, tensor: str) -> str:
+    """What the case's file calls a tensor that save_pretrained calls `tensor`."""
+    if name in DENSE_CASES and DENSE_CASES[name].published:
+        tensor = tensor.removeprefix("model.")
+        for saved, published in PUBLISHED:
+            tensor = tensor.replace(saved, published)
+    return tensor
+
+
 def dense_manifest(name: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a case's checkpoint."""
     return recorded.get(name) or _stored(name)
+
+
+def expert_table(config: dict[str, Any], words: np.ndarray) -> np.ndarray:
+    """The experts of each token, no expert twice, from random words [vocab, experts]."""
+    order = np.argsort(words, axis=1, kind="stable")
+    return np.ascontiguousarray(order[:, : config["num_experts_per_tok"]]).astype(np.int64)
 
 
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -669,7 +724,7 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
 UNTIED = (
     "gpt_neox", "olmo", "olmo2", "olmo3", "granite", "phi", "phi3", "stablelm", "glm", "glm4", "exaone4", "seed_oss",
     "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
-    "deepseek_v3", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
+    "deepseek_v3", "deepseek_v4", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",

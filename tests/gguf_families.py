@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_newer
 import numpy as np
 from gguf_files import Kind, add_rope, add_tokenizer, in_pairs, llama3_divisor, write
 
@@ -33,16 +34,24 @@ ARCHITECTURES = {
     "Afmoe": "afmoe", "Apertus": "apertus", "GPTBigCode": "starcoder", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
     "GraniteMoeHybrid": "granitehybrid", "Bamba": "granitehybrid", "NemotronH": "nemotron_h",
     "Qwen2_5_VL": "qwen2vl", "Qwen3VL": "qwen3vl", "Qwen3VLMoe": "qwen3vlmoe", "Glm4v": "glm4", "Glm4vMoe": "glm4moe",
+    "Gemma3n": "gemma3n", "Gemma4": "gemma4", "Gemma4Unified": "gemma4", "Mamba": "mamba", "FalconMamba": "mamba",
+    "Mamba2": "mamba2", "Jamba": "jamba", "FalconH1": "falcon-h1", "KimiLinear": "kimi-linear", "Bloom": "bloom",
+    "Mpt": "mpt", "Jais2": "jais2", "InternLM3": "llama", "GlmMoeDsa": "glm-dsa", "DeepseekV32": "deepseek32",
+    "MiMoV2Flash": "mimo2", "Step3p7": "step35", "Mellum": "mellum", "Laguna": "laguna",
+    "Cohere2Moe": "cohere2moe",
 }  # fmt: skip
 WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe"}
 PAIRED = (
     "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "mistral3", "granitehybrid", "nemotron_h",
-    "nemotron_h_moe",
+    "nemotron_h_moe", "llama",
 )  # fmt: skip
-SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
-LATENT = ("deepseek2", "mistral4")
-SIGMOIDS = ("Glm4Moe", "Glm4vMoe", "SolarOpen", "DeepseekV3", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Afmoe", "Lfm2Moe")
-NO_POSITIONS = ("gpt2", "starcoder")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe", "step35")
+LATENT = ("deepseek2", "mistral4", "kimi-linear", "glm-dsa", "deepseek32")
+SIGMOIDS = (
+    "Glm4Moe", "Glm4vMoe", "SolarOpen", "DeepseekV3", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Afmoe", "Lfm2Moe",
+    "KimiLinear", "GlmMoeDsa", "DeepseekV32", "MiMoV2Flash", "Step3p7", "Laguna", "Cohere2Moe",
+)  # fmt: skip
+NO_POSITIONS = ("gpt2", "starcoder", "mamba", "mamba2", "jamba", "bloom", "mpt", *gguf_newer.OWN_POSITIONS)
 # config.json's keys -> the writer's methods; as in llama.cpp's conversion.
 SETTINGS = {
     "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count",
@@ -62,14 +71,15 @@ SETTINGS = {
     "num_shared_experts": "expert_shared_count", "num_shared_expert": "expert_shared_count",
     "num_dense_layers": "leading_dense_block_count", "route_scale": "expert_weights_scale",
     "route_norm": "expert_weights_norm", "conv_L_cache": "shortconv_l_cache",
-    "num_nextn_predict_layers": "nextn_predict_layers",
+    "num_nextn_predict_layers": "nextn_predict_layers", "moe_latent_size": "moe_latent_size",
 }  # fmt: skip
 OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "moe_intermediate_size")
 UNUSED = {
     "smollm3": ("sliding_window",), "llama4": ("sliding_window",), "minicpm3": ("scale_emb",),
     "dots1": ("sliding_window",), "qwen2vl": ("sliding_window",), "qwen35moe": ("norm_topk_prob",),
     "hunyuan-moe": ("norm_topk_prob",), "lfm2moe": ("norm_topk_prob", "routed_scaling_factor"),
-    "qwen3vlmoe": ("norm_topk_prob",), "nemotron_h": OF_EXPERTS,
+    "qwen3vlmoe": ("norm_topk_prob",), "nemotron_h": OF_EXPERTS, "mellum": ("norm_topk_prob",),
+    "mimo2": ("norm_topk_prob", "routed_scaling_factor"), "falcon-h1": ("embedding_multiplier",),
 }  # fmt: skip
 # Sizes of Mamba-2: the writer's methods, and config.json's keys in Bamba's and in Nemotron-H's words.
 MAMBA = {
@@ -77,6 +87,12 @@ MAMBA = {
     "ssm_group_count": ("mamba_n_groups", "n_groups"), "ssm_time_step_rank": ("mamba_n_heads", "mamba_num_heads"),
 }  # fmt: skip
 ATTENTION = ("attention", "full_attention")
+OF_IMAGES = ("visual.", "vision_", "embed_vision", "multi_modal_projector", "vit_large_projector")
+UNSAID_WINDOWS = ("smollm3", "afmoe", "qwen2vl", "laguna", "cohere2moe")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups")
+LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "model_max_length")
+OWN_SHAPES = ("mamba", "jamba", "kimi-linear")  # which `gguf_newer` changes
 STACKED = ("gpt-oss", "llama4", "granitemoe", "granitehybrid", "mistral4", "qwen3vlmoe")
 
 
@@ -95,17 +111,19 @@ class FamilyFile:
         if "moe" in (self.config.get("layers_block_type") or ()):
             self.arch = WITH_EXPERTS[self.arch]
         self.writer = gguf.GGUFWriter(path, self.arch)
-        number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[self.arch]
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        number = numbers[gguf_newer.STAND_INS.get(self.arch, self.arch)]
         pattern = self.config.get("hybrid_override_pattern") or self.config.get("layers_block_type")
-        self.layers = len(pattern) if pattern else self.size("num_hidden_layers", "n_layer")
+        self.layers = len(pattern) if pattern else self.size("num_hidden_layers", "n_layer", "n_layers")
         self.names = gguf.get_tensor_name_map(number, self.layers)
         self.numbers: dict[str, list[float]] = {}  # of activations, by their names
         self.waiting: dict[str, dict[str, np.ndarray]] = {}  # tensors that become one
-        self.heads, self.hidden = self.size("num_attention_heads", "n_head"), self.size("hidden_size", "n_embd")
-        self.kv_heads = self.config.get("num_key_value_heads") or self.config.get("num_kv_heads") or self.heads
+        self.heads = next((self.config[key] for key in HEADS if self.config.get(key) is not None), 0)
+        self.hidden = self.size("hidden_size", "n_embd", "d_model")
+        self.kv_heads = next((self.config[key] for key in KV_HEADS if self.config.get(key) is not None), self.heads)
         if self.config.get("multi_query") and self.arch == "starcoder":
             self.kv_heads = 1
-        self.head_dim = self.config.get("head_dim") or self.hidden // self.heads
+        self.head_dim = self.config.get("head_dim") or self.hidden // max(self.heads, 1)
 
     def size(self, *keys: str) -> Any:
         return next(self.config[key] for key in keys if self.config.get(key) is not None)
@@ -118,6 +136,8 @@ class FamilyFile:
             value = value[0] if isinstance(value, list) else value
             if value is not None and key not in UNUSED.get(self.arch, ()):
                 getattr(self.writer, f"add_{setting}")(value)
+        if self.arch in gguf_newer.ADDED:
+            gguf_newer.ADDED[self.arch](self)
         if (self.folder / "tokenizer.json").exists():
             add_tokenizer(self.writer, self.folder)
         stacks: dict[str, list[np.ndarray]] = {}
@@ -137,8 +157,12 @@ class FamilyFile:
         writer = self.writer
         config = self.config
         writer.add_block_count(self.layers + (config.get("num_nextn_predict_layers") or 0))
-        writer.add_context_length(self.size("max_position_embeddings", "n_positions"))
         writer.add_embedding_length(self.hidden)
+        writer.add_vocab_size(config["vocab_size"])
+        if self.arch in gguf_newer.WITHOUT_ATTENTION:
+            gguf_newer.add_mamba(self)
+            return
+        writer.add_context_length(self.size(*LENGTHS))
         inner = [
             config.get(key) for key in ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size")
         ]
@@ -158,7 +182,6 @@ class FamilyFile:
             writer.add_head_count_kv([self.kv_heads if kind in ATTENTION else 0 for kind in kinds])
         else:
             writer.add_head_count_kv(1 if self.arch in LATENT else self.kv_heads)
-        writer.add_vocab_size(config["vocab_size"])
         for key in ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
             if key in config:
                 of_rms = writer.add_layer_norm_rms_eps
@@ -203,7 +226,7 @@ class FamilyFile:
             writer.add_leading_dense_block_count(self.layers)
             writer.add_expert_feed_forward_length(config["intermediate_size"])
             writer.add_expert_shared_count(0)
-        if "mamba_expand" in config or self.family == "NemotronH":
+        if self.arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
             for method, keys in MAMBA.items():
                 getattr(writer, f"add_{method}")(self.size(*keys))
             own = config.get("mamba_num_heads", 0) * config.get("mamba_head_dim", 0)
@@ -219,7 +242,7 @@ class FamilyFile:
         elif self.family == "DeepseekV2":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
         types = config.get("layer_types")
-        if types and "sliding_attention" in types and self.arch not in ("smollm3", "afmoe", "qwen2vl"):
+        if types and "sliding_attention" in types and self.arch not in UNSAID_WINDOWS:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in types])
         elif isinstance(period := config.get("sliding_window_pattern"), int):
             writer.add_sliding_window_pattern([(i + 1) % period != 0 for i in range(self.layers)])
@@ -229,6 +252,8 @@ class FamilyFile:
         config = self.config
         if pattern := config.get("hybrid_override_pattern"):
             return [{"M": "mamba", "*": "attention", "-": "mlp"}[letter] for letter in pattern]
+        if period := config.get("attn_layer_period"):
+            return ["attention" if i % period == config["attn_layer_offset"] else "" for i in range(self.layers)]
         if chosen := config.get("attn_layer_indices") or config.get("full_attn_idxs"):
             return ["attention" if i in chosen else "" for i in range(self.layers)]
         types = config.get("layers_block_type") or config.get("layer_types") or ()
@@ -253,6 +278,9 @@ class FamilyFile:
         kind = scaling.get("rope_type") or scaling.get("type")
         theta = config.get("rope_theta")
         theta = theta or config.get("rotary_emb_base") or scaling.get("rope_theta")
+        if isinstance(theta, list):
+            writer.add_rope_freq_base_swa(theta[-1])
+            theta = theta[0]
         if alpha := scaling.get("alpha"):
             writer.add_rope_freq_base(theta * alpha ** (self.head_dim / (self.head_dim - 2)))
             return
@@ -285,13 +313,14 @@ class FamilyFile:
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, values); the experts' tensors one after another under the name of their stack."""
         for name, tensor in sorted(read_folder(self.folder).items(), key=lambda item: _order(item[0])):
-            if ".visual." in name or name.startswith("visual."):
+            if any(part in name for part in OF_IMAGES):
                 continue
             name = name.replace("model.language_model.", "model.")
             values = tensor.read().astype(np.float32)
             if self.arch in ("qwen35", "qwen35moe") and ".linear_attn." in name:
                 values = self.with_turns(name, values)
-            for changed, made in self.changed(name, values):
+            own = gguf_newer.CHANGED.get(self.arch, gguf_newer.unchanged)(self, name, values)
+            for changed, made in (both for one in own for both in self.changed(*one)):
                 changed = _without_expert(changed)
                 found = self.names.get_name(changed, try_suffixes=(".weight", ".bias"))
                 found = changed if changed.startswith("blk.") else found
@@ -309,7 +338,7 @@ class FamilyFile:
             turned = self.turned
             parts = heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]
             values = np.concatenate(parts, axis=1).reshape(values.shape)
-        if "conv1d" in name or "conv.conv.weight" in name:
+        if self.arch not in OWN_SHAPES and ("conv1d" in name or "conv.conv.weight" in name):
             values = values.reshape(len(values), *values.shape[2:])
         if self.arch in PAIRED and ("q_proj" in name or "k_proj" in name):
             values = in_pairs(values, self.heads if "q_proj" in name else self.kv_heads)
@@ -344,10 +373,10 @@ class FamilyFile:
             layer = name.split(".")[2]
             yield f"blk.{layer}.attn_qkv.weight", np.concatenate(qkv)
             yield f"blk.{layer}.attn_gate.weight", gates
-        elif name.endswith(".A_log"):
+        elif name.endswith(".A_log") and self.arch not in OWN_SHAPES:
             delta = ".linear_attn." in name
             yield name, -np.exp(values) if delta else -np.exp(values)[:, None]
-        elif name.endswith((".mamba.D", ".mixer.D")):
+        elif name.endswith((".mamba.D", ".mixer.D")) and self.arch not in OWN_SHAPES:
             yield name, values[:, None]
         elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
             yield name, values.reshape(self.size(*MAMBA["ssm_group_count"]), -1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std
+from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std, expert_table
 from image_models import IMAGE_CASES
 from moe_models import MOE_CASES
 from recurrent_models import RECURRENT_CASES
@@ -416,6 +416,11 @@ def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
     """The checkpoint's tensors in the dtype they are stored in, in the order of `manifest`."""
     case = CASES[case_name]
     for name, shape in shapes_of(case_name).items():
+        if name.endswith("tid2eid"):
+            size = shape[0] * case.config["n_routed_experts"]
+            words = stream(case_name, name).random_raw(size).reshape(shape[0], -1)
+            yield name, expert_table(case.config, words)
+            continue
         if dense := OTHER_CASES.get(case_name):
             mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")
         else:

@@ -4,6 +4,8 @@ Defined by DeepSeek-V3's weight_dequant and transformers (`Fp8Dequantize` of int
 NVIDIA's ModelOpt ("modelopt", modelopt/torch/export): value = weight * scale, in float32. The scale is called
 weight_scale or weight_scale_inv (which is not an inverse). Modules that config.json lists as not converted have plain
 weights without scale. `activations.of_fp8` tells how products round their inputs; input_scale applies to all tokens.
+
+In DeepSeek-V4 scales are called scale, and weights of experts are MXFP4 as in `mxfp4`, in bytes with a sign.
 """
 
 from __future__ import annotations
@@ -12,15 +14,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats.activations import Wanted, describe, input_scale_name, of_fp8, with_scale
+from jaxserve.checkpoints.formats.mxfp4 import GROUP, decode
 from jaxserve.checkpoints.formats.nvfp4 import is_nvfp4
-from jaxserve.checkpoints.formats.packing import Tensors, block_size, fetch, fetch_scale, method, quant_config
+from jaxserve.checkpoints.formats.packing import (
+    EXPONENTS,
+    Tensors,
+    block_size,
+    fetch,
+    fetch_scale,
+    find,
+    method,
+    quant_config,
+)
 from jaxserve.pallas_kernels.types import QuantArray
 
 METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # of ModelOpt
 FP8 = "float8_e4m3fn"
+FP4 = "int8"  # each has two numbers of 4 bits
 
 
 def open_format(config: Mapping[str, Any], tensors: Tensors) -> NativeFP8 | None:
@@ -51,9 +66,11 @@ class NativeFP8:
         return ("fp8 in blocks of {}x{}".format(*self.blocks[0]) if self.blocks else "fp8") + describe(self.wanted)
 
     def parts(self, weight: str) -> tuple[str, ...]:
-        names = [name for name in (f"{weight}_scale_inv", f"{weight}_scale") if name in self.tensors]
-        is_fp8 = weight in self.tensors and self.tensors[weight].dtype.name == FP8
-        if not names and is_fp8:
+        stored = self.tensors[weight].dtype.name if weight in self.tensors else ""
+        known = [f"{weight}_scale_inv", f"{weight}_scale"]
+        known += [f"{weight.removesuffix('.weight')}.scale"] if stored in (FP8, FP4) else []
+        names = [name for name in known if name in self.tensors]
+        if not names and stored == FP8:
             names = [f"{weight}_scale_inv" if self.blocks else f"{weight}_scale"]
         if not names:
             return ()
@@ -62,6 +79,11 @@ class NativeFP8:
 
     def read(self, weight: str, shape: tuple[int, int]) -> QuantArray:
         scale_name = self.parts(weight)[1]
+        if find(self.tensors, weight).dtype.name == FP4:
+            out, inputs = shape
+            packed = fetch(self.tensors, weight, (FP4,), (out, inputs // 2))
+            exponents = fetch(self.tensors, scale_name, EXPONENTS, (out, inputs // GROUP))
+            return decode(packed.view(np.uint8), exponents, scale_name)
         codes = fetch(self.tensors, weight, (FP8,), shape)
         scale, block = fetch_scale(self.tensors, scale_name, shape, shape, (1, shape[1]), *self.blocks)
         return QuantArray(codes, scale, block=block, **with_scale(self.tensors, weight, self.wanted[0]))

@@ -18,7 +18,8 @@ import numpy as np
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.files import shown
 from jaxserve.checkpoints.gguf import HEADER_ONLY, GGUFFile, StoredTensor, read_gguf
-from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES, HF_TOP, ROLES, TOP, Architecture
+from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
+from jaxserve.checkpoints.gguf_row import HF_TOP, ROLES, TOP, Architecture
 from jaxserve.checkpoints.gguf_tensor import GGUFTensor
 from jaxserve.checkpoints.mistral_native import halves_of_pairs
 from jaxserve.config import ConfigError
@@ -108,7 +109,7 @@ def _weight(path: Path, layer: str | None, part: str, row: Architecture, changea
     """The name of a weight of the model, by its name in GGUF files; with "{e}" for experts."""
     role = (ROLES | dict(row.roles) if layer else TOP).get(part)
     name = changeable.roles.get(f"{role}.weight", "").replace("{i}", layer or "")
-    if part in row.reordered:
+    if part in row.changed:
         name = ""
     if row.modules and part in (row.modules if layer else HF_TOP):
         name = f"model.layers.{layer}.{row.modules[part]}.weight" if layer else f"{HF_TOP[part]}.weight"

@@ -69,7 +69,7 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     layout = target.one_page
     if None not in layout.groups.windows:
         raise ConfigError(f"speculative_config's {given.method} needs a model with a layer that sees all tokens")
-    if target.model.altup is not None:
+    if target.model.streams is not None:
         raise ConfigError(f"speculative_config's {given.method} needs a model with one residual stream, not several")
     start = time.perf_counter()
     if given.method == "eagle3":

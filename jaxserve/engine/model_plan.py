@@ -71,6 +71,8 @@ class ModelPlan:
         check_model(config, model, pools=pooler is not None)
         if pooler is not None:
             model = replace(model, tie_embeddings=True, head_bias=False)  # files may have no head, and none is needed
+        if config.enable_lora and folder.suffix == ".gguf" and model.family == "falcon_h1":
+            raise ConfigError("enable_lora must be False for GGUF files of Falcon-H1, whose weights are multiplied")
         if config.speculative_config is not None and pooler is not None:
             raise ConfigError("speculative_config must be None for models that embed or score")
         if config.kv_offload_gib and (pooler is not None or model.recurrent is not None):

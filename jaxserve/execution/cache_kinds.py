@@ -1,5 +1,5 @@
-"""The kinds of KV cache: keys and values, or latents. Each kind knows its arrays, how devices share them, and the
-attention operation that writes and reads them."""
+"""The kinds of KV cache: keys and values, latents, or rows of tokens and of compressed entries. Each kind knows its
+arrays, how devices share them, and the attention operation that writes and reads them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,25 @@ from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import RULES, is_split, num_shards, on_each_device, spec
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
-from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
-from jaxserve.pallas_kernels import token_shares
-from jaxserve.pallas_kernels.operands import Heads, LatentHeads
+from jaxserve.models.hyper import HyperLayer
+from jaxserve.models.spec import CompressedAttentionSpec, CompressionSpec, LatentAttentionSpec, ModelConfig
+from jaxserve.pallas_kernels import compressed_attention, token_shares
+from jaxserve.pallas_kernels.compressed_attention import Compression, RowLayout
+from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads
 from jaxserve.pallas_kernels.ops import Ops
-from jaxserve.pallas_kernels.types import KVPages, LatentPages, has_scale, stored_head_dim, stored_latent_width
+from jaxserve.pallas_kernels.types import (
+    KVPages,
+    LatentPages,
+    RowPages,
+    has_scale,
+    stored_head_dim,
+    stored_latent_width,
+)
 
-Pages = KVPages | LatentPages
+Pages = KVPages | LatentPages | RowPages
 EVERYWHERE = PartitionSpec()
 CACHED_TOKENS = str(RULES["cached_tokens"])
-Layer = DecoderLayer | EagleLayer
+Layer = DecoderLayer | HyperLayer | EagleLayer
 
 
 MOST_LAYERS = 8  # maximum of layers in one array of the cache
@@ -50,18 +59,23 @@ class KeysAndValues:
     If layers differ in their heads, a part of a page has the bytes of `mixed` layers of this shape, and as many layers
     of another shape as have the same bytes: [pages, 2 * mixed, kv_heads, page_size, head_dim]. Each layer sees the
     whole array in its own shape. With `mixed` 0 all layers have this shape.
+
+    A TPU lays out the last two axes in tiles, and could only copy the whole array into a shape that has others. So
+    there a head of such models is several heads of 128 numbers (`in_parts`), and shapes differ in the axes before.
     """
 
     kv_heads: int
     head_dim: int
     dtype: np.dtype
     mixed: int = 0
+    in_parts: bool = False
 
     def fit(self, attention: Any, kv_heads: int) -> int:
         """How many layers with this attention a part of a page holds; `kv_heads` as in `cache_kind`."""
         if not self.mixed:
             return 1
-        return self.mixed * self.kv_heads * self.head_dim // _numbers(attention, kv_heads)
+        numbers = _numbers(attention, kv_heads, self.head_dim if self.in_parts else 1)
+        return self.mixed * self.kv_heads * self.head_dim // numbers
 
     def pages(self, count: int, page_size: int) -> KVPages:
         """The shapes of `count` pages of one layer. Codes of int8 or fp8 have a scale per token and head."""
@@ -91,7 +105,7 @@ class KeysAndValues:
         if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend, ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
-        attend = partial(_in_own_shape, attend) if self.mixed else attend
+        attend = partial(_in_own_shape, attend, self.in_parts) if self.mixed else attend
         return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def write(
@@ -186,13 +200,101 @@ class Latents:
         return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(**split)
 
 
-CacheKind = KeysAndValues | Latents
+@dataclass(frozen=True)
+class Compressed:
+    """Rows of tokens, in pages that are freed behind windows, and of compressed entries, in pages of all tokens: pages
+    [pages, rows, width]; see `RowPages`. A part of a page has the tokens of a layer, or the entries of several layers.
+    Each device holds all rows."""
+
+    layout: RowLayout
+    width: int
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, page_size: int, dtype: np.dtype, platform: str) -> Compressed:
+        """The kind for a model whose attention is compressed."""
+        width = stored_head_dim(model.head_dim, platform)
+        token_rows = entry_rows = 1  # of a token, and of all entries in a page
+        for attention in model.attentions:
+            assert isinstance(attention, CompressedAttentionSpec)
+            if (made := attention.compression) is not None:
+                dims = [attention.head_dim] + ([] if made.indexer is None else [made.indexer.dim])
+                token_rows = max(token_rows, 1 + -(-2 * made.series * sum(dims) // width))
+                entry_rows = max(entry_rows, -(-page_size // made.rate) * sum(-(-dim // width) for dim in dims))
+        rows = page_size * token_rows
+        shares = max(n for n in range(1, rows // entry_rows + 1) if rows % n == 0)
+        return cls(RowLayout(page_size, token_rows, shares), width, dtype)
+
+    def fit(self, attention: Any, kv_heads: int) -> int:
+        """How many layers' tokens a part of a page holds."""
+        return 1
+
+    def pages(self, count: int, page_size: int) -> RowPages:
+        """The shapes of `count` pages of one layer."""
+        assert page_size == self.layout.page_size
+        return RowPages(_shaped((count, page_size * self.layout.token_rows, self.width), self.dtype))
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the first dimensions of values."""
+        return (None,)
+
+    @property
+    def specs(self) -> RowPages:
+        """How devices share pages."""
+        everywhere: Any = EVERYWHERE
+        return RowPages(everywhere)
+
+    def attend(
+        self, layer: Layer, ops: Ops, heads: CompressedHeads, pages: RowPages | tuple[RowPages, ...], where: tuple,
+        mesh: Mesh, dtype: Any, decode_only: bool,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """`compressed_attention.attend` for the heads of each device, each of which makes the same entries. A layer
+        that has entries gets two places in `where`, and two arrays unless they are the same."""
+        chosen: Any = layer.spec.attention
+        made: CompressionSpec | None = chosen.compression
+        compression = None
+        if made is not None:
+            top_k = None if made.indexer is None else made.indexer.top_k
+            compression = Compression(made.rate, made.series, chosen.norm.eps, top_k)
+        arrays = (pages,) if isinstance(pages, RowPages) else pages
+        attend: Callable[..., Any] = partial(
+            compressed_attention.attend,
+            layout=self.layout,
+            window=chosen.window,
+            scale=chosen.softmax_scale,
+            compression=compression,
+            decode_only=decode_only,
+        )
+        if is_split(mesh):
+            of_heads = jax.tree.map(lambda _: EVERYWHERE, heads)
+            of_heads = of_heads._replace(q=spec(None, "kv_heads"), sinks=spec("kv_heads"))
+            in_specs = (of_heads, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+            attend = on_each_device(attend, mesh, in_specs, (spec(None, "kv_heads"), EVERYWHERE))
+        out, arrays = attend(heads, arrays, *((where, None) if made is None else where))
+        return out, arrays[0] if isinstance(pages, RowPages) else arrays
+
+    def write(
+        self, layer: Layer, ops: Ops, heads: Any, pages: RowPages, where: tuple, mesh: Mesh, dtype: Any
+    ) -> tuple[jax.Array, RowPages]:
+        """Draft heads have no layers of this kind."""
+        raise NotImplementedError
 
 
-def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, shares: int = 1) -> CacheKind:
-    """The kind of cache of a model's attention layers. `kv_heads` are the heads over all devices, with repeats, of
-    which each group of `shares` devices has the same."""
+CacheKind = KeysAndValues | Latents | Compressed
+
+
+def cache_kind(
+    model: ModelConfig, kv_heads: int, dtype: Any, platform: str, shares: int = 1, page_size: int = 16
+) -> CacheKind:
+    """The kind of cache of a model's attention layers. `kv_heads` are those over all devices, with repeats, in layers
+    that have the fewest; each group of `shares` devices has the same."""
     attention = model.attention
+    if isinstance(attention, CompressedAttentionSpec):
+        if has_scale(np.dtype(dtype)):
+            name = np.dtype(dtype).name
+            raise ConfigError(f"kv_cache_dtype must be auto or bf16 for compressed attention, got {name}")
+        return Compressed.of(model, page_size, np.dtype(dtype), platform)
     if isinstance(attention, LatentAttentionSpec):
         width = stored_latent_width(attention.rank + attention.rope_dim, platform)
         index_dim = 0 if attention.indexer is None else attention.indexer.dim
@@ -208,22 +310,26 @@ def cache_kind(model: ModelConfig, kv_heads: int, dtype: Any, platform: str, sha
         raise ConfigError(f"decode_context_parallel_size must be 1 {several}, got {shares}")
     if has_scale(np.dtype(dtype)):
         raise ConfigError(f"kv_cache_dtype must be auto or bf16 {several}, got {np.dtype(dtype).name}")
-    numbers = [_numbers(one, kv_heads) for one in model.attentions]
-    heads = max(attention.num_kv_heads, kv_heads)
-    return KeysAndValues(heads, attention.cached_dim, np.dtype(dtype), math.lcm(*numbers) // numbers[0])
+    in_parts = platform == "tpu"
+    unit = stored_head_dim(1, platform)
+    numbers = [_numbers(one, kv_heads, unit) for one in model.attentions]
+    head_dim = unit if in_parts else attention.cached_dim
+    return KeysAndValues(numbers[0] // head_dim, head_dim, np.dtype(dtype), math.lcm(*numbers) // numbers[0], in_parts)
 
 
-def _numbers(attention: Any, kv_heads: int) -> int:
-    """Numbers of a token's keys in a layer, with repeated heads."""
-    return max(attention.num_kv_heads, kv_heads) * attention.cached_dim
+def _numbers(attention: Any, kv_heads: int, unit: int) -> int:
+    """Numbers of a token's keys in a layer, with repeated heads, each of a multiple of `unit` numbers."""
+    return max(attention.num_kv_heads, kv_heads) * -(-attention.cached_dim // unit) * unit
 
 
 def _in_own_shape(
-    attend: Callable, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple, first_page: jax.Array
+    attend: Callable, in_parts: bool, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple, first_page: jax.Array
 ) -> tuple[jax.Array, KVPages]:
     """Calls `attend` with the pages in the shape of the layer's own heads."""
     whole = pages.data
     kv_heads, dim = heads.qkv.sums.shape[2], heads.qkv.sums.shape[4]
+    if in_parts:
+        kv_heads, dim = kv_heads * -(-dim // whole.shape[4]), whole.shape[4]
     out, pages = attend(heads, KVPages(whole.reshape(-1, 2, kv_heads, whole.shape[3], dim)), slots, rows, first_page)
     return out, KVPages(pages.data.reshape(whole.shape))
 

@@ -184,7 +184,7 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
         if slots.images is not None:
             x, levels = _with_images(x, batch.tokens, slots.images)
     own: Any = None
-    if model.config.per_layer is not None:
+    if model.config.enters:
         x, own = cast(Any, model.apply({"params": params}, inputs.tokens, x, ops, method="enter"))
     # Jitted per kind of layer, so that equal layers are traced and lowered once.
     run = partial(run_layer, ops=ops, kind=layout.kind, mesh=context.mesh, decode_only=context.shape.decode_only)

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import PAGE_SIZES, ConfigError
 from jaxserve.devices.mesh import num_shards, on_one_cpu
-from jaxserve.execution.cache_kinds import CacheKind, Pages, cache_kind, layers_of_array
+from jaxserve.execution.cache_kinds import CacheKind, Compressed, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups, LayerPlace
 from jaxserve.execution.slot_states import StateLayout
-from jaxserve.models.spec import LayerSpec, ModelConfig, RecurrentSpec
+from jaxserve.models.spec import CompressedAttentionSpec, LayerSpec, ModelConfig, RecurrentSpec
 from jaxserve.pallas_kernels import cpu
 from jaxserve.pallas_kernels.types import State
 from jaxserve.scheduling.block_manager import Chunk
@@ -83,17 +83,16 @@ class CacheLayout:
         if net is not None:
             states = StateLayout(net, model.num_recurrent, num_slots + 1, snapshots)
         longest = model.max_position if longest is None else longest
-        kind = cache_kind(model, kv_heads, dtype, platform, shares)
-        fits = [kind.fit(attention, kv_heads) for attention in model.attentions]
-        groups = LayerGroups.of(_sights(model), longest, fits, model.kv_sources)
         page_size = fitting_page_size(model, longest, page_size, page_size)
+        kind = cache_kind(model, kv_heads, dtype, platform, shares, page_size)
+        sights, fits, sources = _parts(model, kind, kv_heads)
+        groups = LayerGroups.of(sights, longest, fits, sources)
         return cls(groups, num_pages, page_size, kind, states)
 
     def places(self, layers: Sequence[LayerSpec]) -> list[LayerPlace]:
         """The places of layers, which are the first ones of those that share the cache."""
-        each = self.groups.depth // self.num_arrays
         found: list[LayerPlace] = []
-        paged = iter(self.groups.places)
+        paged = (self._place_of_pages(*place) for place in self.groups.places)
         recurrent = count()
         for layer in layers:
             if layer.attention is None:  # the layer changes nothing in the array that it is given
@@ -101,13 +100,19 @@ class CacheLayout:
             elif isinstance(layer.attention, RecurrentSpec):
                 found.append(self._place_of_states(next(recurrent)))
             else:
-                group, index = next(paged)
-                part, within = divmod(index, self.groups.fits[group])
-                array, part = divmod(part, each)
-                first = part * self.num_pages * self.groups.fits[group] + within
-                beside = None if layer.beside is None else self._place_of_states(next(recurrent))
-                found.append(LayerPlace(array, group, first, beside))
+                place = next(paged)
+                if layer.beside is not None:
+                    place = place._replace(beside=self._place_of_states(next(recurrent)))
+                if getattr(layer.attention, "compression", None) is not None:
+                    place = place._replace(beside=next(paged))
+                found.append(place)
         return found
+
+    def _place_of_pages(self, group: int, index: int) -> LayerPlace:
+        """The place of the group's layer with this index."""
+        part, within = divmod(index, self.groups.fits[group])
+        array, part = divmod(part, self.groups.depth // self.num_arrays)
+        return LayerPlace(array, group, part * self.num_pages * self.groups.fits[group] + within)
 
     def _place_of_states(self, index: int) -> LayerPlace:
         """The place of a recurrent layer; `index` counts recurrent layers only."""
@@ -246,6 +251,23 @@ def _sights(model: ModelConfig) -> list[int | Chunk | None]:
         return [None]
     chunks = [getattr(attention, "chunk", None) for attention in model.attentions]
     return [Chunk(chunk) if chunk else a.window for a, chunk in zip(model.attentions, chunks, strict=True)]
+
+
+def _parts(
+    model: ModelConfig, kind: CacheKind, kv_heads: int
+) -> tuple[list[int | Chunk | None], list[int], Sequence[int]]:
+    """For each thing that a layer of attention keeps of tokens: how far back it is read, how many like it a part of a
+    page holds, and the number of the thing that is read, its own or an earlier layer's."""
+    if not isinstance(kind, Compressed):
+        return _sights(model), [kind.fit(one, kv_heads) for one in model.attentions], model.kv_sources
+    sights: list[int | Chunk | None] = []
+    fits = []
+    for attention in model.attentions:
+        assert isinstance(attention, CompressedAttentionSpec)
+        of_entries = [] if attention.compression is None else [kind.layout.shares]
+        sights += [attention.kept] + [None] * len(of_entries)
+        fits += [1, *of_entries]
+    return sights, fits, range(len(fits))
 
 
 def fitting_page_size(model: ModelConfig, longest: int, asked: int | None, usual: int, shares: int = 1) -> int:

@@ -113,7 +113,8 @@ class LayerPlace(NamedTuple):
       array: the number of the array in the cache.
       group: the layer's group; None for a recurrent layer, which has states instead of pages.
       first: the index of the layer's first page or state in the array, counted in pages or states of this layer.
-      beside: the place of the recurrent layer that runs beside attention; None: there is none.
+      beside: the place of the recurrent layer that runs beside attention, or of the layer's compressed entries; None:
+        there is none.
     """
 
     array: int
@@ -121,13 +122,18 @@ class LayerPlace(NamedTuple):
     first: int
     beside: LayerPlace | None = None
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no array beside."""
+        return self.beside is None or self.beside.array == self.array
+
     def taken(self, cache: Sequence[Any]) -> Any:
-        """The array; two of them if there is a layer beside."""
-        return cache[self.array] if self.beside is None else (cache[self.array], cache[self.beside.array])
+        """The array; two of them if there is one beside."""
+        return cache[self.array] if self.beside is None or self.alone else (cache[self.array], cache[self.beside.array])
 
     def put(self, cache: list[Any], given: Any) -> None:
         """Replaces what `taken` has returned."""
-        if self.beside is None:
+        if self.beside is None or self.alone:
             cache[self.array] = given
         else:
             cache[self.array], cache[self.beside.array] = given

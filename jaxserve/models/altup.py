@@ -142,20 +142,20 @@ class AltUpLayer(nn.Module):
 
 def stream_sources(config: ModelConfig) -> dict[str, list[Source]]:
     """Path in the decoder's parameters -> the tensors of `Streams`, where a model has such."""
-    if config.altup is None:
+    if not isinstance(config.streams, AltUpSpec):
         return {}
     hidden = config.hidden_size
     return {
         f"streams/{name}_{i}/kernel": [Source(f"{name}.weight", (hidden, hidden), whole, head=i)]
         for name in ("spread", "join")
-        for i in range(config.altup.count - 1)
+        for i in range(config.streams.count - 1)
     }
 
 
 def altup_sources(config: ModelConfig) -> dict[str, list[Source]]:
     """Path within a layer -> the tensors that its attention and MLP do not have."""
-    altup = config.altup
-    assert altup is not None
+    altup = config.streams
+    assert isinstance(altup, AltUpSpec)
     hidden = config.hidden_size
     count = altup.count
     rank = altup.laurel_rank

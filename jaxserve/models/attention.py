@@ -14,7 +14,7 @@ from jaxserve.models.layers import GATES, Linear, weight
 from jaxserve.models.norms import HeadNorm, normalize
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
-from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, StateInputs, value_of
+from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads, Partials, StateInputs, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
 
@@ -24,15 +24,15 @@ Ropes = Mapping[str, Angles]  # name in `ModelConfig.ropes` -> angles of all tok
 class AttentionFn(Protocol):
     """Writes the layer's new keys and values to the cache; each token then attends over all that it may see."""
 
-    def __call__(self, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
-        """The results before the output projection. Of Heads: [tokens, kv_heads, group, head_dim]. Of LatentHeads:
-        [tokens, heads, v_dim]. Of a recurrent layer's: float32 [tokens, *spec.results]."""
+    def __call__(self, heads: Heads | LatentHeads | CompressedHeads | StateInputs) -> jax.Array:
+        """The results before the output projection. Of Heads: [tokens, kv_heads, group, head_dim]. Of LatentHeads and
+        CompressedHeads: [tokens, heads, v_dim]. Of a recurrent layer's: float32 [tokens, *spec.results]."""
 
 
 class Attention(nn.Module):
     """Grouped-query attention: fused QKV projection, rotary positions, output projection.
 
-    `kv_heads` exceeds the layer's own where the mesh has more devices, or another layer more heads: each is repeated.
+    `kv_heads` exceeds the layer's own where the mesh has more devices: each is then repeated.
     `inputs` is the size of its input; None: hidden_size.
     """
 

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 
 from jaxserve.models.altup import AltUpLayer, Streams
 from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.hyper import HyperLayer, HyperStreams
 from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import AltUpSpec, AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
 from jaxserve.pallas_kernels.operands import Partials
@@ -158,8 +159,10 @@ class Decoder(nn.Module):
             self.embed_norm = Norm(config.embed_norm, hidden, self.dtype)
         if config.per_layer is not None:
             self.per_layer = PerLayerVectors(config.per_layer, hidden, self.dtype)
-        if config.altup is not None:
-            self.streams = Streams(config.altup.count, hidden, self.dtype)
+        if isinstance(config.streams, AltUpSpec):
+            self.streams: Any = Streams(config.streams.count, hidden, self.dtype)
+        elif config.streams is not None:
+            self.streams = HyperStreams(config.streams, hidden, config.layers[0].norm)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype)
@@ -183,6 +186,8 @@ class Decoder(nn.Module):
                 return ScaledSandwich(*common, self.config.per_layer)
             case "altup":
                 return AltUpLayer(*common, self.config.per_layer)
+            case "hyper":
+                return HyperLayer(*common)
         return DecoderLayer(*common)
 
     def begin(self, token_ids: jax.Array, positions: jax.Array, ops: Ops) -> tuple[jax.Array, Ropes]:
@@ -200,14 +205,16 @@ class Decoder(nn.Module):
         return x, angles(config, positions)
 
     def enter(self, token_ids: jax.Array, x: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
-        """(the first layer's input, the layers' own inputs [tokens, layers, size]), from the tokens and what `begin`
-        makes of them; for models whose layers have such."""
-        own = self.per_layer(token_ids, x, ops)
-        return (x if self.config.altup is None else self.streams.begin(x, ops)), own
+        """(the first layer's input, the layers' own inputs [tokens, layers, ...]), from the tokens and what `begin`
+        makes of them; for models that have such. Without vectors of their own layers get the tokens."""
+        own = jnp.broadcast_to(token_ids[:, None], (len(x), self.config.num_layers))
+        if self.config.per_layer is not None:
+            own = self.per_layer(token_ids, x, ops)
+        return (x if self.config.streams is None else self.streams.begin(x, ops)), own
 
     def finish(self, x: jax.Array, y: Partials | None, ops: Ops) -> jax.Array:
         """The last layer's (x, y) -> final hidden states [tokens, hidden], after the last norm."""
-        if self.config.altup is not None:
+        if self.config.streams is not None:
             x = self.streams.end(x, ops)
         return added(x, y) if self.config.norm is None else self.norm(x, ops, y)[1]
 
@@ -232,9 +239,9 @@ class Decoder(nn.Module):
         x, ropes = self.begin(token_ids, token_ids, self.ops)
         y: Any = None
         own: tuple[jax.Array, ...] = ()
-        if self.config.per_layer is not None:
-            x, vectors = self.enter(token_ids, x, self.ops)
-            own = (vectors[:, 0],)
+        if self.config.enters:
+            x, inputs = self.enter(token_ids, x, self.ops)
+            own = (inputs[:, 0],)
         for layer in self.layers:
             x, y = layer(x, y, ropes, partial(stand_in, layer.spec, self.dtype), self.ops, *own)
         return self.logits(self.finish(x, y, self.ops), self.ops)

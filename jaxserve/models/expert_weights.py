@@ -38,6 +38,9 @@ def expert_pieces(
         made["mlp/latent_out/kernel"] = [_piece(names, "latent_out.weight", layer, (hidden, latent))]
     if experts.scaled:
         made["mlp/scales"] = [_piece(names, "expert_scales", layer, (experts.count,))]
+    if experts.hashed:
+        table = _piece(names, "expert_table", layer, (experts.hashed, experts.router.top_k))
+        made["mlp/of_token"] = [replace(table, integers=True)]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(names["expert_gate.weight"].format(i=layer, e=0))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.models.attention import Attention
+from jaxserve.models.compressed import CompressedAttention
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Experts
 from jaxserve.models.recurrent import recurrent_layer, with_beside
-from jaxserve.models.spec import LatentAttentionSpec, LayerSpec, RecurrentSpec
+from jaxserve.models.spec import CompressedAttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
 
 
 def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -> Any:
@@ -21,6 +22,8 @@ def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -
         return recurrent_layer(attention, hidden_size, dtype)
     if isinstance(attention, LatentAttentionSpec):
         return LatentAttention(attention, hidden_size, dtype, name="attention")
+    if isinstance(attention, CompressedAttentionSpec):
+        return CompressedAttention(attention, hidden_size, dtype, name="attention")
     made = Attention(attention, hidden_size, kv_heads, dtype, name="attention")
     return with_beside(spec.beside, made, hidden_size, dtype)
 

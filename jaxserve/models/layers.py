@@ -158,8 +158,11 @@ class Experts(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array, ops: Ops, routed: jax.Array | None = None) -> Partials:
-        """x [tokens, hidden] -> results of the same shape. routed: what the router reads in the place of x."""
+    def __call__(
+        self, x: jax.Array, ops: Ops, routed: jax.Array | None = None, tokens: jax.Array | None = None
+    ) -> Partials:
+        """x [tokens, hidden] -> results of the same shape. routed: what the router reads in the place of x. tokens:
+        their ids, int32 [tokens], where these tell the experts."""
         experts = self.spec.experts
         hidden = self.hidden_size
         size = self.spec.stored_size or self.spec.size
@@ -185,15 +188,21 @@ class Experts(nn.Module):
         scales = None
         if experts.scaled:
             scales = value_of(weight(self, "scales", nn.initializers.ones, (None,), (count,), jnp.float32))
+        chosen = None
+        if experts.hashed:
+            assert tokens is not None
+            shape = (experts.hashed, experts.router.top_k)
+            chosen = weight(self, "of_token", nn.initializers.zeros, (None, None), shape, jnp.int32)[tokens]
         of_gate_up, of_down = (adapters(self, f"experts_{name}_lora") for name in ("gate_up", "down"))
         y = ops.experts(
             self._projected("latent_in", hidden, inner, x, ops),
             router(x if routed is None else routed, ops),
             ExpertWeights(gate_up, down, first_bias),
             experts.router,
-            ops.gate_of(self.spec.activation, experts.limit, self.spec.bound),
+            ops.gate_of(self.spec.activation, experts.limit, self.spec.bound, self.spec.bound_first),
             correction=None if correction is None else value_of(correction),
             scales=scales,
+            chosen=chosen,
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
@@ -295,7 +304,7 @@ class MLP(nn.Module):
         inner = (self.hidden_size,), (size, 2), ("mlp", None, "embed")
         if self.spec.bound is not None:
             both = linear("gate_up", *inner)(x, ops).reduce(x.dtype)
-            hidden = bounded_gate(both.reshape(-1, size, 2), activation, self.spec.bound)
+            hidden = bounded_gate(both.reshape(-1, size, 2), activation, self.spec.bound, self.spec.bound_first)
         elif self.spec.gated and (self.spec.sparsity or self.spec.gate_scale != 1.0):
             gates, ups = jnp.moveaxis(linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2), 2, 0)
             gates = times(gates, self.spec.gate_scale)

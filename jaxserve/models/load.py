@@ -56,7 +56,14 @@ from jaxserve.models.quantized import (
     rounded,
     splits_evenly,
 )
-from jaxserve.models.spec import GatedDeltaSpec, LatentAttentionSpec, Mamba2Spec, ModelConfig, ShortConvSpec
+from jaxserve.models.spec import (
+    CompressedAttentionSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    Mamba2Spec,
+    ModelConfig,
+    ShortConvSpec,
+)
 from jaxserve.models.splitting import sharded_kv_heads
 from jaxserve.models.weights import abstract_params, dummy_forms, made_up
 from jaxserve.models.wide_experts import as_in_files, filled, with_whole_groups
@@ -166,17 +173,23 @@ def make_decoder(
         if attention not in ("auto", "xla"):
             raise ConfigError(f"attention_backend must be auto with decode_context_parallel_size, got {attention!r}")
         attention = "xla"
+    if isinstance(model.attention, CompressedAttentionSpec):  # only plain XLA computes it
+        if attention not in ("auto", "xla"):
+            raise ConfigError(f"attention_backend must be auto for compressed attention, got {attention!r}")
+        attention = "xla"
     others = {
         attention_problem(
             model, kv_heads, num_shards(mesh, "kv_heads"), device, dtype, kv_dtype, page_size // shares, i
         )
         for i in range(1, len(model.attentions))
     } - {problem}
-    if others and device.platform == "tpu":
-        raise ConfigError(
-            "this model needs GPUs or a CPU: its layers differ in their heads of keys and values, and a TPU would copy "
-            "the whole cache to see it in another shape"
-        )
+    if model.several_shapes and device.platform == "tpu":  # only this kernel reads heads in parts (`KeysAndValues`)
+        if attention not in ("auto", "mosaic_tpu"):
+            raise ConfigError(
+                f"attention_backend must be auto or mosaic_tpu on TPUs for a model whose layers differ in their heads "
+                f"of keys and values, got {attention!r}"
+            )
+        attention = "mosaic_tpu"
     try:
         ops = choose_ops(device, problem, backend=attention, partitioned=is_split(mesh))
         for other in sorted(others, key=str):
@@ -215,6 +228,9 @@ def attention_problem(
         width = stored_latent_width(spec.rank + spec.rope_dim, device.platform)
         heads = spec.num_heads // devices
         return LatentProblem(dtype, kv_dtype, heads, spec.rank, spec.rope_dim, page_size, scales, width)
+    if isinstance(spec, CompressedAttentionSpec):
+        heads = spec.num_heads // devices
+        return LatentProblem(dtype, kv_dtype, heads, spec.head_dim, spec.rope_dim, page_size, scales, spec.head_dim)
     if spec.alibi is not None and scales:
         raise ConfigError(
             f"kv_cache_dtype {np.dtype(kv_dtype).name} cannot hold the positions that models with biases by distance "

@@ -266,6 +266,7 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> Angles
     """The angles at positions int32 [tokens], or [3, tokens] for tokens with three positions."""
     turned = rotary_dim(rope, head_dim)
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
+    positions = positions if rope.stride == 1 else positions // rope.stride * rope.stride
     where = positions.astype(jnp.float32)[..., None]
     if positions.ndim == 2:
         where = where[position_axes(rope, turned // 2), :, 0].T

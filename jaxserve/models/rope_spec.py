@@ -42,6 +42,7 @@ class RopeConfig:
       sections: pairs of channels that turn by a token's position in time, by its row and by its column; (): a token has
         one position.
       sections_alternate: see `rope.position_axes`.
+      stride: the angles at a position are those of the first of the `stride` positions to which it belongs.
     """
 
     theta: float = 10000.0
@@ -65,6 +66,7 @@ class RopeConfig:
     learned: bool = False
     sections: tuple[int, ...] = ()
     sections_alternate: bool = False
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if self.theta <= 1:

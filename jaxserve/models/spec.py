@@ -17,8 +17,9 @@ from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState,
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal[
-    "pre", "post", "sandwich", "scaled_sandwich", "altup", "parallel", "parallel_two_norms", "post_ln", "normed"
-]
+    "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
+    "normed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +253,90 @@ class LatentAttentionSpec:
     def softmax_scale(self) -> float:
         """The factor of products of queries and keys before the softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rotated_dim(self) -> int:
+        """Channels of a head to which the rotary embedding applies."""
+        return self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionSpec:
+    """What a layer of compressed attention keeps of tokens beyond its window: one entry for every `rate` tokens, their
+    mean, whose weights are learned for each channel.
+
+    Attributes:
+      rope: the name of the rotary embedding of entries, which turn by the position of the first of their tokens.
+      overlaps: the mean is also over the `rate` tokens before these, with weights and values of their own.
+      indexer: chooses the entries that a token sees. It has compressed keys of its own. None: a token sees all entries
+        whose tokens are complete.
+    """
+
+    rate: int
+    rope: str
+    overlaps: bool = False
+    indexer: IndexerSpec | None = None
+
+    @property
+    def series(self) -> int:
+        """How many values a token has for entries: one for that of its own tokens, and one for the next."""
+        return 2 if self.overlaps else 1
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is made of."""
+        return self.series * self.rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttentionSpec:
+    """Attention of one layer over a window of tokens and over compressed entries of all tokens (DeepSeek-V4). A token
+    has one key, which all heads share and which is also its value.
+
+    Attributes:
+      rope_dim: the last channels of a head, which turn in pairs of neighbours. Those of results are turned back.
+      q_rank: size of the latent that queries are projected from.
+      window: as in `AttentionSpec`.
+      out_groups, out_rank: the results of each group of heads are projected to a latent of this size; the output
+        projection reads these latents.
+      norm: of the latent, of keys and of entries. Queries have it without a scale.
+      compression: None: the layer sees its window only.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_rank: int
+    window: int
+    out_groups: int
+    out_rank: int
+    norm: NormSpec
+    rope: str
+    compression: CompressionSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_dim < 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim:
+            raise ConfigError(f"of head_dim={self.head_dim} an even number of channels must turn, got {self.rope_dim}")
+        if self.num_heads % self.out_groups:
+            raise ConfigError(f"num_attention_heads={self.num_heads} is no multiple of o_groups={self.out_groups}")
+        indexer = None if self.compression is None else self.compression.indexer
+        if indexer is not None and indexer.dim < self.rope_dim:
+            raise ConfigError(f"index_head_dim={indexer.dim} is below the {self.rope_dim} channels that turn")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Equals the number of heads: each device has the key that all heads share."""
+        return self.num_heads
+
+    @property
+    def kept(self) -> int:
+        """How far back tokens are read, as a window: by attention, or for the entries that are made of them."""
+        return max(self.window, 0 if self.compression is None else self.compression.span)
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of products of queries and keys before the softmax."""
+        return self.head_dim**-0.5
 
     @property
     def rotated_dim(self) -> int:
@@ -612,6 +697,8 @@ class ExpertsSpec:
       shared_bound: `MLPSpec.bound` of the shared MLP.
       own_norms: router, experts and shared MLP have norms of their own (`normed_experts`, Gemma 4).
       scaled: each expert's weights are multiplied by a learned number.
+      hashed: rows of a table that tells the experts of each token of the vocabulary. Scores are then their weights
+        only, and choose none. 0: there is no table.
     """
 
     count: int
@@ -625,6 +712,7 @@ class ExpertsSpec:
     shared_bound: float | None = None
     own_norms: bool = False
     scaled: bool = False
+    hashed: int = 0
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.count):
@@ -640,6 +728,7 @@ class MLPSpec:
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
         xielu, an activation with learned numbers, is for MLPs without a gate.
       bound: activation(gate(x)) is at most this, and up(x) is within +-bound; None: they are not limited.
+      bound_first: gate(x) is at most the bound, in the place of activation(gate(x)). A shared MLP has the same.
       gate_scale, out_scale: multiply the results of gate, before the activation, and those of down.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
@@ -652,6 +741,7 @@ class MLPSpec:
     gated: bool = True
     bias: bool = False
     bound: float | None = None
+    bound_first: bool = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
     experts: ExpertsSpec | None = None
@@ -680,6 +770,21 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HyperSpec:
+    """Several residual streams (`hyper`). Each attention and each MLP reads a mixture of them, and adds to all.
+
+    Attributes:
+      count: the number of streams.
+      steps: of the iteration that makes the matrix that mixes streams nearly doubly stochastic.
+      eps: added to shares and to sums.
+    """
+
+    count: int
+    steps: int
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """A layer: attention, or a recurrent layer in its place, then an MLP. Both add their results to the stream x.
 
@@ -692,13 +797,13 @@ class LayerSpec:
         x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms. normed:
         kept * N(x) + share * f(N(x)), with the numbers of `shares` (MiniMax-01). scaled_sandwich: sandwich, then what
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
-        `altup.AltUpLayer` says (Gemma 3n).
+        `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4).
       residual_scale: multiplies what attention and MLP add to x.
       shares: for the attention, and for the MLP, the numbers (kept, share), if `residual` is normed.
-      altup: the streams, if `residual` is altup.
+      altup, hyper: the streams, if `residual` is altup or hyper.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
+    attention: AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | RecurrentSpec | None
     mlp: MLPSpec | None
     beside: BesideSpec | None = None
     norm: NormSpec = NormSpec()
@@ -706,6 +811,7 @@ class LayerSpec:
     residual_scale: float = 1.0
     shares: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
     altup: AltUpSpec | None = None
+    hyper: HyperSpec | None = None
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -806,7 +912,7 @@ class ModelConfig:
             raise ConfigError("all recurrent layers must have the same shape")
         if len({type(attention) for attention in attentions}) > 1:
             raise ConfigError("all attention layers must be of one kind")
-        if self.several_shapes and isinstance(self.attention, LatentAttentionSpec):
+        if self.several_shapes and not isinstance(self.attention, AttentionSpec):
             raise ConfigError("all layers of latent attention must have as many heads of the same size")
         if unknown := {attention.rope for attention in attentions} - set(self.ropes):
             raise ConfigError(f"layers use rotary embeddings {sorted(unknown)}; there are {sorted(self.ropes)}")
@@ -854,7 +960,7 @@ class ModelConfig:
         return max((layer.experts.count for layer in self.layers if layer.experts is not None), default=0)
 
     @property
-    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | RecurrentSpec]:
+    def specs(self) -> list[AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | RecurrentSpec]:
         """The attention, or the recurrent layer in its place, of the layers that have one. A recurrent layer that runs
         beside attention follows that."""
         pairs = [(layer.attention, None if layer.beside is None else layer.beside.recurrent) for layer in self.layers]
@@ -866,7 +972,7 @@ class ModelConfig:
         return [layer.mlp for layer in self.layers if layer.mlp is not None]
 
     @property
-    def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
+    def attentions(self) -> list[AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec]:
         """The attention of the layers that have attention."""
         return [spec for spec in self.specs if not isinstance(spec, RecurrentSpec)]
 
@@ -881,10 +987,10 @@ class ModelConfig:
         return len(self.specs) - len(self.attentions)
 
     @property
-    def attention(self) -> AttentionSpec | LatentAttentionSpec:
-        """The attention of the first layer that has attention. All have heads of the same size. For a model without
-        attention, the smallest stands in: such a model keeps nothing in pages, but its sequences are still counted in
-        pages, which thus take hardly any memory."""
+    def attention(self) -> AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec:
+        """The attention of the first layer that has attention; others may have other heads (`several_shapes`). For a
+        model without attention, the smallest stands in: such a model keeps nothing in pages, but its sequences are
+        still counted in pages, which thus take hardly any memory."""
         return next(iter(self.attentions), AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2))
 
     @property
@@ -935,12 +1041,17 @@ class ModelConfig:
     @property
     def passes_more(self) -> bool:
         """Whether layers take more from those before them than one vector for each token."""
-        return self.shares_kv or self.per_layer is not None
+        return self.shares_kv or self.enters
 
     @property
-    def altup(self) -> AltUpSpec | None:
+    def streams(self) -> AltUpSpec | HyperSpec | None:
         """The residual streams; None: there is one."""
-        return self.layers[0].altup
+        return self.layers[0].altup or self.layers[0].hyper
+
+    @property
+    def enters(self) -> bool:
+        """Whether layers have several streams, or inputs of their own (`Decoder.enter`)."""
+        return self.streams is not None or self.per_layer is not None
 
     @property
     def has_windows(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxserve.config import ConfigError
-from jaxserve.models.spec import LatentAttentionSpec, ModelConfig
+from jaxserve.models.spec import CompressedAttentionSpec, LatentAttentionSpec, ModelConfig
 
 
 def sharded_kv_heads(
@@ -39,6 +39,10 @@ def sharded_kv_heads(
             f"decode_context_parallel_size must be 1, not {context_parallel_size}, for a model with indexers, unless "
             f"max_model_len is at most the {indexers[0].top_k} tokens that they choose"
         )
+    if context_parallel_size > 1 and isinstance(config.attention, CompressedAttentionSpec):
+        raise ConfigError(
+            f"decode_context_parallel_size must be 1, not {context_parallel_size}, for compressed attention"
+        )
     is_latent = any(isinstance(attention, LatentAttentionSpec) for attention in config.attentions)
     copies = tensor_parallel_size if is_latent else max(1, tensor_parallel_size // config.num_kv_heads)
     if copies % context_parallel_size:
@@ -58,6 +62,9 @@ def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> It
                 yield f"{kv_heads} key-value heads"
         elif size % kv_heads or heads % size:
             yield f"{heads} query heads over {kv_heads} key-value heads"
+    for groups in sorted({getattr(attention, "out_groups", size) for attention in config.attentions}):
+        if groups % size:
+            yield f"{groups} groups of heads (o_groups)"
     if net is not None and (problem := net.cannot_share(size)):
         yield problem
     mlps = set(config.mlps)

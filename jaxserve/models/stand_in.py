@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.spec import LayerSpec
-from jaxserve.pallas_kernels.operands import Heads, LatentHeads, StateInputs
+from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads, StateInputs
 
 
-def stand_in(layer: LayerSpec, dtype: Any, heads: Heads | LatentHeads | StateInputs) -> jax.Array:
+def stand_in(layer: LayerSpec, dtype: Any, heads: Heads | LatentHeads | CompressedHeads | StateInputs) -> jax.Array:
     """Called like the `AttentionFn` of this layer: a result of the right shape."""
     attention: Any = layer.attention
     if isinstance(heads, Heads):
         whole = heads.qkv.reduce(dtype)
         return whole[:, :, : attention.num_heads // whole.shape[1]]
+    if isinstance(heads, CompressedHeads):
+        return jnp.zeros_like(heads.q)
     if isinstance(heads, LatentHeads):
         return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype)
     assert layer.recurrent is not None

@@ -19,9 +19,11 @@ from jax.sharding import Mesh
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
 from jaxserve.models.altup import altup_sources, stream_sources
+from jaxserve.models.compressed import compressed_sources
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
+from jaxserve.models.hyper import head_sources, hyper_sources
 from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.normed_experts import normed_sources
 from jaxserve.models.per_layer import gate_sources, vector_sources
@@ -31,6 +33,7 @@ from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
@@ -167,7 +170,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
     if (learned := config.learned_positions) is not None:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
-    add(vector_sources(config) | stream_sources(config))
+    add(vector_sources(config) | stream_sources(config) | head_sources(config))
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
         if layer.mlp is not None and layer.mlp.experts:
@@ -182,6 +185,7 @@ _NORMS = {
     "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "scaled_sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "altup": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
+    "hyper": ("attention_norm", "mlp_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -202,6 +206,8 @@ def layer_sources(
         layer |= norm_sources(name, spec.norm, hidden) if has[name.partition("_")[0]] else {}
     if isinstance(attention, RecurrentSpec):
         layer |= recurrent_sources(attention, hidden, names)
+    elif isinstance(attention, CompressedAttentionSpec):
+        layer |= compressed_sources(attention, hidden)
     elif attention is not None:
         order = head_order(model.config.ropes[attention.rope], attention.rotated_dim)
         if isinstance(attention, LatentAttentionSpec):
@@ -215,6 +221,8 @@ def layer_sources(
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
     if spec.residual == "altup":
         layer |= altup_sources(model.config)
+    if spec.residual == "hyper":
+        layer |= hyper_sources(model.config)
     if spec.experts is not None and spec.experts.own_norms:
         layer |= normed_sources(hidden)
     return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)

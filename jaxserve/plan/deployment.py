@@ -147,7 +147,7 @@ class Deployment:
         if all_layers or self.plan.decoder.stage is not None or 2 * len(some) >= len(layers):
             return self._compile(self.plan, self.params)
         few, more = (
-            self._compile(self.plan.with_layers(self.config, kept), _of_layers(self.params, kept))
+            self._compile(self.plan.with_layers(self.config, kept), of_layers(self.params, kept))
             for kept in (some, _some(layers, 2 * FEW))
         )
         left = (len(layers) - len(some)) / (more.layers - few.layers)
@@ -250,7 +250,7 @@ def _some(layers: tuple[LayerSpec, ...], count: int) -> list[int]:
     return sorted(index for of_kind in kinds.values() for index in (of_kind * count)[:count])
 
 
-def _of_layers(params: dict[str, Any], layers: list[int]) -> dict[str, Any]:
+def of_layers(params: dict[str, Any], layers: list[int]) -> dict[str, Any]:
     """The weights of a model that has only these layers."""
     kept = {path: x for path, x in params.items() if not path.startswith("layers_")}
     for new, old in enumerate(layers):

@@ -16,7 +16,7 @@ from jaxserve.devices.targets import rates
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
 from jaxserve.models.quantized import STACKS
-from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, RecurrentSpec
+from jaxserve.models.spec import AttentionSpec, CompressedAttentionSpec, LatentAttentionSpec, RecurrentSpec
 from jaxserve.pallas_kernels.types import has_scale
 from jaxserve.plan.deployment import Deployment
 
@@ -260,11 +260,11 @@ class Roofline:
         return c.link_start + 2 * (devices - 1) / devices * tokens * self._hidden * self._itemsize / c.link
 
 
-def _sight(spec: AttentionSpec | LatentAttentionSpec) -> int:
-    """The most tokens that a token of a layer sees."""
+def _sight(spec: AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec) -> int:
+    """The most tokens that a token of a layer sees. Compressed entries are not counted."""
     if isinstance(spec, LatentAttentionSpec):
         return 2**40 if spec.indexer is None else spec.indexer.top_k
-    return spec.window or spec.chunk or 2**40
+    return spec.window or getattr(spec, "chunk", None) or 2**40
 
 
 def prompt_seconds(roofline: Any, tokens: int, most: int) -> float:

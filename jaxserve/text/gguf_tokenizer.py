@@ -1,8 +1,9 @@
 """The tokenizer that a GGUF file carries, as transformers' own class.
 
-Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Two kinds are supported: byte-level BPE
-("gpt2"), for which the file only names the pre-tokenizer, and sentencepiece's BPE ("llama"), whose merges follow from
-the tokens' scores. The pre-tokenizers' patterns are those of the models' own tokenizer.json.
+Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supported are byte-level BPE ("gpt2"),
+for which the file only names the pre-tokenizer, sentencepiece's BPE ("llama"), whose merges follow from the tokens'
+scores, and the same with merges in the file ("gemma4"). The pre-tokenizers' patterns are those of the models' own
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KIMI = (  # Chinese characters stand apart
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?(?:(?!\p{{Han}}){_UPPER})*(?:(?!\p{{Han}}){_LOWER})+{_SUFFIX}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?(?:(?!\p{{Han}}){_UPPER})+(?:(?!\p{{Han}}){_LOWER})*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_JAIS2 = _LLAMA3.removesuffix(r"|\s+(?!\S)|\s+")  # spaces in powers of two
+_JAIS2 += "".join(rf"|\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1)) + r"|\s{1,2}(?!\S)|\s"
 _SEED = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The list of letters in DeepSeek LLM's pattern.
 _CASED = (
@@ -71,6 +79,7 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MARKS_APART = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 _ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
 _THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes, from the last one on
 
@@ -89,7 +98,7 @@ _KINDS = {
     # For older files, which do not name the pre-tokenizer; as in llama.cpp.
     _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("", "default"),
     _Pre((_GPT2,)): ("gpt-2", "trillion", "phi-2", "olmo", "mpt", "exaone4", "mellum", "granite-docling"),
-    _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b", "codeshell", "exaone"),
+    _Pre((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "minerva-7b", "codeshell", "exaone", "mellum2"),
     _Pre((r"\p{N}", _GPT2), nfc=True): ("command-r",),
     _Pre((_LLAMA3,), ignore_merges=True, add_bos=True): (
         *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
@@ -97,6 +106,7 @@ _KINDS = {
     _Pre((_LLAMA3,)): ("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"),
     _Pre((_QWEN2,), nfc=True): ("qwen2", "deepseek-r1-qwen", "megrez", "kormo"),
     _Pre((_QWEN2,)): ("hunyuan", "solar-open"),
+    _Pre((r"[^\n]+|\n+", _QWEN2)): ("laguna",),
     _Pre((_QWEN35,), nfc=True): ("qwen35",),
     _Pre((_EXAONE_MOE,)): ("exaone-moe",),
     _Pre((_THREES, _ASIAN, _DEEPSEEK3)): ("afmoe",),
@@ -104,8 +114,13 @@ _KINDS = {
     _Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")): ("deepseek-coder",),
     _Pre(_DEEPSEEK): ("deepseek-llm",),
     _Pre((_SEED,)): ("seed-coder",),
+    _Pre((_KIMI,)): ("kimi-k2",),
+    _Pre((_JAIS2,)): ("jais-2",),
+    _Pre((" ?[^(\\s|.,!?…。，、।۔،)]+",)): ("bloom",),
+    _Pre((_MARKS_APART, _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")), ignore_merges=True): ("youtu",),
+    _Pre((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O), nfc=True): ("tiny_aya", "cohere2moe"),
     _Pre((_GPT4O,)): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
-    _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): ("deepseek-v3", "hunyuan-dense"),
+    _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
 }
 _PRE_TOKENIZERS = {name: pre for pre, names in _KINDS.items() for name in names}
 
@@ -120,6 +135,7 @@ def make_tokenizer(metadata: Mapping[str, Any], patterns: tuple[str, ...] | None
         "gpt2": _byte_level,
         "llama": _sentencepiece,
         "t5": _sentencepiece,
+        "gemma4": _characters,
     }
     kind = vocabulary.take("model", "")
     if kind not in makers:
@@ -205,7 +221,7 @@ class _Vocabulary:
         return self.tokens[token] or None
 
     def adds(self, role: str) -> bool:
-        sentencepiece = self.take("model", "") in ("llama", "t5")
+        sentencepiece = self.take("model", "") in ("llama", "t5", "gemma4")
         return self.take(f"add_{role}_token", role == "bos" and (sentencepiece or self.pre.add_bos))
 
     def added(self) -> list[AddedToken]:
@@ -277,6 +293,19 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
     backend.normalizer = normalizers.Sequence(steps)
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    return backend
+
+
+def _characters(vocabulary: _Vocabulary) -> Backend:
+    """BPE of characters. Lines are no further split, and newlines that are a token together need no merges."""
+    merges = _merges(vocabulary)
+    unknown = vocabulary.special("unk")
+    backend = Backend(
+        models.BPE(vocabulary.ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown, ignore_merges=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 

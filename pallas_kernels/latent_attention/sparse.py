@@ -16,7 +16,9 @@ A kernel would keep the scores of a block on the chip: here they are written to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,28 +60,52 @@ def choose(
     index_keys: as in `LatentPages`, the new ones included. The other arguments are those of `latent_attention`.
     """
     tables = tables + first_page
-    q = inputs.q.astype(jnp.float32)
-    weights = inputs.weights
-    num_tokens, _, dim = q.shape
+    dim = inputs.q.shape[-1]
     keys = LatentPages(index_keys)
     most = max(KV_BLOCK, top_k)
-    span = block_tokens(keys, tables, most)
 
-    def best(q: jax.Array, weights: jax.Array, table: jax.Array, where: jax.Array, blocks: jax.Array) -> jax.Array:
-        """For query tokens of one row at positions `where` [n]: [n, top_k]. `blocks`: how many to look at."""
+    def find(table: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gather(keys, dim, dim, table, block, most)
+
+    options: Any = {"span": block_tokens(keys, tables, most), "top_k": top_k, "decode_only": decode_only}
+    return best_of(inputs.q, inputs.weights, find, tables, q_start, kv_len, num_decodes, **options)
+
+
+def best_of(
+    q: jax.Array,
+    weights: jax.Array,
+    find: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    tables: jax.Array,
+    q_start: jax.Array,
+    kv_len: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    span: int,
+    top_k: int,
+    rate: int = 1,
+    decode_only: bool = False,
+) -> jax.Array:
+    """`choose` among keys that `find` finds: it gets a row of `tables` and the number of a block of `span` keys, and
+    returns keys, float32 [span, dim], and their numbers, int32 [span]. There is a key for every `rate` tokens, which a
+    token sees if it has seen all of these. q and weights: as in `IndexInputs`."""
+    q = q.astype(jnp.float32)
+    num_tokens = len(q)
+
+    def best(q: jax.Array, weights: jax.Array, table: jax.Array, ends: jax.Array, most: jax.Array) -> jax.Array:
+        """For query tokens of one row, which see `ends` [n] keys, and at most `most`: [n, top_k]."""
 
         def block(i, state):
             scores, places = state
-            found, position = gather(keys, dim, dim, table, i, most)
+            found, position = find(table, i)
             products = jax.nn.relu(jnp.einsum("nhd,sd->nhs", q, found))
             new = jnp.einsum("nhs,nh->ns", products, weights)
-            new = jnp.where(position <= where[:, None], new, -jnp.inf)
+            new = jnp.where(position < ends[:, None], new, -jnp.inf)
             scores, order = lax.top_k(jnp.concatenate([scores, new], axis=1), top_k)
             places = jnp.concatenate([places, jnp.broadcast_to(position, new.shape)], axis=1)
             return scores, jnp.take_along_axis(places, order, axis=1)
 
         none = jnp.full((len(q), top_k), -jnp.inf), jnp.full((len(q), top_k), -1, jnp.int32)
-        scores, places = lax.fori_loop(0, blocks, block, none)
+        scores, places = lax.fori_loop(0, (most + span - 1) // span, block, none)
         return jnp.where(scores > -jnp.inf, places, -1)
 
     out = jnp.full((num_tokens, top_k), -1, jnp.int32)
@@ -89,10 +115,10 @@ def choose(
         # The last block may overlap the one before it, as in `reference`.
         first = jnp.minimum(i * rows, min(len(tables), num_tokens) - rows)
         of_rows = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=rows)
-        length = of_rows(kv_len)
-        blocks = (jnp.max(length) + span - 1) // span
-        one = jax.vmap(lambda q, weights, table, where: best(q[None], weights[None], table, where[None], blocks)[0])
-        made = one(of_rows(q), of_rows(weights), of_rows(tables), length - 1)
+        ends = of_rows(kv_len) // rate
+        most = jnp.max(ends)
+        one = jax.vmap(lambda q, weights, table, end: best(q[None], weights[None], table, end[None], most)[0])
+        made = one(of_rows(q), of_rows(weights), of_rows(tables), ends)
         return lax.dynamic_update_slice_in_dim(out, made, first, 0)
 
     out = lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, out)
@@ -108,7 +134,8 @@ def choose(
         # Tokens beyond the row's end belong to the next row, whose own tile overwrites their results.
         where = jnp.minimum(kv_len[row] - q_start[row + 1] + start + jnp.arange(tile), kv_len[row] - 1)
         own_q, own_weights = (lax.dynamic_slice_in_dim(x, start, tile) for x in (q, weights))
-        made = best(own_q, own_weights, tables[row], where, where[-1] // span + 1)
+        ends = (where + 1) // rate
+        made = best(own_q, own_weights, tables[row], ends, ends[-1])
         return lax.dynamic_update_slice_in_dim(out, made, start, 0)
 
     out = jnp.pad(out, ((0, tile), (0, 0)))

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.kv_write_tpu import new_tokens, write_kv, write_vmem_bytes
+from jaxserve.pallas_kernels.kv_write_tpu import new_tokens, stored_dim, write_kv, write_vmem_bytes
 from jaxserve.pallas_kernels.paged_attention.tpu_kernel import kernel
 from jaxserve.pallas_kernels.paged_attention.tpu_plan import (
     BLOCK,
@@ -99,7 +99,7 @@ def paged_attention(
 
     Pages may be wider than q's head_dim, filled with 0. Where head_dim is not a multiple of 128 they should be rounded
     up to one: tiles take that space anyway, and with narrower pages XLA's default layout makes it copy the cache at
-    each call.
+    each call. Where pages have more heads than q, and no scales, several neighbouring heads are the parts of one.
     """
     options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap}
     batch = _Batch(q, block_tables, q_start, kv_len, num_decodes, sinks, jnp.asarray(first_page, jnp.int32), options)
@@ -153,14 +153,15 @@ class _Batch(NamedTuple):
 
     def plan(self, pages: KVPages, tokens: int, *, writes: bool = False) -> Plan:
         _, kv_heads, group, _ = self.q.shape
-        problem = AttentionProblem(
-            self.q.dtype, pages.data.dtype, kv_heads, group, pages.head_dim, pages.page_size, pages.scale is not None
-        )
-        return make_plan(problem, tokens, self.block_tables.shape[1], writes=writes, **self.options)
+        parts = pages.kv_heads // kv_heads
+        sizes = kv_heads, group, stored_dim(pages, kv_heads), pages.page_size
+        problem = AttentionProblem(self.q.dtype, pages.data.dtype, *sizes, pages.scale is not None)
+        return make_plan(problem, tokens, self.block_tables.shape[1], writes=writes, parts=parts, **self.options)
 
     def padded_q(self, pages: KVPages, tokens: int) -> jax.Array:
-        """Pads the queries to `tokens` tokens and to the head_dim of the pages."""
-        return jnp.pad(self.q[:tokens], ((0, 0),) * 3 + ((0, pages.head_dim - self.q.shape[-1]),))
+        """Cuts the queries to `tokens` tokens, and pads them to the size of the pages' heads."""
+        _, kv_heads, _, head_dim = self.q.shape
+        return jnp.pad(self.q[:tokens], ((0, 0),) * 3 + ((0, stored_dim(pages, kv_heads) - head_dim),))
 
 
 def _decode(batch: _Batch, pages: KVPages, write: tuple[jax.Array, ...] | None = None) -> tuple[jax.Array, KVPages]:

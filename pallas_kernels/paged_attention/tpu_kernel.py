@@ -239,7 +239,7 @@ def _add_block(
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def scores_of(head, rows):
-        k = scratch.kv[slot, 0, head].astype(plan.compute_dtype)
+        k = _block_of(plan, scratch, slot, 0, head)
         return dot(q[head, rows].astype(plan.compute_dtype), k, (((1,), (1,)), ((), ())))
 
     def update(head, rows, scores):
@@ -256,7 +256,7 @@ def _add_block(
         p = jnp.exp(scores - _across(peak, tokens))
         scratch.peak[head, rows] = peak
         scratch.total[head, rows] = keep * scratch.total[head, rows] + p.sum(1, keepdims=True)
-        v = scratch.kv[slot, 1, head].astype(plan.compute_dtype)
+        v = _block_of(plan, scratch, slot, 1, head)
         if masked:
             v = jnp.where(filled((tokens, plan.head_dim), 0), v, jnp.zeros_like(v))
         if plan.has_scale:
@@ -276,6 +276,12 @@ def _add_block(
             update(*unit, scores)
 
     lax.fori_loop(0, plan.kv_heads // plan.heads_together, some, None)
+
+
+def _block_of(plan: Plan, scratch: Scratch, slot: Any, which: int, head: Any) -> jax.Array:
+    """A head's keys (which = 0) or values (1), [block tokens, head_dim]."""
+    parts = [scratch.kv[slot, which, head * plan.parts + i] for i in range(plan.parts)]
+    return jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
 
 
 def _across(x: jax.Array, width: int) -> jax.Array:

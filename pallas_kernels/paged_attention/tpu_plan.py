@@ -43,6 +43,7 @@ class Plan:
     window: int | None
     softcap: float | None
     writes: bool = False  # whether each item also writes its new token; decodes only
+    parts: int = 1  # heads of the pages that are a head together, one part of its head_dim each
 
     @property
     def block_tokens(self) -> int:
@@ -113,9 +114,10 @@ def make_plan(
     table_width: int,
     *,
     writes: bool = False,
+    parts: int = 1,
     **options: Unpack[AttentionOptions],
 ) -> Plan:
-    """tokens: 1 for decode, otherwise the number of tokens in the batch."""
+    """tokens: 1 for decode, otherwise the number of tokens in the batch. writes, parts: see `Plan`."""
     lanes = _round_up(problem.head_dim, LANES)
     tuned = tuning.lookup(
         "prompts" if tokens > 1 else "decode", "mosaic_tpu", q=jnp.dtype(problem.q_dtype).name,
@@ -145,6 +147,7 @@ def make_plan(
         window=options["window"],
         softcap=options["softcap"],
         writes=writes,
+        parts=parts,
     )
 
 
@@ -195,7 +198,8 @@ class Refs(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers that live across grid steps.
 
-    kv [2 slots, 2, kv_heads, block tokens, head_dim], kv_scale [2 slots, block pages, 2, kv_heads, page_size] or None.
+    kv [2 slots, 2, kv_heads * parts, block tokens, head_dim / parts].
+    kv_scale [2 slots, block pages, 2, kv_heads, page_size] or None.
     values [kv_heads, m, head_dim], peak, total [kv_heads, m, LANES]: the running softmax of a tile's m queries a head.
     table [TABLES * entries] in SMEM: item i uses the (i % TABLES)th row.
     turn: the slot of the next block to compute.
@@ -215,9 +219,10 @@ class Scratch(NamedTuple):
     @staticmethod
     def shapes(plan: Plan) -> Scratch:
         softmax = (plan.kv_heads, plan.queries)
+        heads = plan.kv_heads * plan.parts, plan.block_tokens, plan.head_dim // plan.parts
         kv_scale = (2, plan.block_pages, 2, plan.kv_heads, plan.page_size)
         return Scratch(
-            kv=pltpu.VMEM((2, 2, plan.kv_heads, plan.block_tokens, plan.head_dim), plan.kv_dtype),
+            kv=pltpu.VMEM((2, 2, *heads), plan.kv_dtype),
             kv_scale=pltpu.VMEM(kv_scale, jnp.float32) if plan.has_scale else None,
             values=pltpu.VMEM((*softmax, plan.head_dim), jnp.float32),
             peak=pltpu.VMEM((*softmax, LANES), jnp.float32),

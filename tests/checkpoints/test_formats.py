@@ -102,6 +102,23 @@ def test_scales_as_powers_of_two(file):
         assert dequantize(w)[:, ::32].tolist() == [[1, 8], [2.0**-127, 2.0**127]]
 
 
+def test_weights_of_deepseek_v4(file):
+    """fp8 in blocks, beside experts in MXFP4 whose bytes are integers with a sign."""
+    rng = np.random.default_rng(0)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 32], "scale_fmt": "ue8m0"}}
+    exponents = rng.integers(120, 134, (2, 2)).astype(np.uint8)
+    stored = exponents.view(ml_dtypes.float8_e8m0fnu)
+    weight = rng.normal(size=(16, 64)).astype(FP8)
+    values = dequantize(read(file, config, {WEIGHT: weight, "m.scale": stored}, (16, 64)))
+    expected = weight.astype(np.float32).reshape(2, 8, 2, 32) * (2.0 ** (exponents - 127.0))[:, None, :, None]
+    np.testing.assert_array_equal(values, expected.reshape(16, 64))
+    packed = rng.integers(0, 256, (2, 32)).astype(np.uint8)
+    values = dequantize(read(file, config, {WEIGHT: packed.view(np.int8), "m.scale": stored}, (2, 64)))
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(2, 64)
+    np.testing.assert_array_equal(values, e2m1[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, axis=1))
+
+
 def test_a_4_bit_weight_whose_rows_are_no_whole_blocks_comes_exactly(file):
     config, (out, inputs), arrays, rows, expected = load("bnb_nf4")
     state = json.loads(bytes(arrays[f"{WEIGHT}.quant_state.bitsandbytes__nf4"]))

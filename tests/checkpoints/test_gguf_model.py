@@ -140,8 +140,8 @@ def altered(model_folders, tmp_path, monkeypatch):
     ("settings", "message"),
     [
         (
-            {"architecture": "mamba"},
-            r"general.architecture 'mamba' is not supported \(only llama, qwen2, qwen2vl, qwen3, qwen3vl, qwen2moe",
+            {"architecture": "rwkv7"},
+            r"general.architecture 'rwkv7' is not supported \(only llama, qwen2, qwen2vl, qwen3, qwen3vl, qwen2moe",
         ),
         ({"architecture": [1, 2]}, "general.architecture .* is not supported"),
         ({"block_count": None}, "llama.block_count=None is not supported"),

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,18 @@ def test_a_sharded_step_updates_cache_and_slots_in_place(make):
 def test_a_cache_with_scales_is_updated_in_place(make, bucket):
     engine = make(kv_cache_dtype="int8")
     check(engine.runner, engine.shapes[bucket], (engine.runner.cache, engine.runner.slots))
+
+
+@pytest.mark.parametrize("bucket", [0, -1])
+def test_an_indexer_s_keys_are_updated_in_place(bucket, model_folders):
+    """In a step that may see all tokens, or those that an indexer chooses."""
+    sizes: Any = {"max_num_seqs": 5, "max_num_batched_tokens": 72, "kv_pages": PAGES}
+    engine = Engine.load(EngineConfig(model=str(model_folders("deepseek_v32_hub")), **sizes), progress=False)
+    runner = engine.runner
+    compiled = compile_as_the_runner_does(runner, engine.shapes[bucket])
+    keys = runner.cache[0].index_keys
+    assert compiled.memory_analysis().alias_size_in_bytes >= device_bytes((runner.cache, runner.slots))
+    assert copies(compiled, keys.size // 2) == []
 
 
 def test_a_copy_would_be_found():

@@ -43,6 +43,7 @@ BILLIONS = {  # of parameters, as their cards say, embeddings included once wher
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.57, "tencent/Hunyuan-7B-Instruct": 7.5,
     "EleutherAI/gpt-j-6b": 6.05, "bigcode/starcoder": 15.52, "EleutherAI/gpt-neo-2.7B": 2.65,
     "nvidia/Minitron-4B-Base": 4.19, "Qwen/Qwen2.5-VL-7B-Instruct": 7.62, "Qwen/Qwen3.5-9B": 8.95,
+    "Qwen/Qwen3.5-27B": 26.9,
     "LiquidAI/LFM2-1.2B": 1.17, "meta-llama/Llama-4-Scout-17B-16E-Instruct": 107.77,
 }  # fmt: skip
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on

@@ -41,12 +41,15 @@ def test_sharing_layers_have_no_pages():
     assert least <= pages * layout.page_bytes <= 1.05 * least
 
 
-def test_layers_of_two_shapes_fill_the_same_bytes():
-    """16 heads of 256 numbers in local layers, and 4 of 512 in global ones, which are half as large."""
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_layers_of_two_shapes_fill_the_same_bytes(platform):
+    """16 heads of 256 numbers in local layers, and 4 of 512 in global ones, which are half as large. On a TPU all are
+    in parts of 128."""
     types = (["sliding_attention"] * 5 + ["full_attention"]) * 10
     heads = {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
     model = gemma4(num_hidden_layers=60, layer_types=types, num_kv_shared_layers=0, num_attention_heads=32, **heads)
-    layout = CacheLayout.of(model, model.num_kv_heads, 7, 16, jnp.bfloat16)
+    layout = CacheLayout.of(model, model.num_kv_heads, 7, 16, jnp.bfloat16, platform)
+    assert layout.array.data.shape[1:] == ((2, 16, 16, 256) if platform == "gpu" else (2, 32, 16, 128))
     assert set(zip(layout.groups.windows, layout.groups.fits, strict=True)) == {(512, 1), (None, 2)}
     size = layout.array.data.size // layout.array.data.shape[0]  # of a part of a page
     taken = set()

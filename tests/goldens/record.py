@@ -60,12 +60,13 @@ def load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def written_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors which save_pretrained writes."""
+def written_shapes(model: PreTrainedModel, case: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors which save_pretrained writes, in the names of the case's file."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            return {dense_models.as_in_file(case, name): tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def note_shapes(name: str, folder: Path) -> None:
@@ -75,12 +76,12 @@ def note_shapes(name: str, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     kind = class_of(folder)
     model = AutoModelForCausalLM.from_config(config) if kind is AutoModelForCausalLM else kind(config)
-    dense_models.recorded[name] = written_shapes(model)
+    dense_models.recorded[name] = written_shapes(model, name)
 
 
 def check_manifest(model: PreTrainedModel, name: str) -> None:
     """Our names and shapes are those which save_pretrained writes."""
-    difference = written_shapes(model).items() ^ tiny_models.shapes_of(name).items()
+    difference = written_shapes(model, name).items() ^ tiny_models.shapes_of(name).items()
     if difference:
         raise RuntimeError(f"manifest and save_pretrained differ: {sorted(difference)}")
 

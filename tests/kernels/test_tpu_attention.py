@@ -45,6 +45,7 @@ def interpreted(function, *args, **options):
 class Config:
     head_dim: int = 64
     page_dim: int | None = None
+    parts: int = 1  # heads of the pages that are a head together
     group: int = 4
     kv_heads: int = 1
     page_size: int = 16
@@ -64,7 +65,8 @@ class Config:
     def __str__(self) -> str:
         names = f"dim{self.head_dim}-group{self.group}x{self.kv_heads}-page{self.page_size}-{self.kv_dtype.__name__}"
         options = "".join(f"-{name}" for name in ("window", "softcap", "sinks", "first_page") if getattr(self, name))
-        return names + options + ("-decode" if self.decode_only else "")
+        parts = f"-parts{self.parts}" if self.parts > 1 else ""
+        return names + parts + options + ("-decode" if self.decode_only else "")
 
     @property
     def decode_only(self) -> bool:
@@ -77,6 +79,7 @@ FAR = ((1, 4100), (1, 2060), (0, 0), (17, 2071), (1, 1))
 CONFIGS = [
     Config(),
     Config(head_dim=80, group=7, kv_heads=2, window=5, sinks=True, first_page=5),
+    Config(head_dim=192, page_dim=256, parts=2, kv_heads=2, group=3, page_size=32, sinks=True, first_page=2),
     Config(head_dim=64, page_dim=128, group=1, softcap=5.0, q_dtype=ml_dtypes.bfloat16, kv_dtype=ml_dtypes.bfloat16),
     Config(
         head_dim=128,
@@ -140,6 +143,9 @@ class Batch:
                 if c.has_scale:
                     scale[chosen, :, :, : part.stop - part.start] = factor[:, :, part]
             self.kv.append(kv[..., : c.head_dim] * (factor[..., None] if c.has_scale else 1.0))
+        data = (
+            data.reshape(*data.shape[:-1], c.parts, -1).swapaxes(3, 4).reshape(len(data), 2, -1, size, dim // c.parts)
+        )
         self.pages = KVPages(jnp.asarray(data.astype(c.kv_dtype)), jnp.asarray(scale) if c.has_scale else None)
         q = rng.standard_normal((c.tokens, c.kv_heads, c.group, c.head_dim))
         self.q = q.astype(c.q_dtype)
@@ -401,7 +407,7 @@ def compile_for(target: str, config: Config, pages: int = 4001, *, fused: bool =
 
     dim = c.page_dim or c.head_dim
     cache = KVPages(
-        array((pages, 2, heads, c.page_size, dim), c.kv_dtype, 2),
+        array((pages, 2, heads * c.parts, c.page_size, dim // c.parts), c.kv_dtype, 2),
         array((pages, 2, heads, c.page_size), jnp.float32, 2) if c.has_scale else None,
     )
     q = array((c.tokens, heads, c.group, c.head_dim), c.q_dtype, 1)
@@ -440,6 +446,7 @@ COMPILED = [
         "v6e-4",
         Config(head_dim=128, page_size=128, kv_dtype=np.int8, has_scale=True, window=99, sinks=True, **MIXED),
     ),
+    ("v6e-4", Config(head_dim=512, parts=4, group=8, page_size=128, kv_dtype=BF16, **MIXED)),
     ("v6e-1", Config(head_dim=256, page_size=64, kv_heads=1, softcap=9.0, lengths=DECODES, num_decodes=4)),
     # 256 rows of 131,072 tokens in pages of 16
     ("v5e-4", Config(head_dim=128, kv_dtype=BF16, **MANY)),

@@ -116,6 +116,12 @@ def words(pre, text):
         ("chatglm-bpe", "I'LL pay 12345!\n\n x", ["I", "'LL", " pay", " ", "123", "45", "!\n\n", " x"]),
         ("command-r", "12 ab3", ["1", "2", " ab", "3"]),
         ("default", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
+        ("kimi-k2", "Hello你好World's 1234!", ["Hello", "你好", "World's", " ", "123", "4", "!"]),
+        ("jais-2", "a      b", ["a", "    ", " ", " b"]),
+        ("bloom", "one, two.  x", ["one", ",", " two", ". ", " x"]),
+        ("laguna", "x  \n y", ["x", "  ", "\n", " y"]),
+        ("tiny_aya", "pay 1234567!", ["pay", " ", "1", "234", "567", "!"]),
+        ("youtu", "a。b 12", ["a", "。", "b", " ", "1", "2"]),
     ],
 )
 def test_pre_tokenizers_split_as_their_models_do(pre, text, expected):
@@ -216,6 +222,19 @@ def test_special_tokens_of_sentencepiece():
     assert bare.decode([a]) == " a"
 
 
+def test_merges_of_characters():
+    """Gemma 4's: lines are not split, newlines that are a token together stay one, and other characters are bytes."""
+    pieces = ["\n", "\n\n", "\u2581", "a", "b", "ab", "\u2581ab", "<tool>"]
+    metadata = sentencepiece(pieces, [0] * len(pieces), model="gemma4", merges=["a b", "\u2581 ab"])
+    metadata["tokenizer.ggml.token_type"][-1] = 4
+    tokenizer = Tokenizer(make_tokenizer(metadata))
+    text = "ab ab\n\n a\n\n\n<tool>bé"
+    found = tokenizer.encode(text)
+    spoken = ["ab", "\u2581ab", "\n\n", "\u2581", "a", "\n", "\n", "\n", "<tool>", "b"]
+    assert found == [1, *(len(PIECES) + pieces.index(piece) for piece in spoken), 3 + 0xC3, 3 + 0xA9]
+    assert tokenizer.decode(found) == text
+
+
 def test_a_merge_that_makes_no_token_is_left_out():
     """As llama.cpp does; where other merges have its texts, too, they might come out otherwise, and it is refused."""
     metadata = byte_level()
@@ -233,7 +252,7 @@ def test_a_merge_that_makes_no_token_is_left_out():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, r"tokenizer.ggml.model 'bert' is not supported \(only gpt2, llama, t5\)"),
+        ({"model": "bert"}, r"tokenizer.ggml.model 'bert' is not supported \(only gpt2, llama, t5, gemma4\)"),
         ({"model": 5}, "tokenizer.ggml.model must be str, got 5"),
         ({"pre": "poro-chat"}, r"tokenizer.ggml.pre 'poro-chat' is not supported \(only default, gpt-2, .*tekken"),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),

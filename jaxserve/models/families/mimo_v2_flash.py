@@ -1,7 +1,5 @@
 """MiMo-V2-Flash: values are smaller than keys, and scaled. Most layers have a window and sinks, and twice as many heads
 of keys and values as the others. Behind the first layer come experts with DeepSeek-V3's router.
-
-The cache has as many heads in all layers, so the few layers without a window repeat theirs.
 """
 
 from __future__ import annotations
