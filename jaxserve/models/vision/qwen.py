@@ -156,7 +156,7 @@ def _sees(hf: HFConfig, config: ModelConfig, encoder: EncoderConfig, names: Name
     tokens = ImageTokens(
         hf.take("image_token_id", IMAGE_TOKEN), encoder.patch_shape[-1], encoder.side, has_three_positions=True
     )
-    vision = VisionConfig(encoder=encoder, tokens=tokens, names=names, processor="qwen2_vl")
+    vision = VisionConfig(encoder=encoder, tokens=tokens, names=names)
     return replace(config, ropes=ropes, vision=vision)
 
 
