@@ -13,6 +13,7 @@ QWEN = {
     "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3,
     "size": {"shortest_edge": 64, "longest_edge": 64 * 40},
 }  # fmt: skip
+GLM = QWEN | {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 64 * 80}}
 PIXTRAL = {
     "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 4, "width": 4},
     "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
@@ -29,6 +30,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_5_whole": QWEN,
     "qwen3_5_moe_whole": QWEN,
     "mistral3_seeing": PIXTRAL,
+    "glm4v_half": GLM,
+    "glm4v_whole": GLM,
+    "glm4v_moe_groups": GLM,
+    "glm4v_moe_plain": GLM,
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.models.vision.encoder import CORNERS, Patches
+from jaxserve.models.vision.encoder import Patches
 from jaxserve.models.vision.spec import EncoderConfig
 
 PADDING = -1  # the number of the picture of patches that belong to none
+CUBIC = -0.75  # as in PyTorch
 
 
 class Picture(NamedTuple):
@@ -48,13 +49,14 @@ def layout_of(config: EncoderConfig, rows: int, columns: int) -> Layout:
     if config.windowed:
         across = -(-columns // config.window)
         window = row // config.window * across + column // config.window
-    corner = np.zeros((count, CORNERS), np.int32)
-    share = np.zeros((count, CORNERS), np.float32)
+    corner = np.zeros((count, config.corners), np.int32)
+    share = np.zeros((count, config.corners), np.float32)
     if config.table is not None:
-        row_at, row_share = _between(row, rows, config.table)
-        column_at, column_share = _between(column, columns, config.table)
-        corner = (row_at[:, :, None] * config.table + column_at[:, None, :]).reshape(count, CORNERS)
-        share = (row_share[:, :, None] * column_share[:, None, :]).reshape(count, CORNERS)
+        between = _between if config.interpolation == "bilinear" else _among
+        row_at, row_share = between(row, rows, config.table)
+        column_at, column_share = between(column, columns, config.table)
+        corner = (row_at[:, :, None] * config.table + column_at[:, None, :]).reshape(count, -1)
+        share = (row_share[:, :, None] * column_share[:, None, :]).reshape(count, -1)
     return Layout(np.stack([row, column], axis=1), window, corner, share)
 
 
@@ -68,6 +70,19 @@ def _between(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.nd
     return np.stack([first, np.minimum(first + 1, side - 1)], axis=1), np.stack([1 - share, share], axis=1)
 
 
+def _among(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `_between`, of the four entries around an index, with the shares of bicubic convolution (Keys 1981,
+    doi:10.1109/TASSP.1981.1163711) with a slope of CUBIC. The edges of the axis are those of the entries, which go on
+    beyond as at the edge."""
+    at = (index.astype(np.float32) + np.float32(0.5)) / np.float32(size) * np.float32(side) - np.float32(0.5)
+    floor = np.floor(at)
+    steps = np.arange(-1, 3)
+    far = np.abs(at[:, None] - floor[:, None] - steps)
+    near = ((CUBIC + 2) * far - (CUBIC + 3)) * far * far + 1
+    share = np.where(far <= 1, near, CUBIC * (((far - 5) * far + 8) * far - 4)).astype(np.float32)
+    return np.clip(floor[:, None].astype(np.int64) + steps, 0, side - 1), share
+
+
 def pack(config: EncoderConfig, pictures: Sequence[Picture], size: int, nowhere: int) -> tuple[Patches, np.ndarray]:
     """The pictures' patches with padding up to `size`, and where the features of each embedding are written, int32
     [size / joined]; padding is written to `nowhere`."""
@@ -75,8 +90,8 @@ def pack(config: EncoderConfig, pictures: Sequence[Picture], size: int, nowhere:
     place = np.zeros((size, 2), np.int32)
     picture = np.full(size, PADDING, np.int32)
     window = np.full(size, PADDING, np.int32)
-    corner = np.zeros((size, CORNERS), np.int32)
-    share = np.zeros((size, CORNERS), np.float32)
+    corner = np.zeros((size, config.corners), np.int32)
+    share = np.zeros((size, config.corners), np.float32)
     targets = np.full(size // config.joined, nowhere, np.int32)
     at = 0
     number = 0

@@ -86,12 +86,17 @@ class ImageProcessor:
         size = self.settings.get("size") or {}
         if self._limits_edges:
             return self._whole_squares(int(size.get("longest_edge") or LONGEST_EDGE)) ** 2
-        return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS)
+        return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS) // self._counted
 
     @property
     def _limits_edges(self) -> bool:
         """Whether `longest_edge` is what it says, not a number of pixels."""
         return str(self.settings.get("image_processor_type", "")).startswith("Pixtral")
+
+    @property
+    def _counted(self) -> int:
+        """How often the settings count a pixel: for each frame of a patch, or once."""
+        return 2 if str(self.settings.get("image_processor_type", "")).startswith("Glm4v") else 1
 
     def _whole_squares(self, edge: int) -> int:
         """An edge of so many pixels, filled up to whole squares of patches."""
@@ -132,7 +137,9 @@ class ImageProcessor:
             square = self.kind.patch * self.kind.side
             longest = max(math.isqrt(most_pixels) // square * square, square)
             return {"longest_edge": min(size["longest_edge"], longest)}
-        return size | {"longest_edge": max(min(size["longest_edge"], most_pixels), size["shortest_edge"])}
+        return size | {
+            "longest_edge": max(min(size["longest_edge"], most_pixels * self._counted), size["shortest_edge"])
+        }
 
 
 def _is_colour(given: Any) -> bool:

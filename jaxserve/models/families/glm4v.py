@@ -1,4 +1,4 @@
-"""The language models of GLM-4.1V and GLM-4.5V, which are GLM-4-0414 and GLM-4.5."""
+"""GLM-4.1V and GLM-4.5V, whose language models are GLM-4-0414 and GLM-4.5."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from jaxserve.models.families.glm import FAMILIES as GLM
 from jaxserve.models.families.glm4_moe import FAMILIES as GLM4_MOE_FAMILIES
 from jaxserve.models.families.within import Text, by_either, family_within
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.glm import eyes_dense, eyes_mixture
 
 GLM4 = GLM[1]
 GLM4_MOE = GLM4_MOE_FAMILIES[0]
@@ -36,7 +37,12 @@ def _read_mixture(hf: HFConfig) -> ModelConfig:
 
 FAMILIES = (
     family_within(
-        "glm4v", "Glm4vForConditionalGeneration", {"glm4v_text": Text(_read_dense, DENSE)}, GLM4.names, by_either
+        "glm4v",
+        "Glm4vForConditionalGeneration",
+        {"glm4v_text": Text(_read_dense, DENSE)},
+        GLM4.names,
+        by_either,
+        sees=eyes_dense,
     ),
     family_within(
         "glm4v_moe",
@@ -45,5 +51,6 @@ FAMILIES = (
         GLM4_MOE.names,
         by_either,
         more_layers=True,
+        sees=eyes_mixture,
     ),
 )

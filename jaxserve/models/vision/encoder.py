@@ -17,11 +17,9 @@ from jaxserve.models.rope import Angles
 from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stand_in import stand_in
 from jaxserve.models.vision.attention import segment_attention
-from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Step
+from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Projected, Step
 from jaxserve.pallas_kernels.operands import Heads, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
-
-CORNERS = 4  # rows of the table of positions between which a patch's vector lies
 
 
 class Patches(NamedTuple):
@@ -31,8 +29,8 @@ class Patches(NamedTuple):
     place: int32 [patches, 2], row and column in the picture.
     picture: int32 [patches], the number of the picture; -1 for padding.
     window: the same with a number for each window.
-    corner: int32 [patches, CORNERS], rows of the table of positions.
-    share: float32 [patches, CORNERS], their shares.
+    corner: int32 [patches, EncoderConfig.corners], rows of the table of positions.
+    share: float32 of the same shape, their shares.
     """
 
     values: Any
@@ -57,14 +55,19 @@ class Projector(nn.Module):
                 case Joined(count=joined):
                     x = x.reshape(len(x) // joined, -1)
                     count = count // joined
-                case Normed(name=name, norm=norm, size=size):
-                    x = Norm(norm, size, self.dtype, name=name)(x, counting)[1]
+                case Normed():
+                    x = Norm(step.norm, step.size, self.dtype, name=step.name)(x, counting)[1]
+                    x = x if step.activation is None else ACTIVATIONS[step.activation](x)
+                case Gated():
+                    gates, ups = (self._product(step, name, False)(x, counting) for name in (step.gate, step.up))
+                    x = ACTIVATIONS[step.activation](gates) * ups
                 case _:
-                    sizes = (step.inputs,), (step.outputs,), (None, "embed")
-                    x = Linear(*sizes, step.bias, self.dtype, name=step.name)(x, counting)
-                    if step.activation is not None:
-                        x = ACTIVATIONS[step.activation](x)
+                    x = self._product(step, step.name, step.bias)(x, counting)
+                    x = x if step.activation is None else ACTIVATIONS[step.activation](x)
         return x
+
+    def _product(self, step: Projected | Gated, name: str, bias: bool) -> Linear:
+        return Linear((step.inputs,), (step.outputs,), (None, "embed"), bias, self.dtype, name=name)
 
 
 class ImageEncoder(nn.Module):
@@ -95,11 +98,14 @@ class ImageEncoder(nn.Module):
 
     def begin(self, patches: Patches, ops: Ops) -> jax.Array:
         """The first layer's input [patches, hidden]."""
+        config = self.config
         x = self.patch(patches.values.astype(self.dtype), ops)
-        if self.config.table is not None:
+        if config.before is not None and config.table_last:
+            x = self.before(x, ops)[1]
+        if config.table is not None:
             learned = value_of(self.table)[patches.corner] * patches.share[:, :, None].astype(self.dtype)
             x = x + learned.sum(axis=1).astype(x.dtype)
-        return x if self.config.before is None else self.before(x, ops)[1]
+        return x if config.before is None or config.table_last else self.before(x, ops)[1]
 
     def finish(self, x: jax.Array, read: list[jax.Array], count: Any, ops: Ops) -> jax.Array:
         """The last layer's result, and what the layers of the taps have computed, each [patches, hidden] -> features
@@ -112,7 +118,7 @@ class ImageEncoder(nn.Module):
         """Uses every weight once, so that flax declares all parameters. Only shapes matter, not the result."""
         config = self.config
         count = config.joined
-        index = jnp.zeros((count, CORNERS), jnp.int32)
+        index = jnp.zeros((count, config.corners), jnp.int32)
         values = jnp.zeros((count, config.patch), self.dtype)
         number = index[:, 0]
         patches = Patches(values, index[:, :2], number, number, index, index.astype(jnp.float32))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 from typing import Any, cast
 
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.sources import Names, Source, whole
 from jaxserve.models.vision.encoder import ImageEncoder
-from jaxserve.models.vision.spec import Joined, Normed, Step
+from jaxserve.models.vision.spec import Gated, Joined, Normed, Step
 from jaxserve.models.weights import layer_sources, norm_sources
 
 
@@ -65,8 +66,9 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
 
 
 def _in_order(count: int, matrix: Any) -> Any:
-    """A matrix [outputs, channels * count] with the channels of the first of `count` rows, then those of the next."""
-    return matrix.reshape(len(matrix), -1, count).swapaxes(1, 2).reshape(matrix.shape)
+    """A matrix [outputs, channels * count], or a convolution, as a matrix with the channels of the first of `count`
+    rows, then those of the next."""
+    return matrix.reshape(len(matrix), -1, count).swapaxes(1, 2).reshape(len(matrix), -1)
 
 
 def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
@@ -77,10 +79,17 @@ def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
                 continue
             case Normed(name=name, norm=norm, size=size):
                 sources |= norm_sources(name, norm, size)
-            case _:
+            case Gated():
                 shape = step.outputs, step.inputs
-                take = partial(_in_order, step.alternating) if step.alternating > 1 else None
-                sources[f"{step.name}/kernel"] = [Source(f"{step.name}.weight", shape, whole, take=take)]
+                for name in (step.gate, step.up):
+                    sources[f"{name}/kernel"] = [Source(f"{name}.weight", shape, whole)]
+            case _:
+                count = step.alternating
+                inputs = (step.inputs // count, *2 * (isqrt(count),)) if step.convolved else (step.inputs,)
+                take = partial(_in_order, count) if count > 1 else None
+                sources[f"{step.name}/kernel"] = [
+                    Source(f"{step.name}.weight", (step.outputs, *inputs), whole, take=take)
+                ]
                 if step.bias:
-                    sources[f"{step.name}/bias"] = [Source(f"{step.name}.bias", shape[:1], whole)]
+                    sources[f"{step.name}/bias"] = [Source(f"{step.name}.bias", (step.outputs,), whole)]
     return sources

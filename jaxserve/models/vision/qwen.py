@@ -136,9 +136,11 @@ def read_qwen3(hf: HFConfig, taps: tuple[int, ...]) -> EncoderConfig:
     )
 
 
-def _sees(hf: HFConfig, config: ModelConfig, encoder: EncoderConfig, names: Names, usual: Sections) -> ModelConfig:
-    """The language model with eyes. `usual`: its sections of channels, and whether they alternate, where the config
-    does not say."""
+def on_grid(
+    hf: HFConfig, config: ModelConfig, encoder: EncoderConfig, names: Names, usual: Sections, token: int = IMAGE_TOKEN
+) -> ModelConfig:
+    """The language model with eyes, whose pictures lie on a grid of positions. Where the config does not say: `usual`
+    are its sections of channels, and whether they alternate; `token` stands for pictures."""
     sections, alternate = usual
     text = hf.take("text_config", None) or hf.values
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -154,19 +156,19 @@ def _sees(hf: HFConfig, config: ModelConfig, encoder: EncoderConfig, names: Name
         )
     ropes = {name: replace(own, sections=sections, sections_alternate=alternate)}
     tokens = ImageTokens(
-        hf.take("image_token_id", IMAGE_TOKEN), encoder.patch_shape[-1], encoder.side, has_three_positions=True
+        hf.take("image_token_id", token), encoder.patch_shape[-1], encoder.side, has_three_positions=True
     )
     vision = VisionConfig(encoder=encoder, tokens=tokens, names=names)
     return replace(config, ropes=ropes, vision=vision)
 
 
 def eyes_2_5(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return _sees(hf, config, read_qwen2_5(vision), _NAMES_2_5, ((16, 24, 24), False))
+    return on_grid(hf, config, read_qwen2_5(vision), _NAMES_2_5, ((16, 24, 24), False))
 
 
 def eyes_3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return _sees(hf, config, read_qwen3(vision, (8, 16, 24)), _NAMES_3, ((24, 20, 20), True))
+    return on_grid(hf, config, read_qwen3(vision, (8, 16, 24)), _NAMES_3, ((24, 20, 20), True))
 
 
 def eyes_3_5(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return _sees(hf, config, read_qwen3(vision, ()), _NAMES_3, ((11, 11, 10), True))
+    return on_grid(hf, config, read_qwen3(vision, ()), _NAMES_3, ((11, 11, 10), True))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import Activation, LayerSpec, NormSpec, RopeConfig
@@ -21,17 +22,21 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class Normed:
-    """A step of a projector: a norm over `size` channels."""
+    """A step of a projector: a norm over `size` channels, then an activation; None: there is none."""
 
     name: str
     norm: NormSpec
     size: int
+    activation: Activation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
     """A step of a projector: a product with a matrix [outputs, inputs], then an activation; None: there is none.
-    `alternating`: in files the channels of so many joined rows alternate."""
+
+    alternating: in files the channels of so many joined rows alternate.
+    convolved: in files it is a convolution over the square of these rows.
+    """
 
     name: str
     inputs: int
@@ -39,9 +44,21 @@ class Projected:
     bias: bool = True
     activation: Activation | None = None
     alternating: int = 1
+    convolved: bool = False
 
 
-Step = Joined | Normed | Projected
+@dataclass(frozen=True, kw_only=True)
+class Gated:
+    """A step of a projector: activation(gate(x)) * up(x), products with matrices [outputs, inputs]."""
+
+    gate: str
+    up: str
+    inputs: int
+    outputs: int
+    activation: Activation
+
+
+Step = Joined | Normed | Projected | Gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +94,12 @@ class EncoderConfig:
       rope_theta: base of the angles by which queries and keys turn: one half of a head's pairs of channels by the
         patch's row, the other half by its column. None: they do not turn.
       columns_between: the frequencies of columns lie between those of rows; else they are the same.
-      table: side of a square table of learned position vectors, which is stretched to each picture's shape by bilinear
-        interpolation between the corners; None: there is none.
+      table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
+        is none.
+      interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
+        of the picture are those of the table.
       before: the norm of patches before the first layer; None: there is none.
+      table_last: position vectors are added behind this norm, not before it.
       side: side of the square of patches that become one embedding. They follow each other.
       projector: from the last layer's result to embeddings.
       taps: further features.
@@ -96,7 +116,9 @@ class EncoderConfig:
     rope_theta: float | None = None
     columns_between: bool = False
     table: int | None = None
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     before: NormSpec | None = None
+    table_last: bool = False
     side: int
     projector: tuple[Step, ...]
     taps: tuple[Tap, ...] = ()
@@ -106,6 +128,11 @@ class EncoderConfig:
     def ropes(self) -> Mapping[str, RopeConfig]:
         """As in `ModelConfig`: the order of channels in files is that of the operations."""
         return {"default": RopeConfig()}
+
+    @property
+    def corners(self) -> int:
+        """Entries of the table between which a patch's position lies."""
+        return 4 if self.interpolation == "bilinear" else 16
 
     @property
     def patch(self) -> int:
