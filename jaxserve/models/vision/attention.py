@@ -15,11 +15,13 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
     Args:
       q: [patches, heads, group, head_dim]; `group` queries share a key.
       k, v: [patches, heads, head_dim].
-      segment: int32 [patches]. A patch attends over those with the same number.
+      segment: int32 [patches]. A patch attends over those with the same number. Negative: padding, of any values.
       scale: factor of the products of queries and keys.
 
     Returns [patches, heads, group, head_dim]. Scores and sums are float32.
     """
+
+    v = jnp.where((segment >= 0)[:, None, None], v, 0)  # a share of 0 of what is no number would be no number
 
     def some(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         queries, own = given
