@@ -332,9 +332,10 @@ class LLM:
         if vision is None:
             raise InvalidRequestError("this model reads text only, no pictures", "images")
         if self._images is None:
-            self._images = ImageProcessor.of(self.engine.model_folder, vision.encoder.side)
+            self._images = ImageProcessor.of(self.engine.model_folder, vision.tokens)
             assert self._images is not None  # else the model would not see
-        return with_images(ids, [self._images(as_picture(one)) for one in pictures], vision.tokens)
+        processed = [self._images(as_picture(one)) for one in pictures]
+        return with_images(ids, processed, vision.tokens, self.tokenizer.token_of)
 
     def _run(
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None

@@ -246,13 +246,18 @@ class ImageTokens(msgspec.Struct, frozen=True):
 
     Attributes:
       token: the id of tokens in whose place features stand.
+      patch: side of a patch in pixels.
       side: side of the square of patches that become one feature.
       has_three_positions: see `scheduling.image_prompts`; False: tokens of pictures are numbered as text is.
+      row_end, end: texts of the tokens behind each row of a picture, and behind the last one; "": there are none.
     """
 
     token: int
+    patch: int
     side: int
-    has_three_positions: bool
+    has_three_positions: bool = False
+    row_end: str = ""
+    end: str = ""
 
 
 class Image(msgspec.Struct, frozen=True):

@@ -166,6 +166,13 @@ IMAGE_CASES: dict[str, DenseCase] = {
         ),
         _INTERN, image_token_id=505, image_seq_length=4,
     ),
+    "mistral3_seeing": seeing(
+        "Mistral3ForConditionalGeneration", "mistral3",
+        dense("", "mistral", **_SHARED, modern=False, head_dim=24, tie_word_embeddings=False, sliding_window=None),
+        _PIXTRAL | {"num_hidden_layers": 2, "hidden_size": 24, "head_dim": 12, "hidden_act": "silu"},
+        image_token_id=505, projector_hidden_act="gelu", vision_feature_layer=-1, spatial_merge_size=2,
+        multimodal_projector_bias=False,
+    ),
     "mistral_large4_older": seeing(
         "MistralLarge4ForConditionalGeneration", "mistral_large4",
         dense(

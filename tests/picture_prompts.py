@@ -13,6 +13,11 @@ QWEN = {
     "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3,
     "size": {"shortest_edge": 64, "longest_edge": 64 * 40},
 }  # fmt: skip
+PIXTRAL = {
+    "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 4, "width": 4},
+    "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
+    "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3, "size": {"longest_edge": 56},
+}  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_flat": QWEN,
@@ -23,6 +28,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_wide": QWEN,
     "qwen3_5_whole": QWEN,
     "qwen3_5_moe_whole": QWEN,
+    "mistral3_seeing": PIXTRAL,
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (

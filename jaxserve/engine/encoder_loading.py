@@ -35,7 +35,7 @@ def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
         files = EncoderFiles.of(opened, named_in(opened, vision.names))
     own = replace(config, quantization="auto")
     params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
-    processor = ImageProcessor.of(plan.folder, shape.side)
+    processor = ImageProcessor.of(plan.folder, vision.tokens)
     assert processor is not None  # `with_eyes` has seen it
     patches = max(processor.most_pixels // shape.patch_shape[-1] ** 2, shape.joined)
     patches = min(patches, plan.longest * shape.joined)

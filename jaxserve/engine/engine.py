@@ -100,6 +100,8 @@ class Engine:
         self.grammars = Compiler(self.tokenizer_folder, model.vocab_size, model.eos_token_ids, max_queued=queue)
         self.constraints = Constraints(self.grammars)
         self.timeline = Timeline(config.profile_dir)
+        if runner.encoder is not None:
+            runner.encoder.on_done = self.timeline.observer_of("encoder")
         self.counters = EngineStats(step_seconds=self.timeline.seconds)
         self.programs, self.pace = CompileCounter(), Pace(config.latency_goal(on_cpu=self._cost is None))
         self._schedules_ahead = config.async_scheduling and not config.cpu_offload_gib  # whose copies steps wait for

@@ -29,7 +29,7 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
         if named_in(files, model.vision.names)["patch.weight"] not in files.tensors:
             reason = "the files have no image encoder"
     vision: VisionConfig = model.vision
-    processor = ImageProcessor.of(folder, vision.encoder.side)
+    processor = ImageProcessor.of(folder, vision.tokens)
     if reason is None and processor is None:
         reason = f"{folder} has no {' or '.join(FILES)}"
     if reason is not None or processor is None:

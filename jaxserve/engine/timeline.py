@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -48,6 +48,10 @@ class Timeline:
         with jax.profiler.TraceAnnotation(name):
             yield
         self.seconds.setdefault(name, Histogram.of_seconds()).observe(time.perf_counter() - start)
+
+    def observer_of(self, phase: str) -> Callable[[float], None]:
+        """Takes times of a phase that another thread measures."""
+        return self.seconds.setdefault(phase, Histogram.of_seconds()).observe
 
     def trace(self, steps: int) -> None:
         """Traces the next `steps` steps. A trace under way is extended by them, to at most MOST_STEPS."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ class EncoderRunner:
     Attributes:
       sizes: the numbers of patches for which there are programs, in ascending order.
       rows: of the array of features.
+      on_done: called in a thread with the seconds from a call of the encoder to its results.
     """
 
     def __init__(self, encoder: ImageEncoder, params: Any, mesh: Mesh, *, most_patches: int, rows: int):
@@ -39,6 +41,8 @@ class EncoderRunner:
         self.rows = rows
         self.sizes = list(sizes_for(most_patches))
         self.compile_seconds = 0.0
+        self.on_done: Callable[[float], None] = lambda seconds: None
+        self._waiter = ThreadPoolExecutor(1, "encoder")
         self.executables: dict[int, Compiled] = {}
 
     @property
@@ -67,8 +71,14 @@ class EncoderRunner:
             count = sum(len(one.patches) for one in some)
             size = next(size for size in self.sizes if size >= count)
             patches, targets = pack(self.encoder.config, some, size, self.rows)
-            images = self._get(size)(self.params, images, patches, targets, np.int32(count))
+            start = time.perf_counter()
+            images, done = self._get(size)(self.params, images, patches, targets, np.int32(count))
+            self._waiter.submit(self._wait, done, start)
         return images
+
+    def _wait(self, done: jax.Array, start: float) -> None:
+        done.block_until_ready()
+        self.on_done(time.perf_counter() - start)
 
     def _batches(self, jobs: Sequence[EncoderJob]) -> Iterator[list[Picture]]:
         """Pictures that go together through the largest program, or a smaller one."""
@@ -103,9 +113,9 @@ class EncoderRunner:
 
         def program(
             params: Any, images: jax.Array, patches: Patches, targets: jax.Array, count: jax.Array
-        ) -> jax.Array:
+        ) -> tuple[jax.Array, jax.Array]:
             features = encode(encoder, params, patches, count)
-            return images.at[targets].set(features.astype(images.dtype), mode="drop")
+            return images.at[targets].set(features.astype(images.dtype), mode="drop"), features[0, 0]
 
         program.__name__ = f"encode_{size}"
         patches, targets = pack(encoder.config, [], size, self.rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +19,11 @@ import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
+from jaxserve.types import ImageTokens
 
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
+LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
 
 
 class Processed(NamedTuple):
@@ -43,15 +46,15 @@ class ImageProcessor:
     Attributes:
       folder: the model's folder.
       settings: those of its image processor.
-      side: side of the square of patches that become one embedding.
+      kind: of the tokens that stand for pictures.
     """
 
     folder: Path
     settings: Mapping[str, Any]
-    side: int
+    kind: ImageTokens
 
     @classmethod
-    def of(cls, folder: Path, side: int) -> ImageProcessor | None:
+    def of(cls, folder: Path, kind: ImageTokens) -> ImageProcessor | None:
         """None for a folder without an image processor's settings. Raises ConfigError for those that are not valid."""
         for name in FILES:
             try:
@@ -62,7 +65,7 @@ class ImageProcessor:
                 raise ConfigError(f"{folder / name} is no valid image processor's config: {error}") from None
             settings = values.get("image_processor", values) if isinstance(values, dict) else None
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
-                return cls(folder, settings, side)
+                return cls(folder, settings, kind)
         return None
 
     def scaling(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
@@ -81,7 +84,19 @@ class ImageProcessor:
     def most_pixels(self) -> int:
         """Most pixels of a picture that the encoder sees."""
         size = self.settings.get("size") or {}
+        if self._limits_edges:
+            return self._whole_squares(int(size.get("longest_edge") or LONGEST_EDGE)) ** 2
         return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS)
+
+    @property
+    def _limits_edges(self) -> bool:
+        """Whether `longest_edge` is what it says, not a number of pixels."""
+        return str(self.settings.get("image_processor_type", "")).startswith("Pixtral")
+
+    def _whole_squares(self, edge: int) -> int:
+        """An edge of so many pixels, filled up to whole squares of patches."""
+        square = self.kind.patch * self.kind.side
+        return -(-edge // square) * square
 
     @cached_property
     def _processor(self) -> Any:
@@ -97,23 +112,39 @@ class ImageProcessor:
         """The patches of a picture in RGB. Raises ValueError for a shape that the model does not read. most_pixels:
         less than the model's own limit, of what the encoder sees."""
         options: dict[str, Any] = {}
+        if self._limits_edges:
+            options["patch_size"] = dict.fromkeys(("height", "width"), self.kind.patch * self.kind.side)
         if most_pixels is not None:
-            size = dict(self._processor.size)
-            least = int(size["shortest_edge"])
-            options["size"] = size | {"longest_edge": max(min(int(size["longest_edge"]), most_pixels), least)}
+            options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
-        patches = made["pixel_values"].astype(np.uint8)
-        grid = tuple(int(n) for n in made["image_grid_thw"][0])
-        return Processed(patches, grid, _digest(patches, grid))  # type: ignore[arg-type]
+        values = made["pixel_values"].astype(np.uint8)
+        if self._limits_edges:
+            patches, grid = _patches_of(values[0], self.kind)
+        else:
+            patches, grid = values, tuple(int(n) for n in made["image_grid_thw"][0])
+        return Processed(patches, grid, _digest(patches, grid))
 
-    def features(self, grid: tuple[int, int, int]) -> int:
-        """Features of a picture with this grid."""
-        frames, rows, columns = grid
-        return frames * rows * columns // self.side**2
+    def _size_within(self, most_pixels: int) -> dict[str, int]:
+        """The processor's `size` for a picture that has no more than so many pixels."""
+        size = {key: int(value) for key, value in dict(self._processor.size).items() if value is not None}
+        if self._limits_edges:
+            square = self.kind.patch * self.kind.side
+            longest = max(math.isqrt(most_pixels) // square * square, square)
+            return {"longest_edge": min(size["longest_edge"], longest)}
+        return size | {"longest_edge": max(min(size["longest_edge"], most_pixels), size["shortest_edge"])}
 
 
 def _is_colour(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) == 3 and all(type(x) in (int, float) for x in given)
+
+
+def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, and its grid."""
+    colours, height, width = picture.shape
+    square = kind.patch * kind.side
+    squares = colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
+    patches = picture.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, colours * kind.patch**2)
+    return patches, (1, height // kind.patch, width // kind.patch)
 
 
 def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.images.processing import Processed
 from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
 
 def with_images(
-    prompt: Sequence[int], pictures: Sequence[Processed], kind: ImageTokens
+    prompt: Sequence[int],
+    pictures: Sequence[Processed],
+    kind: ImageTokens,
+    token_of: Callable[[str], int],
 ) -> tuple[list[int], list[Image]]:
-    """The prompt, with as many tokens for each picture as it has features, and the pictures at their places. `prompt`
-    has one token for each picture. Raises InvalidRequestError if it has more or fewer."""
+    """The prompt, with the tokens of each picture in the place of one, and the pictures at their places. `prompt` has
+    one token for each picture. `token_of`: the id of a text that is one token.
+
+    Raises InvalidRequestError if the prompt has more or fewer tokens for pictures.
+    """
     if (count := sum(token == kind.token for token in prompt)) != len(pictures):
         raise InvalidRequestError(
             f"the prompt has {count} places for pictures (token {kind.token}), and {len(pictures)} pictures are given",
@@ -29,5 +35,9 @@ def with_images(
         frames, rows, columns = picture.grid
         features = frames * rows * columns // kind.side**2
         images.append(Image(len(tokens), features, picture.grid, picture.patches.tobytes(), picture.digest))
-        tokens += [token] * features
+        if kind.row_end:
+            row = [token] * (columns // kind.side) + [token_of(kind.row_end)]
+            tokens += (row * (frames * rows // kind.side))[:-1] + [token_of(kind.end or kind.row_end)]
+        else:
+            tokens += [token] * features
     return tokens, images

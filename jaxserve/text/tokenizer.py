@@ -127,6 +127,13 @@ class Tokenizer:
                 ids.append(token)
         return ids
 
+    def token_of(self, text: str) -> int:
+        """The id of the added token with this text. Raises InvalidRequestError if there is none."""
+        found = next((i for i, content in self._added.items() if content == text), None)
+        if found is None:
+            raise InvalidRequestError(f"the tokenizer has no token {text}, which pictures need")
+        return found
+
     @cached_property
     def markers(self) -> tuple[str, ...]:
         """Texts of the tokens with a special meaning: special tokens, and added tokens that the chat template writes,

@@ -145,7 +145,7 @@ class ServerState:
         """Publishes what this API server knows of the engine, as a number that is not 0."""
         self.metrics.on_ready(info)
         if info.sees is not None and self.images is None:
-            self.images = ImageWorkers(info.model_folder, info.sees.side, self.settings.max_image_pixels)
+            self.images = ImageWorkers(info.model_folder, info.sees, self.settings.max_image_pixels)
             self.images.start()
         adapters = sorted(f"{one.name} {one.digest}" for one in info.adapters)
         known = zlib.crc32(repr((adapters, info.sleep_level, info.weights)).encode()) + 1
@@ -223,7 +223,8 @@ class ServerState:
             return await self.images.process(data, source)
 
         pictures = await asyncio.gather(*map(one, sources))
-        return with_images(ids, pictures, info.sees)
+        assert self.tokenizer is not None
+        return with_images(ids, pictures, info.sees, self.tokenizer.token_of)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxserve.images.processing import ImageProcessor, Processed
 from jaxserve.images.reading import open_picture
 from jaxserve.server.images.sources import Source
-from jaxserve.types import InvalidRequestError
+from jaxserve.types import ImageTokens, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ _PRELOADED = ["jaxserve.server.images.workers", "transformers.models.auto.image_
 _processor: ImageProcessor | None = None  # of a worker
 
 
-def _begin(folder: str, side: int) -> None:
+def _begin(folder: str, kind: ImageTokens) -> None:
     global _processor
-    _processor = ImageProcessor.of(Path(folder), side)
+    _processor = ImageProcessor.of(Path(folder), kind)
     assert _processor is not None
     _processor.load()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -54,9 +54,9 @@ def _process(data: bytes, most_pixels: int, seen_pixels: int | None) -> Processe
 class ImageWorkers:
     """The workers of one API server."""
 
-    def __init__(self, folder: str, side: int, most_pixels: int):
+    def __init__(self, folder: str, kind: ImageTokens, most_pixels: int):
         self._folder = folder
-        self._side = side
+        self._kind = kind
         self._most_pixels = most_pixels
         self._pool: ProcessPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Processed] = OrderedDict()
@@ -102,7 +102,7 @@ class ImageWorkers:
             count = min(MAX_WORKERS, os.cpu_count() or 1)
             context = get_context("forkserver")  # workers share what their parent has imported
             context.set_forkserver_preload(_PRELOADED)
-            given = (self._folder, self._side)
+            given = (self._folder, self._kind)
             self._pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=given)
         return self._pool
 

@@ -28,7 +28,7 @@ from jaxserve.scheduling.waiting import expected_tokens
 from jaxserve.types import Image, ImageTokens, Request, SamplingParams
 
 PICTURE = VOCAB  # the token in whose place features of pictures stand
-KIND = ImageTokens(PICTURE, 1, has_three_positions=True)
+KIND = ImageTokens(PICTURE, 1, 1, has_three_positions=True)
 TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call
 
 

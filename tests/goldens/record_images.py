@@ -26,11 +26,30 @@ import tiny_models  # noqa: E402
 TOKENS = NEW_TOKENS // 2
 
 
-def expanded(tokens: list[int], image_token: int, counts: list[int]) -> torch.Tensor:
-    """The prompt with as many image tokens as there are features."""
-    left = iter(counts)
-    out = [one for token in tokens for one in ([token] * next(left) if token == image_token else [token])]
+def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torch.Tensor:
+    """The prompt with the tokens of each picture in the place of one."""
+    left = iter(runs)
+    out = [one for token in tokens for one in (next(left) if token == image_token else [token])]
     return torch.tensor(out)[None]
+
+
+def options_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' own processor of text and pictures adds to the settings."""
+    if "spatial_merge_size" not in config:
+        return {}
+    square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
+    return {"patch_size": {"height": square, "width": square}}
+
+
+def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
+    """The tokens of each picture: of Qwen as many as there are features; of Pixtral there is one more behind each row,
+    and another one at the end."""
+    token = config["image_token_id"]
+    if "image_grid_thw" in inputs:
+        return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
+    square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
+    sizes = (torch.as_tensor(inputs["image_sizes"]) // square).tolist()
+    return [(([token] * columns + [token + 1]) * rows)[:-1] + [token + 2] for rows, columns in sizes]
 
 
 @torch.inference_mode()
@@ -62,9 +81,11 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     for slot in range(len(picture_prompts.PROMPTS)):
         for seed in range(SEEDS):
             tokens, pictures = picture_prompts.prompt_of(name, slot, seed)
-            inputs = dict(processor([Image.fromarray(one) for one in pictures], return_tensors="pt"))
-            counts = (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()
-            ids = expanded(tokens, image_token, counts)
+            opened = [Image.fromarray(one) for one in pictures]
+            inputs = dict(processor(opened, return_tensors="pt", **options_of(case.config)))
+            runs = runs_of(inputs, processor, case.config)
+            counts = [run.count(image_token) for run in runs]
+            ids = expanded(tokens, image_token, runs)
             model.model.rope_deltas = None
             logits, answer, logprobs, margin = greedy(model, ids, inputs, image_token)
             if margin > SMALLEST_MARGIN and not {*answer.tolist()} & {*case.eos_token_ids, image_token}:

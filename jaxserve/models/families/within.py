@@ -1,4 +1,4 @@
-"""Language models that are part of a model for text and images. Text is served; images are not."""
+"""Language models that are part of a model for text and images."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.pixtral import eyes_mistral3
 
 # The beginnings that names "model." and "lm_head." of the language model have in these files: first as transformers
 # wrote them before version 5, then as version 5 writes them.
@@ -63,10 +64,16 @@ GEMMA3 = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
 MISTRAL = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 131072, "sliding_window": 4096,
+}  # fmt: skip
+MINISTRAL = {
     "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "sliding_window": None,
 }  # fmt: skip
+# The same where there is no text_config.
+MISTRAL_SMALL = MINISTRAL | {"rope_theta": 1e9}
 QWEN2 = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -80,12 +87,12 @@ Eyes = Callable[[HFConfig, HFConfig, ModelConfig], ModelConfig]
 
 
 class Text(NamedTuple):
-    """How a text_config is read: its reader, the values for keys that it does not have, and the rotary base for one
-    without rotary settings."""
+    """How a text_config is read: its reader, the values for keys that it does not have, and those for a model without a
+    text_config; None: they are the same."""
 
     read: Reader
     defaults: Mapping[str, Any] = MappingProxyType({})
-    theta: float | None = None
+    absent: Mapping[str, Any] | None = None
 
 
 def by_whole(whole: bool | None, text: bool | None) -> bool:
@@ -181,11 +188,10 @@ def _reader(texts: Mapping[str, Text], ties: Ties, flat: bool) -> Reader:
         for name in ("torch_dtype", "dtype"):
             if (dtype := hf.take(name, None)) is not None:
                 whole[name] = dtype
-        values = {**texts[kind].defaults, **inner, **whole}
-        if texts[kind].theta is not None and not {"rope_theta", "rope_parameters"} & values.keys():
-            values["rope_theta"] = texts[kind].theta
-        text = HFConfig(values, source)
-        config = texts[kind].read(text)
+        own = texts[kind]
+        defaults = own.defaults if inner or own.absent is None else own.absent
+        text = HFConfig({**defaults, **inner, **whole}, source)
+        config = own.read(text)
         text.take("quantization_config", None)
         text.finish()
         ends = take_token_ids(hf.take("eos_token_id", None))
@@ -227,12 +233,13 @@ FAMILIES = (
         "mistral3",
         "Mistral3ForConditionalGeneration",
         {
-            "mistral": Text(read_mistral, MISTRAL, theta=1e9),
-            "ministral3": Text(read_ministral3, MISTRAL),
+            "mistral": Text(read_mistral, MISTRAL, MISTRAL_SMALL),
+            "ministral3": Text(read_ministral3, MINISTRAL),
             "mistral4": Text(read_mistral4),
         },
         MISTRAL4_NAMES,
         by_text(False),
+        sees=eyes_mistral3,
     ),
     family_within(
         "llama4",

@@ -131,6 +131,7 @@ def turned(config: EncoderConfig, place: jax.Array) -> Angles:
         none = jnp.zeros((len(place), dim // 2), jnp.float32)
         return Angles(none + 1, none)
     exponent = jnp.arange(0, dim // 2, 2, dtype=jnp.float32) / (dim // 2)
+    exponent = jnp.stack([exponent, exponent + 2 / dim * config.columns_between])  # of rows, and of columns
     angles = place.astype(jnp.float32)[:, :, None] * (1.0 / config.rope_theta**exponent)
     angles = angles.reshape(len(place), -1)
     return Angles(jnp.cos(angles), jnp.sin(angles))

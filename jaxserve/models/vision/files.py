@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from jaxserve.checkpoints.load import Pieces
@@ -63,6 +64,11 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
     return pieces
 
 
+def _in_order(count: int, matrix: Any) -> Any:
+    """A matrix [outputs, channels * count] with the channels of the first of `count` rows, then those of the next."""
+    return matrix.reshape(len(matrix), -1, count).swapaxes(1, 2).reshape(matrix.shape)
+
+
 def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
     sources: dict[str, list[Source]] = {}
     for step in steps:
@@ -73,7 +79,8 @@ def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
                 sources |= norm_sources(name, norm, size)
             case _:
                 shape = step.outputs, step.inputs
-                sources[f"{step.name}/kernel"] = [Source(f"{step.name}.weight", shape, whole)]
+                take = partial(_in_order, step.alternating) if step.alternating > 1 else None
+                sources[f"{step.name}/kernel"] = [Source(f"{step.name}.weight", shape, whole, take=take)]
                 if step.bias:
                     sources[f"{step.name}/bias"] = [Source(f"{step.name}.bias", shape[:1], whole)]
     return sources

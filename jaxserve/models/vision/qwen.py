@@ -153,8 +153,10 @@ def _sees(hf: HFConfig, config: ModelConfig, encoder: EncoderConfig, names: Name
             f"{config.hidden_size}"
         )
     ropes = {name: replace(own, sections=sections, sections_alternate=alternate)}
-    tokens = ImageTokens(hf.take("image_token_id", IMAGE_TOKEN), encoder.side, has_three_positions=True)
-    vision = VisionConfig(encoder=encoder, tokens=tokens, names=names, processor="qwen2_vl")
+    tokens = ImageTokens(
+        hf.take("image_token_id", IMAGE_TOKEN), encoder.patch_shape[-1], encoder.side, has_three_positions=True
+    )
+    vision = VisionConfig(encoder=encoder, tokens=tokens, names=names)
     return replace(config, ropes=ropes, vision=vision)
 
 

@@ -30,13 +30,15 @@ class Normed:
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
-    """A step of a projector: a product with a matrix [outputs, inputs], then an activation; None: there is none."""
+    """A step of a projector: a product with a matrix [outputs, inputs], then an activation; None: there is none.
+    `alternating`: in files the channels of so many joined rows alternate."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool = True
     activation: Activation | None = None
+    alternating: int = 1
 
 
 Step = Joined | Normed | Projected
@@ -74,6 +76,7 @@ class EncoderConfig:
       window: side of a window in patches.
       rope_theta: base of the angles by which queries and keys turn: one half of a head's pairs of channels by the
         patch's row, the other half by its column. None: they do not turn.
+      columns_between: the frequencies of columns lie between those of rows; else they are the same.
       table: side of a square table of learned position vectors, which is stretched to each picture's shape by bilinear
         interpolation between the corners; None: there is none.
       before: the norm of patches before the first layer; None: there is none.
@@ -91,6 +94,7 @@ class EncoderConfig:
     windowed: tuple[int, ...] = ()
     window: int = 0
     rope_theta: float | None = None
+    columns_between: bool = False
     table: int | None = None
     before: NormSpec | None = None
     side: int
@@ -128,10 +132,8 @@ class VisionConfig:
       tokens: how the tokens of pictures are found and numbered.
       names: role -> name of the encoder's tensors in files, as in `models.sources`. Those of the whole checkpoint begin
         with "model." in files that transformers 5 wrote.
-      processor: what turns pictures into patches, see `images.processing`.
     """
 
     encoder: EncoderConfig
     tokens: ImageTokens
     names: Names
-    processor: str
