@@ -121,7 +121,8 @@ class ImageProcessor:
         if self._limits_edges:
             patches, grid = _patches_of(values[0], self.kind)
         else:
-            patches, grid = values, tuple(int(n) for n in made["image_grid_thw"][0])
+            frames, rows, columns = map(int, made["image_grid_thw"][0])
+            patches, grid = values, (frames, rows, columns)
         return Processed(patches, grid, _digest(patches, grid))
 
     def _size_within(self, most_pixels: int) -> dict[str, int]:
