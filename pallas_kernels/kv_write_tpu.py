@@ -102,8 +102,8 @@ def new_tokens(pages: KVPages, k: jax.Array, v: jax.Array) -> list[jax.Array]:
 
 
 def stored_dim(pages: KVPages, kv_heads: int) -> int:
-    """Numbers of each of `kv_heads` heads in the pages. Where these have more heads, several neighbours are the parts of
-    one."""
+    """Numbers of each of `kv_heads` heads in the pages. Where these have more heads, several neighbours are the parts
+    of one."""
     return pages.kv_heads // kv_heads * pages.head_dim
 
 

@@ -172,8 +172,8 @@ def make_decoder(
     if model.several_shapes and device.platform == "tpu":  # only this kernel reads heads in parts (`KeysAndValues`)
         if attention not in ("auto", "mosaic_tpu"):
             raise ConfigError(
-                f"attention_backend must be auto or mosaic_tpu on TPUs for a model whose layers differ in their heads of "
-                f"keys and values, got {attention!r}"
+                f"attention_backend must be auto or mosaic_tpu on TPUs for a model whose layers differ in their heads "
+                f"of keys and values, got {attention!r}"
             )
         attention = "mosaic_tpu"
     try:

@@ -43,8 +43,8 @@ def test_sharing_layers_have_no_pages():
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_layers_of_two_shapes_fill_the_same_bytes(platform):
-    """16 heads of 256 numbers in local layers, and 4 of 512 in global ones, which are half as large. On a TPU all are in
-    parts of 128."""
+    """16 heads of 256 numbers in local layers, and 4 of 512 in global ones, which are half as large. On a TPU all are
+    in parts of 128."""
     types = (["sliding_attention"] * 5 + ["full_attention"]) * 10
     heads = {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
     model = gemma4(num_hidden_layers=60, layer_types=types, num_kv_shared_layers=0, num_attention_heads=32, **heads)
