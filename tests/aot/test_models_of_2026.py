@@ -113,7 +113,7 @@ CASES = [
 ]
 
 MOST = 16  # programs of a start that run the model or its head
-MOST_CHOSEN = 99  # the same where the host chooses among programs (`command_buffers.why_static`)
+MOST_CHOSEN = 52  # the same where the host chooses among programs (`command_buffers.why_static`)
 
 
 @pytest.fixture(autouse=True)
