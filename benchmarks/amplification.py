@@ -119,7 +119,7 @@ class HostEngine:
         yield to_frame(Update(StepOutput(updates=[SequenceUpdate(*one, [], "length") for one in sorted(going)])))
 
     def _admit(self, scheduler: Scheduler, requests: list[Request]) -> None:
-        model = SimpleNamespace(vocab_size=self._vocab_size, eos_token_ids=(0,))
+        model = SimpleNamespace(vocab_size=self._vocab_size, eos_token_ids=(0,), vision=None)
         constraints, beams = Constraints(model), Beams(scheduler, (0,))  # type: ignore[arg-type]
         admission = Admission(self._config, model, CONTEXT, scheduler, constraints, beams)  # type: ignore[arg-type]
         admission.check_queue(requests)

@@ -226,11 +226,11 @@ def expert_tiles(group_sizes: jax.Array, tokens: int, n: int) -> tuple[jax.Array
     tiles = jnp.where(group_sizes > 0, (ends - starts + n - 1) // n, 0)
     tile_ends = jnp.cumsum(tiles)
     item = jnp.arange(min(tokens, (tokens + experts * (n + 6)) // n))
-    expert = jnp.searchsorted(tile_ends, item, side="right")
+    expert = jnp.searchsorted(tile_ends, item, side="right", method="compare_all")
     owner = jnp.minimum(expert, experts - 1)
     start = starts[owner] + (item - (tile_ends - tiles)[owner]) * n
     items = jnp.stack([jnp.where(expert < experts, expert, -1), start], 1).astype(jnp.int32)
 
     token = jnp.arange(tokens)
-    owner = jnp.minimum(jnp.searchsorted(ends, token, side="right"), experts - 1)
+    owner = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), experts - 1)
     return items, (tile_ends - tiles)[owner] * n + token - starts[owner]

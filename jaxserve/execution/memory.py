@@ -221,6 +221,8 @@ def plan_pages(
     if config.max_model_len is not None or fits < min(longest, 2 * page_size):
         shorter = f"lower --max-model-len to {fits} or less, or " if fits else ""
         larger = "give more memory" if config.kv_pages is None else "raise --kv-pages, of which one is kept free"
+        if config.kv_pages is None and budget.states:
+            larger += f", or lower --max-num-seqs: states of recurrent layers take {size(budget.states)}"
         raise ConfigError(
             f"a request of max_model_len {longest} tokens needs {most} KV pages of {page_size}, "
             f"but only {max(pages - 1, 0)} fit; {shorter}{larger}"

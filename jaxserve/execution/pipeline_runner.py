@@ -93,6 +93,7 @@ class PipelineRunner(runner_commands.Commanded, calls=runner_commands.OF_PIPELIN
         self.programs = self._last.programs
         self.num_slots = self._last.num_slots
         self.penalty_rows = self._last.penalty_rows
+        self.encoder = None  # pictures are not read in pipelines
 
     @property
     def layout(self) -> CacheLayout:

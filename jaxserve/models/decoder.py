@@ -13,15 +13,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.altup import AltUpLayer, Streams
+from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.hyper import HyperLayer, HyperStreams
+from jaxserve.models.hyper import HyperLayer, streams_of
 from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
 from jaxserve.models.rope import rope_angles
-from jaxserve.models.spec import AltUpSpec, AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
 from jaxserve.pallas_kernels.operands import Partials
@@ -159,10 +159,8 @@ class Decoder(nn.Module):
             self.embed_norm = Norm(config.embed_norm, hidden, self.dtype)
         if config.per_layer is not None:
             self.per_layer = PerLayerVectors(config.per_layer, hidden, self.dtype)
-        if isinstance(config.streams, AltUpSpec):
-            self.streams: Any = Streams(config.streams.count, hidden, self.dtype)
-        elif config.streams is not None:
-            self.streams = HyperStreams(config.streams, hidden, config.layers[0].norm)
+        if config.streams is not None:
+            self.streams = streams_of(config, self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
         if config.norm is not None:
             self.norm = Norm(config.norm, hidden, self.dtype)
@@ -181,13 +179,9 @@ class Decoder(nn.Module):
         """A layer of this shape. Outside of `setup` it is unbound, to be applied to given parameters."""
         kv_heads = max(self.kv_heads, getattr(spec.attention, "num_kv_heads", 0))
         common = spec, self.config.hidden_size, kv_heads, self.dtype
-        match spec.residual:
-            case "scaled_sandwich":
-                return ScaledSandwich(*common, self.config.per_layer)
-            case "altup":
-                return AltUpLayer(*common, self.config.per_layer)
-            case "hyper":
-                return HyperLayer(*common)
+        others: dict[str, Any] = {"scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer}
+        if spec.residual in others:
+            return others[spec.residual](*common, self.config.per_layer)
         return DecoderLayer(*common)
 
     def begin(self, token_ids: jax.Array, positions: jax.Array, ops: Ops) -> tuple[jax.Array, Ropes]:
@@ -206,11 +200,9 @@ class Decoder(nn.Module):
 
     def enter(self, token_ids: jax.Array, x: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """(the first layer's input, the layers' own inputs [tokens, layers, ...]), from the tokens and what `begin`
-        makes of them; for models that have such. Without vectors of their own layers get the tokens."""
-        own = jnp.broadcast_to(token_ids[:, None], (len(x), self.config.num_layers))
-        if self.config.per_layer is not None:
-            own = self.per_layer(token_ids, x, ops)
-        return (x if self.config.streams is None else self.streams.begin(x, ops)), own
+        makes of them; for models whose layers have such. Without vectors of their own they get the tokens."""
+        own = self.streams.tokens if self.config.per_layer is None else self.per_layer
+        return (x if self.config.streams is None else self.streams.begin(x, ops)), own(token_ids, x, ops)
 
     def finish(self, x: jax.Array, y: Partials | None, ops: Ops) -> jax.Array:
         """The last layer's (x, y) -> final hidden states [tokens, hidden], after the last norm."""

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.models.altup import Streams
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layer_parts import attention_of
 from jaxserve.models.layers import FAN_IN, Experts, weight
 from jaxserve.models.norms import Norm, normalize
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import HyperSpec, LayerSpec, ModelConfig, NormSpec
+from jaxserve.models.spec import AltUpSpec, HyperSpec, LayerSpec, ModelConfig, NormSpec, PerLayerInputs
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -75,6 +76,7 @@ class HyperStreams(nn.Module):
     spec: HyperSpec
     hidden_size: int
     norm: NormSpec
+    layers: int
 
     def setup(self) -> None:
         count = self.spec.count
@@ -83,6 +85,10 @@ class HyperStreams(nn.Module):
     def begin(self, x: jax.Array, ops: Ops) -> jax.Array:
         """x [tokens, hidden] -> the streams [tokens, count, hidden]."""
         return jnp.broadcast_to(x[:, None], (len(x), self.spec.count, x.shape[-1]))
+
+    def tokens(self, token_ids: jax.Array, x: jax.Array, ops: Ops) -> jax.Array:
+        """int32 [tokens] -> what the layers get beside the streams, [tokens, layers]: the tokens."""
+        return jnp.broadcast_to(token_ids[:, None], (len(x), self.layers))
 
     def end(self, streams: jax.Array, ops: Ops) -> jax.Array:
         """The streams [tokens, count, hidden] -> [tokens, hidden]."""
@@ -97,6 +103,7 @@ class HyperLayer(nn.Module):
     hidden_size: int
     kv_heads: int
     dtype: Any
+    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
 
     @nn.compact
     def __call__(
@@ -120,6 +127,15 @@ class HyperLayer(nn.Module):
 
         x = around("attention", x, lambda inputs: attention(inputs, ropes, attend, ops))
         return around("mlp", x, lambda inputs: experts(inputs, ops, tokens=own)), None
+
+
+def streams_of(config: ModelConfig, dtype: Any) -> Any:
+    """The module that makes the streams of a model that has several, and one of them in the end."""
+    streams = config.streams
+    if isinstance(streams, AltUpSpec):
+        return Streams(streams.count, config.hidden_size, dtype)
+    assert streams is not None
+    return HyperStreams(streams, config.hidden_size, config.layers[0].norm, config.num_layers)
 
 
 def hyper_sources(config: ModelConfig) -> dict[str, list[Source]]:

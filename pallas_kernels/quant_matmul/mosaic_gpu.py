@@ -165,7 +165,7 @@ def grouped_quant_matmul(x: jax.Array, w: QuantArray, group_sizes: jax.Array, *,
     sizes = divided(sizes, (out, inputs), len(items), bits, sizes.n <= 64, {}, most=1)
     padded = jnp.pad(x, ((0, sizes.n + -tokens % 8), (0, 0)))  # to whole tiles of eight rows, which copies require
     y = _call(sizes, w, padded, len(items), jnp.float32, interpret, items).sum(0)[column]
-    owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right")
+    owner = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(tokens), side="right", method="compare_all")
     if w.zero is not None or w.bias is not None:
 
         def multiply(sums, constant):

@@ -203,7 +203,7 @@ def _work_items(sizes: jax.Array, tokens: int, tile_tokens: int) -> tuple[jax.Ar
     item_ends = jnp.cumsum(tiles)
     item = jnp.arange(count, dtype=jnp.int32)
     chosen = jnp.minimum(item, item_ends[-1] - 1)
-    group = jnp.searchsorted(item_ends, chosen, side="right").astype(jnp.int32)
+    group = jnp.searchsorted(item_ends, chosen, side="right", method="compare_all").astype(jnp.int32)
     tile = starts[group] // tile_tokens + chosen - (item_ends - tiles)[group]
     idle = (group == experts) | (item > chosen)
     last_expert = jnp.max(jnp.where(sizes > 0, jnp.arange(experts, dtype=jnp.int32), 0))

@@ -41,7 +41,7 @@ _FROM_STATS = (
     ("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
     ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache", "prefix_hits"),
     ("images_encoded", "counter", "Pictures whose features were computed", "images_encoded"),
-    ("images_reused", "counter", "Pictures in prompts whose features were there already", "images_reused"),
+    ("images_reused", "counter", "Pictures in prompts whose features another prompt has had computed", "images_reused"),
     ("prompt_tokens", "counter", "Prompt tokens computed, or found in the prefix cache", "prompt_tokens"),
     ("generation_tokens", "counter", "Tokens generated", "generation_tokens"),
     ("failed_steps", "counter", "Steps that failed on the devices and were computed again", "failed_steps"),

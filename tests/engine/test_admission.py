@@ -27,7 +27,7 @@ def scheduler() -> Scheduler:
 
 
 def admission(scheduler, vocab_size=1000, **config) -> Admission:
-    model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(0,))
+    model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(0,), vision=None)
     constraints = Constraints(SimpleNamespace(vocab_size=vocab_size))
     beams = Beams(scheduler, (0,))
     return Admission(EngineConfig(model="m", **config), model, 100, scheduler, constraints, beams)

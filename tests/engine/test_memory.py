@@ -307,3 +307,10 @@ def test_few_pages_are_all_used():
     budget.check(Needs(100, 20, 30), 400)
     with pytest.raises(ConfigError, match=r"temporaries of the largest step 101 B .* = 901 B. Lower --kv-pages"):
         budget.check(Needs(101, 20, 30), 400)
+
+
+def test_states_that_take_the_memory_are_named():
+    budget = Budget(1000, 0.9, 300, 20, 30, None, counts_programs=True, states=500)
+    config = EngineConfig(model="x", max_model_len=32)
+    with pytest.raises(ConfigError, match="or lower --max-num-seqs: states of recurrent layers take 500 B"):
+        memory.plan_pages(config, 32, 16, 10, budget, Needs(100, 20, 30))

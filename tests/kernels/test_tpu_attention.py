@@ -143,9 +143,8 @@ class Batch:
                 if c.has_scale:
                     scale[chosen, :, :, : part.stop - part.start] = factor[:, :, part]
             self.kv.append(kv[..., : c.head_dim] * (factor[..., None] if c.has_scale else 1.0))
-        data = (
-            data.reshape(*data.shape[:-1], c.parts, -1).swapaxes(3, 4).reshape(len(data), 2, -1, size, dim // c.parts)
-        )
+        data = data.reshape(*data.shape[:-1], c.parts, -1).swapaxes(3, 4)  # the parts before the tokens
+        data = data.reshape(len(data), 2, -1, size, dim // c.parts)
         self.pages = KVPages(jnp.asarray(data.astype(c.kv_dtype)), jnp.asarray(scale) if c.has_scale else None)
         q = rng.standard_normal((c.tokens, c.kv_heads, c.group, c.head_dim))
         self.q = q.astype(c.q_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -27,6 +28,8 @@ from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.vision.pixtral import eyes_mistral3
+
+log = logging.getLogger(__name__)
 
 # The beginnings that names "model." and "lm_head." of the language model have in these files: first as transformers
 # wrote them before version 5, then as version 5 writes them.
@@ -149,15 +152,20 @@ def family_within(
 
 
 def _with_eyes(read: Reader, sees: Eyes) -> Reader:
-    """`read`, then what the config says of pictures."""
+    """`read`, then what the config says of pictures. Where that is not understood, the model reads text only."""
 
     def both(hf: HFConfig) -> ModelConfig:
         given = hf.values.get("vision_config")
         if not isinstance(given, dict) or not hf.sees:
             return read(hf)
+        text = read(hf)
         vision = HFConfig(given, f"{hf.source}: vision_config")
-        config = sees(hf, vision, read(hf))
-        vision.finish()
+        try:
+            config = sees(hf, vision, text)
+            vision.finish()
+        except ConfigError as error:
+            log.warning("pictures are not read: %s", error)
+            return text
         return config
 
     return both

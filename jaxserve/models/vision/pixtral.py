@@ -60,7 +60,7 @@ def _read(hf: HFConfig, side: int, out_size: int) -> EncoderConfig:
     """The encoder without its projector."""
     hf.expect("model_type", "pixtral")
     hf.expect("num_channels", 3)
-    hf.ignore("image_size")  # pictures are as large as the processor's settings say
+    hf.ignore("image_size", "vocab_size")  # pictures are as large as the processor's settings say
     hidden = hf.take("hidden_size", 1024)
     heads = hf.take("num_attention_heads", 16)
     dim, rest = divmod(hidden, heads)
