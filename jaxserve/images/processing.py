@@ -85,7 +85,8 @@ class ImageProcessor:
         """Most pixels of a picture that the encoder sees."""
         size = self.settings.get("size") or {}
         if self._limits_edges:
-            return self._whole_squares(int(size.get("longest_edge") or LONGEST_EDGE)) ** 2
+            edge = int(size.get("longest_edge") or LONGEST_EDGE)
+            return (-(-edge // self._square) * self._square) ** 2  # filled up to whole squares of patches
         return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS) // self._counted
 
     @property
@@ -98,10 +99,10 @@ class ImageProcessor:
         """How often the settings count a pixel: for each frame of a patch, or once."""
         return 2 if str(self.settings.get("image_processor_type", "")).startswith("Glm4v") else 1
 
-    def _whole_squares(self, edge: int) -> int:
-        """An edge of so many pixels, filled up to whole squares of patches."""
-        square = self.kind.patch * self.kind.side
-        return -(-edge // square) * square
+    @property
+    def _square(self) -> int:
+        """Side in pixels of the square of patches that become one feature."""
+        return self.kind.patch * self.kind.side
 
     @cached_property
     def _processor(self) -> Any:
@@ -118,7 +119,7 @@ class ImageProcessor:
         less than the model's own limit, of what the encoder sees."""
         options: dict[str, Any] = {}
         if self._limits_edges:
-            options["patch_size"] = dict.fromkeys(("height", "width"), self.kind.patch * self.kind.side)
+            options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
         if most_pixels is not None:
             options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
@@ -134,8 +135,7 @@ class ImageProcessor:
         """The processor's `size` for a picture that has no more than so many pixels."""
         size = {key: int(value) for key, value in dict(self._processor.size).items() if value is not None}
         if self._limits_edges:
-            square = self.kind.patch * self.kind.side
-            longest = max(math.isqrt(most_pixels) // square * square, square)
+            longest = max(math.isqrt(most_pixels) // self._square, 1) * self._square
             return {"longest_edge": min(size["longest_edge"], longest)}
         return size | {
             "longest_edge": max(min(size["longest_edge"], most_pixels * self._counted), size["shortest_edge"])

@@ -61,8 +61,6 @@ class ImageWorkers:
         self._pool: ProcessPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Processed] = OrderedDict()
         self._kept_bytes = 0
-        self.num_processed = 0
-        self.num_reused = 0
 
     def start(self) -> None:
         """Starts the workers, which takes them a few seconds. Without, they start with the first picture."""
@@ -76,7 +74,6 @@ class ImageWorkers:
         key = hashlib.sha256(f"{detail} ".encode() + data).digest()
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
-            self.num_reused += 1
             return found
         seen = LOW_DETAIL if detail == "low" else None
         pool = self._running_pool()
@@ -93,7 +90,6 @@ class ImageWorkers:
             ) from None
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{source.where}: {error}", "messages", "invalid_image") from None
-        self.num_processed += 1
         self._keep(key, made)
         return made
 

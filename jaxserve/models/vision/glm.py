@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 from jaxserve.models.vision.qwen import on_grid
+from jaxserve.models.vision.settings import axial_theta, head_dim_of
 from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Projected
 
 _DEFAULTS: dict[str, Any] = {
@@ -45,12 +45,7 @@ def _read(hf: HFConfig) -> EncoderConfig:
     hidden, heads, out, side = (
         given[key] for key in ("hidden_size", "num_heads", "out_hidden_size", "spatial_merge_size")
     )
-    dim, rest = divmod(hidden, heads)
-    if rest or dim % 4:
-        raise ConfigError(f"{hf.source}: hidden_size={hidden} must be num_heads={heads} times a multiple of 4")
-    rope = hf.take("rope_parameters", None) or {}
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise ConfigError(f"{hf.source}: rope_type={rope['rope_type']!r} is not supported (only 'axial')")
+    dim = head_dim_of(hf, hidden, heads)
     activation = read_activation(hf, "silu")
     norm = NormSpec(eps=given["rms_norm_eps"])
     layer = LayerSpec(
@@ -73,7 +68,7 @@ def _read(hf: HFConfig) -> EncoderConfig:
         patch_shape=(3, 2, given["patch_size"], given["patch_size"]),
         patch_bias=True,
         layers=(layer,) * given["depth"],
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        rope_theta=axial_theta(hf) or 10000.0,
         table=given["image_size"] // given["patch_size"],
         interpolation="bicubic",
         before=norm,

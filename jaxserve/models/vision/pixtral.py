@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.vision.settings import axial_theta, head_dim_of
 from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, VisionConfig
 from jaxserve.types import ImageTokens
 
@@ -63,15 +63,8 @@ def _read(hf: HFConfig, side: int, out_size: int) -> EncoderConfig:
     hf.ignore("image_size", "vocab_size")  # pictures are as large as the processor's settings say
     hidden = hf.take("hidden_size", 1024)
     heads = hf.take("num_attention_heads", 16)
-    dim, rest = divmod(hidden, heads)
-    if rest or dim % 4:
-        raise ConfigError(
-            f"{hf.source}: hidden_size={hidden} must be num_attention_heads={heads} times a multiple of 4"
-        )
+    dim = head_dim_of(hf, hidden, heads, "num_attention_heads")
     hf.expect("head_dim", dim)
-    rope = hf.take("rope_parameters", None) or {}
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise ConfigError(f"{hf.source}: rope_type={rope['rope_type']!r} is not supported (only 'axial')")
     patch = hf.take("patch_size", 16)
     norm = NormSpec(eps=1e-5)
     layer = LayerSpec(
@@ -83,7 +76,7 @@ def _read(hf: HFConfig, side: int, out_size: int) -> EncoderConfig:
         hidden_size=hidden,
         patch_shape=(3, patch, patch),
         layers=(layer,) * hf.take("num_hidden_layers", 24),
-        rope_theta=float(rope.get("rope_theta") or hf.take("rope_theta", 10000.0)),
+        rope_theta=axial_theta(hf) or float(hf.take("rope_theta", 10000.0)),
         columns_between=True,
         before=norm,
         side=side,

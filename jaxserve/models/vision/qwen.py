@@ -10,6 +10,7 @@ from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxserve.models.vision.settings import axial_theta, head_dim_of
 from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, Step, Tap, VisionConfig
 from jaxserve.types import ImageTokens
 
@@ -59,20 +60,17 @@ def _taken(hf: HFConfig, defaults: dict[str, Any]) -> dict[str, Any]:
     hf.expect("in_chans", 3)  # the name in the first files
     hf.expect("temporal_patch_size", 2)
     given["side"] = hf.take("spatial_merge_size", 2)
-    rope = hf.take("rope_parameters", None) or {}
-    if rope.get("rope_type", "axial") != "axial":
-        raise ConfigError(f"{hf.source}: rope_type={rope['rope_type']!r} is not supported (only 'axial')")
-    given["theta"] = float(rope.get("rope_theta") or 10000.0)
+    given["theta"] = axial_theta(hf, ("axial",)) or 10000.0
+    given["head_dim"] = head_dim_of(hf, given["hidden_size"], given["num_heads"])
     hf.ignore("tokens_per_second", "spatial_patch_size", "model_type")  # of videos; another name of patch_size
     return given
 
 
 def _layer(given: dict[str, Any], norm: NormSpec, mlp: MLPSpec) -> LayerSpec:
     heads = given["num_heads"]
-    dim, rest = divmod(given["hidden_size"], heads)
-    if rest or dim % 4:
-        raise ConfigError(f"hidden_size={given['hidden_size']} must be num_heads={heads} times a multiple of 4")
-    attention = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=dim, qkv_bias=True, out_bias=True)
+    attention = AttentionSpec(
+        num_heads=heads, num_kv_heads=heads, head_dim=given["head_dim"], qkv_bias=True, out_bias=True
+    )
     return LayerSpec(attention=attention, mlp=mlp, norm=norm)
 
 
@@ -124,7 +122,7 @@ def read_qwen3(hf: HFConfig, taps: tuple[int, ...]) -> EncoderConfig:
     )
     side = int(given["num_position_embeddings"] ** 0.5)
     if side**2 != given["num_position_embeddings"]:
-        raise ConfigError(f"{hf.source}: num_position_embeddings={side} is no square")
+        raise ConfigError(f"{hf.source}: num_position_embeddings={given['num_position_embeddings']} is no square")
     taps = hf.take("deepstack_visual_indexes", taps)
     return _encoder(
         given,
