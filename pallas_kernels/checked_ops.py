@@ -33,10 +33,12 @@ from jaxserve.pallas_kernels.registry import (
     LatentProblem,
     MatmulProblem,
     RecurrentProblem,
+    SegmentProblem,
     choose,
     has_gated_matmul,
     load,
 )
+from jaxserve.pallas_kernels.segment_attention.reference import segment_attention
 from jaxserve.pallas_kernels.short_conv.reference import short_conv
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -192,6 +194,7 @@ PLAIN_OPS: dict[str, Any] = {
     "delta_net": delta_net,
     "mamba2": mamba2,
     "short_conv": short_conv,
+    "segment_attention": segment_attention,
 }
 
 
@@ -203,12 +206,13 @@ def on_trial(
     windows: bool = True,
     vocab: int = 0,
     recurrent: tuple[str, RecurrentProblem] | None = None,
+    segments: SegmentProblem | None = None,
 ) -> Ops:
     """The operations with checks that have begun (`Ops.trials`); `passing` waits for them.
 
     Operations that are plain XLA already are not tried, as nothing could replace them. windows: whether the model has
     any. vocab: tokens of the rows that are drawn from. recurrent: the operation of its recurrent layers, if it has any,
-    and their problem.
+    and their problem. segments: the attention of its image encoder, if it has one.
     """
     trials = Trials()
     if isinstance(problem, LatentProblem):
@@ -225,6 +229,8 @@ def on_trial(
         trials.begin("draw", "auto", [ops.draw], vocab, partial(check_draw, ops.draw, vocab))
     if recurrent is not None:
         _begin_recurrent(trials, *recurrent)
+    if segments is not None:
+        _begin_segments(trials, segments)
     return replace(ops, trials=trials)
 
 
@@ -235,6 +241,15 @@ def _begin_recurrent(trials: Trials, operation: str, problem: RecurrentProblem) 
 
         run = getattr(load(operation, name), operation)
         trials.begin(operation, "auto", [run], problem, partial(check_recurrent, operation, run, problem))
+
+
+def _begin_segments(trials: Trials, problem: SegmentProblem) -> None:
+    name = choose("segment_attention", Device.of(jax.devices()[0]), problem)
+    if name not in PLAIN:
+        from jaxserve.pallas_kernels.selfcheck_segments import check_segments
+
+        run = load("segment_attention", name).segment_attention
+        trials.begin("segment_attention", "auto", [run], problem, partial(check_segments, run, problem))
 
 
 def _begin_attention(trials: Trials, ops: Ops, problem: AttentionProblem, backend: str, windows: bool) -> None:

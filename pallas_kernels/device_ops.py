@@ -28,6 +28,7 @@ from jaxserve.pallas_kernels.registry import (
     LatentProblem,
     MatmulProblem,
     RecurrentProblem,
+    SegmentProblem,
     choose,
     explain,
     has_gated_matmul,
@@ -220,6 +221,15 @@ def run_recurrent(
     return getattr(module, operation)(inputs, state, rows, first, **options)
 
 
+def run_segments(
+    device: Device, q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float
+) -> jax.Array:
+    """`segment_attention` by the first backend that can run it on `device`."""
+    problem = SegmentProblem(np.dtype(q.dtype), *q.shape[1:])
+    module = load("segment_attention", choose("segment_attention", device, problem))
+    return module.segment_attention(q, k, v, segment, scale)
+
+
 def choose_ops(
     device: Device, attention: AttentionProblem | LatentProblem, *, backend: str = "auto", partitioned: bool = False
 ) -> Ops:
@@ -242,6 +252,8 @@ def choose_ops(
             kinds["paged_attention"] = partial(_attend, module.paged_attention, other.paged_attention)
     if device.platform != "cpu" or not partitioned:
         kinds |= {name: partial(run_recurrent, device, name) for name in RECURRENT}
+    if device.platform != "cpu":
+        kinds["segment_attention"] = partial(run_segments, device)
     if device.platform == "cpu" and not partitioned:
         return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)
     return _with_triton(Ops(**kinds), device, attention.q_dtype)

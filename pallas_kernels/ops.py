@@ -32,6 +32,7 @@ from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
 from jaxserve.pallas_kernels.paged_attention import reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
+from jaxserve.pallas_kernels.segment_attention.reference import segment_attention
 from jaxserve.pallas_kernels.selective_scan import selective_scan
 from jaxserve.pallas_kernels.short_conv.reference import short_conv
 from jaxserve.pallas_kernels.types import (
@@ -231,6 +232,7 @@ class Ops:
     mamba2: Callable[..., tuple[jax.Array, MambaState]] = mamba2
     selective_scan: Callable[..., tuple[jax.Array, ScanState]] = selective_scan
     lightning: Callable[..., tuple[jax.Array, LightningState]] = lightning
+    segment_attention: Callable[..., jax.Array] = segment_attention
     draw: Callable[..., jax.Array] | None = None
     fused: Any = None
     gated_matmul: Callable[..., jax.Array] | None = None

@@ -21,7 +21,7 @@ BACKENDS = ("mosaic_gpu", "triton", "mosaic_tpu", "cpu", "xla")
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu", "cpu": "cpu"}
 FOLDERS = {
     "attention": "paged_attention", "latent": "latent_attention", "matmul": "quant_matmul", "delta_net": "delta_net",
-    "mamba2": "mamba2", "short_conv": "short_conv",
+    "mamba2": "mamba2", "short_conv": "short_conv", "segment_attention": "segment_attention",
 }  # fmt: skip
 
 
@@ -85,6 +85,15 @@ class LatentProblem:
     @property
     def row_width(self) -> int:
         return self.width or self.rank + self.rope
+
+
+@dataclass(frozen=True)
+class SegmentProblem:
+    """One problem of `segment_attention`. Sizes are those on one device."""
+
+    dtype: np.dtype
+    heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
 
 def _eyes(vision: VisionConfig, plan: ModelPlan) -> str:
     shape = vision.encoder
-    encoder = encoder_of(plan)
+    encoder = encoder_of(plan, plan.decoder.ops)
     numbers = sum(int(np.prod(x.shape)) for x in abstract_params(cast(Any, encoder), plan.mesh).values())
     return (
         f"pictures: an encoder of {len(shape.layers)} layers, hidden {shape.hidden_size}, {numbers:,} parameters; "

@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.registry import (
     LatentProblem,
     MatmulProblem,
     RecurrentProblem,
+    SegmentProblem,
     explain,
 )
 from jaxserve.pallas_kernels.types import Activations, stored_latent_width
@@ -45,6 +46,8 @@ def describe(device: Device, head_dim: int = 128, group: int = 4, page_size: int
         ("short_conv", (1, 0, 0, 0, 2048, 3), "short convolution over 3 tokens, 2048 channels"),
     ):
         yield from _backends(name, explain(operation, device, RecurrentProblem(dtype, *sizes)))
+    segments = SegmentProblem(dtype, 16, 64)
+    yield from _backends("attention of image encoders, 16 heads of 64", explain("segment_attention", device, segments))
     fp4 = np.dtype(ml_dtypes.float4_e2m1fn)
     e8m0 = np.dtype(ml_dtypes.float8_e8m0fnu)
     for codes, block, scale, name in (

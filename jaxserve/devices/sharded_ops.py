@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -265,6 +266,15 @@ class FusedSharded:
 
     def _run(self, local: Callable[..., Any], in_specs: tuple, out_specs: Any, *args: Any) -> Any:
         return on_each_device(local, self.mesh, in_specs, out_specs)(*args)
+
+
+def segments_sharded(
+    mesh: Mesh, attend: Callable, q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float
+) -> jax.Array:
+    """`segment_attention` by `attend`, each device for its own heads."""
+    axes = spec(None, "kv_heads", None)
+    local = partial(attend, scale=scale)
+    return on_each_device(local, mesh, (axes, axes, axes, PartitionSpec()), axes)(q, k, v, segment)
 
 
 def embed_sharded(mesh: Mesh, dtype: Any, table: jax.Array | QuantArray | BlockArray, ids: jax.Array) -> jax.Array:

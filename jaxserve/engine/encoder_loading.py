@@ -15,20 +15,22 @@ from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
 from jaxserve.models.vision.encoder import ImageEncoder
 from jaxserve.models.vision.files import EncoderFiles
+from jaxserve.pallas_kernels.ops import Ops
 
 log = logging.getLogger(__name__)
 
 PICTURES = 2  # largest pictures whose features have room at a time
 
 
-def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
-    """The encoder on the devices of a plan; None for a model that reads text only. Raises CheckpointError."""
+def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunner | None:
+    """The encoder on the devices of a plan, with the operations of its decoder, which have been checked; None for a
+    model that reads text only. Raises CheckpointError."""
     vision = plan.model.vision
     if vision is None:
         return None
     start = time.perf_counter()
     shape = vision.encoder
-    encoder = encoder_of(plan)
+    encoder = encoder_of(plan, ops)
     files = None
     if config.load_format != "dummy":
         opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
@@ -44,8 +46,8 @@ def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
     return EncoderRunner(encoder, params, plan.mesh, most_patches=patches, rows=rows)
 
 
-def encoder_of(plan: ModelPlan) -> ImageEncoder:
+def encoder_of(plan: ModelPlan, ops: Ops) -> ImageEncoder:
     """The encoder of a model that sees, with the operations of its decoder."""
     shape = plan.model.vision.encoder
     heads = shape.layers[0].attention.num_heads
-    return ImageEncoder(shape, heads, plan.dtype, replace(plan.decoder.ops, trials=None))
+    return ImageEncoder(shape, heads, plan.dtype, replace(ops, trials=None))

@@ -34,6 +34,7 @@ from jaxserve.devices.sharded_ops import (
     gated_matmul_sharded,
     matmul_sharded,
     quant_matmul_sharded,
+    segments_sharded,
 )
 from jaxserve.models.checkpoint import Checkpoint as Checkpoint
 from jaxserve.models.config import HFConfig, take_token_ids
@@ -79,6 +80,7 @@ from jaxserve.pallas_kernels.registry import (
     LatentProblem,
     MatmulProblem,
     RecurrentProblem,
+    SegmentProblem,
 )
 from jaxserve.pallas_kernels.types import (
     BLOCK_KINDS,
@@ -196,7 +198,9 @@ def make_decoder(
             ops = with_shape(ops, choose_ops(device, other, backend=attention, partitioned=is_split(mesh)), other)
         if checks and device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             recurrent = recurrent_problem(model, num_shards(mesh, "kv_heads"), dtype)
-            more: Any = {"windows": model.has_windows, "vocab": model.vocab_size, "recurrent": recurrent}
+            segments = segment_problem(model, num_shards(mesh, "kv_heads"), dtype)
+            more: Any = {"windows": model.has_windows, "vocab": model.vocab_size}
+            more |= {"recurrent": recurrent, "segments": segments}
             ops = on_trial(ops, problem, attention, **more)
     except BackendError as error:
         raise ConfigError(str(error)) from None
@@ -204,7 +208,10 @@ def make_decoder(
         embed = partial(embed_sharded, mesh, dtype)
         split_matmul = partial(matmul_sharded, mesh)
         fused = None if ops.fused is None else FusedSharded(mesh, ops.fused)
-        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused)
+        segments = partial(segments_sharded, mesh, ops.segment_attention)
+        ops = dataclasses.replace(
+            ops, embed=embed, split_matmul=split_matmul, fused=fused, segment_attention=segments
+        )
     ops = _with_products(ops, device, mesh, matmul)
     model = with_whole_groups(model, mesh)
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, num_shards(mesh, "vocab")), dtype, ops)
@@ -258,6 +265,14 @@ def recurrent_problem(model: ModelConfig, devices: int, dtype: Any) -> tuple[str
     if isinstance(spec, ShortConvSpec):
         return "short_conv", RecurrentProblem(dtype, 1, 0, 0, 0, spec.channels // devices, spec.width)
     return None
+
+
+def segment_problem(model: ModelConfig, devices: int, dtype: Any) -> SegmentProblem | None:
+    """The attention of the model's image encoder as one of `devices` devices computes it. None: it has none."""
+    if model.vision is None:
+        return None
+    attention = model.vision.encoder.layers[0].attention
+    return SegmentProblem(np.dtype(dtype), attention.num_heads // devices, attention.head_dim)
 
 
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:

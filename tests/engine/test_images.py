@@ -3,7 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
@@ -14,7 +13,6 @@ from tiny_models import fingerprint
 
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.prompts import with_images
-from jaxserve.models.vision.attention import segment_attention
 
 pytestmark = pytest.mark.compiles
 
@@ -54,18 +52,6 @@ def test_tokens_and_logprobs(case, tmp_path):
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
         assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page; its rows went to others
-
-
-def test_padding_has_no_part_in_pictures():
-    """Products leave out padding, in whose place anything may stand."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((6, 2, *more, 8), np.float32) for more in ((1,), (), ()))
-    segment = np.array([0, 0, 0, 1, 1, 1], np.int32)
-    expected = segment_attention(*map(jnp.asarray, (q, k, v, segment)), 0.5)
-    padded = [np.concatenate([x, np.full_like(x[:2], np.nan)]) for x in (q, k, v)]
-    segment = np.append(segment, [-1, -1]).astype(np.int32)
-    found = segment_attention(*map(jnp.asarray, (*padded, segment)), 0.5)
-    np.testing.assert_allclose(found[:6], expected, rtol=1e-5, atol=1e-6)
 
 
 OPTIONS = {

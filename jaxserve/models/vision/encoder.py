@@ -16,7 +16,6 @@ from jaxserve.models.norms import Norm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stand_in import stand_in
-from jaxserve.models.vision.attention import segment_attention
 from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Projected, Step
 from jaxserve.pallas_kernels.operands import Heads, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
@@ -166,7 +165,8 @@ def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Arra
         def attend(heads: Heads) -> jax.Array:
             attention: Any = spec.attention
             q, k, v = ops.rotate(heads, module.norm_eps, encoder.dtype)
-            return segment_attention(q, k, v, segment, attention.softmax_scale)
+            assert q.shape[2] == 1  # each key has one query
+            return ops.segment_attention(q[:, :, 0], k, v, segment, attention.softmax_scale)[:, :, None]
 
         return module.apply({"params": weights}, x, y, ropes, attend, ops)
 
