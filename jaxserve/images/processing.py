@@ -97,7 +97,7 @@ class ImageProcessor:
     @property
     def _counted(self) -> int:
         """How often the settings count a pixel: for each frame of a patch, or once."""
-        return 2 if str(self.settings.get("image_processor_type", "")).startswith("Glm4v") else 1
+        return 2 if str(self.settings.get("image_processor_type", "")).startswith(("Glm4v", "Glm46V")) else 1
 
     @property
     def _square(self) -> int:
