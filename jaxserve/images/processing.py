@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image as PILImage
 
+from jaxserve.checkpoints.mistral_native import image_settings, is_native
 from jaxserve.config import ConfigError
 from jaxserve.types import ImageTokens
 
@@ -47,11 +49,13 @@ class ImageProcessor:
       folder: the model's folder.
       settings: those of its image processor.
       kind: of the tokens that stand for pictures.
+      in_folder: whether transformers finds these settings in the folder.
     """
 
     folder: Path
     settings: Mapping[str, Any]
     kind: ImageTokens
+    in_folder: bool = True
 
     @classmethod
     def of(cls, folder: Path, kind: ImageTokens) -> ImageProcessor | None:
@@ -66,7 +70,8 @@ class ImageProcessor:
             settings = values.get("image_processor", values) if isinstance(values, dict) else None
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
                 return cls(folder, settings, kind)
-        return None
+        settings = image_settings(folder) if is_native(folder) else None
+        return None if settings is None else cls(folder, settings, kind, in_folder=False)
 
     def scaling(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
         """How the encoder reads the numbers of pixels: factor, then mean and deviation of each colour. Raises
@@ -108,7 +113,11 @@ class ImageProcessor:
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor  # takes a second
 
-        return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        if self.in_folder:
+            return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        with TemporaryDirectory() as folder:
+            (Path(folder) / FILES[0]).write_text(json.dumps(dict(self.settings)))
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
