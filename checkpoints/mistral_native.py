@@ -156,7 +156,7 @@ def _seeing(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
     return whole | {"vision_config": {"hidden_act": "silu", "model_type": "pixtral", **encoder}}
 
 
-def image_settings(folder: Path) -> dict[str, Any] | None:
+def native_image_settings(folder: Path) -> dict[str, Any] | None:
     """What params.json says of the processing of pictures, with the keys of a preprocessor_config.json; None: the model
     does not see. Raises CheckpointError."""
     encoder = read_params(folder).get("vision_config")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image as PILImage
 
-from jaxserve.checkpoints.mistral_native import image_settings, is_native
+from jaxserve.checkpoints.mistral_native import is_native, native_image_settings
 from jaxserve.config import ConfigError
 from jaxserve.types import ImageTokens
 
@@ -46,7 +46,7 @@ class ImageProcessor:
     """What a model's folder says of the processing of pictures.
 
     Attributes:
-      folder: the model's folder.
+      folder: the model's folder, or its GGUF file.
       settings: those of its image processor.
       kind: of the tokens that stand for pictures.
       in_folder: whether transformers finds these settings in the folder.
@@ -59,7 +59,13 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, folder: Path, kind: ImageTokens) -> ImageProcessor | None:
-        """None for a folder without an image processor's settings. Raises ConfigError for those that are not valid."""
+        """None for a folder or GGUF file without an image processor's settings. Raises ConfigError for those that are
+        not valid."""
+        if folder.suffix == ".gguf":
+            from jaxserve.checkpoints.gguf_mmproj import image_settings  # not imported where no file is a GGUF file
+
+            settings = image_settings(folder)
+            return None if settings is None else cls(folder, settings, kind, in_folder=False)
         for name in FILES:
             try:
                 values = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -70,7 +76,7 @@ class ImageProcessor:
             settings = values.get("image_processor", values) if isinstance(values, dict) else None
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
                 return cls(folder, settings, kind)
-        settings = image_settings(folder) if is_native(folder) else None
+        settings = native_image_settings(folder) if is_native(folder) else None
         return None if settings is None else cls(folder, settings, kind, in_folder=False)
 
     def scaling(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
