@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.formats.gguf_blocks import FLOATS
-from jaxserve.checkpoints.gguf import GGUFFile, StoredTensor, known_gguf, read_gguf
+from jaxserve.checkpoints.gguf import HEADER_ONLY, GGUFFile, StoredTensor, encoders_beside, known_gguf, read_gguf
 from jaxserve.checkpoints.gguf_keys import Keys, shortest
 from jaxserve.checkpoints.gguf_settings import Config
 from jaxserve.checkpoints.gguf_tensor import ComputedTensor, GGUFTensor
@@ -74,11 +74,16 @@ class Projector:
 def find_mmproj(path: Path) -> GGUFFile | None:
     """The header of the file with the image encoder of the model in the GGUF file `path`: one in its folder whose name
     has "mmproj" in it, and whose features are as wide as the model's embeddings; the largest, if there are several.
-    None: there is none. Raises CheckpointError for damaged files."""
+    None: there is none, or the model's file is a bundle's. Raises CheckpointError for damaged files."""
     given = known_gguf(path).metadata
+    if HEADER_ONLY in given:
+        return None
     width = given.get(f"{given.get('general.architecture')}.embedding_length")
-    found = [read_gguf(one) for one in sorted(path.parent.glob("*mmproj*.gguf")) if one != path]
+    found = [read_gguf(one) for one in encoders_beside(path)]
     fitting = [one for one in found if one.metadata.get(f"{CLIP}.vision.projection_dim") == width]
+    if found and not fitting:
+        names = ", ".join(one.path.name for one in found)
+        log.info("pictures are not read: no encoder in %s is as wide as the embeddings of %s, %s", names, path, width)
     return max(fitting, key=lambda one: sum(tensor.nbytes for tensor in one.tensors.values()), default=None)
 
 
