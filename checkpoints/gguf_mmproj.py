@@ -27,8 +27,8 @@ from jaxserve.checkpoints.mistral_native import pixtral_processor
 log = logging.getLogger(__name__)
 
 CLIP = "clip"
-# Settings that say what others, or the tensors' shapes, say as well, or that llama.cpp alone needs. The norms' epsilon
-# is that of the language model there, and in transformers a constant.
+# Settings that say what others, or the tensors' shapes, say as well, or that llama.cpp alone needs. The epsilon is that
+# of the language model in most files, where transformers has a constant.
 _HARMLESS = (
     "has_vision_encoder", "has_llava_projector", "projector_type", "vision.projector_type", "vision.projection_dim",
     "vision.feed_forward_length", "vision.attention.layer_norm_epsilon", "vision.image_size", "use_gelu", "use_silu",
@@ -204,11 +204,11 @@ def _activation(keys: Keys, usual: str, gelu: str = "gelu") -> str:
     return next((name for key, name in named.items() if keys.left.get(key) is True), usual)
 
 
-# Qwen
+# Qwen and GLM
 
 
 def _qwen(keys: Keys, usual: str, gelu: str = "gelu") -> Config:
-    """What the encoders of all Qwens have."""
+    """What all these encoders have."""
     return {
         "depth": keys.size("vision.block_count"),
         "hidden_size": keys.size("vision.embedding_length"),
@@ -244,12 +244,21 @@ def _qwen3(keys: Keys) -> Config:
     return {"vision_config": given}
 
 
-def _of_qwen(least: int, most: int) -> Callable[[Keys], Config]:
+def _glm4v(keys: Keys) -> Config:
+    given = _qwen(keys, "silu")
+    given["attention_bias"] = keys.has("v.blk.0.attn_qkv.bias")
+    given["intermediate_size"] = _shape(keys, "mm.up.weight")[0]  # that of layers is the width of features
+    given["rms_norm_eps"] = keys.real("vision.attention.layer_norm_epsilon", 1e-5)
+    side = isqrt(_shape(keys, "v.position_embd.weight")[0])
+    return {"vision_config": given | {"image_size": side * given["patch_size"]}}
+
+
+def _of_qwen(least: int, most: int, kind: str = "Qwen2VLImageProcessor") -> Callable[[Keys], Config]:
     """Settings of a processor. `least` and `most`: pixels, as the model's own settings say."""
 
     def processor(keys: Keys) -> Config:
         return {
-            "image_processor_type": "Qwen2VLImageProcessor",
+            "image_processor_type": kind,
             "patch_size": keys.size("vision.patch_size"),
             "merge_size": keys.size("vision.spatial_merge_size", 2),
             "temporal_patch_size": 2,
@@ -327,6 +336,26 @@ def _pixtral_names(encoder: str, projector: str) -> dict[str, str]:
 
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 PROJECTORS: dict[str, Projector] = {
+    "glm4v": Projector(
+        {
+            "Glm4ForCausalLM": ("Glm4vForConditionalGeneration", "glm4v_text"),
+            "Glm4MoeForCausalLM": ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
+        },
+        "<|image|>",
+        _glm4v,
+        _of_qwen(112**2, 9633792, "Glm4vImageProcessor"),
+        {
+            **_QWEN_LAYER,
+            "v.norm_embd": "visual.post_conv_layernorm",
+            "v.position_embd": "visual.embeddings.position_embedding",
+            **{f"v.blk.{{i}}.ffn_{role}": f"visual.blocks.{{i}}.mlp.{role}_proj" for role in ("gate", "up", "down")},
+            "v.post_ln": "visual.post_layernorm",
+            "mm.patch_merger": "visual.downsample",
+            "mm.model.fc": "visual.merger.proj",
+            "mm.post_norm": "visual.merger.post_projection_norm",
+            **{f"mm.{role}": f"visual.merger.{role}_proj" for role in ("gate", "up", "down")},
+        },
+    ),
     "lightonocr": Projector(
         {"Qwen3ForCausalLM": ("LightOnOcrForConditionalGeneration", "qwen3")},
         "<|image_pad|>",

@@ -20,10 +20,10 @@ from jaxserve.checkpoints.safetensors import read_folder
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger",
     "qwen3_vl_moe": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "llava": "pixtral", "mistral3": "pixtral",
-    "lighton_ocr": "lightonocr",
+    "lighton_ocr": "lightonocr", "glm4v": "glm4v",
 }  # fmt: skip
 TENSOR = gguf.MODEL_TENSOR
-# Where the converter itself chooses a name.
+# Where the converter itself chooses a name, of Qwen3-VL.
 CHOSEN = {
     "visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2",
     "visual.merger.norm": gguf.TENSOR_NAMES[TENSOR.V_POST_NORM],
@@ -47,14 +47,15 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     writer.add_vision_feed_forward_length(vision.get("intermediate_size") or vision["hidden_size"])
     writer.add_vision_block_count(vision.get("depth") or vision["num_hidden_layers"])
     writer.add_vision_head_count(vision.get("num_heads") or vision["num_attention_heads"])
-    writer.add_vision_attention_layernorm_eps(text["rms_norm_eps"])
+    eps = vision.get("rms_norm_eps", 1e-5) if kind == "glm4v" else text["rms_norm_eps"]
+    writer.add_vision_attention_layernorm_eps(eps)
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm")):
         writer.add_vision_image_size(560)
         writer.add_vision_min_pixels(processor["size"]["shortest_edge"])
         writer.add_vision_max_pixels(processor["size"]["longest_edge"])
-        _add_qwen(writer, kind, vision)
+        _add_choices(writer, kind, vision)
     else:
         writer.add_vision_image_size(processor["size"]["longest_edge"])
         writer.add_vision_use_silu(vision["hidden_act"] == "silu")
@@ -68,8 +69,10 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     return write(writer, path)
 
 
-def _add_qwen(writer: gguf.GGUFWriter, kind: str, vision: dict[str, Any]) -> None:
-    if kind == "qwen2_5_vl":
+def _add_choices(writer: gguf.GGUFWriter, kind: str, vision: dict[str, Any]) -> None:
+    if kind == "glm4v":
+        writer.add_vision_use_silu(True)
+    elif kind == "qwen2_5_vl":
         writer.add_vision_use_silu(True)
         writer.add_vision_n_wa_pattern(vision.get("fullatt_block_indexes", [7])[0] + 1)
         writer.add_vision_window_size(vision["window_size"])
@@ -91,7 +94,7 @@ def _tensors(folder: Path, vision: dict[str, Any]) -> Iterator[tuple[str, np.nda
         values = tensor.read().astype(np.float32)
         if "vision_tower" in name and ("q_proj" in name or "k_proj" in name):
             yield name, in_pairs(values, vision["num_attention_heads"])
-        elif ".qkv." in name and "num_position_embeddings" not in vision:
+        elif ".qkv." in name and "num_position_embeddings" not in vision and "image_size" not in vision:
             for part, rows in zip("qkv", np.split(values, 3), strict=True):
                 yield name.replace("qkv", part), rows
         elif name == "visual.patch_embed.proj.weight":

@@ -10,7 +10,7 @@ import tiny_models
 from engines import generate, make_engine, request
 from gguf_families import FamilyFile
 from mmproj_files import write_mmproj
-from picture_prompts import PROCESSORS, PROMPTS, QWEN, build, prompt_of
+from picture_prompts import PROCESSORS, PROMPTS, build, prompt_of
 from PIL import Image
 from simulation import PICTURE, TOKENS_PER_CALL, Simulation
 from tiny_models import fingerprint
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compiles
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
 MMPROJ = (
     "qwen2_vl_whole", "qwen2_5_vl_yarn", "qwen3_vl_wide", "qwen3_5_whole", "llava_pixtral", "lighton_ocr_tied",
-    "mistral3_seeing",
+    "mistral3_seeing", "glm4v_half",
 )  # fmt: skip
 TOKEN_IDS = {"[IMG_BREAK]": 506, "[IMG_END]": 507}  # of Mistral 3
 
@@ -68,9 +68,8 @@ def test_encoders_beside_gguf_files(case, tmp_path):
     """Files of llama.cpp's, with the text in one and the encoder in another."""
     golden = np.load(GOLDENS / f"{case}.npz")
     folder = build(case, tmp_path / "model")
-    marks = ("<|image_pad|>",) if PROCESSORS[case] is QWEN else ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-    marks = ("<|image_pad|>",) if case.startswith("lighton") else marks
-    tiny_models.build_tokenizer(folder, 512, marks=[*marks, *(f"<m{i}>" for i in range(7 - len(marks)))])
+    mark = {"glm4v": "<|image|>", "llava": "[IMG]", "mistral3": "[IMG]"}.get(case.split("_")[0], "<|image_pad|>")
+    tiny_models.build_tokenizer(folder, 512, marks=[mark, *(f"<m{i}>" for i in range(6))])
     path = FamilyFile(folder, tmp_path / "model.gguf").write()
     write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
     check(make_engine(path, tokens=24), case, golden, "")
