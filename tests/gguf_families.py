@@ -316,7 +316,7 @@ class FamilyFile:
         for name, tensor in sorted(read_folder(self.folder).items(), key=lambda item: _order(item[0])):
             if any(part in name for part in OF_IMAGES):
                 continue
-            name = name.replace("model.language_model.", "model.")
+            name = name.replace("model.language_model.", "model.").removeprefix("language_model.")
             values = tensor.read().astype(np.float32)
             if self.arch in ("qwen35", "qwen35moe") and ".linear_attn." in name:
                 values = self.with_turns(name, values)

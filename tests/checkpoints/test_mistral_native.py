@@ -57,7 +57,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 ENCODER_NAMES = {
-    "model.vision_tower.": "vision_encoder.",
+    "vision_tower.": "vision_encoder.",
     "attention.q_proj": "attention.wq",
     "attention.k_proj": "attention.wk",
     "attention.v_proj": "attention.wv",
@@ -65,11 +65,11 @@ ENCODER_NAMES = {
     "feed_forward.gate_proj": "feed_forward.w1",
     "feed_forward.down_proj": "feed_forward.w2",
     "feed_forward.up_proj": "feed_forward.w3",
-    "model.multi_modal_projector.norm": "pre_mm_projector_norm",
-    "model.multi_modal_projector.patch_merger": "patch_merger",
-    "model.multi_modal_projector.linear_1": "vision_language_adapter.w_in",
-    "model.multi_modal_projector.linear_2": "vision_language_adapter.w_out",
-    "model.language_model.": "model.",
+    "multi_modal_projector.norm": "pre_mm_projector_norm",
+    "multi_modal_projector.patch_merger": "patch_merger",
+    "multi_modal_projector.linear_1": "vision_language_adapter.w_in",
+    "multi_modal_projector.linear_2": "vision_language_adapter.w_out",
+    "language_model.": "",
 }
 # Cases that see, and what their params.json says of it beside the encoder's sizes.
 SEEING = {
