@@ -17,7 +17,7 @@ from jaxserve.types import ImageTokens
 IMAGE_TOKEN = 10
 ROW_END, END = "[IMG_BREAK]", "[IMG_END]"
 _LAYER = "vision_tower.transformer.layers.{i}"
-_OF_LAYERS = named(
+_NAMES = named(
     patch="vision_tower.patch_conv",
     before="vision_tower.ln_pre",
     attention_norm=f"{_LAYER}.attention_norm",
@@ -29,8 +29,6 @@ _OF_LAYERS = named(
     gate=f"{_LAYER}.feed_forward.gate_proj",
     up=f"{_LAYER}.feed_forward.up_proj",
     down=f"{_LAYER}.feed_forward.down_proj",
-)
-_NAMES = _OF_LAYERS | named(
     norm="multi_modal_projector.norm",
     merge="multi_modal_projector.patch_merger.merging_layer",
     fc1="multi_modal_projector.linear_1",
