@@ -141,6 +141,11 @@ def _remembered(path: Path, version: tuple[int, ...]) -> GGUFFile:
     return read_gguf(path)
 
 
+def encoders_beside(path: Path) -> list[Path]:
+    """The files beside a GGUF file that may have its image encoder (see `gguf_mmproj`)."""
+    return [found for found in sorted(path.parent.glob("*mmproj*.gguf")) if found != path]
+
+
 def forget() -> None:
     """Empties the cache of `known_gguf` after start-up: a large vocabulary takes tens of MiB."""
     _remembered.cache_clear()

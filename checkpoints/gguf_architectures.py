@@ -125,14 +125,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         paired=True,
         modules=MODULES | MIXTRAL_MODULES,
-        holds=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM"),
+        holds=(
+            *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM"),
+            *("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+        ),
     ),
     "qwen2": Architecture(
         "Qwen2ForCausalLM", modules=MODULES, holds=("Qwen2ForCausalLM", "InternVLForConditionalGeneration")
     ),
-    "qwen2vl": Architecture("Qwen2ForCausalLM", modules=MODULES, holds=("Qwen2_5_VLForConditionalGeneration",)),
+    "qwen2vl": Architecture(
+        "Qwen2ForCausalLM",
+        modules=MODULES,
+        holds=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    ),
     "qwen3": Architecture(
-        "Qwen3ForCausalLM", BIASED, modules=MODULES, holds=("Qwen3ForCausalLM", "InternVLForConditionalGeneration")
+        "Qwen3ForCausalLM",
+        BIASED,
+        modules=MODULES,
+        holds=(
+            "Qwen3ForCausalLM",
+            "InternVLForConditionalGeneration",
+            "LightOnOcrForConditionalGeneration",
+        ),
     ),
     "qwen3vl": Architecture("Qwen3ForCausalLM", BIASED, modules=MODULES, holds=("Qwen3VLForConditionalGeneration",)),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", QWEN2_MOE, modules=MODULES),

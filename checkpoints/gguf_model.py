@@ -22,6 +22,7 @@ from jaxserve.checkpoints.gguf_adapted import STREAM_PARTS
 from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
 from jaxserve.checkpoints.gguf_config import names_of, read_config
 from jaxserve.checkpoints.gguf_keys import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys
+from jaxserve.checkpoints.gguf_mmproj import read_mmproj
 from jaxserve.checkpoints.gguf_row import BARE, EXPERT_PARTS, HF_TOP, NORMS, ROLES, TOP, Architecture
 from jaxserve.checkpoints.gguf_tensor import ComputedTensor, GGUFTensor
 from jaxserve.pallas_kernels.types import QuantArray
@@ -86,8 +87,8 @@ class GGUFModel:
 
 
 def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
-    """Reads the headers of a file and of its further parts, but no weights. `ignored` settings of the architecture
-    ("logit_scale", or "llama.logit_scale") count as absent.
+    """Reads the headers of a file, of its further parts and of the file with its image encoder, but no weights.
+    `ignored` settings of the architecture ("logit_scale", or "llama.logit_scale") count as absent.
 
     Raises CheckpointError for damaged files, and for unsupported settings and tensors.
     """
@@ -108,7 +109,12 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
         log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
     description = "GGUF " + ", ".join(sorted(kind.name for kind in kinds))
     names = {} if row.modules else names_of(row, file.tensors)
-    config = _within(config) if row.within else config
+    eyes = read_mmproj(file, config, ignored)
+    if eyes is not None:
+        config = _within(config | eyes.text) | eyes.whole
+        tensors = {**tensors, **eyes.tensors}
+    elif row.within:
+        config = _within(config)
     return GGUFModel(config, tensors, GGUFReader(tensors, description), file.metadata, names)
 
 

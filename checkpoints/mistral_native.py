@@ -1,7 +1,7 @@
 """Folders in Mistral's own format: params.json instead of config.json, and consolidated*.safetensors.
 
-Keys and names are those of github.com/mistralai/mistral-inference. That code's rotary positions need the rows of
-queries and keys in pairs; here they are read in Hugging Face's order.
+Keys and names are those of github.com/mistralai/mistral-inference, also of image encoders. That code's rotary positions
+need the rows of queries and keys in pairs; here they are read in Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from jaxserve.checkpoints.files import read_json
 from jaxserve.checkpoints.safetensors import TensorInfo, read_folder
 
 PARAMS = "params.json"
+CLIP_COLOURS = {  # of the encoders of CLIP, as of all pictures that Mistral's models see
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
 # Keys of params.json -> their names in config.json, where these differ.
 _KEYS = {
     "dim": "hidden_size",
@@ -30,7 +33,17 @@ _KEYS = {
     "max_seq_len": "max_position_embeddings",
     "use_biases": "attention_bias",
 }
-_TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "vision_encoder.patch_conv": "vision_tower.patch_conv",
+    "vision_encoder.ln_pre": "vision_tower.ln_pre",
+    "pre_mm_projector_norm": "multi_modal_projector.norm",
+    "patch_merger.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
+    "vision_language_adapter.w_in": "multi_modal_projector.linear_1",
+    "vision_language_adapter.w_out": "multi_modal_projector.linear_2",
+}
 _LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -42,7 +55,16 @@ _LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-_NAME = re.compile(r"(?:layers\.(\d+)\.)?([\w.]+)\.weight")
+_ENCODER_LAYER = {
+    "attention_norm": "attention_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"attention.w{role}": f"attention.{role}_proj" for role in "qkvo"},
+    "feed_forward.w1": "feed_forward.gate_proj",
+    "feed_forward.w2": "feed_forward.down_proj",
+    "feed_forward.w3": "feed_forward.up_proj",
+}
+_ENCODER = "vision_encoder.transformer."
+_NAME = re.compile(r"(?:(vision_encoder\.transformer\.)?layers\.(\d+)\.)?([\w.]+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -91,6 +113,7 @@ def read_params(folder: Path) -> dict[str, Any]:
             f"{path} is not of Mistral's format, and there is no config.json: convert the model to Hugging Face format"
         )
     found: dict[str, Any] = params
+    vision = found.pop("vision_encoder", None)
     window = found.pop("sliding_window", None) or found.pop("_sliding_window", None)
     yarn = found.pop("yarn", None)
     config: dict[str, Any] = {
@@ -107,7 +130,48 @@ def read_params(folder: Path) -> dict[str, Any]:
         config["rope_scaling"] = _yarn(yarn)
     elif yarn:
         raise CheckpointError(f"{path}: yarn must be an object, got {yarn!r:.80}")
-    return config
+    return _seeing(config, vision) if isinstance(vision, dict) else config
+
+
+def _seeing(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that sees: Mistral 3 where squares of patches are joined, else Pixtral as LLaVA. Settings
+    that neither has stay in the encoder's, and its reader refuses them."""
+    joins = vision.get("mm_projector_id") == "patch_merge" and bool(vision.get("add_pre_mm_projector_layer_norm"))
+    whole: dict[str, Any] = {
+        "architectures": ["Mistral3ForConditionalGeneration" if joins else "LlavaForConditionalGeneration"],
+        "image_token_id": vision.get("image_token_id", 10),
+        "multimodal_projector_bias": vision.get("adapter_bias", True),
+        "vision_feature_layer": -1,
+        "text_config": text,
+    }
+    of_whole = ["image_token_id", "image_break_token_id", "image_end_token_id", "adapter_bias", "max_image_size"]
+    if joins:
+        of_whole += ["mm_projector_id", "add_pre_mm_projector_layer_norm", "spatial_merge_size"]
+        whole["spatial_merge_size"] = vision.get("spatial_merge_size", 1)
+    else:
+        of_whole += ["spatial_merge_size"] if vision.get("spatial_merge_size") == 1 else []
+        whole["vision_feature_select_strategy"] = "full"
+    encoder = {key: value for key, value in vision.items() if key not in of_whole}
+    encoder["image_size"] = vision.get("max_image_size") or vision.get("image_size") or 1024
+    return whole | {"vision_config": {"hidden_act": "silu", "model_type": "pixtral", **encoder}}
+
+
+def native_image_settings(folder: Path) -> dict[str, Any] | None:
+    """What params.json says of the processing of pictures, with the keys of a preprocessor_config.json; None: the model
+    does not see. Raises CheckpointError."""
+    encoder = read_params(folder).get("vision_config")
+    return None if encoder is None else pixtral_processor(encoder.get("patch_size", 16), encoder["image_size"])
+
+
+def pixtral_processor(patch: int, longest_edge: int) -> dict[str, Any]:
+    """The settings of Pixtral's image processor."""
+    return {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": {"height": patch, "width": patch},
+        "size": {"longest_edge": longest_edge},
+        "resample": 3,  # bicubic
+        **CLIP_COLOURS,
+    }
 
 
 def _yarn(yarn: dict[str, Any]) -> dict[str, Any]:
@@ -119,17 +183,34 @@ def _yarn(yarn: dict[str, Any]) -> dict[str, Any]:
 def open_native(folder: Path) -> NativeModel:
     """Reads the config and the tensors' headers, but no weights. Raises CheckpointError."""
     config = read_params(folder)
-    sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
-    hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)  # HFConfig reports wrong sizes
-    head_dim = config.get("head_dim") or hidden // heads
+    head_dims = {
+        _ENCODER: _head_dim(config.get("vision_config", {})),
+        None: _head_dim(config.get("text_config", config)),
+    }
     tensors = {}
     for name, stored in read_folder(folder).items():
         parsed = _NAME.fullmatch(name)
-        layer, part = (parsed[1], str(parsed[2])) if parsed else (None, "")
-        known = (_LAYER if layer else _TOP).get(part)
-        hf_name = (f"model.layers.{layer}.{known}.weight" if layer else f"{known}.weight") if known else name
-        tensors[hf_name] = _paired(stored, head_dim) if part in ("attention.wq", "attention.wk") else stored
+        if parsed is None:
+            tensors[name] = stored
+        else:
+            turns = parsed[2] is not None and parsed[3] in ("attention.wq", "attention.wk") and parsed[4] == "weight"
+            tensors[_hf_name(parsed)] = _paired(stored, head_dims[parsed[1]]) if turns else stored
     return NativeModel(config, tensors, str(folder / PARAMS))
+
+
+def _head_dim(config: dict[str, Any]) -> Any:
+    """Channels of a head. HFConfig reports wrong sizes."""
+    sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
+    hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)
+    return config.get("head_dim") or hidden // heads
+
+
+def _hf_name(parsed: re.Match[str]) -> str:
+    """Hugging Face's name of a tensor with a name of `_NAME`; its own if that is not known."""
+    encoder, layer, part, kind = parsed.groups()
+    known = (_TOP if layer is None else _ENCODER_LAYER if encoder else _LAYER).get(part)
+    before = "" if layer is None else f"{'vision_tower.transformer' if encoder else 'model'}.layers.{layer}."
+    return parsed[0] if known is None else f"{before}{known}.{kind}"
 
 
 def _paired(stored: TensorInfo, head_dim: Any) -> PairedRows:

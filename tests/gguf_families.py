@@ -33,7 +33,8 @@ ARCHITECTURES = {
     "GraniteMoeShared": "granitemoe", "Phimoe": "phimoe", "HunYuanMoEV1": "hunyuan-moe", "SolarOpen": "glm4moe",
     "Afmoe": "afmoe", "Apertus": "apertus", "GPTBigCode": "starcoder", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
     "GraniteMoeHybrid": "granitehybrid", "Bamba": "granitehybrid", "NemotronH": "nemotron_h",
-    "Qwen2_5_VL": "qwen2vl", "Qwen3VL": "qwen3vl", "Qwen3VLMoe": "qwen3vlmoe", "Glm4v": "glm4", "Glm4vMoe": "glm4moe",
+    "Qwen2VL": "qwen2vl", "Qwen2_5_VL": "qwen2vl", "Llava": "llama", "Mistral3": "llama", "LightOnOcr": "qwen3",
+    "Qwen3VL": "qwen3vl", "Qwen3VLMoe": "qwen3vlmoe", "Glm4v": "glm4", "Glm4vMoe": "glm4moe",
     "Gemma3n": "gemma3n", "Gemma4": "gemma4", "Gemma4Unified": "gemma4", "Mamba": "mamba", "FalconMamba": "mamba",
     "Mamba2": "mamba2", "Jamba": "jamba", "FalconH1": "falcon-h1", "KimiLinear": "kimi-linear", "Bloom": "bloom",
     "Mpt": "mpt", "Jais2": "jais2", "InternLM3": "llama", "GlmMoeDsa": "glm-dsa", "DeepseekV32": "deepseek32",
@@ -315,7 +316,7 @@ class FamilyFile:
         for name, tensor in sorted(read_folder(self.folder).items(), key=lambda item: _order(item[0])):
             if any(part in name for part in OF_IMAGES):
                 continue
-            name = name.replace("model.language_model.", "model.")
+            name = name.replace("model.language_model.", "model.").removeprefix("language_model.")
             values = tensor.read().astype(np.float32)
             if self.arch in ("qwen35", "qwen35moe") and ".linear_attn." in name:
                 values = self.with_turns(name, values)

@@ -7,6 +7,7 @@ from dense_models import ABSENT, GEMMA4_ROPES, DenseCase, dense, seeing
 
 _SHARED = {"rms_norm_eps": 1e-3, "hidden_act": "silu", "num_key_value_heads": 2, "pad_token_id": ABSENT}
 _QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+_QWEN2 = {"depth": 2, "embed_dim": 16, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4}
 _QWEN3 = _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 _GLM = _QWEN | {"image_size": 8}
 _TOKENS = {"image_token_id": 505, "video_token_id": 506}
@@ -52,6 +53,21 @@ IMAGE_CASES: dict[str, DenseCase] = {
         _GEMMA4, **_OF_GEMMA4,
     ),
     # The settings of the text are beside those of the whole.
+    "qwen2_vl_flat": dense(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl", **_SHARED, **_OF_QWEN, modern=False, hidden=96,
+        tie_word_embeddings=True, use_sliding_window=False, sliding_window=19, max_window_layers=2, rope_theta=7000.0,
+        rope_scaling={"type": "mrope", "mrope_section": [2, 5, 5]},
+        vision_config=_QWEN2 | {"model_type": "qwen2_vl", "hidden_size": 96, "in_chans": 3, "spatial_patch_size": 4},
+    ),
+    "qwen2_vl_whole": seeing(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl",
+        dense(
+            "", "qwen2_vl_text", **_SHARED, tie_word_embeddings=False, layers=3, use_sliding_window=False,
+            sliding_window=None, max_window_layers=3, layer_types=["full_attention"] * 3,
+            rope_parameters={"rope_type": "default", "rope_theta": 9000.0, "mrope_section": [2, 3, 3]},
+        ),
+        _QWEN2 | {"model_type": "qwen2_vl_vision", "hidden_size": 64, "hidden_act": "gelu"}, **_OF_QWEN,
+    ),
     "qwen2_5_vl_flat": dense(
         "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **_SHARED, **_OF_QWEN, modern=False, hidden=96,
         layers=3, tie_word_embeddings=True, use_sliding_window=True, sliding_window=19, max_window_layers=1,
@@ -147,6 +163,29 @@ IMAGE_CASES: dict[str, DenseCase] = {
         ),
         _GLM | {"model_type": "glm4v_moe_vision", "out_hidden_size": 64}, **_OF_GLM,
     ),
+    "glm46v_dense": seeing(
+        "Glm46VForConditionalGeneration", "glm46v",
+        dense(
+            "", "glm4v_text", **_SHARED, hidden=96, attention_bias=True, tie_word_embeddings=False,
+            rope_parameters={
+                "rope_theta": 9000.0, "mrope_section": [2, 2, 2], "rope_type": "default", "partial_rotary_factor": 0.5,
+            },
+        ),
+        _GLM | {"model_type": "glm4v_vision", "out_hidden_size": 96}, **_OF_GLM,
+    ),
+    "glm46v_experts": seeing(
+        "Glm46VForConditionalGeneration", "glm46v",
+        dense(
+            "", "glm4v_moe_text", **_SHARED, layers=3, head_dim=32, attention_bias=True, tie_word_embeddings=False,
+            n_routed_experts=6, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+            moe_intermediate_size=48, norm_topk_prob=True, routed_scaling_factor=0.8, first_k_dense_replace=1,
+            use_qk_norm=False,
+            rope_parameters={
+                "rope_theta": 7000.0, "mrope_section": [2, 3, 3], "rope_type": "default", "partial_rotary_factor": 0.5,
+            },
+        ),
+        _GLM | {"model_type": "glm4v_moe_vision", "out_hidden_size": 64}, **_OF_GLM,
+    ),
     "internvl_qwen2": seeing(
         "InternVLForConditionalGeneration", "internvl",
         dense(
@@ -165,6 +204,21 @@ IMAGE_CASES: dict[str, DenseCase] = {
             rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
         ),
         _INTERN, image_token_id=505, image_seq_length=4,
+    ),
+    "lighton_ocr_tied": seeing(
+        "LightOnOcrForConditionalGeneration", "lighton_ocr",
+        dense(
+            "", "qwen3", **_SHARED, head_dim=24, attention_bias=False, tie_word_embeddings=True, sliding_window=None,
+            rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _PIXTRAL | {"hidden_act": "silu"}, image_token_id=505, spatial_merge_size=2,
+    ),
+    "llava_pixtral": seeing(
+        "LlavaForConditionalGeneration", "llava",
+        dense("", "mistral", **_SHARED, modern=False, head_dim=24, tie_word_embeddings=False, sliding_window=None),
+        _PIXTRAL | {"num_hidden_layers": 2, "hidden_act": "silu", "rope_theta": 7000.0},
+        image_token_index=505, image_seq_length=1, projector_hidden_act="gelu", vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
     ),
     "mistral3_seeing": seeing(
         "Mistral3ForConditionalGeneration", "mistral3",

@@ -21,6 +21,8 @@ PIXTRAL = {
 }  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl_flat": QWEN,
+    "qwen2_vl_whole": QWEN,
     "qwen2_5_vl_flat": QWEN,
     "qwen2_5_vl_yarn": QWEN,
     "qwen3_vl_tied": QWEN,
@@ -29,11 +31,15 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_wide": QWEN,
     "qwen3_5_whole": QWEN,
     "qwen3_5_moe_whole": QWEN,
+    "lighton_ocr_tied": PIXTRAL,
+    "llava_pixtral": PIXTRAL,
     "mistral3_seeing": PIXTRAL,
     "glm4v_half": GLM,
     "glm4v_whole": GLM,
     "glm4v_moe_groups": GLM,
     "glm4v_moe_plain": GLM,
+    "glm46v_dense": GLM | {"image_processor_type": "Glm46VImageProcessor"},
+    "glm46v_experts": GLM | {"image_processor_type": "Glm46VImageProcessor"},
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
@@ -48,6 +54,11 @@ def build(name: str, folder: Path) -> Path:
     tiny_models.build(name, folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
     return folder
+
+
+def image_token(config: dict[str, Any]) -> int:
+    """The token that stands for pictures."""
+    return next(config[key] for key in ("image_token_id", "image_token_index") if key in config)
 
 
 def picture(name: str, slot: int, place: int, size: tuple[int, int]) -> np.ndarray:
@@ -68,7 +79,7 @@ def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarr
     for place, part in enumerate(PROMPTS[slot]):
         if isinstance(part, tuple):
             pictures.append(picture(name, slot, place, part))
-            tokens.append(case.config["image_token_id"])
+            tokens.append(image_token(case.config))
         else:
             raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
             tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()

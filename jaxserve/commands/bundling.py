@@ -182,5 +182,6 @@ def copy_model(source: Path, folder: Path, config: EngineConfig) -> None:
     with contextlib.suppress(Exception):  # without a tokenizer that can be read, the start tells why
         KeptTokenizer.write(folder / KEPT, copied)
     ignored = config.ignore_config_keys
-    if read_model(copied, ignored) != read_model(source, ignored):
+    sees = source.suffix != ".gguf"  # the encoder, which is in another file, is not copied
+    if read_model(copied, ignored, sees=sees) != read_model(source, ignored, sees=sees):
         raise BundleError(f"{source}: the settings of this model cannot be copied without its weights")

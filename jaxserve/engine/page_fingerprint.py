@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxserve.checkpoints.files import open_regular
+from jaxserve.checkpoints.gguf import encoders_beside
 from jaxserve.config import EngineConfig
 from jaxserve.execution.runner import ModelRunner
 
@@ -56,7 +57,10 @@ def weights_digest(folder: Path) -> str:
 
 def _add_files(digest: hashlib.blake2b, folder: Path, *, times: bool) -> None:
     """Adds the model's files to a digest, with the times of their last change if `times` is set."""
-    files = [folder] if folder.is_file() else sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    if folder.is_file():
+        files = [folder, *encoders_beside(folder)]
+    else:
+        files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
     for path in files:
         stat = path.stat()
         changed = f" {stat.st_mtime_ns}" if times else ""

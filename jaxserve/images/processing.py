@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image as PILImage
 
+from jaxserve.checkpoints.mistral_native import is_native, native_image_settings
 from jaxserve.config import ConfigError
 from jaxserve.types import ImageTokens
 
@@ -44,18 +46,26 @@ class ImageProcessor:
     """What a model's folder says of the processing of pictures.
 
     Attributes:
-      folder: the model's folder.
+      folder: the model's folder, or its GGUF file.
       settings: those of its image processor.
       kind: of the tokens that stand for pictures.
+      in_folder: whether transformers finds these settings in the folder.
     """
 
     folder: Path
     settings: Mapping[str, Any]
     kind: ImageTokens
+    in_folder: bool = True
 
     @classmethod
     def of(cls, folder: Path, kind: ImageTokens) -> ImageProcessor | None:
-        """None for a folder without an image processor's settings. Raises ConfigError for those that are not valid."""
+        """None for a folder or GGUF file without an image processor's settings. Raises ConfigError for those that are
+        not valid."""
+        if folder.suffix == ".gguf":
+            from jaxserve.checkpoints.gguf_mmproj import image_settings  # not imported where no file is a GGUF file
+
+            settings = image_settings(folder)
+            return None if settings is None else cls(folder, settings, kind, in_folder=False)
         for name in FILES:
             try:
                 values = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -66,7 +76,8 @@ class ImageProcessor:
             settings = values.get("image_processor", values) if isinstance(values, dict) else None
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
                 return cls(folder, settings, kind)
-        return None
+        settings = native_image_settings(folder) if is_native(folder) else None
+        return None if settings is None else cls(folder, settings, kind, in_folder=False)
 
     def scaling(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
         """How the encoder reads the numbers of pixels: factor, then mean and deviation of each colour. Raises
@@ -97,7 +108,7 @@ class ImageProcessor:
     @property
     def _counted(self) -> int:
         """How often the settings count a pixel: for each frame of a patch, or once."""
-        return 2 if str(self.settings.get("image_processor_type", "")).startswith("Glm4v") else 1
+        return 2 if str(self.settings.get("image_processor_type", "")).startswith(("Glm4v", "Glm46V")) else 1
 
     @property
     def _square(self) -> int:
@@ -108,7 +119,11 @@ class ImageProcessor:
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor  # takes a second
 
-        return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        if self.in_folder:
+            return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        with TemporaryDirectory() as folder:
+            (Path(folder) / FILES[0]).write_text(json.dumps(dict(self.settings)))
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""

@@ -16,6 +16,7 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from jaxserve.checkpoints import gguf
 from jaxserve.images.processing import ImageProcessor, Processed
 from jaxserve.images.reading import open_picture
 from jaxserve.server.images.sources import Source
@@ -37,6 +38,7 @@ def _begin(folder: str, kind: ImageTokens) -> None:
     global _processor
     _processor = ImageProcessor.of(Path(folder), kind)
     assert _processor is not None
+    gguf.forget()
     _processor.load()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, resource.RLIM_INFINITY))

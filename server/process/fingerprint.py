@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.checkpoints.files import open_regular
+from jaxserve.checkpoints.gguf import encoders_beside
 from jaxserve.config import EngineConfig
 from jaxserve.deployment.record import bundle_digest, settings_of, versions
 from jaxserve.server.ipc.messages import Ready
@@ -44,7 +45,10 @@ def fingerprint(
     for text in (version, info.dtype, info.max_model_len, template, *known):
         _add(digest, repr(text).encode())
     folder = Path(info.model_folder)
-    files = [folder] if folder.is_file() else sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    if folder.is_file():
+        files = [folder, *encoders_beside(folder)]
+    else:
+        files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
     for path in files:
         size = path.stat().st_size
         _add(digest, path.name.encode())

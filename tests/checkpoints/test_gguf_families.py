@@ -321,7 +321,7 @@ def test_columns_in_another_order(kind, expressible, tmp_path):
 
 def test_every_architecture_has_a_case():
     written = {*gguf_families.ARCHITECTURES.values(), *gguf_families.WITH_EXPERTS.values()}
-    assert written == ARCHITECTURES.keys() - {"qwen2", "qwen3", "qwen2moe", "qwen3moe"}
+    assert written | {"qwen2", "qwen3", "qwen2moe", "qwen3moe"} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize(

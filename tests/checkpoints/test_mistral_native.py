@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
+from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
+from picture_prompts import PROMPTS, build, prompt_of
+from PIL import Image
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.checkpoints.mistral_native import is_native, read_params
+from jaxserve.checkpoints.mistral_native import is_native, pixtral_processor, read_params
 from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import make_mesh
+from jaxserve.images.processing import ImageProcessor
+from jaxserve.images.prompts import with_images
 from jaxserve.llm import LLM
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import read_model_config
@@ -51,23 +56,50 @@ NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+ENCODER_NAMES = {
+    "vision_tower.": "vision_encoder.",
+    "attention.q_proj": "attention.wq",
+    "attention.k_proj": "attention.wk",
+    "attention.v_proj": "attention.wv",
+    "attention.o_proj": "attention.wo",
+    "feed_forward.gate_proj": "feed_forward.w1",
+    "feed_forward.down_proj": "feed_forward.w2",
+    "feed_forward.up_proj": "feed_forward.w3",
+    "multi_modal_projector.norm": "pre_mm_projector_norm",
+    "multi_modal_projector.patch_merger": "patch_merger",
+    "multi_modal_projector.linear_1": "vision_language_adapter.w_in",
+    "multi_modal_projector.linear_2": "vision_language_adapter.w_out",
+    "language_model.": "",
+}
+# Cases that see, and what their params.json says of it beside the encoder's sizes.
+SEEING = {
+    "llava_pixtral": {"mm_projector_id": "", "adapter_bias": True},
+    "mistral3_seeing": {
+        "mm_projector_id": "patch_merge", "adapter_bias": False, "add_pre_mm_projector_layer_norm": True,
+        "spatial_merge_size": 2, "max_image_size": 56,
+    },
+}  # fmt: skip
 
 
 def native(case, folder, files=1, **changes):
     """A case in Mistral's format, with rows of queries and keys moved one by one."""
-    config = tiny_models.CASES[case].config
+    config = tiny_models.CASES[case].text
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     params = {theirs: config[ours] for ours, theirs in KEYS.items() if config.get(ours) is not None}
     (folder / "params.json").write_text(json.dumps(params | {"head_dim": dim} | changes))
+    vision = tiny_models.CASES[case].config.get("vision_config")
     tensors = {}
     for name, tensor in tiny_models.tensors(case):
         made = np.asarray(tensor)
         if "q_proj" in name or "k_proj" in name:
+            size = vision["head_dim"] if "vision_tower" in name else dim
             moved = made.copy()
             for row in range(len(made)):
-                head, place = divmod(row, dim)
-                moved[head * dim + (2 * place if place < dim // 2 else 2 * (place - dim // 2) + 1)] = made[row]
+                head, place = divmod(row, size)
+                moved[head * size + (2 * place if place < size // 2 else 2 * (place - size // 2) + 1)] = made[row]
             made = moved
+        for ours, theirs in ENCODER_NAMES.items() if vision else ():
+            name = name.replace(ours, theirs)
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
         tensors[name] = made
@@ -95,6 +127,33 @@ def test_the_same_model(case, files, model_folders, tmp_path):
     here = read_model(folder)
     there = read_model(model_folders(case))
     assert (here.layers, here.ropes, here.max_position) == (there.layers, there.ropes, there.max_position)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("case", SEEING)
+def test_the_same_pictures(case, tmp_path):
+    """With the processor's settings that params.json implies."""
+    config = tiny_models.CASES[case].config
+    vision = {key: value for key, value in config["vision_config"].items() if key not in ("hidden_act", "model_type")}
+    encoder = vision | {"image_size": 56, "image_token_id": 505, "rope_theta": vision.get("rope_theta", 10000.0)}
+    ours = tmp_path / "native"
+    ours.mkdir()
+    native(case, ours, rope_theta=10000.0, vision_encoder=encoder | SEEING[case])
+    theirs = build(case, tmp_path / "hf")
+    (theirs / "preprocessor_config.json").write_text(json.dumps(pixtral_processor(4, 56)))
+    found, expected = ([], [])
+    for folder, results in ((ours, found), (theirs, expected)):
+        engine = make_engine(folder, tokens=64)
+        processor = ImageProcessor.of(engine.model_folder, engine.sees)
+        for slot in range(len(PROMPTS)):
+            tokens, pictures = prompt_of(case, slot, 0)
+            processed = [processor(Image.fromarray(picture)) for picture in pictures]
+            tokens, images = with_images(tokens, processed, engine.sees, {"[IMG_BREAK]": 506, "[IMG_END]": 507}.get)
+            asked = request(str(slot), tokens, max_tokens=8, logprobs=0)
+            asked.images = images
+            (result,) = generate(engine, asked)
+            results.append((result.token_ids, [entry.logprob for entry in result.logprobs]))
+    assert found == expected
 
 
 @pytest.mark.slow
@@ -136,13 +195,22 @@ def test_what_is_not_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"moe": {"num_experts": 8}}, {"vision_encoder": {"hidden_size": 8}}, {"q_lora_rank": 8}]
+    "changes", [{"moe": {"num_experts": 8}}, {"quantization": {"qformat_weight": "fp8"}}, {"q_lora_rank": 8}]
 )
 def test_other_models_are_refused(changes, tmp_path):
     with pytest.raises(
         ConfigError, match=rf"params\.json has settings that jaxserve does not understand: {next(iter(changes))}"
     ):
         read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"mm_projector_id": "other"}, {"spatial_merge_size": 2}, {"num_channels": 4}])
+def test_encoders_that_are_not_read(changes, tmp_path, caplog):
+    """The text is."""
+    encoder = {"hidden_size": 16, "num_attention_heads": 2, "patch_size": 4, **changes}
+    assert read(tmp_path, vision_encoder=encoder).vision is None
+    assert f"pictures are not read: {tmp_path / 'params.json'}: vision_config" in caplog.text
+    assert next(iter(changes)) in caplog.text
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"dim": 4096, "multiple_of": 256}'])

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_models
 from engines import generate, make_engine, request
+from gguf_families import FamilyFile
+from mmproj_files import write_mmproj
 from picture_prompts import PROCESSORS, PROMPTS, build, prompt_of
 from PIL import Image
 from simulation import PICTURE, TOKENS_PER_CALL, Simulation
@@ -17,6 +20,10 @@ from jaxserve.images.prompts import with_images
 pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
+MMPROJ = (
+    "qwen2_vl_whole", "qwen2_5_vl_yarn", "qwen3_vl_wide", "llava_pixtral", "lighton_ocr_tied",
+    "mistral3_seeing", "glm4v_half",
+)  # fmt: skip
 TOKEN_IDS = {"[IMG_BREAK]": 506, "[IMG_END]": 507}  # of Mistral 3
 
 
@@ -52,6 +59,18 @@ def test_tokens_and_logprobs(case, tmp_path):
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
         assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page; its rows went to others
+
+
+@pytest.mark.parametrize("case", MMPROJ)
+def test_encoders_beside_gguf_files(case, tmp_path):
+    """Files of llama.cpp's, with the text in one and the encoder in another."""
+    golden = np.load(GOLDENS / f"{case}.npz")
+    folder = build(case, tmp_path / "model")
+    mark = {"glm4v": "<|image|>", "llava": "[IMG]", "mistral3": "[IMG]"}.get(case.split("_")[0], "<|image_pad|>")
+    tiny_models.build_tokenizer(folder, 512, marks=[mark, *(f"<m{i}>" for i in range(6))])
+    path = FamilyFile(folder, tmp_path / "model.gguf").write()
+    write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
+    check(make_engine(path, tokens=24), case, golden, "")
 
 
 OPTIONS = {

@@ -33,22 +33,28 @@ def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torc
     return torch.tensor(out)[None]
 
 
+def side_of(config: dict[str, Any]) -> int:
+    """Side in pixels of the squares that Pixtral's features stand for."""
+    return config.get("spatial_merge_size", 1) * config["vision_config"]["patch_size"]
+
+
 def options_of(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own processor of text and pictures adds to the settings."""
     if "spatial_merge_size" not in config:
         return {}
-    square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
+    square = side_of(config)
     return {"patch_size": {"height": square, "width": square}}
 
 
 def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each picture: of Qwen as many as there are features; of Pixtral there is one more behind each row,
-    and another one at the end."""
-    token = config["image_token_id"]
+    """The tokens of each picture: of Qwen and LightOnOCR as many as there are features; of Pixtral there is one more
+    behind each row, and another one at the end."""
+    token = picture_prompts.image_token(config)
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
-    square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
-    sizes = (torch.as_tensor(inputs["image_sizes"]) // square).tolist()
+    sizes = (torch.as_tensor(inputs["image_sizes"]) // side_of(config)).tolist()
+    if config["model_type"] == "lighton_ocr":
+        return [[token] * (rows * columns) for rows, columns in sizes]
     return [(([token] * columns + [token + 1]) * rows)[:-1] + [token + 2] for rows, columns in sizes]
 
 
@@ -76,7 +82,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     picture_prompts.build(name, folder)
     model = load(folder)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    image_token = case.config["image_token_id"]
+    image_token = picture_prompts.image_token(case.config)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):
         for seed in range(SEEDS):

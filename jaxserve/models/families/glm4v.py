@@ -1,11 +1,12 @@
-"""GLM-4.1V and GLM-4.5V, whose language models are GLM-4-0414 and GLM-4.5."""
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V, whose language models are GLM-4-0414 and GLM-4.5."""
 
 from __future__ import annotations
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.glm import FAMILIES as GLM
 from jaxserve.models.families.glm4_moe import FAMILIES as GLM4_MOE_FAMILIES
-from jaxserve.models.families.within import Text, by_either, family_within
+from jaxserve.models.families.within import Text, by_either, by_whole, family_within
+from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.vision.glm import eyes_dense, eyes_mixture
 
@@ -35,6 +36,11 @@ def _read_mixture(hf: HFConfig) -> ModelConfig:
     return GLM4_MOE.read_config(hf)
 
 
+def _fused(config: ModelConfig) -> Names:
+    """The one name that GLM-4-0414 has and that GLM-4.5 must not have."""
+    return {role: GLM4.names[role] for role in ("gate_up.weight",) if config.family == "glm4"}
+
+
 FAMILIES = (
     family_within(
         "glm4v",
@@ -52,5 +58,15 @@ FAMILIES = (
         by_either,
         more_layers=True,
         sees=eyes_mixture,
+    ),
+    family_within(
+        "glm46v",
+        "Glm46VForConditionalGeneration",
+        {"glm4v_text": Text(_read_dense, DENSE), "glm4v_moe_text": Text(_read_mixture, MIXTURE)},
+        {role: name for role, name in {**GLM4.names, **GLM4_MOE.names}.items() if role != "gate_up.weight"},
+        by_whole,
+        more_layers=True,
+        variant=_fused,
+        sees=eyes_dense,
     ),
 )

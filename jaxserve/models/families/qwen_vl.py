@@ -1,4 +1,4 @@
-"""The language models of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, which are Qwen2, Qwen3 and Qwen3-MoE."""
+"""The language models of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, which are Qwen2, Qwen3 and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.families.within import Text, by_either, by_whole, family_within
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.vision.qwen import eyes_2_5, eyes_3
+from jaxserve.models.vision.qwen import eyes_2, eyes_2_5, eyes_3
 
 # The values that transformers assumes for keys that a text_config does not have.
-VL_2_5 = {
+VL_2 = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
@@ -28,7 +28,7 @@ VL_3_MOE = {
 }  # fmt: skip
 
 
-def _read_2_5(hf: HFConfig) -> ModelConfig:
+def _read_2(hf: HFConfig) -> ModelConfig:
     hf.expect("head_dim", hf.take("hidden_size") // hf.take("num_attention_heads"))
     return QWEN2.read_config(hf)
 
@@ -41,9 +41,18 @@ def _read_3_moe(hf: HFConfig) -> ModelConfig:
 
 FAMILIES = (
     family_within(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {"qwen2_vl_text": Text(_read_2, VL_2)},
+        QWEN2.names,
+        by_either,
+        flat=True,
+        sees=eyes_2,
+    ),
+    family_within(
         "qwen2_5_vl",
         "Qwen2_5_VLForConditionalGeneration",
-        {"qwen2_5_vl_text": Text(_read_2_5, VL_2_5)},
+        {"qwen2_5_vl_text": Text(_read_2, VL_2)},
         QWEN2.names,
         by_either,
         flat=True,

@@ -27,7 +27,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.vision.pixtral import eyes_mistral3
+from jaxserve.models.vision.pixtral import eyes_lighton, eyes_llava, eyes_mistral3
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ LAYOUTS = (
 )
 OF_ENCODERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vit_large_projector.",
-    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
+    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_encoder.", "vision_projection.",
 )  # fmt: skip
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
     "mtp.",
-    *("mtp_dspark.", "vision_encoder.", "patch_merger.", "pre_mm_projector_norm.", "vision_language_adapter."),
+    *("mtp_dspark.", "patch_merger.", "pre_mm_projector_norm.", "vision_language_adapter."),
     *(f"{start}{part}" for start in ("", "model.") for part in OF_ENCODERS),
 )
 OF_IMAGES = (
@@ -66,6 +66,10 @@ GEMMA3 = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
+LLAMA1 = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
 MISTRAL = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 131072, "sliding_window": 4096,
@@ -74,6 +78,11 @@ MINISTRAL = {
     "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "sliding_window": None,
+}  # fmt: skip
+LIGHTON = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
 }  # fmt: skip
 # The same where there is no text_config.
 MISTRAL_SMALL = MINISTRAL | {"rope_theta": 1e9}
@@ -130,6 +139,7 @@ def family_within(
     *,
     flat: bool = False,
     more_layers: bool = False,
+    variant: Callable[[ModelConfig], Names] = lambda config: {},
     layouts: tuple[Mapping[str, str], ...] = LAYOUTS,
     sees: Eyes | None = None,
 ) -> Family:
@@ -139,8 +149,7 @@ def family_within(
       architecture: or several, under which files have the same model.
       texts: by the model_type of the text_config; the first is usual.
       ties: see `Ties`.
-      more_layers: see `Family`.
-      layouts: see `Family`.
+      more_layers, variant, layouts: see `Family`.
       flat: some files have no text_config. Their settings of the text are beside those of the whole.
       sees: how pictures are read; None: they are not.
     """
@@ -148,7 +157,9 @@ def family_within(
     read = _reader(texts, ties, flat)
     if sees is not None:
         read = _with_eyes(read, sees)
-    return Family(f"{name} with images", known, read, names, IGNORED, more_layers, layouts=layouts, unread=UNREAD)
+    return Family(
+        f"{name} with images", known, read, names, IGNORED, more_layers, variant, layouts=layouts, unread=UNREAD
+    )
 
 
 def _with_eyes(read: Reader, sees: Eyes) -> Reader:
@@ -248,6 +259,26 @@ FAMILIES = (
         MISTRAL4_NAMES,
         by_text(False),
         sees=eyes_mistral3,
+    ),
+    family_within(
+        "llava",
+        "LlavaForConditionalGeneration",
+        {
+            "llama": Text(LLAMA.read_config, LLAMA1),
+            "mistral": Text(read_mistral, MISTRAL),
+            "qwen2": Text(QWEN2_FAMILY.read_config, QWEN2),
+        },
+        QWEN2_FAMILY.names,
+        by_either,
+        sees=eyes_llava,
+    ),
+    family_within(
+        "lighton_ocr",
+        ("LightOnOcrForConditionalGeneration", "LightOnOCRForConditionalGeneration"),
+        {"qwen3": Text(QWEN3.read_config, LIGHTON, LIGHTON)},
+        QWEN3.names,
+        by_whole_or_tied,
+        sees=eyes_lighton,
     ),
     family_within(
         "llama4",

@@ -1,4 +1,4 @@
-"""The image encoder of GLM-4.1V and GLM-4.5V (GLM-V Team 2025, arXiv:2507.01006)."""
+"""The image encoder of GLM-4.1V, GLM-4.5V and GLM-4.6V (GLM-V Team 2025, arXiv:2507.01006)."""
 
 from __future__ import annotations
 

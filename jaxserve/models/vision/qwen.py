@@ -1,4 +1,5 @@
-"""The image encoders of Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923) and Qwen3-VL (arXiv:2511.21631)."""
+"""The image encoders of Qwen2-VL (Wang et al. 2024, arXiv:2409.12191), Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923)
+and Qwen3-VL (arXiv:2511.21631)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from jaxserve.types import ImageTokens
 Sections = tuple[tuple[int, ...], bool]
 IMAGE_TOKEN = 151655
 # The values that transformers assumes for keys that a vision_config does not have.
+_2: dict[str, Any] = {
+    "depth": 32, "hidden_size": 1280, "mlp_ratio": 4, "num_heads": 16, "out_hidden_size": 3584, "patch_size": 14,
+}  # fmt: skip
 _2_5: dict[str, Any] = {
     "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "window_size": 112,
     "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31], "patch_size": 14,
@@ -25,22 +29,25 @@ _3: dict[str, Any] = {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 3584,
     "patch_size": 16, "num_position_embeddings": 2304,
 }  # fmt: skip
-_OF_BOTH = named(
+_OF_ALL = named(
     attention_norm="visual.blocks.{i}.norm1",
     mlp_norm="visual.blocks.{i}.norm2",
     qkv="visual.blocks.{i}.attn.qkv",
     o="visual.blocks.{i}.attn.proj",
     patch="visual.patch_embed.proj",
 )
-_NAMES_2_5 = _OF_BOTH | named(
-    gate="visual.blocks.{i}.mlp.gate_proj",
-    up="visual.blocks.{i}.mlp.up_proj",
-    down="visual.blocks.{i}.mlp.down_proj",
-    norm="visual.merger.ln_q",
-    fc1="visual.merger.mlp.0",
-    fc2="visual.merger.mlp.2",
+_MERGER = named(norm="visual.merger.ln_q", fc1="visual.merger.mlp.0", fc2="visual.merger.mlp.2")
+_NAMES_2 = _OF_ALL | _MERGER | named(up="visual.blocks.{i}.mlp.fc1", down="visual.blocks.{i}.mlp.fc2")
+_NAMES_2_5 = (
+    _OF_ALL
+    | _MERGER
+    | named(
+        gate="visual.blocks.{i}.mlp.gate_proj",
+        up="visual.blocks.{i}.mlp.up_proj",
+        down="visual.blocks.{i}.mlp.down_proj",
+    )
 )
-_NAMES_3 = _OF_BOTH | named(
+_NAMES_3 = _OF_ALL | named(
     up="visual.blocks.{i}.mlp.linear_fc1",
     down="visual.blocks.{i}.mlp.linear_fc2",
     table="visual.pos_embed",
@@ -96,6 +103,16 @@ def _encoder(given: dict[str, Any], layer: LayerSpec, **more: Any) -> EncoderCon
         out_size=given["out_hidden_size"],
         **more,
     )
+
+
+def read_qwen2(hf: HFConfig) -> EncoderConfig:
+    """The encoder of a `vision_config`, whose hidden_size is that of the language model."""
+    hf.rename(hidden_size="out_hidden_size", embed_dim="hidden_size")
+    given = _taken(hf, _2)
+    norm = NormSpec(kind="layer", eps=1e-6, bias=True)
+    size = int(given["hidden_size"] * given["mlp_ratio"])
+    mlp = MLPSpec(size=size, activation=read_activation(hf, "quick_gelu"), gated=False, bias=True)
+    return _encoder(given, _layer(given, norm, mlp), projector=_projector(given, norm))
 
 
 def read_qwen2_5(hf: HFConfig) -> EncoderConfig:
@@ -158,6 +175,10 @@ def on_grid(
     )
     vision = VisionConfig(encoder=encoder, tokens=tokens, names=names)
     return replace(config, ropes=ropes, vision=vision)
+
+
+def eyes_2(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
+    return on_grid(hf, config, read_qwen2(vision), _NAMES_2, ((16, 24, 24), False))
 
 
 def eyes_2_5(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:

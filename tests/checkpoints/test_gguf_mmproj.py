@@ -1,0 +1,147 @@
+"""The file with the image encoder beside a GGUF file: which one counts, and what is not understood."""
+
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import tiny_models
+from gguf_families import FamilyFile
+from gguf_files import Kind
+from mmproj_files import write_mmproj
+from picture_prompts import QWEN, build
+
+from jaxserve.checkpoints.errors import CheckpointError
+from jaxserve.checkpoints.gguf_mmproj import find_mmproj, image_settings
+from jaxserve.checkpoints.gguf_model import open_gguf
+from jaxserve.images.processing import ImageProcessor
+from jaxserve.models.load import read_model
+
+CASE = "qwen3_vl_wide"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with a model's text and its encoder."""
+    folder = tmp_path_factory.mktemp("mmproj")
+    model = build(CASE, folder / "hf")
+    tiny_models.build_tokenizer(model, 512, marks=["<|image_pad|>", *(f"<m{i}>" for i in range(6))])
+    FamilyFile(model, folder / "model.gguf").write()
+    write_mmproj(model, folder / "mmproj-f32.gguf")
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    for file in written.glob("*.gguf"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+def copied(source, target, *, tensors=lambda name, values: (values, Kind.F32), more=None, **settings):
+    """A copy of an encoder's file with other settings and `more` tensors. `tensors` changes numbers and types."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "clip")
+    for name, field in reader.fields.items():
+        if name.startswith("clip.") and name not in settings:
+            kind = field.types[0]
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), kind, inner)
+    for name, value in settings.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, kind)
+    for tensor in reader.tensors:
+        values, kind = tensors(tensor.name, tensor.data)
+        writer.add_tensor(tensor.name, values, raw_dtype=kind)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_without_it_the_model_reads_text(folder):
+    (folder / "mmproj-f32.gguf").unlink()
+    model = folder / "model.gguf"
+    assert read_model(model).vision is None
+    assert open_gguf(model).config["architectures"] == ["Qwen3ForCausalLM"]
+    assert image_settings(model) is None
+
+
+def test_the_same_encoder(written):
+    """As that of the folder from which the files were made."""
+    ours = read_model(written / "model.gguf")
+    theirs = read_model(written / "hf")
+    assert ours.vision == theirs.vision
+    assert ours.ropes == theirs.ropes
+    processor = ImageProcessor.of(written / "model.gguf", ours.vision.tokens)
+    assert processor.scaling() == (1 / 255, tuple(QWEN["image_mean"]), tuple(QWEN["image_std"]))
+    assert processor.most_pixels == QWEN["size"]["longest_edge"]
+
+
+def test_which_of_several(folder, caplog):
+    """The largest of those that fit; a file of another model is none of them."""
+    half = Kind.F16
+    mine = folder / "mmproj-f32.gguf"
+    copied(mine, folder / "a-mmproj-f16.gguf", tensors=lambda name, values: (values.astype(np.float16), half))
+    copied(mine, folder / "mmproj-other.gguf", **{"clip.vision.projection_dim": 48})
+    assert find_mmproj(folder / "model.gguf").path == mine
+    mine.unlink()
+    assert find_mmproj(folder / "model.gguf").path.name == "a-mmproj-f16.gguf"
+    (folder / "a-mmproj-f16.gguf").unlink()
+    assert find_mmproj(folder / "model.gguf") is None
+    assert read_model(folder / "model.gguf").vision is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"clip.projector_type": "ldp"}, r"clip\.projector_type='ldp' is not supported \(only glm4v, lightonocr, "),
+        ({"clip.projector_type": "pixtral"}, r"its encoder is for LlamaForCausalLM, .*, not for Qwen3ForCausalLM"),
+        ({"clip.vision.sharpness": 3}, r"settings that are not understood: clip\.vision\.sharpness=3"),
+        ({"clip.vision.image_mean": [0.5]}, r"clip\.vision\.image_mean=.* must be three numbers"),
+    ],
+)
+def test_what_is_not_understood(settings, reason, folder, caplog):
+    """The model still reads text, and the log tells why."""
+    source = (folder / "mmproj-f32.gguf").rename(folder / "source.gguf")
+    copied(source, folder / "mmproj.gguf", **settings)
+    assert read_model(folder / "model.gguf").vision is None
+    (message,) = [record.getMessage() for record in caplog.records if "pictures are not read" in record.getMessage()]
+    with pytest.raises(CheckpointError, match=reason):
+        raise CheckpointError(message)
+
+
+def test_settings_may_be_ignored(folder):
+    source = (folder / "mmproj-f32.gguf").rename(folder / "source.gguf")
+    copied(source, folder / "mmproj.gguf", **{"clip.vision.sharpness": 3})
+    assert read_model(folder / "model.gguf", ["clip.vision.sharpness"]).vision is not None
+
+
+def test_tensors_that_are_not_known(folder, caplog):
+    source = (folder / "mmproj-f32.gguf").rename(folder / "source.gguf")
+    copied(source, folder / "mmproj.gguf", more={"v.blk.0.ls1.weight": np.ones(16, np.float32)})
+    assert read_model(folder / "model.gguf").vision is None
+    assert "tensor 'v.blk.0.ls1.weight' is of a kind that is not supported" in caplog.text
+
+
+def test_quantized_encoders_become_floats(folder):
+    """Wide enough rows are whole blocks."""
+    source = (folder / "mmproj-f32.gguf").rename(folder / "source.gguf")
+
+    def smaller(name, values):
+        wide = values.ndim == 2 and values.shape[-1] % 32 == 0
+        return (gguf.quants.quantize(values, Kind.Q8_0), Kind.Q8_0) if wide else (values, Kind.F32)
+
+    shutil.copy(source, folder / "mmproj.gguf")
+    tensors = open_gguf(folder / "model.gguf").tensors
+    wanted = {name: tensor.read() for name, tensor in tensors.items() if name.startswith("visual.")}
+    copied(source, folder / "mmproj.gguf", tensors=smaller)
+    model = open_gguf(folder / "model.gguf")
+    quantized = {stored.name for stored in find_mmproj(folder / "model.gguf").tensors.values() if stored.type.size > 1}
+    assert quantized
+    for name, values in wanted.items():
+        assert model.reader.parts(name) == ()
+        np.testing.assert_allclose(model.tensors[name].read(), values, atol=0.05)

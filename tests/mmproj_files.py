@@ -1,0 +1,107 @@
+"""The encoders of tiny models that see as llama.cpp's converter writes them: a GGUF file beside that of the text.
+
+Names of tensors are those of the package's own tables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf_files import Kind, in_pairs, write
+
+from jaxserve.checkpoints.safetensors import read_folder
+
+PROJECTORS = {
+    "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger",
+    "qwen3_vl_moe": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "llava": "pixtral", "mistral3": "pixtral",
+    "lighton_ocr": "lightonocr", "glm4v": "glm4v",
+}  # fmt: skip
+TENSOR = gguf.MODEL_TENSOR
+# Where the converter itself chooses a name, of Qwen3-VL.
+CHOSEN = {
+    "visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2",
+    "visual.merger.norm": gguf.TENSOR_NAMES[TENSOR.V_POST_NORM],
+}  # fmt: skip
+
+
+def write_mmproj(folder: Path, path: Path) -> Path:
+    """`folder` has a preprocessor_config.json. All tensors are float32."""
+    config = json.loads((folder / "config.json").read_text())
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    vision = config["vision_config"]
+    kind = config["model_type"]
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type(gguf.GGUFType.MMPROJ)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(PROJECTORS[kind])
+    text = config.get("text_config", config)
+    writer.add_vision_projection_dim(text["hidden_size"])
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(vision.get("embed_dim") or vision["hidden_size"])
+    writer.add_vision_feed_forward_length(vision.get("intermediate_size") or vision["hidden_size"])
+    writer.add_vision_block_count(vision.get("depth") or vision["num_hidden_layers"])
+    writer.add_vision_head_count(vision.get("num_heads") or vision["num_attention_heads"])
+    eps = vision.get("rms_norm_eps", 1e-5) if kind == "glm4v" else text["rms_norm_eps"]
+    writer.add_vision_attention_layernorm_eps(eps)
+    writer.add_vision_image_mean(processor["image_mean"])
+    writer.add_vision_image_std(processor["image_std"])
+    if kind.startswith(("qwen", "glm")):
+        writer.add_vision_image_size(560)
+        writer.add_vision_min_pixels(processor["size"]["shortest_edge"])
+        writer.add_vision_max_pixels(processor["size"]["longest_edge"])
+        _add_choices(writer, kind, vision)
+    else:
+        writer.add_vision_image_size(processor["size"]["longest_edge"])
+        writer.add_vision_use_silu(vision["hidden_act"] == "silu")
+        if side := config.get("spatial_merge_size"):
+            writer.add_vision_spatial_merge_size(side)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
+    for name, values in _tensors(folder, vision):
+        stem, _, end = name.rpartition(".")
+        found = CHOSEN.get(stem) or names.get_name(stem) or stem
+        writer.add_tensor(f"{found}.{end}", np.ascontiguousarray(values), raw_dtype=Kind.F32)
+    return write(writer, path)
+
+
+def _add_choices(writer: gguf.GGUFWriter, kind: str, vision: dict[str, Any]) -> None:
+    if kind == "glm4v":
+        writer.add_vision_use_silu(True)
+    elif kind == "qwen2_5_vl":
+        writer.add_vision_use_silu(True)
+        writer.add_vision_n_wa_pattern(vision.get("fullatt_block_indexes", [7])[0] + 1)
+        writer.add_vision_window_size(vision["window_size"])
+    elif kind == "qwen2_vl" and vision.get("hidden_act") == "gelu":
+        writer.add_vision_use_gelu(True)
+    elif kind.startswith("qwen3"):
+        writer.add_vision_use_gelu(True)
+        taps = vision.get("deepstack_visual_indexes", [])
+        writer.add_vision_is_deepstack_layers([i in taps for i in range(vision["depth"])])
+
+
+def _tensors(folder: Path, vision: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, values) with the names of Hugging Face's modules, changed as by the converter."""
+    for name, tensor in read_folder(folder).items():
+        name = name.removeprefix("model.")
+        name = name.replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
+        if not name.startswith(("visual.", "vision_tower.", "multi_modal_projector.")):
+            continue
+        values = tensor.read().astype(np.float32)
+        if "vision_tower" in name and ("q_proj" in name or "k_proj" in name):
+            yield name, in_pairs(values, vision["num_attention_heads"])
+        elif ".qkv." in name and "num_position_embeddings" not in vision and "image_size" not in vision:
+            for part, rows in zip("qkv", np.split(values, 3), strict=True):
+                yield name.replace("qkv", part), rows
+        elif name == "visual.patch_embed.proj.weight":
+            yield "v.patch_embd.weight", values[:, :, 0]
+            yield "v.patch_embd.weight.1", values[:, :, 1]
+        elif tap := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)\.(\w+)", name):
+            layer = vision["deepstack_visual_indexes"][int(tap[1])]
+            yield f"v.deepstack.{layer}.{tap[2]}.{tap[3]}", values
+        else:
+            yield name, values
