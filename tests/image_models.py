@@ -23,6 +23,12 @@ _INTERN = {
     "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4],
 }  # fmt: skip
 
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 32, "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
+_OF_GEMMA3 = {"boi_token_index": 506, "eoi_token_index": 507, "image_token_index": 505, "mm_tokens_per_image": 16}
+_GEMMA3 = {"num_key_value_heads": 2, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA4 = {
     "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
@@ -39,6 +45,32 @@ _STEP = {
     "mlp_ratio": 2.0,
 }  # fmt: skip
 IMAGE_CASES: dict[str, DenseCase] = {
+    # A picture is longer than the window.
+    "gemma3_seeing": seeing(
+        "Gemma3ForConditionalGeneration", "gemma3",
+        dense(
+            "", "gemma3_text", **_GEMMA3, modern=False, norm=0.0, layers=4, head_dim=32, sliding_window=12,
+            query_pre_attn_scalar=24, rms_norm_eps=1e-5, rope_theta=1e6, rope_local_base_freq=1e4,
+            sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 4.0},
+            attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=True,
+        ),
+        _SIGLIP, **_OF_GEMMA3,
+    ),
+    "gemma3_wide": seeing(
+        "Gemma3ForConditionalGeneration", "gemma3",
+        dense(
+            "", "gemma3_text", **_GEMMA3, norm=0.0, hidden=96, layers=3, head_dim=16, sliding_window=24,
+            query_pre_attn_scalar=16, rms_norm_eps=1e-3, attention_bias=True,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"], tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        ),
+        _SIGLIP | {"hidden_size": 24, "num_hidden_layers": 2, "image_size": 40, "hidden_act": "gelu"}
+        | {"layer_norm_eps": 1e-3, "patch_size": 5},
+        boi_token_index=501, eoi_token_index=502, image_token_index=510, mm_tokens_per_image=4,
+    ),
     "gemma4_seeing": seeing(
         "Gemma4ForConditionalGeneration", "gemma4",
         dense(

@@ -19,6 +19,11 @@ PIXTRAL = {
     "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
     "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3, "size": {"longest_edge": 56},
 }  # fmt: skip
+GEMMA3 = {
+    "image_processor_type": "Gemma3ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 2, "size": {"height": 32, "width": 32}, "do_pan_and_scan": None,
+}  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_flat": QWEN,
@@ -34,7 +39,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v_whole": GLM,
     "glm4v_moe_groups": GLM,
     "glm4v_moe_plain": GLM,
+    "gemma3_seeing": GEMMA3,
+    "gemma3_wide": GEMMA3 | {"size": {"height": 40, "width": 40}},
 }
+NEWLINES = {"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509}  # ids of tokens, as Gemma 3's tokenizer has such
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
     (5, (16, 24), 4),
@@ -58,6 +66,12 @@ def picture(name: str, slot: int, place: int, size: tuple[int, int]) -> np.ndarr
     return squares.repeat(5, axis=0).repeat(5, axis=1)[:height, :width]
 
 
+def placeholder_of(config: dict[str, Any]) -> int:
+    """The token that stands for a picture in the prompts of chat templates."""
+    placeholder: int = config["boi_token_index" if config["model_type"] == "gemma3" else "image_token_id"]
+    return placeholder
+
+
 def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarray]]:
     """The tokens of a prompt, with one for each picture, and the pictures."""
     case = tiny_models.CASES[name]
@@ -68,7 +82,7 @@ def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarr
     for place, part in enumerate(PROMPTS[slot]):
         if isinstance(part, tuple):
             pictures.append(picture(name, slot, place, part))
-            tokens.append(case.config["image_token_id"])
+            tokens.append(placeholder_of(case.config))
         else:
             raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
             tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()

@@ -146,13 +146,14 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
     whole = rows.checks
     for i, left in enumerate(rows.count.tolist()):
         at = 0
-        if left > room and whole[i]:  # proposals are checked in one pass
-            if len(pieces):
-                yield _mixed(pieces.of(rows), shapes)
-            pieces = Pieces()
-            room = max(next(sizes, most.tokens), left)
         while left:
-            count = min(left, room)
+            count = _piece(rows, i, at, left, room)
+            if not count:
+                if len(pieces):
+                    yield _mixed(pieces.of(rows), shapes)
+                pieces = Pieces()
+                room = max(next(sizes, most.tokens), left if whole[i] else most.tokens)
+                continue
             pieces.add(i, at, count)
             at = at + count
             left = left - count
@@ -163,6 +164,15 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
                 room = next(sizes, most.tokens)
     if len(pieces):
         yield _mixed(pieces.of(rows), shapes)
+
+
+def _piece(rows: Rows, i: int, at: int, left: int, room: int) -> int:
+    """How many of the `left` tokens of row i from `at` on a batch takes that has room for `room`. Proposals are checked
+    in one pass, and pictures may have to be computed in one."""
+    if rows.checks[i]:
+        return left if left <= room else 0
+    begin = int(rows.start[i]) + at
+    return rows.seqs[i].step_end(begin + min(left, room)) - begin
 
 
 def _mixed(rows: Rows, shapes: list[StepShape]) -> StepBatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
 from jaxserve.types import ImageTokens
+
+log = logging.getLogger(__name__)
 
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
@@ -84,10 +87,27 @@ class ImageProcessor:
     def most_pixels(self) -> int:
         """Most pixels of a picture that the encoder sees."""
         size = self.settings.get("size") or {}
+        if self.kind.fixed:
+            return self.kind.fixed**2
         if self._limits_edges:
             edge = int(size.get("longest_edge") or LONGEST_EDGE)
             return (-(-edge // self._square) * self._square) ** 2  # filled up to whole squares of patches
         return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS) // self._counted
+
+    def why_not(self) -> str | None:
+        """Why the encoder cannot see what the settings make of pictures; None: it can."""
+        size = self.settings.get("size") or {}
+        side = self.kind.fixed
+        if side and not (self.settings.get("do_resize", True) and size.get("height") == size.get("width") == side):
+            return f"the encoder sees pictures of {side} x {side} pixels, and {self.folder} makes others (size={size})"
+        if self._pans:
+            log.warning("pan and scan is not used: pictures are seen as a whole (do_pan_and_scan of %s)", self.folder)
+        return None
+
+    @property
+    def _pans(self) -> bool:
+        """Whether pictures are to be cut into several, which Gemma 3 may do."""
+        return bool(self.settings.get("do_pan_and_scan"))
 
     @property
     def _limits_edges(self) -> bool:
@@ -120,11 +140,13 @@ class ImageProcessor:
         options: dict[str, Any] = {}
         if self._limits_edges:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
-        if most_pixels is not None:
+        if self._pans:
+            options["do_pan_and_scan"] = False
+        if most_pixels is not None and not self.kind.fixed:
             options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
         values = made["pixel_values"].astype(np.uint8)
-        if self._limits_edges:
+        if self._limits_edges or self.kind.fixed:
             patches, grid = _patches_of(values[0], self.kind)
         else:
             frames, rows, columns = map(int, made["image_grid_thw"][0])

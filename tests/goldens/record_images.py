@@ -26,10 +26,10 @@ import tiny_models  # noqa: E402
 TOKENS = NEW_TOKENS // 2
 
 
-def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torch.Tensor:
+def expanded(tokens: list[int], placeholder: int, runs: list[list[int]]) -> torch.Tensor:
     """The prompt with the tokens of each picture in the place of one."""
     left = iter(runs)
-    out = [one for token in tokens for one in (next(left) if token == image_token else [token])]
+    out = [one for token in tokens for one in (next(left) if token == placeholder else [token])]
     return torch.tensor(out)[None]
 
 
@@ -41,10 +41,19 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
     return {"patch_size": {"height": square, "width": square}}
 
 
+def image_token_of(config: dict[str, Any]) -> int:
+    token: int = config["image_token_index" if "image_token_index" in config else "image_token_id"]
+    return token
+
+
 def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
     """The tokens of each picture: of Qwen as many as there are features; of Pixtral there is one more behind each row,
     and another one at the end."""
-    token = config["image_token_id"]
+    token = image_token_of(config)
+    if config["model_type"] == "gemma3":
+        lines = picture_prompts.NEWLINES["\n\n"]
+        begin, end = config["boi_token_index"], config["eoi_token_index"]
+        return [[lines, begin, *[token] * config["mm_tokens_per_image"], end, lines]] * len(inputs["num_crops"])
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
     square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
@@ -55,9 +64,10 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
 @torch.inference_mode()
 def greedy(model: Any, ids: torch.Tensor, inputs: dict[str, Any], image_token: int) -> tuple[Any, Any, Any, float]:
     """Logits of the prompt's last position, tokens, their log-probabilities, and the smallest margin."""
-    types = (ids == image_token).int()
-    kept = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    out = model(ids, **inputs, mm_token_type_ids=types, use_cache=True)
+    parameters = inspect.signature(model.forward).parameters
+    types = {name: (ids == image_token).int() for name in ("token_type_ids", "mm_token_type_ids") if name in parameters}
+    kept = "cache" if "cache" in parameters else "past_key_values"
+    out = model(ids, **inputs, **types, use_cache=True)
     logits = out.logits[0, -1].numpy().copy()
     tokens, logprobs, margins = [], [], []
     while True:
@@ -76,7 +86,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     picture_prompts.build(name, folder)
     model = load(folder)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    image_token = case.config["image_token_id"]
+    image_token = image_token_of(case.config)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):
         for seed in range(SEEDS):
@@ -85,8 +95,9 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
             inputs = dict(processor(opened, return_tensors="pt", **options_of(case.config)))
             runs = runs_of(inputs, processor, case.config)
             counts = [run.count(image_token) for run in runs]
-            ids = expanded(tokens, image_token, runs)
+            ids = expanded(tokens, picture_prompts.placeholder_of(case.config), runs)
             model.model.rope_deltas = None
+            inputs.pop("num_crops", None)
             logits, answer, logprobs, margin = greedy(model, ids, inputs, image_token)
             if margin > SMALLEST_MARGIN and not {*answer.tolist()} & {*case.eos_token_ids, image_token}:
                 break

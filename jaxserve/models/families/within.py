@@ -27,6 +27,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.gemma import eyes_gemma3
 from jaxserve.models.vision.pixtral import eyes_mistral3
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ FAMILIES = (
         {"gemma3_text": Text(read_gemma3, GEMMA3)},
         SANDWICH_NAMES,
         by_text(True),
+        sees=eyes_gemma3,
     ),
     family_within(
         "gemma4",

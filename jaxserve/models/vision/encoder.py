@@ -17,7 +17,7 @@ from jaxserve.models.rope import Angles
 from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stand_in import stand_in
 from jaxserve.models.vision.attention import segment_attention
-from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Projected, Step
+from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Pooled, Projected, Step
 from jaxserve.pallas_kernels.operands import Heads, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 
@@ -54,6 +54,10 @@ class Projector(nn.Module):
             match step:
                 case Joined(count=joined):
                     x = x.reshape(len(x) // joined, -1)
+                    count = count // joined
+                case Pooled(count=joined, factor=factor):
+                    mean = x.reshape(len(x) // joined, joined, -1).astype(jnp.float32).mean(axis=1)
+                    x = (mean * factor).astype(x.dtype)
                     count = count // joined
                 case Normed():
                     x = Norm(step.norm, step.size, self.dtype, name=step.name)(x, counting)[1]

@@ -12,7 +12,7 @@ from jaxserve.checkpoints.load import Pieces
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.sources import Names, Source, whole
 from jaxserve.models.vision.encoder import ImageEncoder
-from jaxserve.models.vision.spec import Gated, Joined, Normed, Step
+from jaxserve.models.vision.spec import Gated, Joined, Normed, Pooled, Step
 from jaxserve.models.weights import layer_sources, norm_sources
 
 
@@ -75,7 +75,7 @@ def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
     sources: dict[str, list[Source]] = {}
     for step in steps:
         match step:
-            case Joined():
+            case Joined() | Pooled():
                 continue
             case Normed(name=name, norm=norm, size=size):
                 sources |= norm_sources(name, norm, size)

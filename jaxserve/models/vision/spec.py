@@ -21,6 +21,14 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pooled:
+    """A step of a projector: the mean of `count` rows that follow each other, times `factor`."""
+
+    count: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Normed:
     """A step of a projector: a norm over `size` channels, then an activation; None: there is none."""
 
@@ -58,7 +66,7 @@ class Gated:
     activation: Activation
 
 
-Step = Joined | Normed | Projected | Gated
+Step = Joined | Pooled | Normed | Projected | Gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +165,14 @@ class VisionConfig:
     Attributes:
       encoder: the image encoder.
       tokens: how the tokens of pictures are found and numbered.
-      names: role -> name of the encoder's tensors in files, as in `models.sources`. Those of the whole checkpoint begin
-        with "model." in files that transformers 5 wrote.
+      names: role -> name of the encoder's tensors in files, as in `models.sources`.
+      layouts: the beginnings that such names have instead in other files, as in `Family`.
+      joint: the language model's layers, by index, in which a token of a picture sees all tokens of the same picture,
+        also later ones. Windows hide earlier ones from it.
     """
 
     encoder: EncoderConfig
     tokens: ImageTokens
     names: Names
+    layouts: tuple[Mapping[str, str], ...] = ({"": "model."},)  # of files that transformers 5 wrote
+    joint: tuple[int, ...] = ()
