@@ -24,6 +24,11 @@ GEMMA3 = {
     "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
     "resample": 2, "size": {"height": 32, "width": 32}, "do_pan_and_scan": None,
 }  # fmt: skip
+GEMMA4 = {
+    "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70,
+    "do_rescale": True, "do_normalize": False, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 3, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0],
+}  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_flat": QWEN,
@@ -41,6 +46,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v_moe_plain": GLM,
     "gemma3_seeing": GEMMA3,
     "gemma3_wide": GEMMA3 | {"size": {"height": 40, "width": 40}},
+    "gemma4_clipped": GEMMA4,
+    "gemma4_joint": GEMMA4
+    | {"pooling_kernel_size": 2, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]},
+    "gemma4_unified_wide": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    "gemma4_unified_older": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor", "pooling_kernel_size": 2},
 }
 NEWLINES = {"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509}  # ids of tokens, as Gemma 3's tokenizer has such
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.

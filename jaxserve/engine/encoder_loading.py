@@ -70,5 +70,5 @@ def whole_tokens(config: EngineConfig, plan: ModelPlan) -> int:
 def encoder_of(plan: ModelPlan) -> ImageEncoder:
     """The encoder of a model that sees, with the operations of its decoder."""
     shape = plan.model.vision.encoder
-    heads = shape.layers[0].attention.num_heads
+    heads = shape.layers[0].attention.num_heads if shape.layers else 1
     return ImageEncoder(shape, heads, plan.dtype, replace(plan.decoder.ops, trials=None))

@@ -251,7 +251,11 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
     q_start = batch.q_start
     slot = batch.slot
     placed = _place(slots, batch, context.shape)
-    tokens = jnp.where(batch.tokens == -1, slots.last_token(slot[placed.row]), jnp.maximum(batch.tokens, 0))
+    vision = context.model.config.vision
+    given = jnp.maximum(batch.tokens, 0)
+    if vision is not None and vision.padding:
+        given = jnp.where(batch.tokens < 0, vision.padding, batch.tokens)
+    tokens = jnp.where(batch.tokens == -1, slots.last_token(slot[placed.row]), given)
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
     for whole, window, fit in zip(tables, layout.groups.windows, layout.groups.fits, strict=True):
@@ -268,7 +272,7 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
         position = jnp.where(batch.positions < 0, usual, batch.positions)
     ropes = angles(context.model.config, position)
     limits = None
-    if slots.images is not None and context.model.config.vision.joint and not context.shape.decode_only:
+    if slots.images is not None and vision.joint and not context.shape.decode_only:
         limits = picture_ends(batch.tokens, placed)
     return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows, batch.checked, limits)
 

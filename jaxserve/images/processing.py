@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
+SOFT_TOKENS = 280  # of Gemma 4, where the settings do not say
+SOFT_TOKENS_KINDS = 70, 140, 280, 560, 1120  # limits that Gemma 4 knows
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
 
 
@@ -75,7 +77,7 @@ class ImageProcessor:
         """How the encoder reads the numbers of pixels: factor, then mean and deviation of each colour. Raises
         ConfigError for settings that are not valid."""
         given = self.settings
-        normed = given.get("do_normalize", True)
+        normed = given.get("do_normalize", not self._counts_tokens)
         mean: Any = given.get("image_mean") if normed else (0.0,) * 3
         std: Any = given.get("image_std") if normed else (1.0,) * 3
         if not (_is_colour(mean) and _is_colour(std)):
@@ -89,6 +91,8 @@ class ImageProcessor:
         size = self.settings.get("size") or {}
         if self.kind.fixed:
             return self.kind.fixed**2
+        if self._counts_tokens:
+            return int(self.settings.get("max_soft_tokens") or SOFT_TOKENS) * self._square**2
         if self._limits_edges:
             edge = int(size.get("longest_edge") or LONGEST_EDGE)
             return (-(-edge // self._square) * self._square) ** 2  # filled up to whole squares of patches
@@ -115,6 +119,11 @@ class ImageProcessor:
         return str(self.settings.get("image_processor_type", "")).startswith("Pixtral")
 
     @property
+    def _counts_tokens(self) -> bool:
+        """Whether the settings limit the tokens of a picture, not its pixels."""
+        return str(self.settings.get("image_processor_type", "")).startswith("Gemma4")
+
+    @property
     def _counted(self) -> int:
         """How often the settings count a pixel: for each frame of a patch, or once."""
         return 2 if str(self.settings.get("image_processor_type", "")).startswith("Glm4v") else 1
@@ -126,8 +135,11 @@ class ImageProcessor:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor  # takes a second
+        from transformers import AutoImageProcessor, Gemma4ImageProcessorPil  # takes a second
 
+        if self.settings.get("image_processor_type") == "Gemma4UnifiedImageProcessor":
+            # transformers has it for torchvision only. It is Gemma 4's, whose patches it joins.
+            return Gemma4ImageProcessorPil(**self.settings)
         return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
 
     def load(self) -> None:
@@ -142,11 +154,19 @@ class ImageProcessor:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
         if self._pans:
             options["do_pan_and_scan"] = False
-        if most_pixels is not None and not self.kind.fixed:
+        if most_pixels is not None and self._counts_tokens:
+            fitting = [
+                count for count in SOFT_TOKENS_KINDS if count * self._square**2 <= min(most_pixels, self.most_pixels)
+            ]
+            options["max_soft_tokens"] = max(fitting, default=SOFT_TOKENS_KINDS[0])
+        elif most_pixels is not None and not self.kind.fixed:
             options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
         values = made["pixel_values"].astype(np.uint8)
-        if self._limits_edges or self.kind.fixed:
+        if self._counts_tokens:
+            columns, rows = map(int, made["image_position_ids"][0].max(axis=0) + 1)
+            patches, grid = _patches_of(_joined(values[0], rows, columns), self.kind)
+        elif self._limits_edges or self.kind.fixed:
             patches, grid = _patches_of(values[0], self.kind)
         else:
             frames, rows, columns = map(int, made["image_grid_thw"][0])
@@ -175,6 +195,14 @@ def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tup
     squares = colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
     patches = picture.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, colours * kind.patch**2)
     return patches, (1, height // kind.patch, width // kind.patch)
+
+
+def _joined(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The picture [colours, height, width] of patches that have the three colours of a pixel, then those of the
+    next."""
+    side = math.isqrt(patches.shape[1] // 3)
+    split = patches[: rows * columns].reshape(rows, columns, side, side, -1)
+    return split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * side, columns * side)
 
 
 def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:

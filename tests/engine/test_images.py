@@ -23,6 +23,10 @@ pytestmark = pytest.mark.compiles
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
 TOKEN_IDS = NEWLINES | {"[IMG_BREAK]": 506, "[IMG_END]": 507}  # of Gemma 3, of Mistral 3
 
+TOKENS = dict.fromkeys(
+    ("gemma4_joint", "gemma4_unified_wide", "gemma4_unified_older"), 76
+)  # of a step, which must have room for all of a picture
+
 
 def asked(engine, case, golden, slot):
     """The request with the prompt of a slot and its pictures."""
@@ -45,10 +49,10 @@ def check(engine, case, golden, turn):
 
 @pytest.mark.parametrize("case", PROCESSORS)
 def test_tokens_and_logprobs(case, tmp_path):
-    """Steps of 24 tokens end within pictures; the second time all but the last tokens are in the prefix cache."""
+    """Most steps end within pictures; the second time all but the last tokens are in the prefix cache."""
     golden = np.load(GOLDENS / f"{case}.npz")
     assert str(golden["fingerprint"]) == fingerprint(case), "the weights differ from the recorded ones"
-    engine = make_engine(build(case, tmp_path / "model"), tokens=24)
+    engine = make_engine(build(case, tmp_path / "model"), tokens=TOKENS.get(case, 24))
     check(engine, case, golden, "first")
     encoded = engine.stats().images_encoded
     assert encoded == sum(isinstance(part, tuple) for prompt in PROMPTS for part in prompt)
@@ -56,7 +60,7 @@ def test_tokens_and_logprobs(case, tmp_path):
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
         # The first prompt fills no page, and its rows went to others. The last full page may end within a picture.
-        assert engine.stats().images_encoded <= encoded + 1 + engine.sees.whole
+        assert engine.stats().images_encoded <= encoded + 2
 
 
 def test_names_of_published_files(tmp_path):
@@ -101,7 +105,7 @@ OPTIONS = {
 }
 
 
-FEW_PAGES = {"qwen3_vl_wide": 13, "gemma3_seeing": 24}
+FEW_PAGES = {"qwen3_vl_wide": 13, "gemma3_seeing": 24, "gemma4_joint": 60}
 
 
 @pytest.mark.parametrize("case", FEW_PAGES)
@@ -109,7 +113,7 @@ FEW_PAGES = {"qwen3_vl_wide": 13, "gemma3_seeing": 24}
 def test_with_other_features(name, case, tmp_path):
     golden = np.load(GOLDENS / f"{case}.npz")
     options = OPTIONS[name] | ({"kv_pages": FEW_PAGES[case]} if name == "preempted" else {})
-    engine = make_engine(build(case, tmp_path / "model"), tokens=24, **options)
+    engine = make_engine(build(case, tmp_path / "model"), tokens=TOKENS.get(case, 24), **options)
     check(engine, case, golden, "first")
     check(engine, case, golden, "again")
     assert (engine.scheduler.num_preemptions > 0) == (name == "preempted")
@@ -128,11 +132,9 @@ def test_pictures_in_random_schedules(overlapped, whole):
         sizes = {"num_pages": int(rng.integers(12, 22)), "page_size": 4, "max_num_seqs": int(rng.integers(2, 6))}
         budget = int(rng.integers(5, 20))
         if whole:
-            chunk = [None, 4][seed % 2]
-            more = {"budget": budget + whole + sizes["max_num_seqs"] - 5, "whole": whole, "chunk": chunk}
-        else:
-            more = {"budget": budget}
-        simulation = Simulation(**sizes, **more, image_rows=rows)
+            budget = whole + sizes["max_num_seqs"] + budget % 4
+        chunk = 4 if whole and seed % 2 else None
+        simulation = Simulation(**sizes, budget=budget, image_rows=rows, whole=whole, chunk=chunk)
         for _ in range(8):
             prompt = []
             pictures = []
@@ -153,6 +155,6 @@ def test_pictures_in_random_schedules(overlapped, whole):
         reused += simulation.scheduler.images.num_reused
     least = {"preemptions": 20, "prefix hits": 60, "waits for rows": 40, "tokens of pictures": 2000}
     if whole:
-        least["waits for room"] = 40
+        least["waits for room"] = 10
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events
     assert reused > 50

@@ -27,7 +27,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.vision.gemma import eyes_gemma3
+from jaxserve.models.vision.gemma import eyes_gemma3, eyes_gemma4, eyes_unified
 from jaxserve.models.vision.pixtral import eyes_mistral3
 
 log = logging.getLogger(__name__)
@@ -224,6 +224,7 @@ FAMILIES = (
         {"gemma4_text": Text(read_gemma4)},
         GEMMA4_NAMES,
         by_whole_or_tied,
+        sees=eyes_gemma4,
     ),
     family_within(
         "gemma4_unified",
@@ -231,6 +232,7 @@ FAMILIES = (
         {"gemma4_unified_text": Text(read_unified)},
         GEMMA4_NAMES,
         by_whole_or_tied,
+        sees=eyes_unified,
     ),
     family_within(
         "gemma3n",

@@ -33,6 +33,8 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
     count = len(q)
     if count <= QUERIES:
         return some((q, segment))
-    parts = count // QUERIES
-    split = q.reshape(parts, QUERIES, *q.shape[1:]), segment.reshape(parts, QUERIES)
-    return lax.map(some, split).reshape(q.shape)
+    parts = -(-count // QUERIES)
+    rest = parts * QUERIES - count
+    padded, own = (jnp.pad(x, ((0, rest), *((0, 0),) * (x.ndim - 1))) for x in (q, segment)) if rest else (q, segment)
+    split = padded.reshape(parts, QUERIES, *q.shape[1:]), own.reshape(parts, QUERIES)
+    return lax.map(some, split).reshape(-1, *q.shape[1:])[:count]
