@@ -147,7 +147,12 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
     for i, left in enumerate(rows.count.tolist()):
         at = 0
         while left:
-            count = _piece(rows, i, at, left, room)
+            count = min(left, room)
+            if whole[i]:  # proposals are checked in one pass
+                count = left if left <= room else 0
+            elif rows.seqs[i].images:  # and pictures may have to be computed in one
+                begin = int(rows.start[i]) + at
+                count = rows.seqs[i].step_end(begin + count) - begin
             if not count:
                 if len(pieces):
                     yield _mixed(pieces.of(rows), shapes)
@@ -164,15 +169,6 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
                 room = next(sizes, most.tokens)
     if len(pieces):
         yield _mixed(pieces.of(rows), shapes)
-
-
-def _piece(rows: Rows, i: int, at: int, left: int, room: int) -> int:
-    """How many of the `left` tokens of row i from `at` on a batch takes that has room for `room`. Proposals are checked
-    in one pass, and pictures may have to be computed in one."""
-    if rows.checks[i]:
-        return left if left <= room else 0
-    begin = int(rows.start[i]) + at
-    return rows.seqs[i].step_end(begin + min(left, room)) - begin
 
 
 def _mixed(rows: Rows, shapes: list[StepShape]) -> StepBatch:

@@ -32,9 +32,12 @@ _NAMES_3 = named(
     norm="vision_tower.post_layernorm",
     pooled_norm="multi_modal_projector.mm_soft_emb_norm",
 ) | {"project.weight.T": "multi_modal_projector.mm_input_projection_weight"}
-
-_LAYOUTS_3 = {"vision_tower.": "vision_tower.vision_model."}, {"": "model."}  # first as published
-
+# First as published, then as versions of transformers 5 write them.
+_LAYOUTS_3 = (
+    {"vision_tower.": "vision_tower.vision_model."},
+    {"vision_tower.": "model.vision_tower.vision_model.", "": "model."},
+    {"": "model."},
+)
 _LAYER_4 = "vision_tower.encoder.layers.{i}"
 _PRODUCTS_4 = {
     **{role: f"{_LAYER_4}.self_attn.{role}_proj" for role in "qkvo"},
@@ -61,12 +64,12 @@ _NAMES_4 = (
 )
 
 _NAMES_UNIFIED = named(
-    patch_norm="embed_vision.patch_ln1",
-    patch="embed_vision.patch_dense",
-    before="embed_vision.patch_ln2",
-    norm="embed_vision.pos_norm",
-    project="embed_vision.multimodal_embedder.embedding_projection",
-) | {"table.weight": "embed_vision.pos_embedding"}
+    patch_norm="vision_embedder.patch_ln1",
+    patch="vision_embedder.patch_dense",
+    before="vision_embedder.patch_ln2",
+    norm="vision_embedder.pos_norm",
+    project="embed_vision.embedding_projection",
+) | {"table.weight": "vision_embedder.pos_embedding"}
 
 
 def eyes_gemma3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
@@ -97,8 +100,8 @@ def eyes_gemma3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelCon
     )
     encoder = _siglip(vision, patch, across, tokens.side, config.hidden_size)
     joint = tuple(range(config.num_layers))
-    names = {"names": _NAMES_3, "layouts": _LAYOUTS_3}
-    return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, joint=joint, **names))
+    vision_config = VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES_3, layouts=_LAYOUTS_3, joint=joint)
+    return replace(config, vision=vision_config)
 
 
 def _siglip(hf: HFConfig, patch: int, across: int, side: int, out: int) -> EncoderConfig:
