@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.types import KVPages
 
 ROWS = [(1, 40), (70, 200), (20, 20), (5, 90)]  # new tokens, cached tokens with the new ones
 PICTURES = [[], [(131, 140), (150, 190)], [(0, 20)], [(85, 89)]]  # of each row, by the positions of their tokens
-CONFIGS = [Config(), Config(window=24, softcap=2.0, sinks=True, first_page=3), Config(page_size=8, window=7)]
+CONFIGS = [Config(), Config(window=24, softcap=2.0, sinks=True, first_page=3), Config(page_size=8, max_pages=30, window=7)]
 
 
 def limits_of(config):
@@ -74,7 +74,8 @@ def test_steps_without_pictures_run_the_usual_kernel():
 
     ops = Ops(paged_attention=usual)
     for limits in (np.zeros(config.tokens, np.int32), limits_of(config)):
-        jax.block_until_ready(jax.jit(ops.seeing(jnp.asarray(limits)).paged_attention)(*positional, **options))
+        attend = partial(ops.seeing(jnp.asarray(limits)).paged_attention, **options)
+        jax.block_until_ready(jax.jit(attend)(*positional))
     jax.effects_barrier()
     assert len(calls) == 1
 
