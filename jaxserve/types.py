@@ -250,6 +250,11 @@ class ImageTokens(msgspec.Struct, frozen=True):
       side: side of the square of patches that become one feature.
       has_three_positions: see `scheduling.image_prompts`; False: tokens of pictures are numbered as text is.
       row_end, end: texts of the tokens behind each row of a picture, and behind the last one; "": there are none.
+      placeholder: the id of the token that stands for a picture in the prompts of chat templates; None: `token`.
+      around: ids of the tokens before and behind a picture's; (): there are none.
+      newlines: so many stand before and behind these.
+      fixed: side in pixels of all pictures, which are square; 0: pictures have any shape.
+      whole: all tokens of a picture are computed in one step, because they see each other in both directions.
     """
 
     token: int
@@ -258,6 +263,11 @@ class ImageTokens(msgspec.Struct, frozen=True):
     has_three_positions: bool = False
     row_end: str = ""
     end: str = ""
+    placeholder: int | None = None
+    around: tuple[int, ...] = ()
+    newlines: int = 0
+    fixed: int = 0
+    whole: bool = False
 
 
 class Image(msgspec.Struct, frozen=True):

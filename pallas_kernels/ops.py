@@ -486,6 +486,17 @@ class Ops:
         products; -1: a token has none. Operations without `add_adapters` are returned as they are."""
         return self if self.add_adapters is None else replace(self, places=places)
 
+    def seeing(self, limits: jax.Array) -> Ops:
+        """Returns operations whose attention lets tokens see up to the positions `limits`, int32 [tokens], where these
+        are behind their own; 0: there is none. If there are any, plain XLA computes the attention."""
+
+        def paged_attention(q: jax.Array, pages: KVPages, *rows: jax.Array, **options: Any) -> jax.Array:
+            usual = partial(self.paged_attention, q, pages, *rows, **options)
+            joint = partial(reference.paged_attention, q, pages, *rows, limits=limits, **options)
+            return jax.lax.cond(jnp.any(limits > 0), joint, usual)
+
+        return replace(self, paged_attention=paged_attention, write_and_attend=None)
+
     def counting(self, count: jax.Array) -> Ops:
         """Returns operations that compute only the `count` (int32 scalar) leading rows of their inputs."""
         counted = ("matmul", "quant_matmul", "panel_matmul", "rms_norm", "rope", "gate")

@@ -701,6 +701,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
         return lightning_buffer(case.config, name), 0.0
     if name.endswith("bias"):
         return 0.0, 0.1
+    if name.endswith(("put_min", "put_max")):  # bounds that some numbers exceed
+        return (-1.5 if name.endswith("min") else 1.5), 0.2
     if "act_fn" in name:  # learned numbers of an activation, of which one is negative
         return (-0.3 if name.endswith("eps") else 0.5), 0.2
     if name.endswith("A_log"):  # states that last long in some heads

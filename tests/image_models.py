@@ -24,6 +24,12 @@ _INTERN = {
     "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4],
 }  # fmt: skip
 
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 32, "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
+_OF_GEMMA3 = {"boi_token_index": 506, "eoi_token_index": 507, "image_token_index": 505, "mm_tokens_per_image": 16}
+_GEMMA3 = {"num_key_value_heads": 2, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA4 = {
     "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
@@ -34,12 +40,43 @@ _OF_GEMMA4 = {
     "image_token_id": 525, "video_token_id": 526, "audio_token_id": 527, "boi_token_id": 508, "eoi_token_id": 509,
     "boa_token_id": 510, "eoa_token_index": 511, "audio_config": None, "vision_soft_tokens_per_image": 4,
 }  # fmt: skip
+_UNIFIED = {
+    "model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 24,
+    "mm_posemb_size": 80, "output_proj_dims": 24, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+_SLIDING_FIRST = ["sliding_attention", "full_attention"] * 2
 
 _STEP = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
     "mlp_ratio": 2.0,
 }  # fmt: skip
 IMAGE_CASES: dict[str, DenseCase] = {
+    # A picture is longer than the window.
+    "gemma3_seeing": seeing(
+        "Gemma3ForConditionalGeneration", "gemma3",
+        dense(
+            "", "gemma3_text", **_GEMMA3, modern=False, norm=0.0, layers=4, head_dim=32, sliding_window=12,
+            query_pre_attn_scalar=24, rms_norm_eps=1e-5, rope_theta=1e6, rope_local_base_freq=1e4,
+            sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 4.0},
+            attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=True,
+        ),
+        _SIGLIP, **_OF_GEMMA3,
+    ),
+    "gemma3_wide": seeing(
+        "Gemma3ForConditionalGeneration", "gemma3",
+        dense(
+            "", "gemma3_text", **_GEMMA3, norm=0.0, hidden=96, layers=3, head_dim=16, sliding_window=24,
+            query_pre_attn_scalar=16, rms_norm_eps=1e-3, attention_bias=True,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"], tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        ),
+        _SIGLIP | {"hidden_size": 24, "num_hidden_layers": 2, "image_size": 40, "hidden_act": "gelu"}
+        | {"layer_norm_eps": 1e-3, "patch_size": 5},
+        boi_token_index=501, eoi_token_index=502, image_token_index=510, mm_tokens_per_image=4,
+    ),
     "gemma4_seeing": seeing(
         "Gemma4ForConditionalGeneration", "gemma4",
         dense(
@@ -51,6 +88,55 @@ IMAGE_CASES: dict[str, DenseCase] = {
             rope_parameters=GEMMA4_ROPES,
         ),
         _GEMMA4, **_OF_GEMMA4,
+    ),
+    # As the smaller models: products of the encoder are clipped, and tokens of a picture see what is before them.
+    "gemma4_clipped": seeing(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        dense(
+            "", "gemma4_text", modern=False, layers=5, num_key_value_heads=1, head_dim=16, global_head_dim=32,
+            hidden_activation="gelu_pytorch_tanh", rms_norm_eps=1e-3, sliding_window=24, num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"], tie_word_embeddings=True,
+            hidden_size_per_layer_input=12, vocab_size_per_layer_input=512, final_logit_softcapping=3.0, pad_token_id=3,
+            use_bidirectional_attention=None, rope_parameters=GEMMA4_ROPES,
+        ),
+        _GEMMA4 | {"position_embedding_size": 256, "pooling_kernel_size": 3, "use_clipped_linears": True},
+        **_OF_GEMMA4 | {"image_token_id": 505},
+    ),
+    # As the larger ones.
+    "gemma4_joint": seeing(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        dense(
+            "", "gemma4_text", hidden=96, layers=4, num_key_value_heads=2, head_dim=16, hidden_activation="gelu",
+            rms_norm_eps=1e-5, sliding_window=40, layer_types=["sliding_attention", "full_attention"] * 2,
+            per_layer_config={layer: {"head_dim": 24, "num_key_value_heads": 1} for layer in "13"},
+            attention_k_eq_v=True, hidden_size_per_layer_input=0, num_kv_shared_layers=0, tie_word_embeddings=True,
+            use_bidirectional_attention="vision", enable_moe_block=True, num_experts=4, top_k_experts=2,
+            moe_intermediate_size=32, rope_parameters=GEMMA4_ROPES,
+        ),
+        _GEMMA4 | {"hidden_size": 24, "num_hidden_layers": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-4}
+        | {"position_embedding_size": 256, "pooling_kernel_size": 2, "standardize": True},
+        **_OF_GEMMA4 | {"image_token_id": 506},
+    ),
+    "gemma4_unified_wide": seeing(
+        "Gemma4UnifiedForConditionalGeneration", "gemma4_unified",
+        dense(
+            "", "gemma4_unified_text", hidden=64, layers=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-3,
+            hidden_activation="gelu_pytorch_tanh", sliding_window=40, layer_types=_SLIDING_FIRST,
+            per_layer_config={layer: {"head_dim": 32} for layer in "13"}, tie_word_embeddings=True,
+            use_bidirectional_attention="vision", rope_parameters=GEMMA4_ROPES,
+        ),
+        _UNIFIED, **_OF_GEMMA4 | {"image_token_id": 506},
+    ),
+    "gemma4_unified_older": seeing(
+        "Gemma4UnifiedForConditionalGeneration", "gemma4_unified",
+        dense(
+            "", "gemma4_unified_text", modern=False, hidden=96, layers=4, num_key_value_heads=2, head_dim=24,
+            global_head_dim=32, num_global_key_value_heads=None, rms_norm_eps=1e-3, attention_k_eq_v=False,
+            hidden_activation="gelu_pytorch_tanh", sliding_window=16, layer_types=_SLIDING_FIRST,
+            tie_word_embeddings=True, rope_parameters=GEMMA4_ROPES,
+        ),
+        _UNIFIED | {"mm_embed_dim": 20, "output_proj_dims": 20, "pooling_kernel_size": 2},
+        **_OF_GEMMA4 | {"image_token_id": 505},
     ),
     # The settings of the text are beside those of the whole.
     "qwen2_vl_flat": dense(

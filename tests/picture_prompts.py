@@ -19,6 +19,16 @@ PIXTRAL = {
     "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
     "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3, "size": {"longest_edge": 56},
 }  # fmt: skip
+GEMMA3 = {
+    "image_processor_type": "Gemma3ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 2, "size": {"height": 32, "width": 32}, "do_pan_and_scan": None,
+}  # fmt: skip
+GEMMA4 = {
+    "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70,
+    "do_rescale": True, "do_normalize": False, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 3, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0],
+}  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_vl_flat": QWEN,
@@ -40,7 +50,15 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v_moe_plain": GLM,
     "glm46v_dense": GLM | {"image_processor_type": "Glm46VImageProcessor"},
     "glm46v_experts": GLM | {"image_processor_type": "Glm46VImageProcessor"},
+    "gemma3_seeing": GEMMA3,
+    "gemma3_wide": GEMMA3 | {"size": {"height": 40, "width": 40}},
+    "gemma4_clipped": GEMMA4,
+    "gemma4_joint": GEMMA4
+    | {"pooling_kernel_size": 2, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]},
+    "gemma4_unified_wide": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    "gemma4_unified_older": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor", "pooling_kernel_size": 2},
 }
+NEWLINES = {"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509}  # ids of tokens, as Gemma 3's tokenizer has such
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
     (5, (16, 24), 4),
@@ -69,6 +87,11 @@ def picture(name: str, slot: int, place: int, size: tuple[int, int]) -> np.ndarr
     return squares.repeat(5, axis=0).repeat(5, axis=1)[:height, :width]
 
 
+def placeholder_of(config: dict[str, Any]) -> int:
+    """The token that stands for a picture in the prompts of chat templates."""
+    return config["boi_token_index"] if config["model_type"] == "gemma3" else image_token(config)
+
+
 def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarray]]:
     """The tokens of a prompt, with one for each picture, and the pictures."""
     case = tiny_models.CASES[name]
@@ -79,7 +102,7 @@ def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarr
     for place, part in enumerate(PROMPTS[slot]):
         if isinstance(part, tuple):
             pictures.append(picture(name, slot, place, part))
-            tokens.append(image_token(case.config))
+            tokens.append(placeholder_of(case.config))
         else:
             raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
             tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()

@@ -6,10 +6,11 @@ import logging
 import time
 from dataclasses import replace
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.encoder_runner import EncoderRunner
+from jaxserve.execution.memory import max_batched_tokens
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
@@ -34,20 +35,42 @@ def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunn
     files = None
     if config.load_format != "dummy":
         opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
-        files = EncoderFiles.of(opened, named_in(opened, vision.names))
+        files = EncoderFiles.of(opened, named_in(opened, vision))
     own = replace(config, quantization="auto")
     params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
-    processor = ImageProcessor.of(plan.folder, vision.tokens)
-    assert processor is not None  # `with_eyes` has seen it
-    patches = max(processor.most_pixels // shape.patch_shape[-1] ** 2, shape.joined)
-    patches = min(patches, plan.longest * shape.joined)
+    patches = most_patches(plan)
     rows = PICTURES * -(-patches // shape.joined)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     return EncoderRunner(encoder, params, plan.mesh, most_patches=patches, rows=rows)
 
 
+def most_patches(plan: ModelPlan) -> int:
+    """Patches of the largest picture that a model sees."""
+    shape = plan.model.vision.encoder
+    processor = ImageProcessor.of(plan.folder, plan.model.vision.tokens)
+    assert processor is not None  # `with_eyes` has seen it
+    patches: int = max(processor.most_pixels // shape.patch_shape[-1] ** 2, shape.joined)
+    return min(patches, plan.longest * shape.joined)
+
+
+def whole_tokens(config: EngineConfig, plan: ModelPlan) -> int:
+    """Tokens of the largest picture of a model that computes all tokens of a picture in one step; 0: it does not.
+    Raises ConfigError if steps have no room for them."""
+    vision = plan.model.vision
+    if vision is None or not vision.tokens.whole:
+        return 0
+    count = -(-most_patches(plan) // vision.encoder.joined)
+    if (most := max_batched_tokens(config)) < (needed := config.max_num_seqs + count):
+        raise ConfigError(
+            f"max_num_batched_tokens must be at least {needed} for this model, got {most}: one for each of "
+            f"max_num_seqs={config.max_num_seqs} sequences, and all {count} tokens of a picture, which see each other "
+            "(--language-model-only serves text)"
+        )
+    return count
+
+
 def encoder_of(plan: ModelPlan, ops: Ops) -> ImageEncoder:
     """The encoder of a model that sees, with the operations of its decoder."""
     shape = plan.model.vision.encoder
-    heads = shape.layers[0].attention.num_heads
+    heads = shape.layers[0].attention.num_heads if shape.layers else 1
     return ImageEncoder(shape, heads, plan.dtype, replace(ops, trials=None))

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxserve.config import EngineConfig
 from jaxserve.images.processing import FILES, ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.families import begun
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.vision.spec import Scaling, VisionConfig
@@ -23,15 +24,17 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     """
     if model.vision is None:
         return model
-    reason = why_blind(config)
+    reason = why_blind(config, joint=bool(model.vision.joint))
     if reason is None and config.load_format != "dummy":
         files = Checkpoint.open(folder, ignored=config.ignore_config_keys)
-        if named_in(files, model.vision.names)["patch.weight"] not in files.tensors:
+        if named_in(files, model.vision)["patch.weight"] not in files.tensors:
             reason = "the files have no image encoder"
     vision: VisionConfig = model.vision
     processor = ImageProcessor.of(folder, vision.tokens)
     if reason is None and processor is None:
         reason = f"{folder} has no {' or '.join(FILES)}"
+    if reason is None and processor is not None:
+        reason = processor.why_not()
     if reason is not None or processor is None:
         log.info("pictures are not read: %s", reason)
         return replace(model, vision=None)
@@ -40,19 +43,25 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     return replace(model, vision=replace(vision, encoder=encoder))
 
 
-def why_blind(config: EngineConfig) -> str | None:
-    """The setting with which pictures are not combined; None: there is none."""
+def why_blind(config: EngineConfig, *, joint: bool) -> str | None:
+    """The setting with which pictures are not combined; None: there is none. joint: tokens of a picture see each
+    other."""
     reasons = {
         "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "--data-parallel-size": config.data_parallel_size > 1,
         "--cpu-offload-gib": bool(config.cpu_offload_gib),
         "several hosts": config.num_hosts > 1,
+        "--decode-context-parallel-size": joint and config.decode_context_parallel_size > 1,
+        "--deterministic": joint and config.deterministic,
     }
     found = next((name for name, given in reasons.items() if given), None)
     return None if found is None else f"they are not combined with {found}"
 
 
-def named_in(files: Checkpoint, names: Names) -> Names:
-    """The names that the encoder's tensors have in these files: transformers 5 writes "model." before them."""
-    longer = {role: f"model.{name}" for role, name in names.items()}
-    return longer if longer["patch.weight"] in files.tensors else names
+def named_in(files: Checkpoint, vision: VisionConfig) -> Names:
+    """The names that the encoder's tensors have in these files."""
+    for layout in vision.layouts:
+        names = {role: begun(name, layout) for role, name in vision.names.items()}
+        if names["patch.weight"] in files.tensors:
+            return names
+    return vision.names

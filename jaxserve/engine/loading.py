@@ -21,7 +21,7 @@ from jaxserve.devices.platforms import check_platform
 from jaxserve.engine import data_parallel, streaming
 from jaxserve.engine.determinism import check_weights
 from jaxserve.engine.draft_loading import load_draft, load_head
-from jaxserve.engine.encoder_loading import load_encoder
+from jaxserve.engine.encoder_loading import load_encoder, whole_tokens
 from jaxserve.engine.held_weights import HeldWeights
 from jaxserve.engine.kernel_timing import KernelTiming
 from jaxserve.engine.model_plan import ModelPlan
@@ -314,7 +314,10 @@ def make_scheduler(
         "stages": runner.num_stages,
     }
     encoder = runner.encoder
-    images = None if encoder is None else ImageRows(encoder.rows, encoder.sizes[-1], sizes["max_num_batched_tokens"])
+    images = None
+    if encoder is not None:
+        of_steps = sizes["max_num_batched_tokens"], whole_tokens(config, parts.plan)
+        images = ImageRows(encoder.rows, encoder.sizes[-1], *of_steps)
     if config.data_parallel_size > 1:
         return data_parallel.group_scheduler(
             config.data_parallel_size, layout.num_pages, layout.page_size, pages, sizes
@@ -338,5 +341,6 @@ def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
     options: Any = {"cost": cost, "chunk": prefill_chunk(config, cost), "padding_is_free": free}
     vision = plan.model.vision
     options["three_positions"] = vision is not None and vision.tokens.has_three_positions
+    options["least"] = whole_tokens(config, plan)
     shapes = step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)
     return shapes if plan.pooler is None else [shape for shape in shapes if not shape.decode_only]

@@ -33,6 +33,7 @@ def step_shapes(
     num_groups: int = 1,
     padding_is_free: bool = False,
     three_positions: bool = False,
+    least: int = 0,
 ) -> list[StepShape]:
     """The buckets of an engine: first those for decodes only, then mixed ones; the smaller first within each kind.
 
@@ -44,7 +45,8 @@ def step_shapes(
     that kernels take. While reading the weights takes longer than the arithmetic, padding costs little, and a bucket is
     up to four times as large as the one before. Larger buckets cost at most 1.5 times what their smallest batch would
     without padding. Steps with prompts beside decodes mostly have `chunk` tokens, so there is a bucket of that size.
-    At most MOST_DECODES and MOST_MIXED of these sizes remain: those that save the most (`_thinned`).
+    At most MOST_DECODES and MOST_MIXED of these sizes remain: those that save the most (`_thinned`). The largest has at
+    least `least` tokens, if a step may have as many.
 
     The buckets of an 8B model on an H200 with 256 sequences and 8,192 tokens (`tests/engine/test_buckets.py` checks
     them, and what padding costs):
@@ -56,7 +58,7 @@ def step_shapes(
     if cost is None:
         decodes, mixed = ({1, 32}, {(128, 32)}) if padding_is_free else ({1, 8, 32}, {(64, 32), (256, 32)})
         decodes = {min(rows, max_num_seqs) for rows in decodes}
-        mixed = {(min(tokens, max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
+        mixed = {(min(max(tokens, least), max_tokens), min(rows, max_num_seqs)) for tokens, rows in mixed}
     else:
         decodes = _thinned(_sizes(1, max_num_seqs, cost), MOST_DECODES, {1}, _in_one, cost=cost)
         usual = {_rounded(chunk)} if chunk and FEW <= chunk < max_tokens else set()

@@ -39,7 +39,7 @@ class EncoderRunner:
         self.mesh = mesh
         self.params = params
         self.rows = rows
-        self.sizes = list(sizes_for(most_patches))
+        self.sizes = list(sizes_for(most_patches, encoder.config.joined))
         self.compile_seconds = 0.0
         self.on_done: Callable[[float], None] = lambda seconds: None
         self._waiter = ThreadPoolExecutor(1, "encoder")
@@ -126,11 +126,11 @@ class EncoderRunner:
             return jax.jit(program, donate_argnums=1, out_shardings=everywhere).trace(*arguments).lower()
 
 
-def sizes_for(most_patches: int) -> Iterator[int]:
+def sizes_for(most_patches: int, joined: int) -> Iterator[int]:
     """The numbers of patches for which there are programs: up to `most_patches`, and each GROWTH times as many as the
-    one before."""
-    size = FEWEST
+    one before. They are multiples of `joined`."""
+    size = fewest = max(FEWEST // joined, 1) * joined
     while size < most_patches:
         yield size
         size = size * GROWTH
-    yield -(-most_patches // FEWEST) * FEWEST
+    yield -(-most_patches // fewest) * fewest

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.execution.drafting import before, write_entries
@@ -104,6 +105,7 @@ class LayerInputs(NamedTuple):
     of_groups: list[tuple[jax.Array, ...]]  # where attention of each group of layers writes and reads
     rows: StateRows | None  # slots of recurrent states; None: the model has no recurrent layers
     checked: jax.Array | None  # as in `ModelInput`
+    limits: jax.Array | None  # see `picture_ends`; None: no layer needs it
 
     def at(self, place: LayerPlace) -> tuple:
         """The argument `where` of the layer whose part of the cache is at `place`; see `run_layer`."""
@@ -197,6 +199,7 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
     cache = list(cache)
     y = None
     layers = model.own_layers
+    joint = () if inputs.limits is None else model.config.vision.joint
     places = layout.places([model.config.layers[i] for i in layers])
     for i, place in zip(layers, places, strict=True):
         if i in wanted:
@@ -204,7 +207,8 @@ def run_layers(params, cache: KVCache, slots: SlotState, batch: ModelInput, cont
         layer = kinds[model.config.layers[i]]
         of_layer = () if own is None else (own[:, i],)
         given = params[f"layers_{i}"], x, y, inputs.ropes, place.taken(cache), inputs.at(place), seen, *of_layer
-        x, y, held, routed, seen, of_checked = layer(*given)
+        limits = inputs.limits if i in joint else None
+        x, y, held, routed, seen, of_checked = layer(*given, limits=limits)
         if i < len(levels):
             x = x + levels[i]
         place.put(cache, held)
@@ -247,7 +251,11 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
     q_start = batch.q_start
     slot = batch.slot
     placed = _place(slots, batch, context.shape)
-    tokens = jnp.where(batch.tokens == -1, slots.last_token(slot[placed.row]), jnp.maximum(batch.tokens, 0))
+    vision = context.model.config.vision
+    given = jnp.maximum(batch.tokens, 0)
+    if vision is not None and vision.padding:
+        given = jnp.where(batch.tokens < 0, vision.padding, batch.tokens)
+    tokens = jnp.where(batch.tokens == -1, slots.last_token(slot[placed.row]), given)
     tables = layout.tables(slots.block_tables[slot])
     of_groups: list[tuple[jax.Array, ...]] = []
     for whole, window, fit in zip(tables, layout.groups.windows, layout.groups.fits, strict=True):
@@ -263,7 +271,21 @@ def layer_inputs(slots: SlotState, batch: ModelInput, context: ForwardContext) -
         usual = position + slots.shift(slot)[placed.row]
         position = jnp.where(batch.positions < 0, usual, batch.positions)
     ropes = angles(context.model.config, position)
-    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows, batch.checked)
+    limits = None
+    if slots.images is not None and vision.joint and not context.shape.decode_only:
+        limits = picture_ends(batch.tokens, placed)
+    return LayerInputs(placed, tokens, q_start[-1], ropes, tables, of_groups, rows, batch.checked, limits)
+
+
+def picture_ends(tokens: jax.Array, placed: Placement) -> jax.Array:
+    """For each token, the position of the last token of its picture, int32 [tokens]; 0: it is no picture's. A picture
+    is what features stand for without interruption. tokens: as in `ModelInput`."""
+    shown = tokens <= SHOWN
+    row = placed.row
+    index = jnp.arange(len(tokens))
+    goes_on = jnp.append(shown[1:] & (row[1:] == row[:-1]), False)
+    ends = lax.cummin(jnp.where(goes_on, len(tokens), index), reverse=True)
+    return jnp.where(shown, placed.position + ends - index, 0)
 
 
 def expert_load(chosen: list[jax.Array], model: Decoder, count: jax.Array) -> jax.Array | None:
@@ -312,10 +334,12 @@ def _kv_slots(placed: Placement, table: jax.Array, page_size: int) -> jax.Array:
 def run_layer(
     params, x: jax.Array, y: Partials | None, ropes: Ropes, pages: Any, where: Any, seen: jax.Array | None,
     *own: jax.Array, module: DecoderLayer, ops: Ops, kind: Any, mesh: Mesh, decode_only: bool,
+    limits: jax.Array | None = None,
 ) -> LayerRun:  # fmt: skip
     """Runs one layer on x [tokens, hidden], on the sum y that the layer before left to add, and on its pages or states
     in the cache, `LayerPlace.taken`. `seen` is what the last indexer before has chosen. `own` is the layer's vectors
-    [tokens, size], where layers have such."""
+    [tokens, size], where layers have such. `limits`: see `Ops.seeing`."""
+    attention_ops = ops if limits is None else ops.seeing(limits)
     alone = module.spec.beside is None
     net: Any = module.spec.recurrent
     both = [(pages, where)] if alone else list(zip(pages, where, strict=True))
@@ -333,7 +357,7 @@ def run_layer(
         elif module.spec.indexer is not None:
             out, held, seen = kind.attend_chosen(module, ops, heads, held, seen, place, mesh, decode_only)
         else:
-            out, held = kind.attend(module, ops, heads, held, place, mesh, x.dtype, decode_only)
+            out, held = kind.attend(module, attention_ops, heads, held, place, mesh, x.dtype, decode_only)
         both[at] = held, place
         return out
 

@@ -51,7 +51,10 @@ def layout_of(config: EncoderConfig, rows: int, columns: int) -> Layout:
         window = row // config.window * across + column // config.window
     corner = np.zeros((count, config.corners), np.int32)
     share = np.zeros((count, config.corners), np.float32)
-    if config.table is not None:
+    if config.interpolation == "sum":
+        corner = np.stack([column, (config.table or 0) + row], axis=1)
+        share = np.ones((count, 2), np.float32)
+    elif config.table is not None:
         between = _between if config.interpolation == "bilinear" else _among
         row_at, row_share = between(row, rows, config.table)
         column_at, column_share = between(column, columns, config.table)

@@ -146,13 +146,19 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
     whole = rows.checks
     for i, left in enumerate(rows.count.tolist()):
         at = 0
-        if left > room and whole[i]:  # proposals are checked in one pass
-            if len(pieces):
-                yield _mixed(pieces.of(rows), shapes)
-            pieces = Pieces()
-            room = max(next(sizes, most.tokens), left)
         while left:
             count = min(left, room)
+            if whole[i]:  # proposals are checked in one pass
+                count = left if left <= room else 0
+            elif rows.seqs[i].images:  # and pictures may have to be computed in one
+                begin = int(rows.start[i]) + at
+                count = rows.seqs[i].step_end(begin + count) - begin
+            if not count:
+                if len(pieces):
+                    yield _mixed(pieces.of(rows), shapes)
+                pieces = Pieces()
+                room = max(next(sizes, most.tokens), left if whole[i] else most.tokens)
+                continue
             pieces.add(i, at, count)
             at = at + count
             left = left - count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +24,12 @@ from jaxserve.checkpoints.mistral_native import is_native, native_image_settings
 from jaxserve.config import ConfigError
 from jaxserve.types import ImageTokens
 
+log = logging.getLogger(__name__)
+
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
+SOFT_TOKENS = 280  # of Gemma 4, where the settings do not say
+SOFT_TOKENS_KINDS = 70, 140, 280, 560, 1120  # limits that Gemma 4 knows
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
 
 
@@ -83,7 +88,7 @@ class ImageProcessor:
         """How the encoder reads the numbers of pixels: factor, then mean and deviation of each colour. Raises
         ConfigError for settings that are not valid."""
         given = self.settings
-        normed = given.get("do_normalize", True)
+        normed = given.get("do_normalize", not self._counts_tokens)
         mean: Any = given.get("image_mean") if normed else (0.0,) * 3
         std: Any = given.get("image_std") if normed else (1.0,) * 3
         if not (_is_colour(mean) and _is_colour(std)):
@@ -95,15 +100,39 @@ class ImageProcessor:
     def most_pixels(self) -> int:
         """Most pixels of a picture that the encoder sees."""
         size = self.settings.get("size") or {}
+        if self.kind.fixed:
+            return self.kind.fixed**2
+        if self._counts_tokens:
+            return int(self.settings.get("max_soft_tokens") or SOFT_TOKENS) * self._square**2
         if self._limits_edges:
             edge = int(size.get("longest_edge") or LONGEST_EDGE)
             return (-(-edge // self._square) * self._square) ** 2  # filled up to whole squares of patches
         return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS) // self._counted
 
+    def why_not(self) -> str | None:
+        """Why the encoder cannot see what the settings make of pictures; None: it can."""
+        size = self.settings.get("size") or {}
+        side = self.kind.fixed
+        if side and not (self.settings.get("do_resize", True) and size.get("height") == size.get("width") == side):
+            return f"the encoder sees pictures of {side} x {side} pixels, and {self.folder} makes others (size={size})"
+        if self._pans:
+            log.warning("pan and scan is not used: pictures are seen as a whole (do_pan_and_scan of %s)", self.folder)
+        return None
+
+    @property
+    def _pans(self) -> bool:
+        """Whether pictures are to be cut into several, which Gemma 3 may do."""
+        return bool(self.settings.get("do_pan_and_scan"))
+
     @property
     def _limits_edges(self) -> bool:
         """Whether `longest_edge` is what it says, not a number of pixels."""
         return str(self.settings.get("image_processor_type", "")).startswith("Pixtral")
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether the settings limit the tokens of a picture, not its pixels."""
+        return str(self.settings.get("image_processor_type", "")).startswith("Gemma4")
 
     @property
     def _counted(self) -> int:
@@ -117,8 +146,11 @@ class ImageProcessor:
 
     @cached_property
     def _processor(self) -> Any:
-        from transformers import AutoImageProcessor  # takes a second
+        from transformers import AutoImageProcessor, Gemma4ImageProcessorPil  # takes a second
 
+        if self.settings.get("image_processor_type") == "Gemma4UnifiedImageProcessor":
+            # transformers has it for torchvision only. It is Gemma 4's, whose patches it joins.
+            return Gemma4ImageProcessorPil(**self.settings)
         if self.in_folder:
             return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
         with TemporaryDirectory() as folder:
@@ -135,11 +167,21 @@ class ImageProcessor:
         options: dict[str, Any] = {}
         if self._limits_edges:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
-        if most_pixels is not None:
+        if self._pans:
+            options["do_pan_and_scan"] = False
+        if most_pixels is not None and self._counts_tokens:
+            fitting = [
+                count for count in SOFT_TOKENS_KINDS if count * self._square**2 <= min(most_pixels, self.most_pixels)
+            ]
+            options["max_soft_tokens"] = max(fitting, default=SOFT_TOKENS_KINDS[0])
+        elif most_pixels is not None and not self.kind.fixed:
             options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
         values = made["pixel_values"].astype(np.uint8)
-        if self._limits_edges:
+        if self._counts_tokens:
+            columns, rows = map(int, made["image_position_ids"][0].max(axis=0) + 1)
+            patches, grid = _patches_of(_joined(values[0], rows, columns), self.kind)
+        elif self._limits_edges or self.kind.fixed:
             patches, grid = _patches_of(values[0], self.kind)
         else:
             frames, rows, columns = map(int, made["image_grid_thw"][0])
@@ -168,6 +210,14 @@ def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tup
     squares = colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
     patches = picture.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, colours * kind.patch**2)
     return patches, (1, height // kind.patch, width // kind.patch)
+
+
+def _joined(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The picture [colours, height, width] of patches that have the three colours of a pixel, then those of the
+    next."""
+    side = math.isqrt(patches.shape[1] // 3)
+    split = patches[: rows * columns].reshape(rows, columns, side, side, -1)
+    return split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * side, columns * side)
 
 
 def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:

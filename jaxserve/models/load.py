@@ -269,7 +269,7 @@ def recurrent_problem(model: ModelConfig, devices: int, dtype: Any) -> tuple[str
 
 def segment_problem(model: ModelConfig, devices: int, dtype: Any) -> SegmentProblem | None:
     """The attention of the model's image encoder as one of `devices` devices computes it. None: it has none."""
-    if model.vision is None:
+    if model.vision is None or not model.vision.encoder.layers:
         return None
     attention = model.vision.encoder.layers[0].attention
     return SegmentProblem(np.dtype(dtype), attention.num_heads // devices, attention.head_dim)

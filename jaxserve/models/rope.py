@@ -201,6 +201,9 @@ def head_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
     The operations turn the pairs of channels i and i + head_dim / 2 by head_dim / 2 angles. Channels that do not turn
     are paired with each other and get the angle zero. Products of queries and keys do not depend on the order.
     """
+    if rope.halves:
+        columns, further_columns, rows, further_rows = np.split(np.arange(head_dim), 4)
+        return np.concatenate([rows, columns, further_rows, further_columns])
     turned = rotary_dim(rope, head_dim)
     if turned == 0 or (turned == head_dim and not rope.interleaved and not rope.backwards):
         return None

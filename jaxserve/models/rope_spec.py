@@ -35,6 +35,8 @@ class RopeConfig:
       interleaved: in the checkpoint, channel 2i is paired with 2i + 1 instead of i with i + rotary_dim / 2. Loading
         reorders the weights (`rope.head_order`), so that the operations need to know one pairing only.
       turning: proportional's share of a head's pairs of channels that turn.
+      halves: in the checkpoint, the first half of a head's channels turns by a patch's column, the second half by its
+        row. Loading reorders the weights, rows first.
       backwards: pairs turn the other way (NanoChat). Loading swaps the channels of each pair.
       query_scale: None: queries are not scaled by their position.
       with_positions: the angles come with the positions, which `alibi` needs.
@@ -58,6 +60,7 @@ class RopeConfig:
     rotary_dim: int | None = None
     turning: float = 1.0
     interleaved: bool = False
+    halves: bool = False
     backwards: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()

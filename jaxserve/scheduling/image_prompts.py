@@ -30,11 +30,13 @@ class ImageInPrompt:
       image: the picture as it was submitted.
       places: int32 [features], the tokens in whose place its features stand.
       key: names the picture among those of all tenants.
+      whole: its tokens are computed in one step.
     """
 
     image: Image
     places: np.ndarray
     key: bytes
+    whole: bool = False
 
     @property
     def first(self) -> int:
@@ -87,7 +89,7 @@ def read_prompt(prompt: Sequence[int], images: Sequence[Image], salt: str | None
             )
         done += len(places)
         key = hashlib.sha256(repr(salt).encode() + image.digest).digest()
-        found.append(ImageInPrompt(image, places.astype(np.int32), key))
+        found.append(ImageInPrompt(image, places.astype(np.int32), key, kind.whole))
     if done < len(expected):
         raise InvalidRequestError(f"the prompt has {len(expected) - done} tokens for pictures that it lacks", "prompt")
     for one in found:

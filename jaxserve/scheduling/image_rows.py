@@ -29,10 +29,12 @@ class _Held:
 class ImageRows:
     """The rows of one engine, of which there are `count`."""
 
-    def __init__(self, count: int, patches_per_step: int, horizon: int):
+    def __init__(self, count: int, patches_per_step: int, horizon: int, whole: int = 0):
         """`patches_per_step`: most patches that the encoder computes before a step, if it computes several pictures.
-        `horizon`: pictures among so many next tokens of a sequence get rows: most tokens of a step."""
+        `horizon`: pictures among so many next tokens of a sequence get rows: most tokens of a step. `whole`: tokens of
+        the largest picture, if its tokens are computed in one step, which then must have room for them; else 0."""
         self.count = count
+        self.whole = whole
         self._horizon = horizon
         self._patches_per_step = patches_per_step
         self.num_encoded = 0  # pictures whose features were computed

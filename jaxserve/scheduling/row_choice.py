@@ -20,6 +20,7 @@ class TokenBudget:
     bursts: bool = True  # many prompts may use more than `chunk`
     least: int = 0  # tokens that prompts get beside any number of decodes, if `most` has room for them
     stages: int = 1  # of a pipeline: so many steps share `most` tokens of prompts, so that all stages have work
+    whole: int = 0  # tokens of the largest picture, if its tokens are computed in one step
 
     def for_prompts(self, decodes: int, prompts: int) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
@@ -31,7 +32,7 @@ class TokenBudget:
         if self.bursts:
             chunk *= max(1, 4 * prompts // decodes)
         least = max(-(-chunk // 2), decodes) if self.bursts else max(-(-chunk // 8), self.least)
-        return min(self.most - decodes, max(chunk - decodes, least))
+        return min(self.most - decodes, max(chunk - decodes, least, self.whole))
 
 
 def choose_rows(
@@ -74,7 +75,8 @@ def choose_rows(
             np.count_nonzero(here) - len(decoded) - turns.held_back[number] + -(-num_waiting // running.device_groups)
         )
         room = budget.for_prompts(int(decoded.sum()), int(others))
-        parts.append(_prompt_chunks(batch.seqs, np.flatnonzero(prompts & here), left, most, spare, room))
+        some = np.flatnonzero(prompts & here)
+        parts.append(_prompt_chunks(batch.seqs, some, start, left, most, spare, room))
     chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
     seqs = [batch.seqs[i] for i in np.concatenate([decoding, chunks]).tolist()]
     return running.rows(seqs, np.concatenate([one, count]), np.concatenate([one, last]))
@@ -130,7 +132,9 @@ class AdmissionBudget:
             self._free.append(budget.for_prompts(decodes, others) - (int(count.sum()) - decodes))
         unfinished = () if rows.only_decodes else np.flatnonzero(rows.end < running.total[rows.slot]).tolist()
         counts = {place: int(rows.count[place]) for place in unfinished}
-        self._running = {place: _Chunk(rows.seqs[place], count, count // 2) for place, count in counts.items()}
+        self._running = {
+            place: _Chunk(seq := rows.seqs[place], count, _lendable(seq, count)) for place, count in counts.items()
+        }
         self._newcomers: list[_Chunk] = []
 
     def room(self, seq: Sequence, group: int, left: int | None = None) -> int:
@@ -140,9 +144,15 @@ class AdmissionBudget:
         free_to_lend = sum(chunk.lendable for chunk in self._lenders(seq, group))
         return free + free_to_lend if left is None or left <= free + free_to_lend else free
 
+    def offers(self, seq: Sequence, left: int, group: int = 0) -> bool:
+        """Whether a new request, which has `left` tokens to compute, gets some."""
+        start = len(seq.tokens) - left
+        return (room := self.room(seq, group, left)) > 0 and seq.step_end(start + min(left, room)) > start
+
     def take(self, seq: Sequence, left: int, ahead: int) -> int:
         """Gives a new request its share of at most `ahead` tokens, and returns their number."""
-        count = min(left, ahead, self.room(seq, seq.group, left))
+        start = len(seq.tokens) - left
+        count = seq.step_end(start + min(left, ahead, self.room(seq, seq.group, left))) - start
         missing = max(0, count - self._free[seq.group])
         self._free[seq.group] -= count - missing
         for chunk in self._lenders(seq, seq.group):
@@ -150,7 +160,7 @@ class AdmissionBudget:
             chunk.count = chunk.count - lent
             chunk.lendable = chunk.lendable - lent
             missing = missing - lent
-        self._newcomers.append(_Chunk(seq, count, count // 2 if count < left else 0))
+        self._newcomers.append(_Chunk(seq, count, _lendable(seq, count) if count < left else 0))
         return count
 
     def counts(self) -> np.ndarray:
@@ -165,12 +175,23 @@ class AdmissionBudget:
         return [chunk for chunk in chunks if chunk.seq.group == group and chunk.seq.request.priority >= least]
 
 
+def _lendable(seq: Sequence, count: int) -> int:
+    """How many of `count` tokens of a prompt others may have; none if that could cut a picture."""
+    return 0 if seq.has_whole_images else count // 2
+
+
 def _prompt_chunks(
-    seqs: list[Sequence], prompts: np.ndarray, left: np.ndarray, most: np.ndarray, spare: np.ndarray, budget: int
+    seqs: list[Sequence],
+    prompts: np.ndarray,
+    start: np.ndarray,
+    left: np.ndarray,
+    most: np.ndarray,
+    spare: np.ndarray,
+    budget: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Spends the budget, in tokens, on `prompts` (indices of `seqs`) in their order. A prompt has `left` tokens to
-    compute, of which this step may compute `most`, and `spare` tokens to sample. The first whose tokens exceed the
-    budget leaves half of what it found to equally important ones behind it that end thereby.
+    compute from `start` on, of which this step may compute `most`, and `spare` tokens to sample. The first whose tokens
+    exceed the budget leaves half of what it found to equally important ones behind it that end thereby.
 
     Returns the indices of the prompts that get part of the budget, how many tokens each computes, and how many it
     samples: 1 if the chunk ends its prompt, else 0.
@@ -180,13 +201,16 @@ def _prompt_chunks(
     spare = spare[prompts]
     count = np.clip(budget - (np.cumsum(most, dtype=np.int32) - most), 0, most)
     for place in np.flatnonzero(count < most)[:1].tolist():
-        lendable = int(count[place]) // 2
+        lendable = _lendable(seqs[prompts[place]], int(count[place]))
         priority = seqs[prompts[place]].request.priority
         for other in np.flatnonzero((left <= lendable) & (most == left)).tolist():
             if other > place and left[other] <= lendable and seqs[prompts[other]].request.priority == priority:
                 count[other] = left[other]
                 lendable = lendable - left[other]
         count[place] -= count[place + 1 :].sum()
+    for place, index in enumerate(prompts.tolist()):
+        if seqs[index].images:
+            count[place] = seqs[index].step_end(int(start[index] + count[place])) - start[index]
     last = ((count == left) & (spare > 0)).astype(np.int32)
     some = count > 0
     return prompts[some], count[some], last[some]

@@ -68,7 +68,8 @@ class Scheduler:
         self.turns = MicroBatches(stages, max_num_seqs)
         self._watermark = blocks.capacity // 100
         self._has_windows = any(window is not None for window in blocks.windows)
-        self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages=stages)
+        whole = 0 if images is None else images.whole
+        self._budget = TokenBudget(max_num_batched_tokens, prefill_chunk, prefill_bursts, stages=stages, whole=whole)
         self._whole_steps = replace(self._budget, chunk=None) if prompts_first else None
         sizes = max_num_seqs, blocks.page_size, max_model_len, penalty_rows, blocks.windows
         self.running, self.images = RunningTable(*sizes, sees=images is not None), images
@@ -274,7 +275,7 @@ class Scheduler:
                     continue
                 break
             left = uncached(seq, self.blocks)
-            if share is not None and share.room(seq, 0, left) <= 0:
+            if share is not None and not share.offers(seq, left):
                 break
             if self.images is not None and not self.images.can_begin(seq, len(seq.tokens) - left):
                 break

@@ -135,6 +135,15 @@ class Sequence:
         return () if self.seen is None else self.seen.images
 
     @property
+    def has_whole_images(self) -> bool:
+        """Whether there are places in its prompt where no step may end; see `step_end`."""
+        return any(one.whole for one in self.images)
+
+    def step_end(self, end: int) -> int:
+        """The last place up to `end` where a step may end: a picture may have to be computed as a whole."""
+        return next((one.first for one in self.images if one.whole and one.first < end < one.end), end)
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens."""
         return int(self._known[0]) - self.prompt_len

@@ -339,4 +339,5 @@ def make_speculator(config: EngineConfig, scheduler: Scheduler, models: Models) 
         return None
     method = METHODS[given.method](given, models)
     stages = models.target.num_stages
-    return Speculator(method, given.num_speculative_tokens, scheduler.budget.most, stages)
+    budget = scheduler.budget  # a picture may need its room whole
+    return Speculator(method, given.num_speculative_tokens, budget.most - budget.whole, stages)

@@ -128,10 +128,9 @@ class Tokenizer:
         return ids
 
     def token_of(self, text: str) -> int:
-        """The id of the added token with this text. Raises InvalidRequestError if there is none."""
-        found = next((i for i, content in self._added.items() if content == text), None)
-        if found is None:
-            raise InvalidRequestError(f"the tokenizer has no token {text}, which pictures need")
+        """As `token_id`. Raises InvalidRequestError if there is none."""
+        if (found := self.token_id(text)) is None:
+            raise InvalidRequestError(f"the tokenizer has no token {text!r}, which pictures need")
         return found
 
     @cached_property

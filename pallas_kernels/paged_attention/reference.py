@@ -119,13 +119,15 @@ def paged_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
     share: Share | None = None,
+    limits: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached keys and values. The new ones are already in the cache.
 
     Args:
       q: [tokens, kv_heads, group, head_dim], rows back to back.
-      pages: the layer's cache. Its head_dim may be larger than q's; the additional dimensions are ignored. What no row
-        owns may be anything, also NaN: places beyond a row's end, pages before its window, and those of no row.
+      pages: the layer's cache. Its head_dim may be larger than q's; the additional dimensions are ignored. Where it has
+        more heads than q, several neighbouring heads are the parts of one. What no row owns may be anything, also NaN:
+        places beyond a row's end, pages before its window, and those of no row.
       block_tables: int32 [rows, max_pages], the pages of each row in order.
       q_start: int32 [rows + 1], where each row's tokens begin; a row between equal neighbours is empty.
       kv_len: int32 [rows], cached tokens of each row, its new ones included. The last of them is its last query token.
@@ -138,6 +140,8 @@ def paged_attention(
         layers, it is the layer's first page.
       decode_only: promises that all rows beyond num_decodes are empty.
       share: the tokens that the pages have of each sequence; None: all. kv_len counts all tokens.
+      limits: int32 [tokens], the last position that a token sees, where that is behind its own; else anything before.
+        Decodes have none.
 
     Returns:
       Shape and dtype of q. Padding tokens have unspecified but finite values. With a share, float32 [tokens, kv_heads,
@@ -153,7 +157,7 @@ def paged_attention(
     out = _decode_rows(q, keys, kv_len, num_decodes, sinks, masking, finish)
     if decode_only:
         return out
-    return _prompt_rows(out, q, keys, q_start, kv_len, num_decodes, sinks, masking, finish)
+    return _prompt_rows(out, q, keys, q_start, kv_len, num_decodes, sinks, masking, finish, limits)
 
 
 class _Keys(NamedTuple):
@@ -175,9 +179,11 @@ class _Keys(NamedTuple):
 
 
 def _gather(
-    pages: KVPages, head_dim: int, table: jax.Array, block: jax.Array, share: Share = WHOLE
+    pages: KVPages, shape: tuple[int, ...], table: jax.Array, block: jax.Array, share: Share = WHOLE
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One block of each table row: keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], and positions."""
+    """One block of each table row: keys and values, float32 [..., kv_heads, KV_BLOCK, head_dim], and positions.
+    `shape`: of the queries."""
+    _, heads, _, head_dim = shape
     page_size = pages.page_size
     width = table.shape[-1]
     count = min(max(KV_BLOCK // page_size, 1), width)
@@ -189,7 +195,11 @@ def _gather(
     position = jnp.where(place < block * count * page_size, jnp.iinfo(jnp.int32).max, share.position(place))
 
     def tokens(which: int) -> jax.Array:
-        found = pages.data.at[chosen, which].get(mode="clip")[..., :head_dim].astype(jnp.float32)
+        found = pages.data.at[chosen, which].get(mode="clip")
+        if (parts := pages.kv_heads // heads) > 1:
+            found = found.reshape(*found.shape[:-3], heads, parts, *found.shape[-2:]).swapaxes(-3, -2)
+            found = found.reshape(*found.shape[:-2], -1)
+        found = found[..., :head_dim].astype(jnp.float32)
         if pages.scale is not None:
             found *= pages.scale.at[chosen, which].get(mode="clip")[..., None]
         found = jnp.moveaxis(found, -4, -3)  # [..., kv_heads, count, page_size, head_dim]
@@ -215,7 +225,7 @@ def _decode_rows(q, keys: _Keys, kv_len, num_decodes, sinks, masking: _Masking, 
         oldest = jnp.maximum(length - window, 0) if window else jnp.zeros_like(length)
 
         def kv_block(block, state):
-            k, v, position = _gather(keys.pages, head_dim, table, block, keys.share)
+            k, v, position = _gather(keys.pages, q.shape, table, block, keys.share)
             seen = (position < length[:, None]) & (position >= oldest[:, None])
             seen = seen[:, None, :]
             scores = masking.cap(jnp.einsum("rkgd,rksd->rkgs", query, k))
@@ -232,7 +242,7 @@ def _decode_rows(q, keys: _Keys, kv_len, num_decodes, sinks, masking: _Masking, 
     return lax.fori_loop(0, (num_decodes + rows - 1) // rows, row_block, jnp.zeros(made.shape, made.dtype))
 
 
-def _prompt_rows(out, q, keys: _Keys, q_start, kv_len, num_decodes, sinks, masking: _Masking, finish: Callable):
+def _prompt_rows(out, q, keys: _Keys, q_start, kv_len, num_decodes, sinks, masking: _Masking, finish: Callable, limits):
     num_tokens, _, _, head_dim = q.shape
     tile = min(TILE, num_tokens)
     window = masking.window
@@ -242,6 +252,7 @@ def _prompt_rows(out, q, keys: _Keys, q_start, kv_len, num_decodes, sinks, maski
     tiles = jnp.where(jnp.arange(num_rows) >= num_decodes, (q_len + tile - 1) // tile, 0)
     tiles_before = jnp.concatenate([jnp.zeros(1, tiles.dtype), jnp.cumsum(tiles)])
     padded = jnp.concatenate([q, jnp.zeros((tile, *q.shape[1:]), q.dtype)])
+    limits = None if limits is None else jnp.pad(limits, (0, tile))
 
     def query_tile(i, out):
         row = jnp.searchsorted(tiles_before, i, side="right") - 1
@@ -250,12 +261,13 @@ def _prompt_rows(out, q, keys: _Keys, q_start, kv_len, num_decodes, sinks, maski
         # Position of each query token. Tokens beyond the row's end belong to the next row, whose own tile runs later
         # and overwrites their results.
         where = kv_len[row] - q_start[row + 1] + start + jnp.arange(tile)
-        newest = jnp.minimum(where[-1], kv_len[row] - 1)
+        last = where if limits is None else jnp.maximum(where, lax.dynamic_slice_in_dim(limits, start, tile))
+        newest = jnp.minimum(where[-1] if limits is None else last.max(), kv_len[row] - 1)
         oldest = jnp.maximum(where[0] - window + 1, 0) if window else 0
 
         def kv_block(block, state):
-            k, v, position = _gather(keys.pages, head_dim, keys.tables[row], block, keys.share)
-            seen = (position <= where[:, None]) & (position < kv_len[row])
+            k, v, position = _gather(keys.pages, q.shape, keys.tables[row], block, keys.share)
+            seen = (position <= last[:, None]) & (position < kv_len[row])
             if window:
                 seen &= position > where[:, None] - window
             scores = masking.cap(jnp.einsum("tkgd,ksd->kgts", query, k))

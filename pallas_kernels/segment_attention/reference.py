@@ -40,6 +40,17 @@ def spans(segment: jax.Array, queries: int, keys: int) -> tuple[jax.Array, jax.A
     return jnp.minimum(begin, end), end
 
 
+def padded(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The arguments of `segment_attention` with padding behind them, up to a multiple of `size` rows."""
+    rest = -len(q) % size
+    if not rest:
+        return q, k, v, segment
+    longer = (jnp.pad(x, ((0, rest), (0, 0), (0, 0))) for x in (q, k, v))
+    return *longer, jnp.pad(segment, (0, rest), constant_values=-1)
+
+
 def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float) -> jax.Array:
     """Attention in both directions within segments.
 
@@ -51,7 +62,8 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
     Returns [rows, heads, head_dim]; padding is unspecified. Scores and sums are float32.
     """
     rows, heads, dim = q.shape
-    size = QUERIES if rows % QUERIES == 0 else rows
+    size = min(rows, QUERIES)
+    q, k, v, segment = padded(q, k, v, segment, size)
     v = jnp.where((segment >= 0)[:, None, None], v, 0)  # a share of 0 of what is no number would be no number
     by_head = [x.swapaxes(0, 1) for x in (q, k, v)]
 
@@ -80,5 +92,5 @@ def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Arr
         state = lax.fori_loop(begin, end, add, Softmax.empty((heads, size), dim))
         return state.result().astype(q.dtype).swapaxes(0, 1)
 
-    index = jnp.arange(rows // size, dtype=jnp.int32)
-    return lax.map(some, (index, *spans(segment, size, size))).reshape(q.shape)
+    index = jnp.arange(len(q) // size, dtype=jnp.int32)
+    return lax.map(some, (index, *spans(segment, size, size))).reshape(q.shape)[:rows]

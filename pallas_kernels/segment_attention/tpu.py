@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.registry import Device, SegmentProblem
+from jaxserve.pallas_kernels.segment_attention.reference import padded
 
 LANES = 128
 BLOCK = 512  # most queries, and keys, of a block
@@ -24,15 +25,16 @@ def why_not(device: Device, problem: SegmentProblem) -> str | None:
 
 
 def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float) -> jax.Array:
-    """As `reference.segment_attention`; rows must be a multiple of LANES."""
+    """As `reference.segment_attention`."""
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
 
     rows, _, dim = q.shape
+    q, k, v, segment = padded(q, k, v, segment, LANES)
     k, v = (jnp.where((segment >= 0)[:, None, None], x, 0) for x in (k, v))  # scores are masked by a sum
     padding = (0, 0), (0, 0), (0, -dim % LANES)
     by_head = [jnp.pad(x, padding).swapaxes(0, 1)[None] for x in (q, k, v)]
-    size = gcd(rows, BLOCK)
+    size = gcd(len(q), BLOCK)
     blocks = BlockSizes(block_q=size, block_k_major=size, block_k=size, block_b=1)
     ids = SegmentIds(segment[None], segment[None])
     out = flash_attention(*by_head, segment_ids=ids, sm_scale=scale, block_sizes=blocks)
-    return out[0].swapaxes(0, 1)[..., :dim]
+    return out[0].swapaxes(0, 1)[:rows, :, :dim]

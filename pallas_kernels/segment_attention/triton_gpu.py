@@ -6,20 +6,18 @@ Traffic: keys and values of a picture are read once for each of its blocks of qu
 
 from __future__ import annotations
 
-from math import gcd
-
 import jax
 import triton
 import triton.language as tl
 
 from jaxserve.pallas_kernels import triton_compat
 from jaxserve.pallas_kernels.registry import Device, SegmentProblem
-from jaxserve.pallas_kernels.segment_attention.reference import spans
+from jaxserve.pallas_kernels.segment_attention.reference import padded, spans
 from jaxserve.pallas_kernels.triton_compat import pad
 
 FLOATS = ("bfloat16", "float16", "float32")
-QUERIES = 128  # of a program, at most
-KEYS = 64  # of a block, at most
+QUERIES = 128  # of a program; half as many in float32
+KEYS = 64  # of a block; likewise
 MOST = 128  # channels of a head
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -73,14 +71,15 @@ def _attend(
 
 
 def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float) -> jax.Array:
-    """As `reference.segment_attention`; rows must be a multiple of 16."""
+    """As `reference.segment_attention`."""
     rows, heads, dim = q.shape
     narrow = 2 if q.dtype.itemsize > 2 else 1
-    queries = gcd(rows, QUERIES // narrow)
-    keys = gcd(rows, KEYS // narrow)
+    queries = QUERIES // narrow
+    keys = KEYS // narrow
+    q, k, v, segment = padded(q, k, v, segment, queries)
     begin, end = spans(segment, queries, keys)
     return triton_compat.call(
         _attend, q, k, v, segment, begin, end, out=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        grid=(rows // queries, heads), num_warps=8 if queries >= 128 else 4, num_stages=2, SCALE=scale, HEADS=heads,
+        grid=(len(q) // queries, heads), num_warps=8 if queries >= 128 else 4, num_stages=2, SCALE=scale, HEADS=heads,
         DIM=dim, DIM_PAD=pad(dim, 16), QUERIES=queries, KEYS=keys,
-    )[0]  # fmt: skip
+    )[0][:rows]  # fmt: skip

@@ -96,8 +96,9 @@ class Device:
         cost: StepCost | None = None,
         longest: int = 0,
         recurrent: int | None = None,
+        whole: int = 0,
     ):
-        """`recurrent`: the model is, and has so many places for snapshots."""
+        """`recurrent`: the model is, and has so many places for snapshots. `whole`: see `Simulation`."""
         self.cost = cost
         self.blocks = blocks
         self.num_slots = max_num_seqs
@@ -105,7 +106,7 @@ class Device:
         half = -(-max_num_seqs // 2)  # buckets below the engine's limits, so that plans are cut into several batches
         self.widest = max(range(blocks.num_groups), key=lambda group: blocks.windows[group] or 2**30)
         decodes = [StepShape(rows, rows, rows, decode_only=True) for rows in (1, half)]
-        mixed = [StepShape(tokens, min(tokens, half), 2, decode_only=False) for tokens in (2, 7)]
+        mixed = [StepShape(tokens, min(tokens, half), 2, decode_only=False) for tokens in (2, max(7, whole))]
         self.shapes = decodes + mixed
         self.events: Counter[str] = Counter()
         self.memory: list[list[object]] = [["never written"] * blocks.page_size for _ in range(blocks.num_pages)]
@@ -188,6 +189,8 @@ class Device:
     def _run_batch(self, batch: StepBatch, running: RunningTable, updates: np.ndarray) -> Ran:
         assert batch.shape in self.shapes
         rows = each(batch.rows)
+        images = ((row.end, one) for row in rows for one in row.seq.images)
+        assert not any(one.whole and one.first < end < one.end for end, one in images), "a picture is cut"
         ones = [row.count == 1 for row in rows]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"
         assert not batch.shape.decode_only or not any(row.scores_prompt for row in rows), "nothing to score is kept"

@@ -29,6 +29,7 @@ from jaxserve.types import Image, ImageTokens, Request, SamplingParams
 
 PICTURE = VOCAB  # the token in whose place features of pictures stand
 KIND = ImageTokens(PICTURE, 1, 1, has_three_positions=True)
+WHOLE = ImageTokens(PICTURE, 1, 1, whole=True)
 TOKENS_PER_CALL = (1, 3, 16)  # tokens that a row may draw in one call
 
 
@@ -136,10 +137,12 @@ class Simulation:
     def __init__(
         self, *, num_pages=200, page_size=4, max_num_seqs=4, budget=16, prefix_caching=True, cost=None, chunk=None,
         windows=(None,), snapshots=None, interval=0, places=None, tiers=None, files=False, image_rows=None,
+        whole=0,
     ):  # fmt: skip
         """`snapshots`: the model is recurrent, and keeps so many states of prefixes, within prompts after every
         `interval` pages. `places`: for adapters. `tiers`: pages that the host's memory holds; None: there are no lower
-        tiers. `files`: there are files, too. `image_rows`: of the features of pictures."""
+        tiers. `files`: there are files, too. `image_rows`: of the features of pictures. `whole`: features of the
+        largest picture, if all features of a picture are computed in one step."""
         random = Random(num_pages)
         kept = UnreliableFiles(random) if files else None
         below = PageTiers(tiers, kept) if tiers is not None and prefix_caching and snapshots is None else None
@@ -162,10 +165,11 @@ class Simulation:
             prefill_bursts=cost is None,
             recurrent=snapshots is not None,
             adapters=pool,
-            images=None if image_rows is None else ImageRows(image_rows, image_rows, self.budget),
+            images=None if image_rows is None else ImageRows(image_rows, image_rows, self.budget, whole),
         )
         self.beams = Beams(self.scheduler, ())
-        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest, snapshots)
+        self.kind = WHOLE if whole else KIND
+        self.device = Device(self.blocks, max_num_seqs, self._check_read, cost, self.longest, snapshots, whole)
         self.most_expected = 0  # the most that `expected_tokens` said of a sequence that began
         self.disk = Disk()
         self.adapters: Adapters | None = None
@@ -223,7 +227,7 @@ class Simulation:
             seen = None
             if pictures:
                 images = [Image(at, n, (1, 1, n), b"", sha256(content).digest()) for at, n, content in pictures]
-                seen = read_prompt(prompt, images, salt, KIND)
+                seen = read_prompt(prompt, images, salt, self.kind)
             seq = Sequence(request, 0, 1000 + arrival, max_tokens, stops, arrival, adapter=served, seen=seen)
             seq.matcher = Grammar() if masked else None
             self.scheduler.add(seq)
@@ -456,7 +460,10 @@ class Simulation:
             full = sum(row.count for row in rows) == self.budget
             no_rows = self.scheduler.running.image_stop[seq.slot] <= self.scheduler.running.computed[seq.slot]
             self.events["waits for rows"] += no_rows
-            may_wait = full or no_rows or before.get(seq) == 0
+            computed = int(self.scheduler.running.computed[seq.slot])
+            whole = any(one.whole and one.first <= computed < one.end for one in seq.images)
+            may_wait = full or no_rows or whole or before.get(seq) == 0
+            self.events["waits for room"] += whole and seq not in scheduled and not no_rows
             assert seq in scheduled or may_wait, "a running sequence was left out for no reason"
             # With max_tokens 0, the last token of a prompt is left.
             decodes = before.get(seq) == 1 and seq.max_tokens > 0 and not no_rows

@@ -15,7 +15,7 @@ import torch
 import transformers
 from PIL import Image
 from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, Gemma4ImageProcessorPil
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -26,10 +26,10 @@ import tiny_models  # noqa: E402
 TOKENS = NEW_TOKENS // 2
 
 
-def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torch.Tensor:
+def expanded(tokens: list[int], placeholder: int, runs: list[list[int]]) -> torch.Tensor:
     """The prompt with the tokens of each picture in the place of one."""
     left = iter(runs)
-    out = [one for token in tokens for one in (next(left) if token == image_token else [token])]
+    out = [one for token in tokens for one in (next(left) if token == placeholder else [token])]
     return torch.tensor(out)[None]
 
 
@@ -50,6 +50,13 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
     """The tokens of each picture: of Qwen and LightOnOCR as many as there are features; of Pixtral there is one more
     behind each row, and another one at the end."""
     token = picture_prompts.image_token(config)
+    if config["model_type"] == "gemma3":
+        lines = picture_prompts.NEWLINES["\n\n"]
+        begin, end = config["boi_token_index"], config["eoi_token_index"]
+        return [[lines, begin, *[token] * config["mm_tokens_per_image"], end, lines]] * len(inputs["num_crops"])
+    if config["model_type"].startswith("gemma4"):
+        begin, end = config["boi_token_id"], config["eoi_token_id"]
+        return [[begin, *[token] * count, end] for count in inputs["num_soft_tokens_per_image"].tolist()]
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
     sizes = (torch.as_tensor(inputs["image_sizes"]) // side_of(config)).tolist()
@@ -58,12 +65,35 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
     return [(([token] * columns + [token + 1]) * rows)[:-1] + [token + 2] for rows, columns in sizes]
 
 
+def joined(inputs: dict[str, Any], side: int) -> dict[str, torch.Tensor]:
+    """Squares of `side` patches as one patch: what Gemma 4 Unified's image processor, which needs torchvision, adds to
+    Gemma 4's."""
+    patches, places = [], []
+    for values, positions in zip(inputs["pixel_values"], inputs["image_position_ids"], strict=True):
+        columns, rows = (positions.max(dim=0).values + 1).tolist()
+        across, down = columns // side, rows // side
+        patch = int((values.shape[1] // 3) ** 0.5)
+        split = values[: rows * columns].reshape(down, side, across, side, patch, patch, 3)
+        patches.append(split.permute(0, 2, 1, 4, 3, 5, 6).reshape(down * across, -1))
+        places.append(torch.stack([torch.arange(across).repeat(down), torch.arange(down).repeat_interleave(across)], 1))
+    padded = [torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=-1) for some in (patches, places)]
+    return dict(zip(("pixel_values", "image_position_ids"), padded, strict=True))
+
+
 @torch.inference_mode()
 def greedy(model: Any, ids: torch.Tensor, inputs: dict[str, Any], image_token: int) -> tuple[Any, Any, Any, float]:
     """Logits of the prompt's last position, tokens, their log-probabilities, and the smallest margin."""
-    types = (ids == image_token).int()
-    kept = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    out = model(ids, **inputs, mm_token_type_ids=types, use_cache=True)
+    parameters = inspect.signature(model.forward).parameters
+    types = {name: (ids == image_token).int() for name in ("token_type_ids", "mm_token_type_ids") if name in parameters}
+    kept = "cache" if "cache" in parameters else "past_key_values"
+    masks = {}
+    if model.config.model_type == "gemma4_unified":  # whose `generate` makes other masks than `forward`
+        embedded = model.get_input_embeddings()(ids)
+        given = model.config, embedded, None, None, None
+        masks = {
+            "attention_mask": model.create_masks_for_generate(*given, mm_token_type_ids=types["mm_token_type_ids"])
+        }
+    out = model(ids, **inputs, **types, **masks, use_cache=True)
     logits = out.logits[0, -1].numpy().copy()
     tokens, logprobs, margins = [], [], []
     while True:
@@ -81,7 +111,10 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     case = tiny_models.CASES[name]
     picture_prompts.build(name, folder)
     model = load(folder)
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if case.config["model_type"] == "gemma4_unified":  # see `joined`
+        processor = Gemma4ImageProcessorPil(**picture_prompts.PROCESSORS[name])
+    else:
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     image_token = picture_prompts.image_token(case.config)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):
@@ -91,8 +124,12 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
             inputs = dict(processor(opened, return_tensors="pt", **options_of(case.config)))
             runs = runs_of(inputs, processor, case.config)
             counts = [run.count(image_token) for run in runs]
-            ids = expanded(tokens, image_token, runs)
+            ids = expanded(tokens, picture_prompts.placeholder_of(case.config), runs)
             model.model.rope_deltas = None
+            if case.config["model_type"] == "gemma4_unified":
+                inputs |= joined(inputs, processor.pooling_kernel_size)
+            for unread in ("num_crops", "num_soft_tokens_per_image"):
+                inputs.pop(unread, None)
             logits, answer, logprobs, margin = greedy(model, ids, inputs, image_token)
             if margin > SMALLEST_MARGIN and not {*answer.tolist()} & {*case.eos_token_ids, image_token}:
                 break

@@ -49,19 +49,19 @@ class Family:
     def every_name(self) -> set[str]:
         """The names of tensors in all layouts of files."""
         layouts = ({}, *self.layouts, BARE)
-        return {_begun(name, layout) for layout in layouts for name in self.names.values()} | set(self.mtp.values())
+        return {begun(name, layout) for layout in layouts for name in self.names.values()} | set(self.mtp.values())
 
     def roles(self, config: ModelConfig, has: Callable[[str], bool] = lambda name: False) -> Names:
         """Role -> name of a model's tensors, in the first layout in which the files have `told_by` (`has`)."""
         usual = {**self.names, **self.variant(config)}
         for layout in ({}, *self.layouts, BARE):
-            names = {role: _begun(name, layout) for role, name in usual.items()}
+            names = {role: begun(name, layout) for role, name in usual.items()}
             if any(has(names[self.told_by].format(i=i)) for i in range(config.num_layers)):
                 return names
         return usual
 
 
-def _begun(name: str, layout: Mapping[str, str]) -> str:
+def begun(name: str, layout: Mapping[str, str]) -> str:
     """The name with its usual beginning replaced by that of the layout."""
     usual = next((usual for usual in layout if name.startswith(usual)), None)
     return name if usual is None else layout[usual] + name.removeprefix(usual)

@@ -27,6 +27,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.gemma import eyes_gemma3, eyes_gemma4, eyes_unified
 from jaxserve.models.vision.pixtral import eyes_lighton, eyes_llava, eyes_mistral3
 
 log = logging.getLogger(__name__)
@@ -226,6 +227,7 @@ FAMILIES = (
         {"gemma3_text": Text(read_gemma3, GEMMA3)},
         SANDWICH_NAMES,
         by_text(True),
+        sees=eyes_gemma3,
     ),
     family_within(
         "gemma4",
@@ -233,6 +235,7 @@ FAMILIES = (
         {"gemma4_text": Text(read_gemma4)},
         GEMMA4_NAMES,
         by_whole_or_tied,
+        sees=eyes_gemma4,
     ),
     family_within(
         "gemma4_unified",
@@ -240,6 +243,7 @@ FAMILIES = (
         {"gemma4_unified_text": Text(read_unified)},
         GEMMA4_NAMES,
         by_whole_or_tied,
+        sees=eyes_unified,
     ),
     family_within(
         "gemma3n",

@@ -16,7 +16,8 @@ from jaxserve.models.norms import Norm
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stand_in import stand_in
-from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Projected, Step
+from jaxserve.models.vision.clipped import ClippedLayer
+from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Pooled, Projected, Step
 from jaxserve.pallas_kernels.operands import Heads, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 
@@ -54,6 +55,13 @@ class Projector(nn.Module):
                 case Joined(count=joined):
                     x = x.reshape(len(x) // joined, -1)
                     count = count // joined
+                case Pooled(count=joined):
+                    mean = x.reshape(len(x) // joined, joined, -1).astype(jnp.float32).mean(axis=1) * step.factor
+                    if step.standard:
+                        bias, scale = self._standard(step)
+                        mean = (mean - bias) * scale
+                    x = mean.astype(x.dtype)
+                    count = count // joined
                 case Normed():
                     x = Norm(step.norm, step.size, self.dtype, name=step.name)(x, counting)[1]
                     x = x if step.activation is None else ACTIVATIONS[step.activation](x)
@@ -64,6 +72,13 @@ class Projector(nn.Module):
                     x = self._product(step, step.name, step.bias)(x, counting)
                     x = x if step.activation is None else ACTIVATIONS[step.activation](x)
         return x
+
+    def _standard(self, step: Pooled) -> list[jax.Array]:
+        inits = {"bias": nn.initializers.zeros, "scale": nn.initializers.ones}
+        return [
+            value_of(weight(self, f"{step.standard}_{name}", init, (None,), (step.size,), jnp.float32))
+            for name, init in inits.items()
+        ]
 
     def _product(self, step: Projected | Gated, name: str, bias: bool) -> Linear:
         return Linear((step.inputs,), (step.outputs,), (None, "embed"), bias, self.dtype, name=name)
@@ -80,9 +95,11 @@ class ImageEncoder(nn.Module):
     def setup(self) -> None:
         config = self.config
         hidden = config.hidden_size
+        if config.patch_norm is not None:
+            self.patch_norm = Norm(config.patch_norm, config.patch, self.dtype)
         self.patch = Linear((config.patch,), (hidden,), (None, "embed"), config.patch_bias, self.dtype)
         if config.table is not None:
-            shape = (config.table**2, hidden)
+            shape = (config.table_rows, hidden)
             self.table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
         if config.before is not None:
             self.before = Norm(config.before, hidden, self.dtype)
@@ -91,14 +108,18 @@ class ImageEncoder(nn.Module):
         self.taps = [Projector(tap.steps, self.dtype) for tap in config.taps]
 
     @nn.nowrap
-    def layer(self, spec: LayerSpec) -> DecoderLayer:
+    def layer(self, spec: LayerSpec) -> DecoderLayer | ClippedLayer:
         """A layer of this shape. Outside of `setup` it is unbound."""
-        return DecoderLayer(spec, self.config.hidden_size, self.kv_heads, self.dtype)
+        kind = ClippedLayer if self.config.clipped else DecoderLayer
+        return kind(spec, self.config.hidden_size, self.kv_heads, self.dtype)
 
     def begin(self, patches: Patches, ops: Ops) -> jax.Array:
         """The first layer's input [patches, hidden]."""
         config = self.config
-        x = self.patch(patches.values.astype(self.dtype), ops)
+        x = patches.values.astype(self.dtype)
+        if config.patch_norm is not None:
+            x = self.patch_norm(x, ops)[1]
+        x = self.patch(x, ops)
         if config.before is not None and config.table_last:
             x = self.before(x, ops)[1]
         if config.table is not None:
@@ -121,7 +142,7 @@ class ImageEncoder(nn.Module):
         values = jnp.zeros((count, config.patch), self.dtype)
         number = index[:, 0]
         patches = Patches(values, index[:, :2], number, number, index, index.astype(jnp.float32))
-        ropes = {"default": turned(config, patches.place)}
+        ropes = turned(config, patches.place)
         x = self.begin(patches, self.ops)
         y: Any = None
         for layer in self.layers:
@@ -129,23 +150,27 @@ class ImageEncoder(nn.Module):
         return self.finish(added(x, y), [x] * len(config.taps), count, self.ops)
 
 
-def turned(config: EncoderConfig, place: jax.Array) -> Angles:
-    """The angles of queries and keys at rows and columns int32 [patches, 2]."""
+def turned(config: EncoderConfig, place: jax.Array) -> dict[str, Angles]:
+    """The angles of queries and keys at rows and columns int32 [patches, 2], by the name of `EncoderConfig.ropes`."""
+    if not config.layers:
+        return {}
     dim = config.layers[0].attention.head_dim  # type: ignore[union-attr]
     if config.rope_theta is None:
         none = jnp.zeros((len(place), dim // 2), jnp.float32)
-        return Angles(none + 1, none)
+        return {"default": Angles(none + 1, none)}
     exponent = jnp.arange(0, dim // 2, 2, dtype=jnp.float32) / (dim // 2)
     exponent = jnp.stack([exponent, exponent + 2 / dim * config.columns_between])  # of rows, and of columns
     angles = place.astype(jnp.float32)[:, :, None] * (1.0 / config.rope_theta**exponent)
     angles = angles.reshape(len(place), -1)
-    return Angles(jnp.cos(angles), jnp.sin(angles))
+    return {"default": Angles(jnp.cos(angles), jnp.sin(angles))}
 
 
 def scaled(config: EncoderConfig, values: jax.Array) -> jax.Array:
     """Numbers of pixels, uint8 [patches, numbers of a patch], as the encoder reads them, float32."""
     scaling = config.scaling
     mean, std = (np.repeat(np.asarray(one, np.float32), config.patch // 3) for one in (scaling.mean, scaling.std))
+    if config.centred:
+        mean, std = mean + std / 2, std / 2
     return (values.astype(jnp.float32) * np.float32(scaling.factor) - mean) / std
 
 
@@ -154,7 +179,7 @@ def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Arra
     config = encoder.config
     ops = encoder.ops.counting(count)
     patches = patches._replace(values=scaled(config, patches.values))
-    ropes = {"default": turned(config, patches.place)}
+    ropes = turned(config, patches.place)
     x: Any = encoder.apply({"params": params}, patches, ops, method="begin")
     y = None
     read = []

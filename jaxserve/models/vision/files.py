@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
 from typing import Any, cast
 
+import numpy as np
+
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, whole
+from jaxserve.models.vision.clipped import clipped_sources
 from jaxserve.models.vision.encoder import ImageEncoder
-from jaxserve.models.vision.spec import Gated, Joined, Normed, Step
+from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Pooled, Step
 from jaxserve.models.weights import layer_sources, norm_sources
 
 
@@ -48,21 +52,46 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
     def add(sources: dict[str, list[Source]], prefix: str = "", layer: int | None = None) -> None:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
 
-    # In files it is a convolution whose steps are as large as its window.
-    shape = hidden, *config.patch_shape
-    add({"patch/kernel": [Source("patch.weight", shape, whole, take=lambda t: t.reshape(hidden, -1))]})
+    if config.patch_norm is not None:
+        take = partial(_of_patches, config)
+        of_norm = norm_sources("patch_norm", config.patch_norm, config.patch)
+        add({path: [replace(source, take=take) for source in some] for path, some in of_norm.items()})
+    # In files it is a convolution whose steps are as large as its window, or a matrix.
+    shape: tuple[int, ...] = (hidden, config.patch) if config.colours_last else (hidden, *config.patch_shape)
+    add({"patch/kernel": [Source("patch.weight", shape, whole, take=partial(_of_patches, config))]})
     if config.patch_bias:
         add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
     if config.table is not None:
-        add({"table": [Source("table.weight", (config.table**2, hidden), whole)]})
+        shape = (config.table_rows, hidden)
+        if config.interpolation == "sum":
+            shape = (config.table, 2, hidden) if config.in_pairs else (2, config.table, hidden)
+        add({"table": [Source("table.weight", shape, whole, take=partial(_of_table, config))]})
     if config.before is not None:
         add(norm_sources("before", config.before, hidden))
     for i, layer in enumerate(config.layers):
-        add(layer_sources(cast(Any, encoder), layer, names), f"layers_{i}/", i)
+        if config.clipped:
+            order = head_order(config.ropes["default"], layer.attention.head_dim)  # type: ignore[union-attr]
+            add(clipped_sources(layer, hidden, order), f"layers_{i}/", i)
+        else:
+            add(layer_sources(cast(Any, encoder), layer, names), f"layers_{i}/", i)
     add(_projector(config.projector), "projector/")
     for i, tap in enumerate(config.taps):
         add(_projector(tap.steps), f"taps_{i}/", i)
     return pieces
+
+
+def _of_patches(config: EncoderConfig, matrix: Any) -> Any:
+    """The projection of patches as a matrix [hidden, numbers of a patch]; or a vector of these numbers."""
+    shape = matrix.shape[:1] if matrix.ndim > 1 else ()
+    if config.colours_last:
+        colours, *pixels = config.patch_shape
+        matrix = np.moveaxis(matrix.reshape(*shape, *pixels, colours), -1, len(shape))
+    return matrix.reshape(*shape, -1)
+
+
+def _of_table(config: EncoderConfig, table: Any) -> Any:
+    """The table of positions as a matrix [entries, hidden]: of columns, then of rows."""
+    return (np.moveaxis(table, 1, 0) if config.in_pairs else table).reshape(-1, config.hidden_size)
 
 
 def _in_order(count: int, matrix: Any) -> Any:
@@ -75,8 +104,10 @@ def _projector(steps: tuple[Step, ...]) -> dict[str, list[Source]]:
     sources: dict[str, list[Source]] = {}
     for step in steps:
         match step:
-            case Joined():
+            case Joined() | Pooled(standard=""):
                 continue
+            case Pooled(standard=name, size=size):
+                sources |= {f"{name}_{part}": [Source(f"{name}_{part}", (size,), whole)] for part in ("bias", "scale")}
             case Normed(name=name, norm=norm, size=size):
                 sources |= norm_sources(name, norm, size)
             case Gated():

@@ -21,6 +21,20 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pooled:
+    """A step of a projector: the mean of `count` rows that follow each other, times `factor`.
+
+    standard: the name of two vectors [size], of which the first is subtracted from that, and the other multiplied with
+      it; "": there are none.
+    """
+
+    count: int
+    factor: float = 1.0
+    standard: str = ""
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Normed:
     """A step of a projector: a norm over `size` channels, then an activation; None: there is none."""
 
@@ -58,7 +72,7 @@ class Gated:
     activation: Activation
 
 
-Step = Joined | Normed | Projected | Gated
+Step = Joined | Pooled | Normed | Projected | Gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +101,24 @@ class EncoderConfig:
     Attributes:
       patch_shape: colours, frames where a patch has several, height and width of a patch.
       scaling: of these numbers.
+      centred: what this makes of them, x, becomes 2x - 1.
+      colours_last: in files, the projection of patches has the colours of a pixel, then those of the next.
+      patch_norm: of a patch's numbers before their projection; None: there is none.
       patch_bias: whether their projection to `hidden_size` channels has a bias.
       layers: as those of a decoder. A patch attends over all patches of its picture.
+      clipped: inputs and results of all products in layers are clipped (`clipped.ClippedLayer`).
       windowed: the layers, by index, in which a patch attends over those of its window only.
       window: side of a window in patches.
       rope_theta: base of the angles by which queries and keys turn: one half of a head's pairs of channels by the
         patch's row, the other half by its column. None: they do not turn.
+      rope_halves: see `RopeConfig.halves`.
       columns_between: the frequencies of columns lie between those of rows; else they are the same.
       table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
         is none.
       interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
-        of the picture are those of the table.
+        of the picture are those of the table. "sum": there is no square, but a vector for each of `table` columns and
+        one for each of as many rows, and a patch gets the sum of both.
+      in_pairs: files have both vectors of the first column and row, then those of the next.
       before: the norm of patches before the first layer; None: there is none.
       table_last: position vectors are added behind this norm, not before it.
       side: side of the square of patches that become one embedding. They follow each other.
@@ -109,14 +130,20 @@ class EncoderConfig:
     hidden_size: int
     patch_shape: tuple[int, ...]
     scaling: Scaling = Scaling()
+    centred: bool = False
+    colours_last: bool = False
+    patch_norm: NormSpec | None = None
     patch_bias: bool = False
     layers: tuple[LayerSpec, ...]
+    clipped: bool = False
     windowed: tuple[int, ...] = ()
     window: int = 0
     rope_theta: float | None = None
+    rope_halves: bool = False
     columns_between: bool = False
     table: int | None = None
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "sum"] = "bilinear"
+    in_pairs: bool = False
     before: NormSpec | None = None
     table_last: bool = False
     side: int
@@ -126,13 +153,19 @@ class EncoderConfig:
 
     @cached_property
     def ropes(self) -> Mapping[str, RopeConfig]:
-        """As in `ModelConfig`: the order of channels in files is that of the operations."""
-        return {"default": RopeConfig()}
+        """As in `ModelConfig`."""
+        return {"default": RopeConfig(halves=self.rope_halves)}
 
     @property
     def corners(self) -> int:
         """Entries of the table between which a patch's position lies."""
-        return 4 if self.interpolation == "bilinear" else 16
+        return {"bilinear": 4, "bicubic": 16, "sum": 2}[self.interpolation]
+
+    @property
+    def table_rows(self) -> int:
+        """Entries of the table."""
+        side = self.table or 0
+        return 2 * side if self.interpolation == "sum" else side**2
 
     @property
     def patch(self) -> int:
@@ -157,10 +190,16 @@ class VisionConfig:
     Attributes:
       encoder: the image encoder.
       tokens: how the tokens of pictures are found and numbered.
-      names: role -> name of the encoder's tensors in files, as in `models.sources`. Those of the whole checkpoint begin
-        with "model." in files that transformers 5 wrote.
+      names: role -> name of the encoder's tensors in files, as in `models.sources`.
+      layouts: the beginnings that such names have instead in other files, as in `Family`.
+      joint: the language model's layers, by index, in which a token of a picture sees all tokens of the same picture,
+        also later ones. Windows hide earlier ones from it.
+      padding: the token that layers with inputs of their own (`PerLayerInputs`) see in the place of a picture's.
     """
 
     encoder: EncoderConfig
     tokens: ImageTokens
     names: Names
+    layouts: tuple[Mapping[str, str], ...] = ({"": "model."},)  # of files that transformers 5 wrote
+    joint: tuple[int, ...] = ()
+    padding: int = 0
