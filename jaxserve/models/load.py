@@ -209,9 +209,7 @@ def make_decoder(
         split_matmul = partial(matmul_sharded, mesh)
         fused = None if ops.fused is None else FusedSharded(mesh, ops.fused)
         segments = partial(segments_sharded, mesh, ops.segment_attention)
-        ops = dataclasses.replace(
-            ops, embed=embed, split_matmul=split_matmul, fused=fused, segment_attention=segments
-        )
+        ops = dataclasses.replace(ops, embed=embed, split_matmul=split_matmul, fused=fused, segment_attention=segments)
     ops = _with_products(ops, device, mesh, matmul)
     model = with_whole_groups(model, mesh)
     return Decoder(model, kv_heads, padded_vocab(model.vocab_size, num_shards(mesh, "vocab")), dtype, ops)

@@ -1,4 +1,4 @@
-"""Attention in both directions within segments, in plain XLA: the oracle of every kernel, and a backend for every device.
+"""Attention in both directions within segments, in plain XLA: the oracle of the kernels, and a backend for any device.
 
 Blocks of QUERIES rows read blocks of as many keys, from the first to the last that may have a row of the same segment,
 and update a running softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) in float32. So rows of other pictures, and

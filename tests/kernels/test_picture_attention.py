@@ -14,7 +14,11 @@ from jaxserve.pallas_kernels.types import KVPages
 
 ROWS = [(1, 40), (70, 200), (20, 20), (5, 90)]  # new tokens, cached tokens with the new ones
 PICTURES = [[], [(131, 140), (150, 190)], [(0, 20)], [(85, 89)]]  # of each row, by the positions of their tokens
-CONFIGS = [Config(), Config(window=24, softcap=2.0, sinks=True, first_page=3), Config(page_size=8, max_pages=30, window=7)]
+CONFIGS = [
+    Config(),
+    Config(window=24, softcap=2.0, sinks=True, first_page=3),
+    Config(page_size=8, max_pages=30, window=7),
+]
 
 
 def limits_of(config):

@@ -1,4 +1,4 @@
-"""Attention within segments: each backend against NumPy in float64, and the check that a device's kernel passes first."""
+"""Attention within segments: each backend against NumPy in float64, and the check that a device's kernel must pass."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,5 @@
-"""The Triton kernel of attention within segments: interpreted, in a process of its own as in `test_triton`, and compiled
-ahead of time for the heads of several encoders."""
+"""The Triton kernel of attention within segments: interpreted, in a process of its own as in `test_triton`, and
+compiled ahead of time for the heads of several encoders."""
 
 import os
 import re
