@@ -155,8 +155,8 @@ def _tensors(file: GGUFFile, row: Projector, vision: Config) -> dict[str, GGUFTe
         pairs = 0
         if row.paired and module in ("v.blk.{i}.attn_q", "v.blk.{i}.attn_k"):
             pairs = vision["hidden_size"] // vision["num_attention_heads"]
-            if pairs % 2 or stored.shape[0] % pairs:
-                raise CheckpointError(f"{file.path}: tensor {stored.name!r} has no whole heads of {pairs}")
+            if not pairs or pairs % 2 or stored.shape[0] % pairs:
+                raise CheckpointError(f"{file.path}: tensor {stored.name!r} has no whole heads of an even size {pairs}")
         dtype = FLOATS.get(stored.type.name, np.dtype(np.float32))
         tensor = GGUFTensor(name, stored.path, dtype, stored.shape, stored.start, stored.type, pairs)
         parts.setdefault(name, []).append(tensor)
@@ -173,20 +173,31 @@ def _module(stored: StoredTensor) -> tuple[str, tuple[int, str]]:
 
 def _one(name: str, parts: list[GGUFTensor]) -> GGUFTensor:
     """A tensor of parts. Encoders compute in floats, so that quantized ones are decoded."""
-    (first, *others) = parts
-    if not others and first.type.name in FLOATS:
+    first = parts[0]
+    if len(parts) == 1 and first.type.name in FLOATS:
         return first
-    if len(first.shape) == 4 and others:  # of frames
+    frames = len(parts) > 1 and len(first.shape) == 4
+    if any(part.shape[0 if frames else 1 :] != first.shape[0 if frames else 1 :] for part in parts):
+        raise CheckpointError(f"{first.path}: the parts of {name} differ in their shapes")
+    if frames:
         shape = (*first.shape[:2], len(parts), *first.shape[2:])
-        return ComputedTensor.of(name, shape, tuple(parts), lambda *frames: np.stack(frames, axis=2))
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    return ComputedTensor.of(name, shape, tuple(parts), lambda *some: np.concatenate(some))
+        return ComputedTensor.of(name, shape, tuple(parts), _side_by_side)
+    rows = sum(part.shape[0] for part in parts)
+    return ComputedTensor.of(name, (rows, *first.shape[1:]), tuple(parts), _one_after_another)
+
+
+def _side_by_side(*frames: np.ndarray) -> np.ndarray:
+    return np.stack(frames, axis=2)
+
+
+def _one_after_another(*rows: np.ndarray) -> np.ndarray:
+    return np.concatenate(rows)
 
 
 def _shape(keys: Keys, tensor: str) -> tuple[int, ...]:
     stored = keys.file.tensors.get(tensor)
-    if stored is None:
-        raise keys.refuse(f"there is no tensor {tensor}")
+    if stored is None or len(stored.shape) < 2:
+        raise keys.refuse(f"there is no matrix {tensor}")
     return stored.shape
 
 
@@ -240,6 +251,8 @@ def _qwen3(keys: Keys) -> Config:
     given = _qwen(keys, "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     given["num_position_embeddings"] = _shape(keys, "v.position_embd.weight")[0]
     taps = keys.left.pop("vision.is_deepstack_layers", np.zeros(0))
+    if not isinstance(taps, np.ndarray):
+        raise keys.refuse(f"clip.vision.is_deepstack_layers={taps!r:.80} must be a list")
     given["deepstack_visual_indexes"] = np.flatnonzero(taps).tolist()
     return {"vision_config": given}
 

@@ -21,6 +21,7 @@ PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger",
     "qwen3_vl_moe": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "llava": "pixtral", "mistral3": "pixtral",
     "lighton_ocr": "lightonocr", "glm4v": "glm4v",
+    "glm4v_moe": "glm4v",
 }  # fmt: skip
 TENSOR = gguf.MODEL_TENSOR
 # Where the converter itself chooses a name, of Qwen3-VL.
@@ -47,7 +48,7 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     writer.add_vision_feed_forward_length(vision.get("intermediate_size") or vision["hidden_size"])
     writer.add_vision_block_count(vision.get("depth") or vision["num_hidden_layers"])
     writer.add_vision_head_count(vision.get("num_heads") or vision["num_attention_heads"])
-    eps = vision.get("rms_norm_eps", 1e-5) if kind == "glm4v" else text["rms_norm_eps"]
+    eps = vision.get("rms_norm_eps", 1e-5) if kind.startswith("glm") else text["rms_norm_eps"]
     writer.add_vision_attention_layernorm_eps(eps)
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
@@ -70,7 +71,7 @@ def write_mmproj(folder: Path, path: Path) -> Path:
 
 
 def _add_choices(writer: gguf.GGUFWriter, kind: str, vision: dict[str, Any]) -> None:
-    if kind == "glm4v":
+    if kind.startswith("glm"):
         writer.add_vision_use_silu(True)
     elif kind == "qwen2_5_vl":
         writer.add_vision_use_silu(True)

@@ -8,8 +8,10 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tiny_models
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
+from picture_prompts import PROCESSORS
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoints.gguf_architectures import ARCHITECTURES
@@ -25,6 +27,7 @@ from jaxserve.models.load import Checkpoint, load_params, read_hf_config
 from jaxserve.pallas_kernels.types import QuantArray
 
 gguf_families = pytest.importorskip("gguf_families", reason="needs gguf", exc_type=ImportError)
+mmproj_files = pytest.importorskip("mmproj_files", reason="needs gguf", exc_type=ImportError)
 
 # Case -> settings that GGUF can express, in the place of those that it cannot: constants of llama.cpp's code. None:
 # without the setting.
@@ -214,9 +217,11 @@ def expressible(model_folders, tmp_path):
     return make
 
 
-def config_of(path):
+def config_of(path, sees=False):
     """What is computed; names of families are for messages only."""
-    config = read_model_config(read_hf_config(path))
+    hf = read_hf_config(path)
+    hf.sees = sees
+    config = read_model_config(hf)
     return dataclasses.replace(config, family="", eos_token_ids=(), dtype="float32")
 
 
@@ -241,14 +246,21 @@ def weights_of(path, config):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_model(case, expressible, tmp_path):
+    """With the encoder of one that sees."""
     folder = expressible(case)
+    if sees := case in PROCESSORS and tiny_models.CASES[case].config["model_type"] in mmproj_files.PROJECTORS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[case]))
+        mark = "<|image|>" if case.startswith("glm") else "<|image_pad|>"
+        tiny_models.build_tokenizer(folder, 512, marks=[mark, *(f"<m{i}>" for i in range(6))])
+        mmproj_files.write_mmproj(folder, tmp_path / "mmproj.gguf")
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
-    ours = dict(leaves(config_of(path)))
-    theirs = dict(leaves(config_of(folder)))
+    ours = dict(leaves(config_of(path, sees)))
+    config = config_of(folder, sees)
+    theirs = dict(leaves(config))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
-    config = config_of(folder)
+    assert (config.vision is not None) == sees
     read = weights_of(path, config)
     wanted = weights_of(folder, config)
     assert read.keys() == wanted.keys()

@@ -2,13 +2,9 @@
 
 import shutil
 
-import gguf
 import numpy as np
 import pytest
 import tiny_models
-from gguf_families import FamilyFile
-from gguf_files import Kind
-from mmproj_files import write_mmproj
 from picture_prompts import QWEN, build
 
 from jaxserve.checkpoints.errors import CheckpointError
@@ -17,6 +13,10 @@ from jaxserve.checkpoints.gguf_model import open_gguf
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.models.load import read_model
 
+gguf = pytest.importorskip("gguf")
+gguf_families = pytest.importorskip("gguf_families")
+mmproj_files = pytest.importorskip("mmproj_files")
+Kind = gguf.GGMLQuantizationType
 CASE = "qwen3_vl_wide"
 
 
@@ -26,8 +26,8 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mmproj")
     model = build(CASE, folder / "hf")
     tiny_models.build_tokenizer(model, 512, marks=["<|image_pad|>", *(f"<m{i}>" for i in range(6))])
-    FamilyFile(model, folder / "model.gguf").write()
-    write_mmproj(model, folder / "mmproj-f32.gguf")
+    gguf_families.FamilyFile(model, folder / "model.gguf").write()
+    mmproj_files.write_mmproj(model, folder / "mmproj-f32.gguf")
     return folder
 
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import tiny_models
 from engines import generate, make_engine, request
-from gguf_families import FamilyFile
-from mmproj_files import write_mmproj
 from picture_prompts import NEWLINES, PROCESSORS, PROMPTS, build, prompt_of
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -125,12 +123,16 @@ def test_low_detail(case, tmp_path):
 @pytest.mark.parametrize("case", MMPROJ)
 def test_encoders_beside_gguf_files(case, tmp_path):
     """Files of llama.cpp's, with the text in one and the encoder in another."""
+    gguf_families, mmproj_files = (
+        pytest.importorskip(name, reason="needs gguf", exc_type=ImportError)
+        for name in ("gguf_families", "mmproj_files")
+    )
     golden = np.load(GOLDENS / f"{case}.npz")
     folder = build(case, tmp_path / "model")
     mark = {"glm4v": "<|image|>", "llava": "[IMG]", "mistral3": "[IMG]"}.get(case.split("_")[0], "<|image_pad|>")
     tiny_models.build_tokenizer(folder, 512, marks=[mark, *(f"<m{i}>" for i in range(6))])
-    path = FamilyFile(folder, tmp_path / "model.gguf").write()
-    write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
+    path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
+    mmproj_files.write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
     check(make_engine(path, tokens=24), case, golden, "")
 
 
