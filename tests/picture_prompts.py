@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import tiny_models
+from image_models import PINPOINTS
 
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
@@ -18,6 +19,17 @@ PIXTRAL = {
     "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 4, "width": 4},
     "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
     "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3, "size": {"longest_edge": 56},
+}  # fmt: skip
+# Twice the pixels of a tile, or more, are split into up to seven.
+TILES = {
+    "image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16}, "crop_to_patches": False,
+    "min_patches": 1, "max_patches": 6, "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 3,
+}  # fmt: skip
+LLAMA4 = TILES | {"image_processor_type": "Llama4ImageProcessorFast", "resample": 2, "resize_to_max_canvas": False}
+ONEVISION = TILES | {
+    "image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": PINPOINTS, "do_pad": True,
 }  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -34,6 +46,18 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v_whole": GLM,
     "glm4v_moe_groups": GLM,
     "glm4v_moe_plain": GLM,
+    "internvl_qwen2": TILES,
+    "internvl_qwen3_moe": TILES,
+    "llava_onevision_tied": ONEVISION,
+    "llava_onevision_saved": ONEVISION | {"image_grid_pinpoints": PINPOINTS[:4]},
+    "llama4_seeing": LLAMA4,
+    "llama4_seeing_saved": LLAMA4 | {"resize_to_max_canvas": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+}
+# Of tokens around features; those for features are 505.
+TOKEN_IDS = {
+    **{"[IMG_BREAK]": 506, "[IMG_END]": 507, "<img>": 506, "</img>": 507},
+    **{"<|image|>": 506, "<|image_start|>": 507, "<|image_end|>": 508},
+    **{"<|tile_x_separator|>": 509, "<|tile_y_separator|>": 510},
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
@@ -58,6 +82,16 @@ def picture(name: str, slot: int, place: int, size: tuple[int, int]) -> np.ndarr
     return squares.repeat(5, axis=0).repeat(5, axis=1)[:height, :width]
 
 
+def place_of(config: dict[str, Any]) -> int:
+    """The token that stands for a picture in a prompt."""
+    return TOKEN_IDS["<|image|>"] if config["model_type"] == "llama4" else image_token_of(config)
+
+
+def image_token_of(config: dict[str, Any]) -> int:
+    """The token in whose place features stand."""
+    return int(config.get("image_token_id") or config["image_token_index"])
+
+
 def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarray]]:
     """The tokens of a prompt, with one for each picture, and the pictures."""
     case = tiny_models.CASES[name]
@@ -68,7 +102,7 @@ def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarr
     for place, part in enumerate(PROMPTS[slot]):
         if isinstance(part, tuple):
             pictures.append(picture(name, slot, place, part))
-            tokens.append(case.config["image_token_id"])
+            tokens.append(place_of(case.config))
         else:
             raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
             tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()

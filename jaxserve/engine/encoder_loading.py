@@ -10,6 +10,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.encoder_runner import EncoderRunner
+from jaxserve.execution.mixing_encoder import MixingEncoder
+from jaxserve.images.area import most_features
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
@@ -19,6 +21,7 @@ from jaxserve.models.vision.files import EncoderFiles
 log = logging.getLogger(__name__)
 
 PICTURES = 2  # largest pictures whose features have room at a time
+TILES = 4  # of a picture that go through the encoder together
 
 
 def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
@@ -40,8 +43,16 @@ def load_encoder(config: EngineConfig, plan: ModelPlan) -> EncoderRunner | None:
     patches = max(processor.most_pixels // shape.patch_shape[-1] ** 2, shape.joined)
     patches = min(patches, plan.longest * shape.joined)
     rows = PICTURES * -(-patches // shape.joined)
+    fewest = 1
+    if processor.tile is not None:
+        fewest = (processor.tile // shape.patch_shape[-1]) ** 2 + shape.further
+        patches = min(TILES, processor.most_tiles) * fewest
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
-    return EncoderRunner(encoder, params, plan.mesh, most_patches=patches, rows=rows)
+    if not shape.newline:
+        return EncoderRunner(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows)
+    tiles = processor.most_tiles
+    rows = PICTURES * min(most_features(shape.table, vision.tokens.most_tiles, tiles - 1), plan.longest)
+    return MixingEncoder(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows, tiles=tiles)
 
 
 def encoder_of(plan: ModelPlan) -> ImageEncoder:

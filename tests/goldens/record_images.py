@@ -5,6 +5,7 @@ Needs torch; see README.md beside this file.
 
 import argparse
 import inspect
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, Llama4Processor, LlavaOnevisionProcessor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -26,15 +27,17 @@ import tiny_models  # noqa: E402
 TOKENS = NEW_TOKENS // 2
 
 
-def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torch.Tensor:
+def expanded(tokens: list[int], place: int, runs: list[list[int]]) -> torch.Tensor:
     """The prompt with the tokens of each picture in the place of one."""
     left = iter(runs)
-    out = [one for token in tokens for one in (next(left) if token == image_token else [token])]
+    out = [one for token in tokens for one in (next(left) if token == place else [token])]
     return torch.tensor(out)[None]
 
 
 def options_of(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own processor of text and pictures adds to the settings."""
+    if config["model_type"] == "internvl":
+        return {"crop_to_patches": True}
     if "spatial_merge_size" not in config:
         return {}
     square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
@@ -43,13 +46,40 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
 
 def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
     """The tokens of each picture: of Qwen as many as there are features; of Pixtral there is one more behind each row,
-    and another one at the end."""
-    token = config["image_token_id"]
+    and another one at the end; of InternVL there is one before and one behind the features of all tiles; of Llama 4
+    there are several around each tile; of LLaVA-OneVision as many as there are features."""
+    if config["model_type"] == "llama4":
+        return [tiles_of(*shape, config) for shape in torch.as_tensor(inputs.pop("aspect_ratios")).tolist()]
+    token = picture_prompts.image_token_of(config)
+    if config["model_type"] == "llava_onevision":
+        sizes = torch.as_tensor(inputs["image_sizes"]).tolist()
+        return [[token] * features_of(height, width, processor, config) for height, width in sizes]
+    if config["model_type"] == "internvl":
+        tiles = torch.as_tensor(inputs.pop("num_patches")).tolist()
+        return [[token + 1] + [token] * (config["image_seq_length"] * n) + [token + 2] for n in tiles]
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
     square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
     sizes = (torch.as_tensor(inputs["image_sizes"]) // square).tolist()
     return [(([token] * columns + [token + 1]) * rows)[:-1] + [token + 2] for rows, columns in sizes]
+
+
+def features_of(height: int, width: int, processor: Any, config: dict[str, Any]) -> int:
+    """The features of a picture of LLaVA-OneVision, by transformers' own function."""
+    counter = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    counter.image_processor = processor
+    counter.num_image_tokens = (config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]) ** 2
+    counter.vision_aspect_ratio = config["vision_aspect_ratio"]
+    return counter._get_number_of_features(height, width, processor.size["height"], processor.size["width"])
+
+
+def tiles_of(rows: int, columns: int, config: dict[str, Any]) -> list[int]:
+    """The tokens of a picture of Llama 4, by transformers' own function."""
+    vision = config["vision_config"]
+    features = round((vision["image_size"] // vision["patch_size"] * vision.get("pixel_shuffle_ratio", 0.5)) ** 2)
+    text = Llama4Processor._prompt_split_image(None, (rows, columns), features)
+    ids = picture_prompts.TOKEN_IDS | {"<|patch|>": config["image_token_index"]}
+    return [ids[one] for one in re.findall(r"<\|\w+\|>", text)]
 
 
 @torch.inference_mode()
@@ -76,7 +106,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     picture_prompts.build(name, folder)
     model = load(folder)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    image_token = case.config["image_token_id"]
+    image_token = picture_prompts.image_token_of(case.config)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):
         for seed in range(SEEDS):
@@ -85,8 +115,9 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
             inputs = dict(processor(opened, return_tensors="pt", **options_of(case.config)))
             runs = runs_of(inputs, processor, case.config)
             counts = [run.count(image_token) for run in runs]
-            ids = expanded(tokens, image_token, runs)
-            model.model.rope_deltas = None
+            ids = expanded(tokens, picture_prompts.place_of(case.config), runs)
+            if hasattr(model, "model"):
+                model.model.rope_deltas = None
             logits, answer, logprobs, margin = greedy(model, ids, inputs, image_token)
             if margin > SMALLEST_MARGIN and not {*answer.tolist()} & {*case.eos_token_ids, image_token}:
                 break

@@ -27,6 +27,9 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.internvl import eyes_internvl
+from jaxserve.models.vision.llama4 import eyes_llama4
+from jaxserve.models.vision.llava import eyes_onevision
 from jaxserve.models.vision.pixtral import eyes_mistral3
 
 log = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ LAYOUTS = (
 )
 OF_ENCODERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vit_large_projector.",
-    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
+    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.", "image_newline",
 )  # fmt: skip
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
@@ -255,6 +258,7 @@ FAMILIES = (
         {"llama4_text": Text(LLAMA4.read_config)},
         LLAMA4.names,
         by_text(False),
+        sees=eyes_llama4,
     ),
     family_within(
         "internvl",
@@ -267,6 +271,15 @@ FAMILIES = (
         },
         QWEN3_MOE.names,
         by_text(False),
+        sees=eyes_internvl,
+    ),
+    family_within(
+        "llava onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        {"qwen2": Text(QWEN2_FAMILY.read_config, QWEN2)},
+        QWEN2_FAMILY.names,
+        by_either,
+        sees=eyes_onevision,
     ),
     family_within(
         "kimi k2.5",

@@ -8,11 +8,13 @@ from functools import partial
 from math import isqrt
 from typing import Any, cast
 
+import numpy as np
+
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.sources import Names, Source, whole
 from jaxserve.models.vision.encoder import ImageEncoder
-from jaxserve.models.vision.spec import Gated, Joined, Normed, Step
+from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Step
 from jaxserve.models.weights import layer_sources, norm_sources
 
 
@@ -22,7 +24,8 @@ class EncoderFiles(Checkpoint):
 
     Attributes:
       names: role -> name of a tensor. Beside those of layers these are "patch", "table", "before" and the names of the
-        projector's steps; behind those of taps "{i}" is the tap's number.
+        projector's steps; behind those of taps "{i}" is the tap's number. "class_token", "newline",
+        "attention_scale" and "mlp_scale" are tensors themselves.
     """
 
     names: Names = ()  # type: ignore[assignment]
@@ -48,21 +51,34 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
     def add(sources: dict[str, list[Source]], prefix: str = "", layer: int | None = None) -> None:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
 
-    # In files it is a convolution whose steps are as large as its window.
-    shape = hidden, *config.patch_shape
+    # In files it usually is a convolution whose steps are as large as its window.
+    shape = (hidden, config.patch) if config.patch_matrix else (hidden, *config.patch_shape)
     add({"patch/kernel": [Source("patch.weight", shape, whole, take=lambda t: t.reshape(hidden, -1))]})
     if config.patch_bias:
         add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
     if config.table is not None:
-        add({"table": [Source("table.weight", (config.table**2, hidden), whole)]})
+        add({"table": [_table(config)]})
+    if config.class_token is not None:
+        axes = (1, 1) if config.class_token == "first" else ()
+        add({"class_token": [Source("class_token", (*axes, hidden), whole, take=lambda t: t.reshape(hidden))]})
     if config.before is not None:
         add(norm_sources("before", config.before, hidden))
+    if config.newline:
+        add({"newline": [Source("newline", (config.out_size,), whole)]})
     for i, layer in enumerate(config.layers):
         add(layer_sources(cast(Any, encoder), layer, names), f"layers_{i}/", i)
     add(_projector(config.projector), "projector/")
     for i, tap in enumerate(config.taps):
         add(_projector(tap.steps), f"taps_{i}/", i)
     return pieces
+
+
+def _table(config: EncoderConfig) -> Source:
+    """The table of positions, whose last entry is that of the class token, if there is one."""
+    shape = config.entries, config.hidden_size
+    if config.class_token == "first":
+        return Source("table.weight", (1, *shape), whole, take=lambda t: np.roll(t[0], -1, axis=0))
+    return Source("table.weight", shape, whole)
 
 
 def _in_order(count: int, matrix: Any) -> Any:

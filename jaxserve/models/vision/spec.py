@@ -73,11 +73,15 @@ class Tap:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How the encoder reads the numbers of pixels, 0 to 255: (x * factor - mean) / std, for each colour."""
+    """How the encoder reads the numbers of pixels, 0 to 255: (x * factor - mean) / std, for each colour.
+
+    rounds: each step's result is rounded to bfloat16.
+    """
 
     factor: float = 1 / 255
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    rounds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +92,28 @@ class EncoderConfig:
       patch_shape: colours, frames where a patch has several, height and width of a patch.
       scaling: of these numbers.
       patch_bias: whether their projection to `hidden_size` channels has a bias.
+      patch_matrix: files have this projection as a matrix, not as a convolution.
       layers: as those of a decoder. A patch attends over all patches of its picture.
       windowed: the layers, by index, in which a patch attends over those of its window only.
       window: side of a window in patches.
       rope_theta: base of the angles by which queries and keys turn: one half of a head's pairs of channels by the
         patch's row, the other half by its column. None: they do not turn.
       columns_between: the frequencies of columns lie between those of rows; else they are the same.
+      columns_first: the first half of the pairs turns by the column.
+      interleaved: as in `RopeConfig`.
       table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
         is none.
       interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
         of the picture are those of the table.
+      class_token: each frame has a row more, of a learned vector, which all of its patches see and which has no
+        feature. The table has an entry more, for this row, which files have before the others or behind them. None:
+        there is no such row.
       before: the norm of patches before the first layer; None: there is none.
       table_last: position vectors are added behind this norm, not before it.
       side: side of the square of patches that become one embedding. They follow each other.
       projector: from the last layer's result to embeddings.
       taps: further features.
+      newline: features of a picture's tiles are put together, with a learned vector behind each row (`images.area`).
       out_size: channels of an embedding, the language model's hidden size.
     """
 
@@ -110,24 +121,39 @@ class EncoderConfig:
     patch_shape: tuple[int, ...]
     scaling: Scaling = Scaling()
     patch_bias: bool = False
+    patch_matrix: bool = False
     layers: tuple[LayerSpec, ...]
     windowed: tuple[int, ...] = ()
     window: int = 0
     rope_theta: float | None = None
     columns_between: bool = False
+    columns_first: bool = False
+    interleaved: bool = False
     table: int | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    class_token: Literal["first", "last"] | None = None
     before: NormSpec | None = None
     table_last: bool = False
     side: int
     projector: tuple[Step, ...]
     taps: tuple[Tap, ...] = ()
+    newline: bool = False
     out_size: int
 
     @cached_property
     def ropes(self) -> Mapping[str, RopeConfig]:
-        """As in `ModelConfig`: the order of channels in files is that of the operations."""
-        return {"default": RopeConfig()}
+        """As in `ModelConfig`, for the order of channels in files."""
+        return {"default": RopeConfig(interleaved=self.interleaved)}
+
+    @property
+    def entries(self) -> int:
+        """Rows of the table of positions."""
+        return (self.table or 0) ** 2 + (self.class_token is not None)
+
+    @property
+    def further(self) -> int:
+        """Rows of a frame behind its patches: a square of them, of which the first is that of the class token."""
+        return 0 if self.class_token is None else self.joined
 
     @property
     def corners(self) -> int:
