@@ -54,6 +54,11 @@ def why_blind(config: EngineConfig) -> str | None:
 
 
 def named_in(files: Checkpoint, names: Names) -> Names:
-    """The names that the encoder's tensors have in these files: transformers 5 writes "model." before them."""
-    longer = {role: f"model.{name}" for role, name in names.items()}
-    return longer if longer["patch.weight"] in files.tensors else names
+    """The names that the encoder's tensors have in these files: transformers 5 writes "model." before them. Before, it
+    wrote "vision_model." within some towers."""
+    for begin in ("", "model."):
+        for tower in ("vision_tower.", "vision_tower.vision_model."):
+            found = {role: begin + name.replace("vision_tower.", tower, 1) for role, name in names.items()}
+            if found["patch.weight"] in files.tensors:
+                return found
+    return names

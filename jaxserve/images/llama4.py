@@ -38,7 +38,7 @@ class Llama4Tiles:
             target = min(max(size[0], tile), canvas[0]), min(max(size[1], tile), canvas[1])
         height, width = within(size, target)
         filled = np.zeros((*canvas, 3), np.uint8)
-        filled[:height, :width] = picture.resize((width, height), self._resample)
+        filled[:height, :width] = np.asarray(picture.resize((width, height), self._resample))
         rows, columns = canvas[0] // tile, canvas[1] // tile
         tiles = filled.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
         if len(tiles) > 1:

@@ -9,6 +9,7 @@ import pytest
 from engines import generate, make_engine, request
 from picture_prompts import PROCESSORS, PROMPTS, TOKEN_IDS, build, prompt_of
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 from simulation import PICTURE, TOKENS_PER_CALL, Simulation
 from tiny_models import fingerprint
 
@@ -55,7 +56,19 @@ def test_tokens_and_logprobs(case, tmp_path):
     assert 0 < sum(engine.stats().step_seconds["encoder"].counts) <= frames  # several go through it together
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
-        assert engine.stats().images_encoded <= encoded + 1  # the first prompt fills no page; its rows went to others
+        # The last page of the first two prompts has a part of a picture, whose rows may have gone to others.
+        assert engine.stats().images_encoded <= encoded + 2
+
+
+def test_names_before_transformers_5(tmp_path):
+    """Published files of SigLIP's towers have a longer name than transformers 5 writes."""
+    case = "llava_onevision_tied"
+    folder = build(case, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    longer = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
+    assert longer.keys() != tensors.keys()
+    save_file(longer, folder / "model.safetensors")
+    check(make_engine(folder, tokens=24), case, np.load(GOLDENS / f"{case}.npz"), "renamed")
 
 
 def test_padding_has_no_part_in_pictures():
@@ -79,9 +92,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_with_other_features(name, tmp_path):
-    case = "qwen3_vl_wide"
+TILED = [
+    ("internvl_qwen3_moe", "two devices"),
+    ("internvl_qwen2", "preempted"),
+    ("llama4_seeing", "two devices"),
+    ("llava_onevision_tied", "two devices"),
+    ("llava_onevision_tied", "no prefix cache"),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), [*(("qwen3_vl_wide", name) for name in OPTIONS), *TILED])
+def test_with_other_features(case, name, tmp_path):
     golden = np.load(GOLDENS / f"{case}.npz")
     engine = make_engine(build(case, tmp_path / "model"), tokens=24, **OPTIONS[name])
     check(engine, case, golden, "first")

@@ -73,6 +73,14 @@ def features_of(height: int, width: int, processor: Any, config: dict[str, Any])
     return counter._get_number_of_features(height, width, processor.size["height"], processor.size["width"])
 
 
+def resized(pictures: torch.Tensor, size: Any, resample: Any) -> torch.Tensor:
+    """Pictures [pictures, colours, height, width] of another size, by Pillow. transformers resizes those of Llama 4
+    with torchvision, whose results differ in some numbers by a step or two of 255."""
+    shape = size.width, size.height
+    made = [Image.fromarray(one.permute(1, 2, 0).numpy()).resize(shape, resample) for one in pictures]
+    return torch.from_numpy(np.stack([np.asarray(one) for one in made])).permute(0, 3, 1, 2)
+
+
 def tiles_of(rows: int, columns: int, config: dict[str, Any]) -> list[int]:
     """The tokens of a picture of Llama 4, by transformers' own function."""
     vision = config["vision_config"]
@@ -106,6 +114,8 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     picture_prompts.build(name, folder)
     model = load(folder)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if case.config["model_type"] == "llama4":
+        processor.resize = resized
     image_token = picture_prompts.image_token_of(case.config)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):
@@ -113,6 +123,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
             tokens, pictures = picture_prompts.prompt_of(name, slot, seed)
             opened = [Image.fromarray(one) for one in pictures]
             inputs = dict(processor(opened, return_tensors="pt", **options_of(case.config)))
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
             runs = runs_of(inputs, processor, case.config)
             counts = [run.count(image_token) for run in runs]
             ids = expanded(tokens, picture_prompts.place_of(case.config), runs)
