@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Iterable, Iterator, Sized
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -241,6 +241,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class Area(NamedTuple):
+    """Which features of a picture's tiles show the picture, see `images.area`.
+
+    across: tiles of a row.
+    top, left, height, width: the part of the grid of all features that is no padding.
+    rows, columns: features into which these are mixed.
+    """
+
+    across: int
+    top: int
+    left: int
+    height: int
+    width: int
+    rows: int
+    columns: int
+
+
 class ImageTokens(msgspec.Struct, frozen=True):
     """How the tokens of a model's pictures are found and numbered.
 
@@ -249,7 +266,10 @@ class ImageTokens(msgspec.Struct, frozen=True):
       patch: side of a patch in pixels.
       side: side of the square of patches that become one feature.
       has_three_positions: see `scheduling.image_prompts`; False: tokens of pictures are numbered as text is.
-      row_end, end: texts of the tokens behind each row of a picture, and behind the last one; "": there are none.
+      layout: which tokens stand around them, see `images.layouts`.
+      texts: role in this layout -> text of a token. "place" is the one that stands for a picture in a prompt, where it
+        is not `token`.
+      most_tiles: about so many tiles have as many features as a picture's area at most, see `Area`; 0: there are none.
       placeholder: the id of the token that stands for a picture in the prompts of chat templates; None: `token`.
       around: ids of the tokens before and behind a picture's; (): there are none.
       newlines: so many stand before and behind these.
@@ -261,8 +281,9 @@ class ImageTokens(msgspec.Struct, frozen=True):
     patch: int
     side: int
     has_three_positions: bool = False
-    row_end: str = ""
-    end: str = ""
+    layout: str = "plain"
+    texts: dict[str, str] = {}
+    most_tiles: int = 0
     placeholder: int | None = None
     around: tuple[int, ...] = ()
     newlines: int = 0
@@ -279,6 +300,7 @@ class Image(msgspec.Struct, frozen=True):
       grid: frames, rows and columns of its patches.
       patches: uint8 [patches, numbers of a patch], as the model's processing makes them before they are scaled.
       digest: identifies the picture's contents and its processing, 32 bytes.
+      area: for models that have such.
     """
 
     first: int
@@ -286,6 +308,7 @@ class Image(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
     patches: bytes
     digest: bytes
+    area: Area | None = None
 
     @property
     def num_patches(self) -> int:

@@ -21,8 +21,18 @@ _PIXTRAL = {
 }  # fmt: skip
 _INTERN = {
     "model_type": "internvl_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4],
+    "num_attention_heads": 2, "image_size": [16, 16], "patch_size": [4, 4],
 }  # fmt: skip
+_LLAMA4 = {
+    "model_type": "llama4_vision_model", "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projector_input_dim": 24, "projector_output_dim": 24,
+    "vision_output_dim": 24,
+}  # fmt: skip
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
+PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32], [48, 32], [16, 48], [48, 48]]
 
 _SIGLIP = {
     "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -289,7 +299,59 @@ IMAGE_CASES: dict[str, DenseCase] = {
             num_experts_per_tok=3, sliding_window=None, use_sliding_window=False,
             rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
         ),
-        _INTERN, image_token_id=505, image_seq_length=4,
+        _INTERN | {
+            "num_hidden_layers": 2, "hidden_size": 24, "norm_type": "rms_norm", "use_qk_norm": True,
+            "attention_bias": True, "use_mean_pooling": False, "image_size": 16, "patch_size": 2, "hidden_act": "silu",
+        },
+        image_token_id=505, image_seq_length=4, downsample_ratio=0.25, projector_hidden_act="relu",
+    ),
+    "llama4_seeing": seeing(
+        "Llama4ForConditionalGeneration", "llama4",
+        dense(
+            "", "llama4_text", **_SHARED, modern=False, hidden=96, layers=4, head_dim=16, num_local_experts=4,
+            num_experts_per_tok=1, intermediate_size=80, intermediate_size_mlp=120, interleave_moe_layer_step=2,
+            no_rope_layers=[1, 1, 0, 1], attention_chunk_size=24, floor_scale=24, attn_scale=0.2, use_qk_norm=True,
+            attn_temperature_tuning=True, rope_theta=7000.0, rope_scaling=None, tie_word_embeddings=False,
+        ),
+        _LLAMA4 | {"rope_theta": 100.0, "norm_eps": 1e-3, "hidden_act": "silu", "vision_feature_layer": -1},
+        image_token_index=505, boi_token_index=507, eoi_token_index=508,
+    ),
+    "llama4_seeing_saved": seeing(
+        "Llama4ForConditionalGeneration", "llama4",
+        dense(
+            "", "llama4_text", **_SHARED, layers=2, head_dim=24, num_local_experts=3, num_experts_per_tok=2,
+            intermediate_size=80, intermediate_size_mlp=120, moe_layers=[0], no_rope_layers=[0, 1],
+            attention_chunk_size=512, floor_scale=8, attn_scale=0.3, use_qk_norm=False, attn_temperature_tuning=True,
+            tie_word_embeddings=False, rope_parameters={"rope_theta": 7000.0, "rope_type": "default"},
+        ),
+        _LLAMA4 | {
+            "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 384, "patch_size": 2,
+            "pixel_shuffle_ratio": 0.25, "rope_parameters": {"rope_theta": 50.0, "rope_type": "default"},
+        },
+        image_token_index=505, boi_token_index=507, eoi_token_index=508,
+    ),
+    "llava_onevision_tied": seeing(
+        "LlavaOnevisionForConditionalGeneration", "llava_onevision",
+        dense(
+            "", "qwen2", **_SHARED, modern=False, hidden=96, layers=3, tie_word_embeddings=True, rope_theta=7000.0,
+            use_sliding_window=True, sliding_window=19, max_window_layers=1, rope_scaling=None,
+        ),
+        _SIGLIP, image_token_index=505, video_token_index=506, image_grid_pinpoints=PINPOINTS,
+        vision_aspect_ratio="anyres_max_2", vision_feature_layer=-1, vision_feature_select_strategy="full",
+        projector_hidden_act="gelu", use_image_newline_parameter=True,
+    ),
+    "llava_onevision_saved": seeing(
+        "LlavaOnevisionForConditionalGeneration", "llava_onevision",
+        dense(
+            "", "qwen2", **_SHARED, layers=2, tie_word_embeddings=False, sliding_window=None, use_sliding_window=False,
+            layer_types=["full_attention"] * 2, rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _SIGLIP | {
+            "num_hidden_layers": 3, "hidden_size": 24, "patch_size": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-3,
+        },
+        image_token_index=505, video_token_index=506, image_grid_pinpoints=PINPOINTS[:4],
+        vision_aspect_ratio="anyres_max_9", vision_feature_layer=-2, projector_hidden_act="relu",
+        multimodal_projector_bias=False,
     ),
     "lighton_ocr_tied": seeing(
         "LightOnOcrForConditionalGeneration", "lighton_ocr",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import tiny_models
+from image_models import PINPOINTS
 
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
@@ -28,6 +29,17 @@ GEMMA4 = {
     "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70,
     "do_rescale": True, "do_normalize": False, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
     "resample": 3, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0],
+}  # fmt: skip
+# Twice the pixels of a tile, or more, are split into up to seven.
+TILES = {
+    "image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16}, "crop_to_patches": False,
+    "min_patches": 1, "max_patches": 6, "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 3,
+}  # fmt: skip
+LLAMA4 = TILES | {"image_processor_type": "Llama4ImageProcessorFast", "resample": 2, "resize_to_max_canvas": False}
+ONEVISION = TILES | {
+    "image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": PINPOINTS, "do_pad": True,
 }  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -57,8 +69,20 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     | {"pooling_kernel_size": 2, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]},
     "gemma4_unified_wide": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
     "gemma4_unified_older": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor", "pooling_kernel_size": 2},
+    "internvl_qwen2": TILES,
+    "internvl_qwen3_moe": TILES,
+    "llava_onevision_tied": ONEVISION,
+    "llava_onevision_saved": ONEVISION | {"image_grid_pinpoints": PINPOINTS[:4]},
+    "llama4_seeing": LLAMA4,
+    "llama4_seeing_saved": LLAMA4 | {"resize_to_max_canvas": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
 }
-NEWLINES = {"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509}  # ids of tokens, as Gemma 3's tokenizer has such
+# Of tokens around features; those for features are 505. Gemma 3's tokenizer has a token for any number of newlines.
+TOKEN_IDS = {
+    **{"[IMG_BREAK]": 506, "[IMG_END]": 507, "<img>": 506, "</img>": 507},
+    **{"<|image|>": 506, "<|image_start|>": 507, "<|image_end|>": 508},
+    **{"<|tile_x_separator|>": 509, "<|tile_y_separator|>": 510},
+    **{"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509},
+}
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
     (5, (16, 24), 4),
@@ -74,7 +98,7 @@ def build(name: str, folder: Path) -> Path:
     return folder
 
 
-def image_token(config: dict[str, Any]) -> int:
+def image_token_of(config: dict[str, Any]) -> int:
     """The token that stands for pictures."""
     return next(config[key] for key in ("image_token_id", "image_token_index") if key in config)
 
@@ -87,9 +111,11 @@ def picture(name: str, slot: int, place: int, size: tuple[int, int]) -> np.ndarr
     return squares.repeat(5, axis=0).repeat(5, axis=1)[:height, :width]
 
 
-def placeholder_of(config: dict[str, Any]) -> int:
-    """The token that stands for a picture in the prompts of chat templates."""
-    return config["boi_token_index"] if config["model_type"] == "gemma3" else image_token(config)
+def place_of(config: dict[str, Any]) -> int:
+    """The token that stands for a picture in a prompt."""
+    if config["model_type"] == "gemma3":
+        return config["boi_token_index"]
+    return TOKEN_IDS["<|image|>"] if config["model_type"] == "llama4" else image_token_of(config)
 
 
 def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarray]]:
@@ -102,7 +128,7 @@ def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarr
     for place, part in enumerate(PROMPTS[slot]):
         if isinstance(part, tuple):
             pictures.append(picture(name, slot, place, part))
-            tokens.append(placeholder_of(case.config))
+            tokens.append(place_of(case.config))
         else:
             raw = tiny_models.stream(name, "text", slot, place, seed).random_raw(part)
             tokens += (low + raw % np.uint64(high - low)).astype(int).tolist()

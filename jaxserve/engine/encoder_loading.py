@@ -11,6 +11,8 @@ from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.memory import max_batched_tokens
+from jaxserve.execution.mixing_encoder import MixingEncoder
+from jaxserve.images.area import most_features
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
@@ -21,6 +23,7 @@ from jaxserve.pallas_kernels.ops import Ops
 log = logging.getLogger(__name__)
 
 PICTURES = 2  # largest pictures whose features have room at a time
+TILES = 4  # of a picture that go through the encoder together
 
 
 def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunner | None:
@@ -38,10 +41,20 @@ def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunn
         files = EncoderFiles.of(opened, named_in(opened, vision))
     own = replace(config, quantization="auto")
     params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
+    processor = ImageProcessor.of(plan.folder, vision.tokens)
+    assert processor is not None  # `with_eyes` has seen it
     patches = most_patches(plan)
     rows = PICTURES * -(-patches // shape.joined)
+    fewest = 1
+    if processor.tile is not None:
+        fewest = (processor.tile // shape.patch_shape[-1]) ** 2 + shape.further
+        patches = min(TILES, processor.most_tiles) * fewest
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
-    return EncoderRunner(encoder, params, plan.mesh, most_patches=patches, rows=rows)
+    if not shape.newline:
+        return EncoderRunner(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows)
+    tiles = processor.most_tiles
+    rows = PICTURES * min(most_features(shape.table, vision.tokens.most_tiles, tiles - 1), plan.longest)
+    return MixingEncoder(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows, tiles=tiles)
 
 
 def most_patches(plan: ModelPlan) -> int:

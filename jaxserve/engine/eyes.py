@@ -12,7 +12,7 @@ from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.families import begun
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.vision.spec import Scaling, VisionConfig
+from jaxserve.models.vision.spec import VisionConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
         log.info("pictures are not read: %s", reason)
         return replace(model, vision=None)
     factor, mean, std = processor.scaling()
-    encoder = replace(vision.encoder, scaling=Scaling(factor=factor, mean=mean, std=std))
+    scaling = replace(vision.encoder.scaling, factor=factor, mean=mean, std=std)
+    encoder = replace(vision.encoder, scaling=scaling)
     return replace(model, vision=replace(vision, encoder=encoder))
 
 

@@ -16,30 +16,31 @@ from jax.stages import Compiled
 
 from jaxserve.devices.command_buffers import compiler_options
 from jaxserve.devices.mesh import replicated
-from jaxserve.execution.image_packing import Picture, pack
+from jaxserve.execution.image_packing import Frame, pack
 from jaxserve.execution.memory import Needs
 from jaxserve.models.vision.encoder import ImageEncoder, Patches, encode
 from jaxserve.scheduling.image_prompts import EncoderJob
 
-FEWEST = 256  # patches of the smallest program
-GROWTH = 4  # how many times as many patches the next program takes
+FEWEST = 256  # rows of patches of the smallest program
+GROWTH = 4  # how many times as many the next program takes
 
 
 class EncoderRunner:
     """Computes features of pictures and writes them to rows of an array of the runner's slots.
 
     Attributes:
-      sizes: the numbers of patches for which there are programs, in ascending order.
+      sizes: the numbers of rows of patches for which there are programs, in ascending order.
       rows: of the array of features.
       on_done: called in a thread with the seconds from a call of the encoder to its results.
     """
 
-    def __init__(self, encoder: ImageEncoder, params: Any, mesh: Mesh, *, most_patches: int, rows: int):
+    def __init__(self, encoder: ImageEncoder, params: Any, mesh: Mesh, *, fewest: int, most: int, rows: int):
+        """`fewest`, `most`: rows of the frames that go through the smallest program, and through the largest."""
         self.encoder = encoder
         self.mesh = mesh
         self.params = params
         self.rows = rows
-        self.sizes = list(sizes_for(most_patches, encoder.config.joined))
+        self.sizes = list(sizes_for(fewest, most, encoder.config.joined))
         self.compile_seconds = 0.0
         self.on_done: Callable[[float], None] = lambda seconds: None
         self._waiter = ThreadPoolExecutor(1, "encoder")
@@ -48,6 +49,16 @@ class EncoderRunner:
     @property
     def rows_shape(self) -> tuple[int, int]:
         return self.rows, self.encoder.config.width
+
+    @property
+    def written_shape(self) -> tuple[int, int]:
+        """Of the array to which the programs write features."""
+        return self.rows_shape
+
+    @property
+    def programs(self) -> list[int]:
+        """Each by its number of rows."""
+        return self.sizes
 
     @property
     def weight_bytes(self) -> int:
@@ -61,16 +72,16 @@ class EncoderRunner:
 
     def compile(self) -> None:
         """Compiles the programs."""
-        for size in self.sizes:
+        for size in self.programs:
             self._get(size)
 
     def encode(self, images: jax.Array, jobs: Sequence[EncoderJob]) -> jax.Array:
         """Computes the features of pictures and writes them to their rows of `images`, which is donated. Returns the
         new array at once; the devices may still be computing it."""
         for some in self._batches(jobs):
-            count = sum(len(one.patches) for one in some)
+            count = sum(map(self._rows, some))
             size = next(size for size in self.sizes if size >= count)
-            patches, targets = pack(self.encoder.config, some, size, self.rows)
+            patches, targets = pack(self.encoder.config, some, size, self.written_shape[0])
             start = time.perf_counter()
             images, done = self._get(size)(self.params, images, patches, targets, np.int32(count))
             self._waiter.submit(self._wait, done, start)
@@ -80,19 +91,20 @@ class EncoderRunner:
         done.block_until_ready()
         self.on_done(time.perf_counter() - start)
 
-    def _batches(self, jobs: Sequence[EncoderJob]) -> Iterator[list[Picture]]:
-        """Pictures that go together through the largest program, or a smaller one."""
-        batch: list[Picture] = []
+    def _rows(self, frame: Frame) -> int:
+        return len(frame.patches) + self.encoder.config.further
+
+    def _batches(self, jobs: Sequence[EncoderJob]) -> Iterator[list[Frame]]:
+        """Frames that go together through the largest program, or a smaller one."""
+        batch: list[Frame] = []
         count = 0
-        for job in jobs:
-            image = job.image
-            if batch and count + image.num_patches > self.sizes[-1]:
+        for frame in (frame for job in jobs for frame in frames_of(job)):
+            if batch and count + self._rows(frame) > self.sizes[-1]:
                 yield batch
                 batch = []
                 count = 0
-            values = np.frombuffer(image.patches, np.uint8).reshape(image.num_patches, -1)
-            batch.append(Picture(values, image.grid, job.rows))
-            count += image.num_patches
+            batch.append(frame)
+            count += self._rows(frame)
         if batch:
             yield batch
 
@@ -118,19 +130,28 @@ class EncoderRunner:
             return images.at[targets].set(features.astype(images.dtype), mode="drop"), features[0, 0]
 
         program.__name__ = f"encode_{size}"
-        patches, targets = pack(encoder.config, [], size, self.rows)
-        images = jax.ShapeDtypeStruct(self.rows_shape, encoder.dtype, sharding=everywhere)
+        patches, targets = pack(encoder.config, [], size, self.written_shape[0])
+        images = jax.ShapeDtypeStruct(self.written_shape, encoder.dtype, sharding=everywhere)
         arguments = jax.tree.map(like, (self.params, images, patches, targets, np.int32(0)))
         precision = "highest" if encoder.dtype == jnp.float32 else "default"
         with jax.default_matmul_precision(precision), jax.set_mesh(self.mesh):
             return jax.jit(program, donate_argnums=1, out_shardings=everywhere).trace(*arguments).lower()
 
 
-def sizes_for(most_patches: int, joined: int) -> Iterator[int]:
-    """The numbers of patches for which there are programs: up to `most_patches`, and each GROWTH times as many as the
-    one before. They are multiples of `joined`."""
-    size = fewest = max(FEWEST // joined, 1) * joined
-    while size < most_patches:
+def frames_of(job: EncoderJob) -> list[Frame]:
+    count, rows, columns = job.image.grid
+    patches = np.frombuffer(job.image.patches, np.uint8).reshape(count, rows * columns, -1)
+    return [
+        Frame(own, (rows, columns), targets) for own, targets in zip(patches, np.split(job.rows, count), strict=True)
+    ]
+
+
+def sizes_for(fewest: int, most: int, joined: int) -> Iterator[int]:
+    """The numbers of rows for which there are programs, each GROWTH times as many as the one before. They are multiples
+    of `joined`."""
+    step = max(FEWEST // joined, 1) * joined
+    size = -(-fewest // step) * step
+    while size < most:
         yield size
         size = size * GROWTH
-    yield -(-most_patches // fewest) * fewest
+    yield -(-most // step) * step

@@ -15,27 +15,38 @@ PADDING = -1  # the number of the picture of patches that belong to none
 CUBIC = -0.75  # as in PyTorch
 
 
-class Picture(NamedTuple):
-    """A processed picture on its way to the encoder.
+class Frame(NamedTuple):
+    """A frame of a processed picture on its way to the encoder. Frames do not see one another, nor do tiles.
 
-    patches: uint8 [frames * rows * columns, numbers of a patch], squares of `EncoderConfig.side` patches one after
-      the other, and so are the frames.
-    grid: frames, rows and columns.
+    patches: uint8 [rows * columns, numbers of a patch], squares of `EncoderConfig.side` patches one after the other.
+    shape: rows and columns.
     targets: int32 [embeddings], where the features of each embedding are written.
     """
 
     patches: np.ndarray
-    grid: tuple[int, int, int]
+    shape: tuple[int, int]
     targets: np.ndarray
 
 
 class Layout(NamedTuple):
-    """What the encoder is told of each patch of a frame; see `Patches`."""
+    """What the encoder is told of each row of a frame; see `Patches`."""
 
     place: np.ndarray
     window: np.ndarray  # numbers from 0 on
     corner: np.ndarray
     share: np.ndarray
+
+    def with_class_token(self, config: EncoderConfig) -> Layout:
+        """A square more: the row of the class token, whose place is 0 and which has the last entry of the table, then
+        padding. Places of patches then begin with 1."""
+        count = len(self.window)
+        more = (0, config.further)
+        window = np.pad(self.window, more, constant_values=PADDING)
+        window[count] = self.window[-1]
+        corner, share = (np.pad(x, (more, (0, 0))) for x in (self.corner, self.share))
+        corner[count, 0] = config.entries - 1
+        share[count, 0] = 1
+        return Layout(np.pad(self.place + 1, (more, (0, 0))), window, corner, share)
 
 
 @lru_cache(maxsize=256)
@@ -60,7 +71,8 @@ def layout_of(config: EncoderConfig, rows: int, columns: int) -> Layout:
         column_at, column_share = between(column, columns, config.table)
         corner = (row_at[:, :, None] * config.table + column_at[:, None, :]).reshape(count, -1)
         share = (row_share[:, :, None] * column_share[:, None, :]).reshape(count, -1)
-    return Layout(np.stack([row, column], axis=1), window, corner, share)
+    layout = Layout(np.stack([row, column], axis=1), window, corner, share)
+    return layout if config.class_token is None else layout.with_class_token(config)
 
 
 def _between(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,9 +98,9 @@ def _among(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndar
     return np.clip(floor[:, None].astype(np.int64) + steps, 0, side - 1), share
 
 
-def pack(config: EncoderConfig, pictures: Sequence[Picture], size: int, nowhere: int) -> tuple[Patches, np.ndarray]:
-    """The pictures' patches with padding up to `size`, and where the features of each embedding are written, int32
-    [size / joined]; padding is written to `nowhere`."""
+def pack(config: EncoderConfig, frames: Sequence[Frame], size: int, nowhere: int) -> tuple[Patches, np.ndarray]:
+    """The frames' rows with padding up to `size`, and where the features of each embedding are written, int32
+    [size / joined]; what belongs to no embedding is written to `nowhere`."""
     values = np.zeros((size, config.patch), np.uint8)
     place = np.zeros((size, 2), np.int32)
     picture = np.full(size, PADDING, np.int32)
@@ -97,20 +109,17 @@ def pack(config: EncoderConfig, pictures: Sequence[Picture], size: int, nowhere:
     share = np.zeros((size, config.corners), np.float32)
     targets = np.full(size // config.joined, nowhere, np.int32)
     at = 0
-    number = 0
     windows = 0
-    for one in pictures:
-        frames, rows, columns = one.grid
-        layout = layout_of(config, rows, columns)
-        targets[at // config.joined :][: len(one.targets)] = one.targets
+    for number, one in enumerate(frames):
+        layout = layout_of(config, *one.shape)
         values[at : at + len(one.patches)] = one.patches
-        for _ in range(frames):
-            some = slice(at, at := at + rows * columns)
-            place[some] = layout.place
-            picture[some] = number
-            window[some] = windows + layout.window
-            corner[some] = layout.corner
-            share[some] = layout.share
-            number += 1
-            windows += int(layout.window[-1]) + 1
+        targets[at // config.joined :][: len(one.targets)] = one.targets
+        some = slice(at, at := at + len(layout.window))
+        inside = layout.window >= 0
+        place[some] = layout.place
+        picture[some] = np.where(inside, number, PADDING)
+        window[some] = np.where(inside, windows + layout.window, PADDING)
+        corner[some] = layout.corner
+        share[some] = layout.share
+        windows += int(layout.window.max()) + 1
     return Patches(values, place, picture, window, corner, share), targets

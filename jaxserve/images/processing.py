@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,9 @@ from PIL import Image as PILImage
 
 from jaxserve.checkpoints.mistral_native import is_native, native_image_settings
 from jaxserve.config import ConfigError
-from jaxserve.types import ImageTokens
+from jaxserve.images.area import area_of
+from jaxserve.images.llama4 import Llama4Tiles
+from jaxserve.types import Area, ImageTokens
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +33,25 @@ MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
 SOFT_TOKENS = 280  # of Gemma 4, where the settings do not say
 SOFT_TOKENS_KINDS = 70, 140, 280, 560, 1120  # limits that Gemma 4 knows
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
+# Side in pixels of a tile, and most parts of a picture, where the settings do not say.
+TILES = {"GotOcr2": (384, 12), "Llama4": (336, 16), "LlavaOnevision": (384, 36)}
 
 
 class Processed(NamedTuple):
     """A picture as patches.
 
     patches: uint8 [patches, numbers of a patch].
-    grid: frames, rows and columns.
+    grid: frames, rows and columns. The tiles of a picture are frames.
     digest: of the patches, the grid and how the processor was set, 32 bytes.
+    tiles: rows and columns of the tiles into which a picture was split.
+    area: see `area.area_of`.
     """
 
     patches: np.ndarray
     grid: tuple[int, int, int]
     digest: bytes
+    tiles: tuple[int, int] = (1, 1)
+    area: Area | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +105,25 @@ class ImageProcessor:
         return float(factor), tuple(map(float, mean)), tuple(map(float, std))
 
     @property
+    def tile(self) -> int | None:
+        """Side in pixels of a tile, where pictures are split into such; None: they are not split."""
+        return int(self._size.get("height") or self._usual[0]) if self._splits else None
+
+    @property
+    def most_tiles(self) -> int:
+        """Most tiles of a picture. One of several parts has a tile more, which shows all of it."""
+        return 1 if self._most_parts == 1 and not self._has_areas else self._most_parts + 1
+
+    @property
     def most_pixels(self) -> int:
         """Most pixels of a picture that the encoder sees."""
-        size = self.settings.get("size") or {}
+        if self.tile is not None:
+            return self.tile**2 * self.most_tiles
         if self.kind.fixed:
             return self.kind.fixed**2
         if self._counts_tokens:
             return int(self.settings.get("max_soft_tokens") or SOFT_TOKENS) * self._square**2
+        size = self._size
         if self._limits_edges:
             edge = int(size.get("longest_edge") or LONGEST_EDGE)
             return (-(-edge // self._square) * self._square) ** 2  # filled up to whole squares of patches
@@ -111,7 +131,7 @@ class ImageProcessor:
 
     def why_not(self) -> str | None:
         """Why the encoder cannot see what the settings make of pictures; None: it can."""
-        size = self.settings.get("size") or {}
+        size = self._size
         side = self.kind.fixed
         if side and not (self.settings.get("do_resize", True) and size.get("height") == size.get("width") == side):
             return f"the encoder sees pictures of {side} x {side} pixels, and {self.folder} makes others (size={size})"
@@ -127,17 +147,49 @@ class ImageProcessor:
     @property
     def _limits_edges(self) -> bool:
         """Whether `longest_edge` is what it says, not a number of pixels."""
-        return str(self.settings.get("image_processor_type", "")).startswith("Pixtral")
+        return self._is("Pixtral")
 
     @property
     def _counts_tokens(self) -> bool:
         """Whether the settings limit the tokens of a picture, not its pixels."""
-        return str(self.settings.get("image_processor_type", "")).startswith("Gemma4")
+        return self._is("Gemma4")
 
     @property
     def _counted(self) -> int:
         """How often the settings count a pixel: for each frame of a patch, or once."""
-        return 2 if str(self.settings.get("image_processor_type", "")).startswith(("Glm4v", "Glm46V")) else 1
+        return 2 if self._is("Glm4v") or self._is("Glm46V") else 1
+
+    @property
+    def _size(self) -> Mapping[str, Any]:
+        size = self.settings.get("size")
+        return size if isinstance(size, dict) else {}
+
+    @property
+    def _splits(self) -> bool:
+        return any(map(self._is, TILES))
+
+    @property
+    def _usual(self) -> tuple[int, int]:
+        return next(usual for kind, usual in TILES.items() if self._is(kind))
+
+    @property
+    def _most_parts(self) -> int:
+        if self.settings.get("image_grid_pinpoints"):
+            return max(map(self._parts_of, self.settings["image_grid_pinpoints"]))
+        return max(int(self.settings.get("max_patches") or self._usual[1]), 1)
+
+    @property
+    def _has_areas(self) -> bool:
+        return self.kind.most_tiles > 0
+
+    def _parts_of(self, canvas: Sequence[int]) -> int:
+        """Tiles of a canvas of this height and width."""
+        assert self.tile is not None
+        return int(canvas[0]) // self.tile * (int(canvas[1]) // self.tile)
+
+    def _is(self, kind: str) -> bool:
+        """Whether the settings are those of transformers' processor of this name."""
+        return str(self.settings.get("image_processor_type", "")).startswith(kind)
 
     @property
     def _square(self) -> int:
@@ -146,6 +198,9 @@ class ImageProcessor:
 
     @cached_property
     def _processor(self) -> Any:
+        if self._is("Llama4"):
+            assert self.tile is not None
+            return Llama4Tiles(self.settings, self.tile, self._most_parts)
         from transformers import AutoImageProcessor, Gemma4ImageProcessorPil  # takes a second
 
         if self.settings.get("image_processor_type") == "Gemma4UnifiedImageProcessor":
@@ -169,7 +224,9 @@ class ImageProcessor:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
         if self._pans:
             options["do_pan_and_scan"] = False
-        if most_pixels is not None and self._counts_tokens:
+        if self._splits:
+            options |= self._parts_within(most_pixels)
+        elif most_pixels is not None and self._counts_tokens:
             fitting = [
                 count for count in SOFT_TOKENS_KINDS if count * self._square**2 <= min(most_pixels, self.most_pixels)
             ]
@@ -178,15 +235,44 @@ class ImageProcessor:
             options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
         values = made["pixel_values"].astype(np.uint8)
+        values = values[0] if self._has_areas else values
         if self._counts_tokens:
             columns, rows = map(int, made["image_position_ids"][0].max(axis=0) + 1)
-            patches, grid = _patches_of(_joined(values[0], rows, columns), self.kind)
-        elif self._limits_edges or self.kind.fixed:
-            patches, grid = _patches_of(values[0], self.kind)
+            patches, grid = _patches_of(_joined(values[0], rows, columns)[None], self.kind)
+        elif self._limits_edges or self._splits or self.kind.fixed:
+            patches, grid = _patches_of(values, self.kind)
         else:
             frames, rows, columns = map(int, made["image_grid_thw"][0])
             patches, grid = values, (frames, rows, columns)
-        return Processed(patches, grid, _digest(patches, grid))
+        if self._has_areas:
+            return self._with_area(picture, patches, grid, options)
+        rows, columns = map(int, made["aspect_ratios"][0]) if "aspect_ratios" in made else (1, 1)
+        return Processed(patches, grid, _digest(patches, grid), (rows, columns))
+
+    def _with_area(
+        self, picture: PILImage.Image, patches: np.ndarray, grid: tuple[int, int, int], options: dict[str, Any]
+    ) -> Processed:
+        from transformers.image_processing_utils import select_best_resolution
+
+        size = picture.height, picture.width
+        assert self.tile is not None
+        height, width = select_best_resolution(size, options["image_grid_pinpoints"])
+        tiles = height // self.tile, width // self.tile
+        area = area_of(size, tiles, grid[1], self.kind.most_tiles)
+        return Processed(patches, grid, _digest(patches, (*grid, *area)), tiles, area)
+
+    def _parts_within(self, most_pixels: int | None) -> dict[str, Any]:
+        """The processor's settings for a picture whose tiles have no more than so many pixels."""
+        if self._has_areas:
+            canvases = self._processor.image_grid_pinpoints
+            most = most_pixels or max(height * width for height, width in canvases)
+            small = min(canvases, key=lambda canvas: canvas[0] * canvas[1])
+            return {"image_grid_pinpoints": [x for x in canvases if x[0] * x[1] <= most] or [small]}
+        most = self._most_parts
+        if most_pixels is not None:
+            assert self.tile is not None
+            most = min(most, max(most_pixels // self.tile**2 - 1, 1))
+        return {"crop_to_patches": True, "max_patches": most}  # InternVL's own processor splits, whatever they say
 
     def _size_within(self, most_pixels: int) -> dict[str, int]:
         """The processor's `size` for a picture that has no more than so many pixels."""
@@ -204,12 +290,13 @@ def _is_colour(given: Any) -> bool:
 
 
 def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, and its grid."""
-    colours, height, width = picture.shape
+    """The patches of a picture [frames, colours, height, width] in the order of `image_packing.Frame`, and its grid."""
+    frames, colours, height, width = picture.shape
     square = kind.patch * kind.side
-    squares = colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
-    patches = picture.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, colours * kind.patch**2)
-    return patches, (1, height // kind.patch, width // kind.patch)
+    picture = picture[:, :, : height // square * square, : width // square * square]  # as convolutions do
+    squares = frames, colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
+    patches = picture.reshape(squares).transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, colours * kind.patch**2)
+    return patches, (frames, height // kind.patch, width // kind.patch)
 
 
 def _joined(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:

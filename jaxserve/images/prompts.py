@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxserve.images.layouts import tokens_of
 from jaxserve.images.processing import Processed
 from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
@@ -16,15 +17,17 @@ def with_images(
     kind: ImageTokens,
     token_of: Callable[[str], int],
 ) -> tuple[list[int], list[Image]]:
-    """The prompt, with the tokens of each picture in the place of one, and the pictures at their places. `prompt` has
-    one token for each picture. `token_of`: the id of a text that is one token.
+    """The prompt, with the tokens of each picture (`layouts`) in the place of one, and the pictures at their places.
+    `prompt` has one token for each picture. `token_of`: the id of a text that is one token.
 
     Raises InvalidRequestError if the prompt has more or fewer tokens for pictures.
     """
-    placeholder = kind.token if kind.placeholder is None else kind.placeholder
-    if (count := sum(token == placeholder for token in prompt)) != len(pictures):
+    place = kind.token if kind.placeholder is None else kind.placeholder
+    if "place" in kind.texts:
+        place = token_of(kind.texts["place"])
+    if (count := sum(token == place for token in prompt)) != len(pictures):
         raise InvalidRequestError(
-            f"the prompt has {count} places for pictures (token {placeholder}), and {len(pictures)} pictures are given",
+            f"the prompt has {count} places for pictures (token {place}), and {len(pictures)} pictures are given",
             "images",
         )
     left = iter(pictures)
@@ -32,21 +35,17 @@ def with_images(
     tokens: list[int] = []
     images = []
     for token in prompt:
-        if token != placeholder:
+        if token != place:
             lines.add(tokens, token)
             continue
         picture = next(left)
-        frames, rows, columns = picture.grid
-        features = frames * rows * columns // kind.side**2
+        own = tokens_of(picture, kind, token_of)
         lines.surround(tokens)
-        tokens += kind.around[:1]
-        images.append(Image(len(tokens), features, picture.grid, picture.patches.tobytes(), picture.digest))
-        if kind.row_end:
-            row = [kind.token] * (columns // kind.side) + [token_of(kind.row_end)]
-            tokens += (row * (frames * rows // kind.side))[:-1] + [token_of(kind.end or kind.row_end)]
-        else:
-            tokens += [kind.token] * features
-        tokens += kind.around[1:]
+        first = len(tokens) + own.index(kind.token)
+        count = own.count(kind.token)
+        patches = picture.patches.tobytes()
+        images.append(Image(first, count, picture.grid, patches, picture.digest, picture.area))
+        tokens += own
         lines.surround(tokens)
     return tokens, images
 

@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState,
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal[
     "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
-    "normed",
+    "normed", "layer_scale",
 ]  # fmt: skip
 
 
@@ -795,7 +795,8 @@ class LayerSpec:
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
         (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
         x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms. normed:
-        kept * N(x) + share * f(N(x)), with the numbers of `shares` (MiniMax-01). scaled_sandwich: sandwich, then what
+        kept * N(x) + share * f(N(x)), with the numbers of `shares` (MiniMax-01). layer_scale: x + s * f(N(x)) with a
+        learned number s for each channel (Touvron et al. 2021, arXiv:2103.17239). scaled_sandwich: sandwich, then what
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4).
       residual_scale: multiplies what attention and MLP add to x.

@@ -190,6 +190,7 @@ _NORMS = {
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
     "normed": ("attention_norm", "mlp_norm"),
+    "layer_scale": ("attention_norm", "mlp_norm"),
 }
 
 
@@ -219,6 +220,8 @@ def layer_sources(
         layer |= recurrent_sources(spec.beside.recurrent, hidden, names, "beside")
     if spec.residual == "scaled_sandwich":
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
+    if spec.residual == "layer_scale":
+        layer |= {name: [Source(name, (hidden,), whole)] for name in ("attention_scale", "mlp_scale")}
     if spec.residual == "altup":
         layer |= altup_sources(model.config)
     if spec.residual == "hyper":

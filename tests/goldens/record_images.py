@@ -5,6 +5,7 @@ Needs torch; see README.md beside this file.
 
 import argparse
 import inspect
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
-from transformers import AutoImageProcessor, Gemma4ImageProcessorPil
+from transformers import AutoImageProcessor, Gemma4ImageProcessorPil, Llama4Processor, LlavaOnevisionProcessor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -26,10 +27,10 @@ import tiny_models  # noqa: E402
 TOKENS = NEW_TOKENS // 2
 
 
-def expanded(tokens: list[int], placeholder: int, runs: list[list[int]]) -> torch.Tensor:
+def expanded(tokens: list[int], place: int, runs: list[list[int]]) -> torch.Tensor:
     """The prompt with the tokens of each picture in the place of one."""
     left = iter(runs)
-    out = [one for token in tokens for one in (next(left) if token == placeholder else [token])]
+    out = [one for token in tokens for one in (next(left) if token == place else [token])]
     return torch.tensor(out)[None]
 
 
@@ -40,6 +41,8 @@ def side_of(config: dict[str, Any]) -> int:
 
 def options_of(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own processor of text and pictures adds to the settings."""
+    if config["model_type"] == "internvl":
+        return {"crop_to_patches": True}
     if "spatial_merge_size" not in config:
         return {}
     square = side_of(config)
@@ -48,15 +51,25 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
 
 def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
     """The tokens of each picture: of Qwen and LightOnOCR as many as there are features; of Pixtral there is one more
-    behind each row, and another one at the end."""
-    token = picture_prompts.image_token(config)
+    behind each row, and another one at the end; of InternVL and Gemma there is one before and one behind the features,
+    and in Gemma 3 newlines around these; of Llama 4 there are several around each tile; of LLaVA-OneVision as many as
+    there are features."""
+    if config["model_type"] == "llama4":
+        return [tiles_of(*shape, config) for shape in torch.as_tensor(inputs.pop("aspect_ratios")).tolist()]
+    token = picture_prompts.image_token_of(config)
     if config["model_type"] == "gemma3":
-        lines = picture_prompts.NEWLINES["\n\n"]
+        lines = picture_prompts.TOKEN_IDS["\n\n"]
         begin, end = config["boi_token_index"], config["eoi_token_index"]
         return [[lines, begin, *[token] * config["mm_tokens_per_image"], end, lines]] * len(inputs["num_crops"])
     if config["model_type"].startswith("gemma4"):
         begin, end = config["boi_token_id"], config["eoi_token_id"]
         return [[begin, *[token] * count, end] for count in inputs["num_soft_tokens_per_image"].tolist()]
+    if config["model_type"] == "llava_onevision":
+        sizes = torch.as_tensor(inputs["image_sizes"]).tolist()
+        return [[token] * features_of(height, width, processor, config) for height, width in sizes]
+    if config["model_type"] == "internvl":
+        tiles = torch.as_tensor(inputs.pop("num_patches")).tolist()
+        return [[token + 1] + [token] * (config["image_seq_length"] * n) + [token + 2] for n in tiles]
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
     sizes = (torch.as_tensor(inputs["image_sizes"]) // side_of(config)).tolist()
@@ -78,6 +91,32 @@ def joined(inputs: dict[str, Any], side: int) -> dict[str, torch.Tensor]:
         places.append(torch.stack([torch.arange(across).repeat(down), torch.arange(down).repeat_interleave(across)], 1))
     padded = [torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=-1) for some in (patches, places)]
     return dict(zip(("pixel_values", "image_position_ids"), padded, strict=True))
+
+
+def features_of(height: int, width: int, processor: Any, config: dict[str, Any]) -> int:
+    """The features of a picture of LLaVA-OneVision, by transformers' own function."""
+    counter = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    counter.image_processor = processor
+    counter.num_image_tokens = (config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]) ** 2
+    counter.vision_aspect_ratio = config["vision_aspect_ratio"]
+    return counter._get_number_of_features(height, width, processor.size["height"], processor.size["width"])
+
+
+def resized(pictures: torch.Tensor, size: Any, resample: Any) -> torch.Tensor:
+    """Pictures [pictures, colours, height, width] of another size, by Pillow. transformers resizes those of Llama 4
+    with torchvision, whose results differ in some numbers by a step or two of 255."""
+    shape = size.width, size.height
+    made = [Image.fromarray(one.permute(1, 2, 0).numpy()).resize(shape, resample) for one in pictures]
+    return torch.from_numpy(np.stack([np.asarray(one) for one in made])).permute(0, 3, 1, 2)
+
+
+def tiles_of(rows: int, columns: int, config: dict[str, Any]) -> list[int]:
+    """The tokens of a picture of Llama 4, by transformers' own function."""
+    vision = config["vision_config"]
+    features = round((vision["image_size"] // vision["patch_size"] * vision.get("pixel_shuffle_ratio", 0.5)) ** 2)
+    text = Llama4Processor._prompt_split_image(None, (rows, columns), features)
+    ids = picture_prompts.TOKEN_IDS | {"<|patch|>": config["image_token_index"]}
+    return [ids[one] for one in re.findall(r"<\|\w+\|>", text)]
 
 
 @torch.inference_mode()
@@ -115,17 +154,21 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
         processor = Gemma4ImageProcessorPil(**picture_prompts.PROCESSORS[name])
     else:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    image_token = picture_prompts.image_token(case.config)
+    if case.config["model_type"] == "llama4":
+        processor.resize = resized
+    image_token = picture_prompts.image_token_of(case.config)
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):
         for seed in range(SEEDS):
             tokens, pictures = picture_prompts.prompt_of(name, slot, seed)
             opened = [Image.fromarray(one) for one in pictures]
             inputs = dict(processor(opened, return_tensors="pt", **options_of(case.config)))
+            inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
             runs = runs_of(inputs, processor, case.config)
             counts = [run.count(image_token) for run in runs]
-            ids = expanded(tokens, picture_prompts.placeholder_of(case.config), runs)
-            model.model.rope_deltas = None
+            ids = expanded(tokens, picture_prompts.place_of(case.config), runs)
+            if hasattr(model, "model"):
+                model.model.rope_deltas = None
             if case.config["model_type"] == "gemma4_unified":
                 inputs |= joined(inputs, processor.pooling_kernel_size)
             for unread in ("num_crops", "num_soft_tokens_per_image"):

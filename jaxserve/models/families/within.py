@@ -28,6 +28,9 @@ from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.vision.gemma import eyes_gemma3, eyes_gemma4, eyes_unified
+from jaxserve.models.vision.internvl import eyes_internvl
+from jaxserve.models.vision.llama4 import eyes_llama4
+from jaxserve.models.vision.llava import eyes_onevision
 from jaxserve.models.vision.pixtral import eyes_lighton, eyes_llava, eyes_mistral3
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ LAYOUTS = (
 OF_ENCODERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vit_large_projector.",
     "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_encoder.", "vision_projection.",
+    "image_newline",
 )  # fmt: skip
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
@@ -290,6 +294,7 @@ FAMILIES = (
         {"llama4_text": Text(LLAMA4.read_config)},
         LLAMA4.names,
         by_text(False),
+        sees=eyes_llama4,
     ),
     family_within(
         "internvl",
@@ -302,6 +307,15 @@ FAMILIES = (
         },
         QWEN3_MOE.names,
         by_text(False),
+        sees=eyes_internvl,
+    ),
+    family_within(
+        "llava onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        {"qwen2": Text(QWEN2_FAMILY.read_config, QWEN2)},
+        QWEN2_FAMILY.names,
+        by_either,
+        sees=eyes_onevision,
     ),
     family_within(
         "kimi k2.5",

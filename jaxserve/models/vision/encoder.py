@@ -9,8 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.decoder import DecoderLayer, added
+from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import Linear, weight
 from jaxserve.models.norms import Norm
 from jaxserve.models.rope import Angles
@@ -18,12 +21,12 @@ from jaxserve.models.spec import LayerSpec
 from jaxserve.models.stand_in import stand_in
 from jaxserve.models.vision.clipped import ClippedLayer
 from jaxserve.models.vision.spec import EncoderConfig, Gated, Joined, Normed, Pooled, Projected, Step
-from jaxserve.pallas_kernels.operands import Heads, value_of
+from jaxserve.pallas_kernels.operands import Heads, Partials, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 
 
 class Patches(NamedTuple):
-    """The patches of several pictures, laid out by `packing`, as arrays of NumPy or JAX. Padding is behind them.
+    """The patches of several pictures, laid out by `image_packing`, as arrays of NumPy or JAX. Padding is behind them.
 
     values: [patches, numbers of a patch].
     place: int32 [patches, 2], row and column in the picture.
@@ -84,6 +87,26 @@ class Projector(nn.Module):
         return Linear((step.inputs,), (step.outputs,), (None, "embed"), bias, self.dtype, name=name)
 
 
+class LayerWithScales(DecoderLayer):
+    """A layer whose `residual` is layer_scale."""
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops
+    ) -> tuple[jax.Array, Partials | None]:
+        def norm(name: str, x: jax.Array, y: Partials | None) -> tuple[jax.Array, Any]:
+            return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y)
+
+        def scaled(name: str, y: Partials) -> Partials:
+            scale = weight(self, name, nn.initializers.ones, ("embed",), (self.hidden_size,), self.dtype)
+            return Partials((y.reduce(x.dtype) * value_of(scale))[None])
+
+        attention = attention_of(self.spec, self.hidden_size, self.kv_heads, self.dtype)
+        x, inputs = norm("attention_norm", x, y)
+        x, inputs = norm("mlp_norm", x, scaled("attention_scale", attention(inputs, ropes, attend, ops)))
+        return x, scaled("mlp_scale", mlp_of(self.spec, self.hidden_size, self.dtype)(inputs, ops))
+
+
 class ImageEncoder(nn.Module):
     """The weights around the layers, and the order of computation: `begin`, each layer, `finish`."""
 
@@ -99,10 +122,16 @@ class ImageEncoder(nn.Module):
             self.patch_norm = Norm(config.patch_norm, config.patch, self.dtype)
         self.patch = Linear((config.patch,), (hidden,), (None, "embed"), config.patch_bias, self.dtype)
         if config.table is not None:
-            shape = (config.table_rows, hidden)
+            shape = (config.entries, hidden)
             self.table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
+        if config.class_token is not None:
+            made = nn.initializers.normal(0.1)
+            self.class_token = weight(self, "class_token", made, ("embed",), (hidden,), self.dtype)
         if config.before is not None:
             self.before = Norm(config.before, hidden, self.dtype)
+        if config.newline:
+            made = nn.initializers.normal(0.1)
+            self.newline = weight(self, "newline", made, ("embed",), (config.out_size,), self.dtype)
         self.layers = [self.layer(spec) for spec in config.layers]
         self.projector = Projector(config.projector, self.dtype)
         self.taps = [Projector(tap.steps, self.dtype) for tap in config.taps]
@@ -110,7 +139,9 @@ class ImageEncoder(nn.Module):
     @nn.nowrap
     def layer(self, spec: LayerSpec) -> DecoderLayer | ClippedLayer:
         """A layer of this shape. Outside of `setup` it is unbound."""
-        kind = ClippedLayer if self.config.clipped else DecoderLayer
+        kind: Any = ClippedLayer if self.config.clipped else DecoderLayer
+        if spec.residual == "layer_scale":
+            kind = LayerWithScales
         return kind(spec, self.config.hidden_size, self.kv_heads, self.dtype)
 
     def begin(self, patches: Patches, ops: Ops) -> jax.Array:
@@ -120,6 +151,8 @@ class ImageEncoder(nn.Module):
         if config.patch_norm is not None:
             x = self.patch_norm(x, ops)[1]
         x = self.patch(x, ops)
+        if config.class_token is not None:
+            x = jnp.where(patches.corner[:, :1] == config.entries - 1, value_of(self.class_token), x)
         if config.before is not None and config.table_last:
             x = self.before(x, ops)[1]
         if config.table is not None:
@@ -160,6 +193,8 @@ def turned(config: EncoderConfig, place: jax.Array) -> dict[str, Angles]:
         return {"default": Angles(none + 1, none)}
     exponent = jnp.arange(0, dim // 2, 2, dtype=jnp.float32) / (dim // 2)
     exponent = jnp.stack([exponent, exponent + 2 / dim * config.columns_between])  # of rows, and of columns
+    if config.columns_first:
+        place = place[:, ::-1]
     angles = place.astype(jnp.float32)[:, :, None] * (1.0 / config.rope_theta**exponent)
     angles = angles.reshape(len(place), -1)
     return {"default": Angles(jnp.cos(angles), jnp.sin(angles))}
@@ -171,7 +206,12 @@ def scaled(config: EncoderConfig, values: jax.Array) -> jax.Array:
     mean, std = (np.repeat(np.asarray(one, np.float32), config.patch // 3) for one in (scaling.mean, scaling.std))
     if config.centred:
         mean, std = mean + std / 2, std / 2
-    return (values.astype(jnp.float32) * np.float32(scaling.factor) - mean) / std
+
+    def rounded(x: Any) -> jax.Array:  # casts to bfloat16 and back may be compiled away
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if scaling.rounds else x
+
+    given = rounded(values.astype(jnp.float32) * np.float32(scaling.factor))
+    return rounded(rounded(given - rounded(mean)) / rounded(std))
 
 
 def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Array) -> jax.Array:

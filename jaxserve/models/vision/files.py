@@ -26,7 +26,8 @@ class EncoderFiles(Checkpoint):
 
     Attributes:
       names: role -> name of a tensor. Beside those of layers these are "patch", "table", "before" and the names of the
-        projector's steps; behind those of taps "{i}" is the tap's number.
+        projector's steps; behind those of taps "{i}" is the tap's number. "class_token", "newline",
+        "attention_scale" and "mlp_scale" are tensors themselves.
     """
 
     names: Names = ()  # type: ignore[assignment]
@@ -57,17 +58,20 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
         of_norm = norm_sources("patch_norm", config.patch_norm, config.patch)
         add({path: [replace(source, take=take) for source in some] for path, some in of_norm.items()})
     # In files it is a convolution whose steps are as large as its window, or a matrix.
-    shape: tuple[int, ...] = (hidden, config.patch) if config.colours_last else (hidden, *config.patch_shape)
+    is_matrix = config.colours_last or config.patch_matrix
+    shape: tuple[int, ...] = (hidden, config.patch) if is_matrix else (hidden, *config.patch_shape)
     add({"patch/kernel": [Source("patch.weight", shape, whole, take=partial(_of_patches, config))]})
     if config.patch_bias:
         add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
     if config.table is not None:
-        shape = (config.table_rows, hidden)
-        if config.interpolation == "sum":
-            shape = (config.table, 2, hidden) if config.in_pairs else (2, config.table, hidden)
-        add({"table": [Source("table.weight", shape, whole, take=partial(_of_table, config))]})
+        add({"table": [_table(config)]})
+    if config.class_token is not None:
+        axes = (1, 1) if config.class_token == "first" else ()
+        add({"class_token": [Source("class_token", (*axes, hidden), whole, take=lambda t: t.reshape(hidden))]})
     if config.before is not None:
         add(norm_sources("before", config.before, hidden))
+    if config.newline:
+        add({"newline": [Source("newline", (config.out_size,), whole)]})
     for i, layer in enumerate(config.layers):
         if config.clipped:
             order = head_order(config.ropes["default"], layer.attention.head_dim)  # type: ignore[union-attr]
@@ -89,8 +93,19 @@ def _of_patches(config: EncoderConfig, matrix: Any) -> Any:
     return matrix.reshape(*shape, -1)
 
 
-def _of_table(config: EncoderConfig, table: Any) -> Any:
-    """The table of positions as a matrix [entries, hidden]: of columns, then of rows."""
+def _table(config: EncoderConfig) -> Source:
+    """The table of positions, whose last entry is that of the class token, if there is one; of columns, then of rows,
+    where these have vectors of their own."""
+    hidden = config.hidden_size
+    if config.interpolation == "sum":
+        shape = (config.table, 2, hidden) if config.in_pairs else (2, config.table, hidden)
+        return Source("table.weight", shape, whole, take=partial(_of_axes, config))
+    if config.class_token == "first":
+        return Source("table.weight", (1, config.entries, hidden), whole, take=lambda t: np.roll(t[0], -1, axis=0))
+    return Source("table.weight", (config.entries, hidden), whole)
+
+
+def _of_axes(config: EncoderConfig, table: Any) -> Any:
     return (np.moveaxis(table, 1, 0) if config.in_pairs else table).reshape(-1, config.hidden_size)
 
 

@@ -32,12 +32,6 @@ _NAMES_3 = named(
     norm="vision_tower.post_layernorm",
     pooled_norm="multi_modal_projector.mm_soft_emb_norm",
 ) | {"project.weight.T": "multi_modal_projector.mm_input_projection_weight"}
-# First as published, then as versions of transformers 5 write them.
-_LAYOUTS_3 = (
-    {"vision_tower.": "vision_tower.vision_model."},
-    {"vision_tower.": "model.vision_tower.vision_model.", "": "model."},
-    {"": "model."},
-)
 _LAYER_4 = "vision_tower.encoder.layers.{i}"
 _PRODUCTS_4 = {
     **{role: f"{_LAYER_4}.self_attn.{role}_proj" for role in "qkvo"},
@@ -100,7 +94,7 @@ def eyes_gemma3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelCon
     )
     encoder = _siglip(vision, patch, across, tokens.side, config.hidden_size)
     joint = tuple(range(config.num_layers))
-    vision_config = VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES_3, layouts=_LAYOUTS_3, joint=joint)
+    vision_config = VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES_3, joint=joint)
     return replace(config, vision=vision_config)
 
 

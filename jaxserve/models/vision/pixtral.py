@@ -15,7 +15,7 @@ from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected
 from jaxserve.types import ImageTokens
 
 IMAGE_TOKEN = 10
-ROW_END, END = "[IMG_BREAK]", "[IMG_END]"
+TEXTS = {"row_end": "[IMG_BREAK]", "end": "[IMG_END]"}
 _LAYER = "vision_tower.transformer.layers.{i}"
 _NAMES = named(
     patch="vision_tower.patch_conv",
@@ -94,8 +94,8 @@ def _seeing(
     """The language model with this encoder. `token` stands for pictures where the config does not say. in_rows: there
     are further tokens behind those of rows."""
     token = hf.take("image_token_index", None) or hf.take("image_token_id", token)
-    row_end, end = (ROW_END, END) if in_rows else ("", "")
-    tokens = ImageTokens(token, encoder.patch_shape[-1], encoder.side, row_end=row_end, end=end)
+    layout = {"layout": "rows", "texts": TEXTS} if in_rows else {}
+    tokens = ImageTokens(token, encoder.patch_shape[-1], encoder.side, **layout)
     return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=names))
 
 

@@ -87,11 +87,15 @@ class Tap:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How the encoder reads the numbers of pixels, 0 to 255: (x * factor - mean) / std, for each colour."""
+    """How the encoder reads the numbers of pixels, 0 to 255: (x * factor - mean) / std, for each colour.
+
+    rounds: each step's result is rounded to bfloat16.
+    """
 
     factor: float = 1 / 255
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    rounds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,7 @@ class EncoderConfig:
       colours_last: in files, the projection of patches has the colours of a pixel, then those of the next.
       patch_norm: of a patch's numbers before their projection; None: there is none.
       patch_bias: whether their projection to `hidden_size` channels has a bias.
+      patch_matrix: files have this projection as a matrix, not as a convolution.
       layers: as those of a decoder. A patch attends over all patches of its picture.
       clipped: inputs and results of all products in layers are clipped (`clipped.ClippedLayer`).
       windowed: the layers, by index, in which a patch attends over those of its window only.
@@ -113,17 +118,23 @@ class EncoderConfig:
         patch's row, the other half by its column. None: they do not turn.
       rope_halves: see `RopeConfig.halves`.
       columns_between: the frequencies of columns lie between those of rows; else they are the same.
+      columns_first: the first half of the pairs turns by the column.
+      interleaved: as in `RopeConfig`.
       table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
         is none.
       interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
         of the picture are those of the table. "sum": there is no square, but a vector for each of `table` columns and
         one for each of as many rows, and a patch gets the sum of both.
       in_pairs: files have both vectors of the first column and row, then those of the next.
+      class_token: each frame has a row more, of a learned vector, which all of its patches see and which has no
+        feature. The table has an entry more, for this row, which files have before the others or behind them. None:
+        there is no such row.
       before: the norm of patches before the first layer; None: there is none.
       table_last: position vectors are added behind this norm, not before it.
       side: side of the square of patches that become one embedding. They follow each other.
       projector: from the last layer's result to embeddings.
       taps: further features.
+      newline: features of a picture's tiles are put together, with a learned vector behind each row (`images.area`).
       out_size: channels of an embedding, the language model's hidden size.
     """
 
@@ -134,6 +145,7 @@ class EncoderConfig:
     colours_last: bool = False
     patch_norm: NormSpec | None = None
     patch_bias: bool = False
+    patch_matrix: bool = False
     layers: tuple[LayerSpec, ...]
     clipped: bool = False
     windowed: tuple[int, ...] = ()
@@ -141,31 +153,40 @@ class EncoderConfig:
     rope_theta: float | None = None
     rope_halves: bool = False
     columns_between: bool = False
+    columns_first: bool = False
+    interleaved: bool = False
     table: int | None = None
     interpolation: Literal["bilinear", "bicubic", "sum"] = "bilinear"
     in_pairs: bool = False
+    class_token: Literal["first", "last"] | None = None
     before: NormSpec | None = None
     table_last: bool = False
     side: int
     projector: tuple[Step, ...]
     taps: tuple[Tap, ...] = ()
+    newline: bool = False
     out_size: int
 
     @cached_property
     def ropes(self) -> Mapping[str, RopeConfig]:
-        """As in `ModelConfig`."""
-        return {"default": RopeConfig(halves=self.rope_halves)}
+        """As in `ModelConfig`, for the order of channels in files."""
+        return {"default": RopeConfig(interleaved=self.interleaved, halves=self.rope_halves)}
+
+    @property
+    def entries(self) -> int:
+        """Rows of the table of positions."""
+        table = self.table or 0
+        return 2 * table if self.interpolation == "sum" else table**2 + (self.class_token is not None)
+
+    @property
+    def further(self) -> int:
+        """Rows of a frame behind its patches: a square of them, of which the first is that of the class token."""
+        return 0 if self.class_token is None else self.joined
 
     @property
     def corners(self) -> int:
         """Entries of the table between which a patch's position lies."""
         return {"bilinear": 4, "bicubic": 16, "sum": 2}[self.interpolation]
-
-    @property
-    def table_rows(self) -> int:
-        """Entries of the table."""
-        side = self.table or 0
-        return 2 * side if self.interpolation == "sum" else side**2
 
     @property
     def patch(self) -> int:
@@ -181,6 +202,14 @@ class EncoderConfig:
     def joined(self) -> int:
         """Patches that become one embedding."""
         return self.side**2
+
+
+# Of files that transformers 5 wrote; of SigLIP's towers as published, and as versions of transformers 5 write these.
+LAYOUTS: tuple[Mapping[str, str], ...] = (
+    {"": "model."},
+    {"vision_tower.": "vision_tower.vision_model."},
+    {"vision_tower.": "model.vision_tower.vision_model.", "": "model."},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +229,6 @@ class VisionConfig:
     encoder: EncoderConfig
     tokens: ImageTokens
     names: Names
-    layouts: tuple[Mapping[str, str], ...] = ({"": "model."},)  # of files that transformers 5 wrote
+    layouts: tuple[Mapping[str, str], ...] = LAYOUTS
     joint: tuple[int, ...] = ()
     padding: int = 0

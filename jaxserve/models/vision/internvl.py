@@ -1,0 +1,114 @@
+"""The image encoder of InternVL (Chen et al. 2024, arXiv:2312.14238) in transformers' form. It reads tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.config import ConfigError
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families.shared import named, read_activation
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, QKNormSpec
+from jaxserve.models.vision.settings import head_dim_of
+from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, Step, VisionConfig
+from jaxserve.types import ImageTokens
+
+IMAGE_TOKEN = 151667
+TEXTS = {"begin": "<img>", "end": "</img>"}
+_LAYER = "vision_tower.encoder.layer.{i}"
+_NAMES = named(
+    patch="vision_tower.embeddings.patch_embeddings.projection",
+    attention_norm=f"{_LAYER}.layernorm_before",
+    q=f"{_LAYER}.attention.q_proj",
+    k=f"{_LAYER}.attention.k_proj",
+    v=f"{_LAYER}.attention.v_proj",
+    q_norm=f"{_LAYER}.attention.q_norm",
+    k_norm=f"{_LAYER}.attention.k_norm",
+    o=f"{_LAYER}.attention.projection_layer",
+    mlp_norm=f"{_LAYER}.layernorm_after",
+    up=f"{_LAYER}.mlp.fc1",
+    down=f"{_LAYER}.mlp.fc2",
+    last="vision_tower.layernorm",
+    norm="multi_modal_projector.layer_norm",
+    fc1="multi_modal_projector.linear_1",
+    fc2="multi_modal_projector.linear_2",
+) | {
+    "table.weight": "vision_tower.embeddings.position_embeddings",
+    "class_token": "vision_tower.embeddings.cls_token",
+    "attention_scale": f"{_LAYER}.lambda_1",
+    "mlp_scale": f"{_LAYER}.lambda_2",
+}
+_NORMS = {"layer_norm": "layer", "rms_norm": "rms"}
+
+
+def eyes_internvl(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
+    """The language model with the encoder of a `vision_config`."""
+    hf.expect("vision_feature_layer", -1)
+    hf.expect("vision_feature_select_strategy", "default")
+    ratio = hf.take("downsample_ratio", 0.5)
+    side = round(1 / ratio)
+    if side * ratio != 1:
+        raise ConfigError(f"{hf.source}: downsample_ratio={ratio} must be one divided by a whole number")
+    encoder = _read(vision, side, config.hidden_size)
+    wide = encoder.hidden_size * side**2
+    out = config.hidden_size
+    projector: tuple[Step, ...] = (
+        Joined(count=side**2),
+        Normed(name="norm", norm=NormSpec(kind="layer", eps=1e-5, bias=True), size=wide),
+        Projected(name="fc1", inputs=wide, outputs=out, activation=read_activation(hf, "gelu", "projector_hidden_act")),
+        Projected(name="fc2", inputs=out, outputs=out),
+    )
+    token = hf.take("image_token_id", IMAGE_TOKEN)
+    tokens = ImageTokens(token, encoder.patch_shape[-1], side, layout="enclosed", texts=TEXTS)
+    encoder = replace(encoder, projector=encoder.projector + projector)
+    return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES))
+
+
+def _read(hf: HFConfig, side: int, out_size: int) -> EncoderConfig:
+    """The encoder, with what comes before its projector."""
+    hf.expect("model_type", "internvl_vision")
+    hf.expect("num_channels", 3)
+    hf.expect("use_absolute_position_embeddings", True)
+    hf.expect("norm_type", *_NORMS)
+    hf.ignore("use_mask_token", "projection_dropout", "layer_scale_init_value")  # of training
+    hidden = hf.take("hidden_size", 1024)
+    heads = hf.take("num_attention_heads", 16)
+    size = _side_of(hf, "image_size", 448)
+    patch = _side_of(hf, "patch_size", 14)
+    kind: Any = _NORMS[hf.take("norm_type", "layer_norm")]
+    norm = NormSpec(kind=kind, eps=hf.take("layer_norm_eps", 1e-6), bias=kind == "layer")
+    attention = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim_of(hf, hidden, heads, "num_attention_heads"),
+        qkv_bias=hf.take("attention_bias", False),
+        out_bias=True,
+        qk_norm=QKNormSpec(over="width") if hf.take("use_qk_norm", False) else None,
+    )
+    mlp = MLPSpec(
+        size=hf.take("intermediate_size", 4096), activation=read_activation(hf, "gelu"), gated=False, bias=True
+    )
+    last = Normed(name="last", norm=replace(norm, kind="layer", bias=True), size=hidden)
+    return EncoderConfig(
+        hidden_size=hidden,
+        patch_shape=(3, patch, patch),
+        patch_bias=True,
+        layers=(LayerSpec(attention=attention, mlp=mlp, norm=norm, residual="layer_scale"),)
+        * hf.take("num_hidden_layers", 24),
+        table=size // patch,
+        interpolation="bicubic",
+        class_token="first",
+        side=side,
+        projector=() if hf.take("use_mean_pooling", True) else (last,),
+        out_size=out_size,
+    )
+
+
+def _side_of(hf: HFConfig, key: str, default: int) -> int:
+    """A size that is one number, or two equal ones."""
+    hf.ignore(key)  # `take` allows one number only
+    given = hf.values.get(key) or default
+    sides = given if isinstance(given, list | tuple) else [given]
+    if len(set(sides)) != 1 or type(sides[0]) is not int or sides[0] < 1:
+        raise ConfigError(f"{hf.source}: {key}={given!r} is not supported (only squares)")
+    return sides[0]
