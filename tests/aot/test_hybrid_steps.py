@@ -144,10 +144,11 @@ def test_other_states_stay_in_place(model, target, decode, tmp_path):
     assert compiled.memory_analysis().alias_size_in_bytes > runner.layout.state_bytes(runner.mesh)
 
 
-# (model, whether the step only decodes) -> at most so many launches in a recurrent layer on one H200
+# (model, whether the step only decodes) -> at most so many launches in a recurrent layer on one H200. In prompts of
+# Granite, XLA transposes two small projections and cuts three vectors out of those that layers keep in one array.
 LAUNCHES = {
     ("qwen3_next", True): 14, ("qwen3_next", False): 15,
-    ("granite", True): 16, ("granite", False): 17,
+    ("granite", True): 16, ("granite", False): 22,
     ("lfm2", True): 11, ("lfm2", False): 13,
 }  # fmt: skip
 KINDS = {"qwen3_next": "linear_attention", "granite": "mamba", "lfm2": "conv"}

@@ -54,7 +54,7 @@ def test_compiled_plan(target, tmp_path):
     assert used + plan["capacity"]["cache_bytes"] <= held["total"] * held["utilization"]
     decode = next(step for step in plan["steps"] if step["program"].startswith("decode"))
     if target == "h200x1":
-        assert 6 * 7 <= decode["launches"] <= 6 * 12 + 30
+        assert 6 * 7 <= decode["launches"] <= 6 * 9 + 60  # with the costliest branch of each choice of the sampler
         assert decode["exchanges"] == {}
     else:
         assert 2 * 6 <= decode["exchanges"]["all-reduce"]["number"] <= 2 * 6 + 8

@@ -310,7 +310,8 @@ def exchanged(text: str) -> dict[str, tuple[int, int]]:
 
 
 def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: StepShape) -> None:
-    """No copy of the cache, no weight dequantized whole, no expert copied or gathered, nothing waits for the host."""
+    """No copy of the cache, no weight dequantized whole, no expert copied or gathered. Whether the
+    host waits for a predicate is asked in test_command_buffers."""
     text = compiled.as_text()
     layers = runner.model.config.num_layers
     devices = runner.mesh.size
@@ -354,8 +355,6 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
         if runner.mesh.shape["sequence"] > 1:
             allowed |= {"all-gather": 2 * layers + 4, "reduce-scatter": layers}
         assert all(sent.get(kind, (0, 0))[0] <= most for kind, most in allowed.items()), sent
-    if runner.mesh.devices.flat[0].platform in ("gpu", "cuda"):
-        assert " conditional(" not in text, "the host would wait for a predicate"
 
 
 def compile_largest(found: Size, layers: dict, guess: int) -> tuple[Needs, ModelRunner]:
