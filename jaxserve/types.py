@@ -249,15 +249,16 @@ class ImageTokens(msgspec.Struct, frozen=True):
       patch: side of a patch in pixels.
       side: side of the square of patches that become one feature.
       has_three_positions: see `scheduling.image_prompts`; False: tokens of pictures are numbered as text is.
-      row_end, end: texts of the tokens behind each row of a picture, and behind the last one; "": there are none.
+      layout: which tokens stand around them, see `images.layouts`.
+      texts: role in this layout -> text of a token.
     """
 
     token: int
     patch: int
     side: int
     has_three_positions: bool = False
-    row_end: str = ""
-    end: str = ""
+    layout: str = "plain"
+    texts: dict[str, str] = {}
 
 
 class Image(msgspec.Struct, frozen=True):

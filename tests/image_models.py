@@ -34,6 +34,9 @@ _OF_GEMMA4 = {
     "boa_token_id": 510, "eoa_token_index": 511, "audio_config": None, "vision_soft_tokens_per_image": 4,
 }  # fmt: skip
 
+_IDEFICS3 = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+}  # fmt: skip
 _STEP = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
     "mlp_ratio": 2.0,
@@ -146,6 +149,32 @@ IMAGE_CASES: dict[str, DenseCase] = {
             },
         ),
         _GLM | {"model_type": "glm4v_moe_vision", "out_hidden_size": 64}, **_OF_GLM,
+    ),
+    # Pictures have fewer patches than the table has entries; the first configs have settings of other models.
+    "idefics3_hub": seeing(
+        "Idefics3ForConditionalGeneration", "idefics3",
+        dense(
+            "", "llama", **_SHARED, modern=False, hidden=96, layers=3, rope_theta=7000.0, tie_word_embeddings=False,
+            pixel_shuffle_factor=2, qk_layer_norms=False, use_resampler=False, neftune_noise_alpha=0.0,
+            perceiver_config={"qk_layer_norms_perceiver": True}, is_llama_config=True, _flash_attn_2_enabled=True,
+        ),
+        _IDEFICS3 | {
+            "model_type": "idefics3", "image_size": 20, "max_image_size": {"longest_edge": 16},
+            "size": {"longest_edge": 32}, "use_base_siglip": False, "tie_word_embeddings": False,
+        },
+        image_token_id=505, scale_factor=2,
+    ),
+    "smolvlm_tied": seeing(
+        "SmolVLMForConditionalGeneration", "smolvlm",
+        dense(
+            "", "llama", **_SHARED, head_dim=24, attention_bias=True, tie_word_embeddings=True,
+            rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _IDEFICS3 | {
+            "model_type": "smolvlm_vision", "image_size": 24, "num_hidden_layers": 2, "hidden_act": "gelu",
+            "layer_norm_eps": 1e-3,
+        },
+        image_token_id=505, scale_factor=3,
     ),
     "internvl_qwen2": seeing(
         "InternVLForConditionalGeneration", "internvl",

@@ -1,6 +1,7 @@
 """Prompts with pictures for the checkpoints of `tiny_models` that see. Nothing here needs torch."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ PIXTRAL = {
     "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True,
     "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255, "resample": 3, "size": {"longest_edge": 56},
 }  # fmt: skip
+IDEFICS3 = {
+    "image_processor_type": "Idefics3ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "do_pad": True,
+    "do_image_splitting": True, "rescale_factor": 1 / 255, "resample": 1, "size": {"longest_edge": 32},
+    "max_image_size": {"longest_edge": 16},
+}  # fmt: skip
+# A tile is no whole number of patches.
+SMOLVLM = IDEFICS3 | {
+    "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 52}, "max_image_size": {"longest_edge": 26},
+}  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_flat": QWEN,
@@ -34,6 +45,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v_whole": GLM,
     "glm4v_moe_groups": GLM,
     "glm4v_moe_plain": GLM,
+    "idefics3_hub": IDEFICS3,
+    "smolvlm_tied": SMOLVLM,
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
@@ -41,6 +54,30 @@ PROMPTS = (
     ((33, 21), 7, (8, 8), 1, (40, 17), 9),
     (21, (90, 70), 2, (30, 50), 30),
 )
+
+
+# Ids of the texts around pictures, of which no case has more than one kind.
+TEXTS = {
+    "<image>": 505, "[IMG_BREAK]": 506, "[IMG_END]": 507, "<fake_token_around_image>": 506, "<global-img>": 507,
+    "\n": 20, "\n\n": 21,
+}  # fmt: skip
+
+
+class Texts:
+    """What the cases' tokenizer would tell of the texts around pictures."""
+
+    def token_of(self, text: str) -> int:
+        return TEXTS[text]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Texts that are not in TEXTS are several tokens."""
+        parts = re.findall(r"\n+|<[^>]*>|\[[^]]*\]", text)
+        assert "".join(parts) == text
+        return [one for part in parts for one in ([TEXTS[part]] if part in TEXTS else self._number(part))]
+
+    def _number(self, part: str) -> list[int]:
+        row, column = map(int, re.findall(r"\d+", part))
+        return [508, 30 + 10 * row + column]
 
 
 def build(name: str, folder: Path) -> Path:

@@ -53,6 +53,12 @@ def why_blind(config: EngineConfig) -> str | None:
 
 
 def named_in(files: Checkpoint, names: Names) -> Names:
-    """The names that the encoder's tensors have in these files: transformers 5 writes "model." before them."""
-    longer = {role: f"model.{name}" for role, name in names.items()}
-    return longer if longer["patch.weight"] in files.tensors else names
+    """The names that the encoder's tensors have in these files: transformers 5 writes "model." before them. Encoders
+    that once were in a model of their own may have "vision_model." in them."""
+    shorter = {role: name.replace(".vision_model.", ".") for role, name in names.items()}
+    for some in (names, shorter):
+        for start in ("model.", ""):
+            found = {role: start + name for role, name in some.items()}
+            if found["patch.weight"] in files.tensors:
+                return found
+    return names

@@ -6,37 +6,26 @@ picture on its way to the engine has a byte for each number of a patch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
+from jaxserve.images import idefics3, lfm2_vl
+from jaxserve.images.patches import Processed, patches_of
 from jaxserve.types import ImageTokens
 
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
-
-
-class Processed(NamedTuple):
-    """A picture as patches.
-
-    patches: uint8 [patches, numbers of a patch].
-    grid: frames, rows and columns.
-    digest: of the patches, the grid and how the processor was set, 32 bytes.
-    """
-
-    patches: np.ndarray
-    grid: tuple[int, int, int]
-    digest: bytes
+MODULES = {name: module for module in (idefics3, lfm2_vl) for name in module.TYPES}
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,9 @@ class ImageProcessor:
 
     @property
     def most_pixels(self) -> int:
-        """Most pixels of a picture that the encoder sees."""
+        """Most pixels of a picture that the encoder sees. Raises ConfigError for settings that the model cannot have."""
+        if self._own is not None:
+            return int(self._own.most_pixels(self))
         size = self.settings.get("size") or {}
         if self._limits_edges:
             edge = int(size.get("longest_edge") or LONGEST_EDGE)
@@ -90,14 +81,23 @@ class ImageProcessor:
         return int(self.settings.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS) // self._counted
 
     @property
+    def _type(self) -> str:
+        return str(self.settings.get("image_processor_type", "")).removesuffix("Fast")
+
+    @property
+    def _own(self) -> Any:
+        """The module for this kind of processing; None: it is what this class does."""
+        return MODULES.get(self._type)
+
+    @property
     def _limits_edges(self) -> bool:
         """Whether `longest_edge` is what it says, not a number of pixels."""
-        return str(self.settings.get("image_processor_type", "")).startswith("Pixtral")
+        return self._type.startswith("Pixtral")
 
     @property
     def _counted(self) -> int:
         """How often the settings count a pixel: for each frame of a patch, or once."""
-        return 2 if str(self.settings.get("image_processor_type", "")).startswith("Glm4v") else 1
+        return 2 if self._type.startswith("Glm4v") else 1
 
     @property
     def _square(self) -> int:
@@ -105,35 +105,39 @@ class ImageProcessor:
         return self.kind.patch * self.kind.side
 
     @cached_property
-    def _processor(self) -> Any:
+    def processor(self) -> Any:
+        """That of transformers."""
         from transformers import AutoImageProcessor  # takes a second
 
         return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
-        assert self._processor is not None
+        assert self.processor is not None
 
     def __call__(self, picture: PILImage.Image, most_pixels: int | None = None) -> Processed:
         """The patches of a picture in RGB. Raises ValueError for a shape that the model does not read. most_pixels:
         less than the model's own limit, of what the encoder sees."""
+        if self._own is not None:
+            made: Processed = self._own.process(self, picture, most_pixels)
+            return made
         options: dict[str, Any] = {}
         if self._limits_edges:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
         if most_pixels is not None:
             options["size"] = self._size_within(most_pixels)
-        made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
-        values = made["pixel_values"].astype(np.uint8)
+        given = self.processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
+        values = given["pixel_values"].astype(np.uint8)
         if self._limits_edges:
-            patches, grid = _patches_of(values[0], self.kind)
+            patches, grid = patches_of(values, self.kind)
         else:
-            frames, rows, columns = map(int, made["image_grid_thw"][0])
+            frames, rows, columns = map(int, given["image_grid_thw"][0])
             patches, grid = values, (frames, rows, columns)
-        return Processed(patches, grid, _digest(patches, grid))
+        return Processed.of(patches, grid)
 
     def _size_within(self, most_pixels: int) -> dict[str, int]:
         """The processor's `size` for a picture that has no more than so many pixels."""
-        size = {key: int(value) for key, value in dict(self._processor.size).items() if value is not None}
+        size = {key: int(value) for key, value in dict(self.processor.size).items() if value is not None}
         if self._limits_edges:
             longest = max(math.isqrt(most_pixels) // self._square, 1) * self._square
             return {"longest_edge": min(size["longest_edge"], longest)}
@@ -144,16 +148,3 @@ class ImageProcessor:
 
 def _is_colour(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) == 3 and all(type(x) in (int, float) for x in given)
-
-
-def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, and its grid."""
-    colours, height, width = picture.shape
-    square = kind.patch * kind.side
-    squares = colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
-    patches = picture.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, colours * kind.patch**2)
-    return patches, (1, height // kind.patch, width // kind.patch)
-
-
-def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(repr((patches.shape, grid)).encode() + patches.tobytes()).digest()

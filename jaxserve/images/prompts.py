@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jaxserve.images.processing import Processed
+from jaxserve.images.layouts import LAYOUTS, Texts
+from jaxserve.images.patches import Processed
 from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
 
 def with_images(
-    prompt: Sequence[int],
-    pictures: Sequence[Processed],
-    kind: ImageTokens,
-    token_of: Callable[[str], int],
+    prompt: Sequence[int], pictures: Sequence[Processed], kind: ImageTokens, texts: Texts
 ) -> tuple[list[int], list[Image]]:
     """The prompt, with the tokens of each picture in the place of one, and the pictures at their places. `prompt` has
-    one token for each picture. `token_of`: the id of a text that is one token.
+    one token for each picture.
 
     Raises InvalidRequestError if the prompt has more or fewer tokens for pictures.
     """
@@ -32,12 +30,11 @@ def with_images(
             tokens.append(token)
             continue
         picture = next(left)
-        frames, rows, columns = picture.grid
-        features = frames * rows * columns // kind.side**2
-        images.append(Image(len(tokens), features, picture.grid, picture.patches.tobytes(), picture.digest))
-        if kind.row_end:
-            row = [token] * (columns // kind.side) + [token_of(kind.row_end)]
-            tokens += (row * (frames * rows // kind.side))[:-1] + [token_of(kind.end or kind.row_end)]
-        else:
-            tokens += [token] * features
+        run = LAYOUTS[kind.layout](picture, kind, texts)
+        places = [len(tokens) + i for i, one in enumerate(run) if one == kind.token]
+        for part in picture.parts:
+            count = part.features(kind)
+            images.append(Image(places[0], count, part.grid, part.patches.tobytes(), part.digest))
+            places = places[count:]
+        tokens += run
     return tokens, images

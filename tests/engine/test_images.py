@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import generate, make_engine, request
-from picture_prompts import PROCESSORS, PROMPTS, build, prompt_of
+from picture_prompts import PROCESSORS, PROMPTS, Texts, build, prompt_of
 from PIL import Image
 from simulation import PICTURE, TOKENS_PER_CALL, Simulation
 from tiny_models import fingerprint
@@ -19,7 +19,6 @@ from jaxserve.models.vision.attention import segment_attention
 pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
-TOKEN_IDS = {"[IMG_BREAK]": 506, "[IMG_END]": 507}  # of Mistral 3
 
 
 def asked(engine, case, golden, slot):
@@ -27,7 +26,7 @@ def asked(engine, case, golden, slot):
     processor = ImageProcessor.of(engine.model_folder, engine.sees)
     tokens, pictures = prompt_of(case, slot, int(golden[f"seed_{slot}"]))
     processed = [processor(Image.fromarray(picture)) for picture in pictures]
-    tokens, images = with_images(tokens, processed, engine.sees, TOKEN_IDS.__getitem__)
+    tokens, images = with_images(tokens, processed, engine.sees, Texts())
     made = request(str(slot), tokens, max_tokens=len(golden[f"tokens_{slot}"]), logprobs=0)
     made.images = images
     return made

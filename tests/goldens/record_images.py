@@ -8,6 +8,7 @@ import inspect
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, Idefics3Processor, SmolVLMProcessor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -33,8 +34,14 @@ def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torc
     return torch.tensor(out)[None]
 
 
+# model_type -> the class that writes the texts of pictures.
+WRITERS = {"idefics3": Idefics3Processor, "smolvlm": SmolVLMProcessor}
+
+
 def options_of(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own processor of text and pictures adds to the settings."""
+    if config["model_type"] in WRITERS:
+        return {"return_row_col_info": True}
     if "spatial_merge_size" not in config:
         return {}
     square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
@@ -45,11 +52,27 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
     """The tokens of each picture: of Qwen as many as there are features; of Pixtral there is one more behind each row,
     and another one at the end."""
     token = config["image_token_id"]
+    if config["model_type"] in WRITERS:
+        return written(inputs, config)
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
     square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
     sizes = (torch.as_tensor(inputs["image_sizes"]) // square).tolist()
     return [(([token] * columns + [token + 1]) * rows)[:-1] + [token + 2] for rows, columns in sizes]
+
+
+def written(inputs: dict[str, Any], config: dict[str, Any]) -> list[list[int]]:
+    """The tokens of the texts that transformers' own processor of text and pictures writes. Takes from the inputs what
+    the model does not read."""
+    side = inputs["pixel_values"].shape[-1] // config["vision_config"]["patch_size"] // config["scale_factor"]
+    tags = dict.fromkeys(("global_image_tag", "global_image_token"), "<global-img>")
+    own = SimpleNamespace(
+        image_token="<image>", fake_image_token="<fake_token_around_image>", image_seq_len=side**2, **tags
+    )
+    taken = {key: inputs.pop(key) for key in ("rows", "cols")}
+    write = WRITERS[config["model_type"]].replace_image_token
+    texts = [write(own, taken, i) for i in range(len(taken["rows"][0]))]
+    return [picture_prompts.Texts().encode(text) for text in texts]
 
 
 @torch.inference_mode()

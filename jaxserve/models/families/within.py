@@ -39,7 +39,7 @@ LAYOUTS = (
 )
 OF_ENCODERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vit_large_projector.",
-    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
+    "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.", "connector.",
 )  # fmt: skip
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (

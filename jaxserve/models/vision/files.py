@@ -48,9 +48,13 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
     def add(sources: dict[str, list[Source]], prefix: str = "", layer: int | None = None) -> None:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
 
-    # In files it is a convolution whose steps are as large as its window.
-    shape = hidden, *config.patch_shape
-    add({"patch/kernel": [Source("patch.weight", shape, whole, take=lambda t: t.reshape(hidden, -1))]})
+    # In files it is a convolution whose steps are as large as its window, or a matrix.
+    shape: tuple[int, ...] = hidden, *config.patch_shape
+    take: Any = lambda t: t.reshape(hidden, -1)  # noqa: E731
+    if config.colours_last:
+        shape = hidden, config.patch
+        take = partial(_in_order, 3)
+    add({"patch/kernel": [Source("patch.weight", shape, whole, take=take)]})
     if config.patch_bias:
         add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
     if config.table is not None:

@@ -13,7 +13,7 @@ from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected
 from jaxserve.types import ImageTokens
 
 IMAGE_TOKEN = 10
-ROW_END, END = "[IMG_BREAK]", "[IMG_END]"
+TEXTS = {"row_end": "[IMG_BREAK]", "end": "[IMG_END]"}
 _LAYER = "vision_tower.transformer.layers.{i}"
 _NAMES = named(
     patch="vision_tower.patch_conv",
@@ -51,7 +51,7 @@ def eyes_mistral3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelC
         Projected(name="fc2", inputs=out, outputs=out, bias=bias),
     )
     token = hf.take("image_token_index", None) or hf.take("image_token_id", IMAGE_TOKEN)
-    tokens = ImageTokens(token, encoder.patch_shape[-1], side, row_end=ROW_END, end=END)
+    tokens = ImageTokens(token, encoder.patch_shape[-1], side, layout="rows", texts=TEXTS)
     seeing = VisionConfig(encoder=replace(encoder, projector=projector), tokens=tokens, names=_NAMES)
     return replace(config, vision=seeing)
 

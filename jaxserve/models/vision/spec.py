@@ -88,6 +88,7 @@ class EncoderConfig:
       patch_shape: colours, frames where a patch has several, height and width of a patch.
       scaling: of these numbers.
       patch_bias: whether their projection to `hidden_size` channels has a bias.
+      colours_last: in files this projection is a matrix, whose colours alternate.
       layers: as those of a decoder. A patch attends over all patches of its picture.
       windowed: the layers, by index, in which a patch attends over those of its window only.
       window: side of a window in patches.
@@ -97,7 +98,8 @@ class EncoderConfig:
       table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
         is none.
       interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
-        of the picture are those of the table.
+        of the picture are those of the table, or antialiased, which is bilinear in the same way, but a patch gets a
+        share of all entries that it covers, or the nearest entry before a patch.
       before: the norm of patches before the first layer; None: there is none.
       table_last: position vectors are added behind this norm, not before it.
       side: side of the square of patches that become one embedding. They follow each other.
@@ -110,13 +112,14 @@ class EncoderConfig:
     patch_shape: tuple[int, ...]
     scaling: Scaling = Scaling()
     patch_bias: bool = False
+    colours_last: bool = False
     layers: tuple[LayerSpec, ...]
     windowed: tuple[int, ...] = ()
     window: int = 0
     rope_theta: float | None = None
     columns_between: bool = False
     table: int | None = None
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "antialiased", "nearest"] = "bilinear"
     before: NormSpec | None = None
     table_last: bool = False
     side: int
@@ -131,8 +134,13 @@ class EncoderConfig:
 
     @property
     def corners(self) -> int:
-        """Entries of the table between which a patch's position lies."""
-        return 4 if self.interpolation == "bilinear" else 16
+        """Entries of the table between which a patch's position lies; 0: any."""
+        return {"bilinear": 4, "bicubic": 16, "antialiased": 0, "nearest": 1}[self.interpolation]
+
+    @property
+    def shares(self) -> int:
+        """Numbers that tell a patch's shares of entries: of each, or of the rows and of the columns of the table."""
+        return self.corners or 2 * (self.table or 0)
 
     @property
     def patch(self) -> int:

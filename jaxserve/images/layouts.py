@@ -1,0 +1,70 @@
+"""Which tokens stand for a picture in a prompt: those of its features, and in some models texts around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.images.patches import Processed
+from jaxserve.types import ImageTokens
+
+
+class Texts(Protocol):
+    """What a tokenizer tells of texts."""
+
+    def token_of(self, text: str) -> int:
+        """The id of a text that is one added token. Raises InvalidRequestError if there is none."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+
+
+def plain(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
+    """A token for each feature."""
+    return [kind.token] * picture.features(kind)
+
+
+def rows(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
+    """With `row_end` behind each row of features, but `end` behind the last one."""
+    frames, rows, columns = picture.grid
+    row = [kind.token] * (columns // kind.side) + [texts.token_of(kind.texts["row_end"])]
+    return (row * (frames * rows // kind.side))[:-1] + [texts.token_of(kind.texts["end"])]
+
+
+def places_of(picture: Processed) -> list[tuple[int, int]]:
+    """Row and column of each tile, where a picture was cut."""
+    return list(np.ndindex(*picture.tiles)) if picture.tiles != (1, 1) else []
+
+
+def numbered_tiles(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
+    """Texts before each tile name its row and its column (Idefics3, SmolVLM). They need not be single tokens."""
+    columns = picture.tiles[1]
+    around = "<fake_token_around_image>"
+    names = [f"{around}<row_{row + 1}_col_{column + 1}>" for row, column in places_of(picture)]
+    before = ["\n" + name if i and i % columns == 0 else name for i, name in enumerate(names)]
+    before.append(f"\n\n{around}<global-img>" if names else f"{around}<global-img>")
+    features = [kind.token] * (picture.features(kind) // len(before))
+    tokens = [one for text in before for one in texts.encode(text, False) + features]
+    return tokens + texts.encode(around, False)
+
+
+def marked_tiles(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
+    """Texts before each tile and before the whole picture, and around them all; a picture that was not cut has the
+    latter only (LFM2-VL)."""
+    before = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row, column in places_of(picture)] or [""]
+    features = [kind.token] * (picture.features(kind) // len(before))
+    parts = [(text, features) for text in before]
+    if picture.thumbnail is not None:
+        parts.append(("<|img_thumbnail|>", [kind.token] * picture.thumbnail.features(kind)))
+    tokens = [one for text, run in parts for one in (*texts.encode(text, False), *run)]
+    return [*texts.encode("<|image_start|>", False), *tokens, *texts.encode("<|image_end|>", False)]
+
+
+LAYOUTS: dict[str, Callable[[Processed, ImageTokens, Texts], list[int]]] = {
+    "plain": plain,
+    "rows": rows,
+    "numbered_tiles": numbered_tiles,
+    "marked_tiles": marked_tiles,
+}

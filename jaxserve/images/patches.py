@@ -1,0 +1,66 @@
+"""Processed pictures, as squares of patches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.types import ImageTokens
+
+
+class Processed(NamedTuple):
+    """A picture as patches.
+
+    patches: uint8 [patches, numbers of a patch].
+    grid: frames, rows and columns. The frames of a picture that was cut into tiles are its tiles.
+    digest: of the patches and the grid, 32 bytes.
+    tiles: rows and columns of tiles.
+    thumbnail: the whole picture behind its tiles, where it has a grid of its own.
+    """
+
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    digest: bytes
+    tiles: tuple[int, int] = (1, 1)
+    thumbnail: Processed | None = None
+
+    @classmethod
+    def of(
+        cls,
+        patches: np.ndarray,
+        grid: tuple[int, int, int],
+        tiles: tuple[int, int] = (1, 1),
+        thumbnail: Processed | None = None,
+    ) -> Processed:
+        digest = hashlib.sha256(repr((patches.shape, grid)).encode() + patches.tobytes()).digest()
+        return cls(patches, grid, digest, tiles, thumbnail)
+
+    @property
+    def parts(self) -> Iterator[Processed]:
+        """What the encoder reads apart from each other, in the order of the prompt."""
+        yield self
+        if self.thumbnail is not None:
+            yield self.thumbnail
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.patches.nbytes for part in self.parts)
+
+    def features(self, kind: ImageTokens) -> int:
+        """Tokens in whose place the features of `patches` stand."""
+        frames, rows, columns = self.grid
+        return frames * rows * columns // kind.side**2
+
+
+def patches_of(frames: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """The patches of frames [frames, colours, height, width] in the order of `image_packing.Picture`, and their grid.
+    What is left of a frame behind its last whole patch is not in them."""
+    count, colours, *size = frames.shape
+    rows, columns = (pixels // kind.patch for pixels in size)
+    frames = frames[:, :, : rows * kind.patch, : columns * kind.patch]
+    squares = rows // kind.side, kind.side, kind.patch, columns // kind.side, kind.side, kind.patch
+    patches = frames.reshape(count, colours, *squares).transpose(0, 2, 5, 3, 6, 1, 4, 7)
+    return patches.reshape(-1, colours * kind.patch**2), (count, rows, columns)
