@@ -28,7 +28,21 @@ IDEFICS3 = {
 }  # fmt: skip
 # A tile is no whole number of patches.
 SMOLVLM = IDEFICS3 | {
-    "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 52}, "max_image_size": {"longest_edge": 26},
+    "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 52},
+    "max_image_size": {"longest_edge": 26},
+}  # fmt: skip
+# Whole where there are no more than nine features, else up to four tiles.
+LFM2 = {
+    "image_processor_type": "Lfm2VlImageProcessorFast", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_pad": True, "do_image_splitting": True,
+    "rescale_factor": 1 / 255, "resample": 2, "size": {"height": 16, "width": 16}, "downsample_factor": 2,
+    "encoder_patch_size": 4, "tile_size": 16, "min_tiles": 2, "max_tiles": 4, "use_thumbnail": True,
+    "min_image_tokens": 2, "max_image_tokens": 6, "max_pixels_tolerance": 1.5,
+}  # fmt: skip
+KIMI = {
+    "image_processor_type": "Kimi_K25ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 3, "patch_size": 4, "merge_size": 2, "max_patches": 80, "size": {"max_height": 20, "max_width": 20},
 }  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -47,6 +61,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v_moe_plain": GLM,
     "idefics3_hub": IDEFICS3,
     "smolvlm_tied": SMOLVLM,
+    "kimi_k25_hub": KIMI,
+    "kimi_k25_saved": KIMI | {"max_patches": 200, "size": {"max_height": 10, "max_width": 10}},
+    "lfm2_vl_hub": LFM2,
+    "lfm2_vl_saved": LFM2 | {"use_thumbnail": False, "resample": 3},
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
@@ -59,7 +77,7 @@ PROMPTS = (
 # Ids of the texts around pictures, of which no case has more than one kind.
 TEXTS = {
     "<image>": 505, "[IMG_BREAK]": 506, "[IMG_END]": 507, "<fake_token_around_image>": 506, "<global-img>": 507,
-    "\n": 20, "\n\n": 21,
+    "\n": 20, "\n\n": 21, "<|image_start|>": 506, "<|image_end|>": 507, "<|img_thumbnail|>": 509,
 }  # fmt: skip
 
 

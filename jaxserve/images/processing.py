@@ -18,14 +18,14 @@ import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
-from jaxserve.images import idefics3, lfm2_vl
+from jaxserve.images import idefics3, lfm2_vl, moonvit
 from jaxserve.images.patches import Processed, patches_of
 from jaxserve.types import ImageTokens
 
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
-MODULES = {name: module for module in (idefics3, lfm2_vl) for name in module.TYPES}
+MODULES = {name: module for module in (idefics3, lfm2_vl, moonvit) for name in module.TYPES}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class ImageProcessor:
             except (OSError, ValueError, RecursionError) as error:
                 raise ConfigError(f"{folder / name} is no valid image processor's config: {error}") from None
             settings = values.get("image_processor", values) if isinstance(values, dict) else None
+            if isinstance(settings, dict) and isinstance(published := settings.get("media_proc_cfg"), dict):
+                settings = moonvit.settings_of(published)
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
                 return cls(folder, settings, kind)
         return None
@@ -71,7 +73,7 @@ class ImageProcessor:
 
     @property
     def most_pixels(self) -> int:
-        """Most pixels of a picture that the encoder sees. Raises ConfigError for settings that the model cannot have."""
+        """Most pixels of a picture that the encoder sees. Raises ConfigError for settings that do not fit it."""
         if self._own is not None:
             return int(self._own.most_pixels(self))
         size = self.settings.get("size") or {}
@@ -113,7 +115,7 @@ class ImageProcessor:
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
-        assert self.processor is not None
+        assert self._own in (lfm2_vl, moonvit) or self.processor is not None
 
     def __call__(self, picture: PILImage.Image, most_pixels: int | None = None) -> Processed:
         """The patches of a picture in RGB. Raises ValueError for a shape that the model does not read. most_pixels:

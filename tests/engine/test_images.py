@@ -48,7 +48,7 @@ def test_tokens_and_logprobs(case, tmp_path):
     engine = make_engine(build(case, tmp_path / "model"), tokens=24)
     check(engine, case, golden, "first")
     encoded = engine.stats().images_encoded
-    assert encoded == sum(isinstance(part, tuple) for prompt in PROMPTS for part in prompt)
+    assert encoded == sum(len(asked(engine, case, golden, slot).images) for slot in range(len(PROMPTS)))
     assert 0 < sum(engine.stats().step_seconds["encoder"].counts) <= encoded  # several go through it together
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart

@@ -8,7 +8,6 @@ import inspect
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 import transformers
 from PIL import Image
 from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
-from transformers import AutoImageProcessor, Idefics3Processor, SmolVLMProcessor
+from transformers import AutoImageProcessor, Idefics3Processor, Lfm2VlProcessor, SmolVLMProcessor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -35,7 +34,8 @@ def expanded(tokens: list[int], image_token: int, runs: list[list[int]]) -> torc
 
 
 # model_type -> the class that writes the texts of pictures.
-WRITERS = {"idefics3": Idefics3Processor, "smolvlm": SmolVLMProcessor}
+WRITERS = {"idefics3": Idefics3Processor, "smolvlm": SmolVLMProcessor, "lfm2_vl": Lfm2VlProcessor}
+FOR_TORCH = ("lfm2_vl", "kimi_k25")  # whose processors of pictures need torchvision
 
 
 def options_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
     and another one at the end."""
     token = config["image_token_id"]
     if config["model_type"] in WRITERS:
-        return written(inputs, config)
+        return written(inputs, processor, config)
     if "image_grid_thw" in inputs:
         return [[token] * n for n in (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()]
     square = config["spatial_merge_size"] * config["vision_config"]["patch_size"]
@@ -61,17 +61,25 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
     return [(([token] * columns + [token + 1]) * rows)[:-1] + [token + 2] for rows, columns in sizes]
 
 
-def written(inputs: dict[str, Any], config: dict[str, Any]) -> list[list[int]]:
+def written(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
     """The tokens of the texts that transformers' own processor of text and pictures writes. Takes from the inputs what
     the model does not read."""
-    side = inputs["pixel_values"].shape[-1] // config["vision_config"]["patch_size"] // config["scale_factor"]
-    tags = dict.fromkeys(("global_image_tag", "global_image_token"), "<global-img>")
-    own = SimpleNamespace(
-        image_token="<image>", fake_image_token="<fake_token_around_image>", image_seq_len=side**2, **tags
+    kind = WRITERS[config["model_type"]]
+    own = kind.__new__(kind)
+    own.image_processor = processor
+    own.image_token = "<image>"
+    own.fake_image_token = "<fake_token_around_image>"
+    own.global_image_tag = own.global_image_token = "<global-img>"
+    own.image_start_token, own.image_end_token, own.image_thumbnail_token = (
+        f"<|{name}|>" for name in ("image_start", "image_end", "img_thumbnail")
     )
-    taken = {key: inputs.pop(key) for key in ("rows", "cols")}
-    write = WRITERS[config["model_type"]].replace_image_token
-    texts = [write(own, taken, i) for i in range(len(taken["rows"][0]))]
+    if "scale_factor" in config:
+        side = inputs["pixel_values"].shape[-1] // config["vision_config"]["patch_size"] // config["scale_factor"]
+        own.image_seq_len = side**2
+    names = [key for key in ("rows", "cols", "image_rows", "image_cols", "image_sizes") if key in inputs]
+    taken = {key: inputs.pop(key) for key in names}
+    count = len(np.ravel(taken[names[0]]))
+    texts = [own.replace_image_token(taken, i, use_image_special_tokens=True) for i in range(count)]
     return [picture_prompts.Texts().encode(text) for text in texts]
 
 
@@ -98,7 +106,8 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     case = tiny_models.CASES[name]
     picture_prompts.build(name, folder)
     model = load(folder)
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    backend = "torchvision" if case.config["model_type"] in FOR_TORCH else "pil"
+    processor = AutoImageProcessor.from_pretrained(folder, backend=backend)
     image_token = case.config["image_token_id"]
     content: dict[str, np.ndarray] = {"fingerprint": np.array(tiny_models.fingerprint(name))}
     for slot in range(len(picture_prompts.PROMPTS)):

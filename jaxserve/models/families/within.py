@@ -27,6 +27,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision import moonvit
 from jaxserve.models.vision.pixtral import eyes_mistral3
 
 log = logging.getLogger(__name__)
@@ -275,5 +276,6 @@ FAMILIES = (
         DEEPSEEK3.names,
         by_text(False),
         more_layers=True,
+        sees=moonvit.eyes,
     ),
 )

@@ -147,6 +147,8 @@ def turned(config: EncoderConfig, place: jax.Array) -> Angles:
     exponent = jnp.arange(0, dim // 2, 2, dtype=jnp.float32) / (dim // 2)
     exponent = jnp.stack([exponent, exponent + 2 / dim * config.columns_between])  # of rows, and of columns
     angles = place.astype(jnp.float32)[:, :, None] * (1.0 / config.rope_theta**exponent)
+    if config.columns_alternate:
+        angles = angles[:, ::-1].swapaxes(1, 2)
     angles = angles.reshape(len(place), -1)
     return Angles(jnp.cos(angles), jnp.sin(angles))
 

@@ -58,7 +58,8 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
     if config.patch_bias:
         add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
     if config.table is not None:
-        add({"table": [Source("table.weight", (config.table**2, hidden), whole)]})
+        rows = (config.table, config.table) if config.table_is_grid else (config.table**2,)
+        add({"table": [Source("table.weight", (*rows, hidden), whole, take=lambda t: t.reshape(-1, hidden))]})
     if config.before is not None:
         add(norm_sources("before", config.before, hidden))
     for i, layer in enumerate(config.layers):

@@ -14,9 +14,6 @@ from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected
 from jaxserve.types import ImageTokens
 
 IMAGE_TOKEN = 128257
-_NAMES = {
-    "fc.weight": "connector.modality_projection.proj.weight",
-}
 # Of the processing of pictures, whose own settings count, and of older code.
 _UNUSED = ("max_image_size", "size", "use_base_siglip", "tie_word_embeddings", "model_type")
 
@@ -78,4 +75,5 @@ def eyes(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
         out_size=config.hidden_size,
     )
     tokens = ImageTokens(hf.take("image_token_id", IMAGE_TOKEN), patch, side, layout="numbered_tiles")
-    return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=siglip_names("vision_model.") | _NAMES))
+    names = siglip_names("vision_model.") | {"fc.weight": "connector.modality_projection.proj.weight"}
+    return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=names))

@@ -58,7 +58,5 @@ def eyes(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
         ),
         out_size=config.hidden_size,
     )
-    tokens = ImageTokens(
-        hf.take("image_token_id", IMAGE_TOKEN), encoder.patch_shape[-1], side, layout="marked_tiles"
-    )
+    tokens = ImageTokens(hf.take("image_token_id", IMAGE_TOKEN), encoder.patch_shape[-1], side, layout="marked_tiles")
     return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES))

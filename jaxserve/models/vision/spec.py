@@ -95,11 +95,14 @@ class EncoderConfig:
       rope_theta: base of the angles by which queries and keys turn: one half of a head's pairs of channels by the
         patch's row, the other half by its column. None: they do not turn.
       columns_between: the frequencies of columns lie between those of rows; else they are the same.
+      columns_alternate: pairs that turn by the column alternate with those that turn by the row, beginning with the
+        column, and in files the channels of a pair are neighbours.
       table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
         is none.
       interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
         of the picture are those of the table, or antialiased, which is bilinear in the same way, but a patch gets a
         share of all entries that it covers, or the nearest entry before a patch.
+      table_is_grid: in files it has rows and columns.
       before: the norm of patches before the first layer; None: there is none.
       table_last: position vectors are added behind this norm, not before it.
       side: side of the square of patches that become one embedding. They follow each other.
@@ -118,8 +121,10 @@ class EncoderConfig:
     window: int = 0
     rope_theta: float | None = None
     columns_between: bool = False
+    columns_alternate: bool = False
     table: int | None = None
     interpolation: Literal["bilinear", "bicubic", "antialiased", "nearest"] = "bilinear"
+    table_is_grid: bool = False
     before: NormSpec | None = None
     table_last: bool = False
     side: int
@@ -129,8 +134,8 @@ class EncoderConfig:
 
     @cached_property
     def ropes(self) -> Mapping[str, RopeConfig]:
-        """As in `ModelConfig`: the order of channels in files is that of the operations."""
-        return {"default": RopeConfig()}
+        """As in `ModelConfig`, for the order of channels in files."""
+        return {"default": RopeConfig(interleaved=self.columns_alternate)}
 
     @property
     def corners(self) -> int:
