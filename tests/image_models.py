@@ -221,10 +221,10 @@ IMAGE_CASES: dict[str, DenseCase] = {
         image_token_id=505, video_token_id=506, projection_hidden_size=16, projection_layer_norm_eps=1e-5,
         use_unified_vision_chunk=True, video_placeholder="<|kimi_k25_video_placeholder|>",
     ),
-    "kimi_k25_saved": seeing(
+    "kimi_k25_groups": seeing(
         "Kimi_K25ForConditionalGeneration", "kimi_k25",
         dense(
-            "", "deepseek_v3", **_KIMI, layers=2, num_key_value_heads=4, q_lora_rank=None, n_routed_experts=8,
+            "", "deepseek_v3", **_KIMI, layers=2, num_key_value_heads=4, q_lora_rank=24, n_routed_experts=8,
             num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=0, routed_scaling_factor=1.3,
             tie_word_embeddings=False, rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
         ),

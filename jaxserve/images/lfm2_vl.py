@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.config import ConfigError
-from jaxserve.images.patches import Processed, patches_of
+from jaxserve.images.patches import Processed, patches_of, resized
+from jaxserve.images.reading import MAX_RATIO
 
 if TYPE_CHECKING:
     from jaxserve.images.processing import ImageProcessor
@@ -31,7 +32,10 @@ def most_pixels(source: ImageProcessor) -> int:
     if given["tile_size"] % square:
         raise ConfigError(f"tile_size={given['tile_size']} of the image processor must be a multiple of {square}")
     tiles = given["max_tiles"] if given["do_image_splitting"] else 0
-    return int(max(tiles * given["tile_size"] ** 2, given["max_image_tokens"] * square**2))
+    least, most = given["min_image_tokens"], given["max_image_tokens"]
+    # A narrow picture has more features than are allowed: its shorter side does not get below one.
+    most = max(most, math.isqrt(MAX_RATIO * most) + 1, least + math.isqrt(MAX_RATIO * least) + 3)
+    return int(max(tiles * given["tile_size"] ** 2, most * square**2))
 
 
 def process(source: ImageProcessor, picture: PILImage.Image, most_pixels: int | None) -> Processed:
@@ -46,8 +50,7 @@ def process(source: ImageProcessor, picture: PILImage.Image, most_pixels: int | 
 
     def frames(width: int, height: int) -> np.ndarray:
         """The picture in this size, [1, colours, height, width]."""
-        made = picture.resize((width, height), PILImage.Resampling(given["resample"]))
-        return np.asarray(made).transpose(2, 0, 1)[None]
+        return resized(picture, width, height, given["resample"])[None]
 
     whole = frames(*_whole_size(picture.width, picture.height, square, given))
     if not cuts or not _is_large(picture.width, picture.height, source.kind.patch, square, given):

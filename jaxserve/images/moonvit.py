@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image as PILImage
 
-from jaxserve.images.patches import Processed, patches_of
+from jaxserve.images.patches import Processed, patches_of, resized
 
 if TYPE_CHECKING:
     from jaxserve.images.processing import ImageProcessor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TYPES = ("Kimi_K25ImageProcessor",)
 PATCHES = 16384  # most patches of a picture, where the settings do not say
 EDGE = 512  # most patches of an edge
+BICUBIC = 3  # as Pillow numbers it
 
 
 def settings_of(published: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +62,6 @@ def process(source: ImageProcessor, picture: PILImage.Image, most_pixels: int | 
     count = math.prod(max(1, one // patch) for one in size)
     scale = min(1.0, math.sqrt(patches / count), *(edge * patch / one for one in size))
     width, height = (min(max(1, int(one * scale)), edge * patch) for one in size)
-    made = picture.resize((width, height), PILImage.Resampling(source.settings.get("resample", 3)))
     filled = np.zeros((1, 3, -(-height // square) * square, -(-width // square) * square), np.uint8)
-    filled[0, :, :height, :width] = np.asarray(made).transpose(2, 0, 1)
+    filled[0, :, :height, :width] = resized(picture, width, height, source.settings.get("resample", BICUBIC))
     return Processed.of(*patches_of(filled, source.kind))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image as PILImage
 
 from jaxserve.types import ImageTokens
 
@@ -53,6 +54,13 @@ class Processed(NamedTuple):
         """Tokens in whose place the features of `patches` stand."""
         frames, rows, columns = self.grid
         return frames * rows * columns // kind.side**2
+
+
+def resized(picture: PILImage.Image, width: int, height: int, resample: int) -> np.ndarray:
+    """A picture in RGB in this size, uint8 [colours, height, width]. As PyTorch does it: whole numbers between the
+    axes, of which Pillow chooses the first, if it is to resize both."""
+    across = picture.resize((width, picture.height), PILImage.Resampling(resample))
+    return np.asarray(across.resize((width, height), PILImage.Resampling(resample))).transpose(2, 0, 1)
 
 
 def patches_of(frames: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
