@@ -335,7 +335,7 @@ class LLM:
             self._images = ImageProcessor.of(self.engine.model_folder, vision.tokens)
             assert self._images is not None  # else the model would not see
         processed = [self._images(as_picture(one)) for one in pictures]
-        return with_images(ids, processed, vision.tokens, self.tokenizer.token_of)
+        return with_images(ids, processed, vision.tokens, self.tokenizer)
 
     def _run(
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None

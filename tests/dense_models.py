@@ -651,6 +651,11 @@ def _stored(name: str) -> dict[str, tuple[int, ...]]:
 
 # Parts of names in DeepSeek-V4's files, behind the parts that transformers writes instead.
 PUBLISHED = (".attn.norm.", ".attn.kv_norm."), ("embed_tokens.", "embed."), ("hc_head.hc_", "hc_head_")
+# Names of Kimi K2.5's own files. Of those that transformers writes, it cannot read all.
+OF_KIMI_K25 = (
+    ("language_model.model.blocks.", "language_model.model.layers."), ("model.mm_projector.", "mm_projector."),
+    ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
+)  # fmt: skip
 
 
 def as_in_file(name: str, tensor: str) -> str:
@@ -659,6 +664,8 @@ def as_in_file(name: str, tensor: str) -> str:
         tensor = tensor.removeprefix("model.")
         for saved, published in PUBLISHED:
             tensor = tensor.replace(saved, published)
+    for saved, published in OF_KIMI_K25 if name.startswith("kimi_k25") else ():
+        tensor = tensor.replace(saved, published)
     return tensor
 
 

@@ -56,6 +56,14 @@ _UNIFIED = {
 }  # fmt: skip
 _SLIDING_FIRST = ["sliding_attention", "full_attention"] * 2
 
+_IDEFICS3 = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+}  # fmt: skip
+_KIMI = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "kv_lora_rank": 48, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_shared_experts": 1, "moe_intermediate_size": 40, "norm_topk_prob": True,
+    "pad_token_id": ABSENT,
+}  # fmt: skip
 _STEP = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
     "mlp_ratio": 2.0,
@@ -281,6 +289,85 @@ IMAGE_CASES: dict[str, DenseCase] = {
             },
         ),
         _GLM | {"model_type": "glm4v_moe_vision", "out_hidden_size": 64}, **_OF_GLM,
+    ),
+    # Pictures have fewer patches than the table has entries; the first configs have settings of other models.
+    "idefics3_hub": seeing(
+        "Idefics3ForConditionalGeneration", "idefics3",
+        dense(
+            "", "llama", **_SHARED, modern=False, hidden=96, layers=3, rope_theta=7000.0, tie_word_embeddings=False,
+            pixel_shuffle_factor=2, qk_layer_norms=False, use_resampler=False, neftune_noise_alpha=0.0,
+            perceiver_config={"qk_layer_norms_perceiver": True}, is_llama_config=True, _flash_attn_2_enabled=True,
+        ),
+        _IDEFICS3 | {
+            "model_type": "idefics3", "image_size": 20, "max_image_size": {"longest_edge": 16},
+            "size": {"longest_edge": 32}, "use_base_siglip": False, "tie_word_embeddings": False,
+        },
+        image_token_id=505, scale_factor=2,
+    ),
+    "smolvlm_tied": seeing(
+        "SmolVLMForConditionalGeneration", "smolvlm",
+        dense(
+            "", "llama", **_SHARED, head_dim=24, attention_bias=True, tie_word_embeddings=True,
+            rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _IDEFICS3 | {
+            "model_type": "smolvlm_vision", "image_size": 24, "num_hidden_layers": 2, "hidden_act": "gelu",
+            "layer_norm_eps": 1e-3,
+        },
+        image_token_id=505, scale_factor=3,
+    ),
+    "lfm2_vl_hub": seeing(
+        "Lfm2VlForConditionalGeneration", "lfm2_vl",
+        dense(
+            "", "lfm2", modern=False, hidden=72, heads=6, layers=4, num_key_value_heads=2, conv_L_cache=4,
+            intermediate_size=ABSENT, block_ff_dim=200, block_ffn_dim_multiplier=1.3, block_multiple_of=24,
+            block_auto_adjust_ff_dim=True, full_attn_idxs=[1], norm_eps=1e-3, rope_theta=10000.0, conv_bias=True,
+            block_use_swiglu=True, conv_dim=72, num_heads=6, use_pos_enc=True, tie_word_embeddings=False,
+        ),
+        _IDEFICS3 | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+        image_token_id=505, downsample_factor=2, projector_hidden_size=40, projector_bias=True, vision_feature_layer=-1,
+        do_image_splitting=True, tile_size=16, max_image_tokens=6, use_thumbnail=True,
+    ),
+    "lfm2_vl_saved": seeing(
+        "Lfm2VlForConditionalGeneration", "lfm2_vl",
+        dense(
+            "", "lfm2", layers=5, num_key_value_heads=2, conv_L_cache=3, block_auto_adjust_ff_dim=False, norm_eps=1e-5,
+            layer_types=["conv", "conv", "full_attention", "conv", "full_attention"], tie_word_embeddings=True,
+            rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+        ),
+        _IDEFICS3 | {
+            "model_type": "siglip2_vision_model", "num_patches": 25, "num_hidden_layers": 2, "hidden_act": "gelu",
+            "layer_norm_eps": 1e-3,
+        },
+        image_token_id=505, downsample_factor=2, projector_hidden_size=36, projector_bias=False,
+        projector_use_layernorm=False, projector_hidden_act="gelu_pytorch_tanh",
+    ),
+    "kimi_k25_hub": seeing(
+        "Kimi_K25ForConditionalGeneration", "kimi_k25",
+        dense(
+            "", "kimi_k2", **_KIMI, modern=False, layers=3, heads=8, num_key_value_heads=8, q_lora_rank=36,
+            n_routed_experts=12, num_experts_per_tok=3, n_group=1, topk_group=1, first_k_dense_replace=1,
+            routed_scaling_factor=2.8, tie_word_embeddings=False, rope_theta=7000.0, rope_scaling=None,
+        ),
+        _IDEFICS3 | {
+            "model_type": "kimi_k25_vision", "pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 4,
+            "merge_kernel_size": [2, 2], "num_hidden_layers": 2,
+        },
+        image_token_id=505, video_token_id=506, projection_hidden_size=16, projection_layer_norm_eps=1e-5,
+        use_unified_vision_chunk=True, video_placeholder="<|kimi_k25_video_placeholder|>",
+    ),
+    "kimi_k25_groups": seeing(
+        "Kimi_K25ForConditionalGeneration", "kimi_k25",
+        dense(
+            "", "deepseek_v3", **_KIMI, layers=2, num_key_value_heads=4, q_lora_rank=24, n_routed_experts=8,
+            num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=0, routed_scaling_factor=1.3,
+            tie_word_embeddings=False, rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _IDEFICS3 | {
+            "model_type": "kimi_k25_vision", "pos_emb_height": 3, "pos_emb_width": 3, "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+        },
+        image_token_id=505, video_token_id=506, projection_hidden_size=16, projection_layer_norm_eps=1e-3,
     ),
     "internvl_qwen2": seeing(
         "InternVLForConditionalGeneration", "internvl",

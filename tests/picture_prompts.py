@@ -1,12 +1,15 @@
 """Prompts with pictures for the checkpoints of `tiny_models` that see. Nothing here needs torch."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiny_models
 from image_models import PINPOINTS
+
+from jaxserve.types import InvalidRequestError
 
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
@@ -40,6 +43,30 @@ TILES = {
 LLAMA4 = TILES | {"image_processor_type": "Llama4ImageProcessorFast", "resample": 2, "resize_to_max_canvas": False}
 ONEVISION = TILES | {
     "image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": PINPOINTS, "do_pad": True,
+}  # fmt: skip
+IDEFICS3 = {
+    "image_processor_type": "Idefics3ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "do_pad": True,
+    "do_image_splitting": True, "rescale_factor": 1 / 255, "resample": 1, "size": {"longest_edge": 32},
+    "max_image_size": {"longest_edge": 16},
+}  # fmt: skip
+# A tile is no whole number of patches.
+SMOLVLM = IDEFICS3 | {
+    "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 52},
+    "max_image_size": {"longest_edge": 26},
+}  # fmt: skip
+# Whole where there are no more than nine features, else up to four tiles.
+LFM2 = {
+    "image_processor_type": "Lfm2VlImageProcessorFast", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_pad": True, "do_image_splitting": True,
+    "rescale_factor": 1 / 255, "resample": 2, "size": {"height": 16, "width": 16}, "downsample_factor": 2,
+    "encoder_patch_size": 4, "tile_size": 16, "min_tiles": 2, "max_tiles": 4, "use_thumbnail": True,
+    "min_image_tokens": 2, "max_image_tokens": 6, "max_pixels_tolerance": 1.5,
+}  # fmt: skip
+KIMI = {
+    "image_processor_type": "Kimi_K25ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+    "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
+    "resample": 3, "patch_size": 4, "merge_size": 2, "max_patches": 80, "size": {"max_height": 20, "max_width": 20},
 }  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -75,13 +102,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "llava_onevision_saved": ONEVISION | {"image_grid_pinpoints": PINPOINTS[:4]},
     "llama4_seeing": LLAMA4,
     "llama4_seeing_saved": LLAMA4 | {"resize_to_max_canvas": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
-}
-# Of tokens around features; those for features are 505. Gemma 3's tokenizer has a token for any number of newlines.
-TOKEN_IDS = {
-    **{"[IMG_BREAK]": 506, "[IMG_END]": 507, "<img>": 506, "</img>": 507},
-    **{"<|image|>": 506, "<|image_start|>": 507, "<|image_end|>": 508},
-    **{"<|tile_x_separator|>": 509, "<|tile_y_separator|>": 510},
-    **{"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509},
+    "idefics3_hub": IDEFICS3,
+    "smolvlm_tied": SMOLVLM,
+    "kimi_k25_hub": KIMI,
+    "kimi_k25_groups": KIMI | {"max_patches": 200, "size": {"max_height": 10, "max_width": 10}},
+    "lfm2_vl_hub": LFM2,
+    "lfm2_vl_saved": LFM2 | {"use_thumbnail": False, "resample": 3},
 }
 # Each prompt as lengths of text, and (height, width) of pictures. No patch divides some of them.
 PROMPTS = (
@@ -89,6 +115,45 @@ PROMPTS = (
     ((33, 21), 7, (8, 8), 1, (40, 17), 9),
     (21, (90, 70), 2, (30, 50), 30),
 )
+
+
+# Ids of the texts around pictures, of which no case has more than one kind.
+# What the case's tokenizer has beside features' tokens, by the beginning of a case's name.
+TEXTS = {
+    "gemma3": {"\n": 503, "\n\n": 504, "\n\n\n": 508, "\n\n\n\n": 509},
+    "idefics3": {"<image>": 505, "<fake_token_around_image>": 506, "<global-img>": 507, "\n": 20, "\n\n": 21},
+    "internvl": {"<img>": 506, "</img>": 507},
+    "lfm2_vl": {"<image>": 505, "<|image_start|>": 506, "<|image_end|>": 507, "<|img_thumbnail|>": 509},
+    "llama4": {
+        "<|image|>": 506, "<|image_start|>": 507, "<|image_end|>": 508, "<|tile_x_separator|>": 509,
+        "<|tile_y_separator|>": 510,
+    },
+    "llava_pixtral": {"[IMG_BREAK]": 506, "[IMG_END]": 507},
+    "mistral3": {"[IMG_BREAK]": 506, "[IMG_END]": 507},
+    "smolvlm": {"<image>": 505, "<fake_token_around_image>": 506, "<global-img>": 507, "\n": 20, "\n\n": 21},
+}  # fmt: skip
+
+
+class Texts:
+    """What a case's tokenizer would tell of the texts around pictures."""
+
+    def __init__(self, case: str, ids: dict[str, int] | None = None):
+        self.ids = ids or next((own for name, own in TEXTS.items() if case.startswith(name)), {})
+
+    def token_of(self, text: str) -> int:
+        if text not in self.ids:
+            raise InvalidRequestError(f"no token {text!r}")
+        return self.ids[text]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Texts without an id are several tokens."""
+        parts = re.findall(r"\n+|<[^>]*>|\[[^]]*\]", text)
+        assert "".join(parts) == text
+        return [one for part in parts for one in ([self.ids[part]] if part in self.ids else self._number(part))]
+
+    def _number(self, part: str) -> list[int]:
+        row, column = map(int, re.findall(r"\d+", part))
+        return [508, 30 + 10 * row + column]
 
 
 def build(name: str, folder: Path) -> Path:
@@ -115,7 +180,7 @@ def place_of(config: dict[str, Any]) -> int:
     """The token that stands for a picture in a prompt."""
     if config["model_type"] == "gemma3":
         return config["boi_token_index"]
-    return TOKEN_IDS["<|image|>"] if config["model_type"] == "llama4" else image_token_of(config)
+    return TEXTS["llama4"]["<|image|>"] if config["model_type"] == "llama4" else image_token_of(config)
 
 
 def prompt_of(name: str, slot: int, seed: int) -> tuple[list[int], list[np.ndarray]]:

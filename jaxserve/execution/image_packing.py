@@ -61,12 +61,14 @@ def layout_of(config: EncoderConfig, rows: int, columns: int) -> Layout:
         across = -(-columns // config.window)
         window = row // config.window * across + column // config.window
     corner = np.zeros((count, config.corners), np.int32)
-    share = np.zeros((count, config.corners), np.float32)
+    share = np.zeros((count, config.shares), np.float32)
     if config.interpolation == "sum":
         corner = np.stack([column, (config.table or 0) + row], axis=1)
         share = np.ones((count, 2), np.float32)
+    elif config.table is not None and not config.corners:
+        share = np.concatenate([_spread(row, rows, config.table), _spread(column, columns, config.table)], axis=1)
     elif config.table is not None:
-        between = _between if config.interpolation == "bilinear" else _among
+        between = {"bilinear": _between, "bicubic": _among, "nearest": _before}[config.interpolation]
         row_at, row_share = between(row, rows, config.table)
         column_at, column_share = between(column, columns, config.table)
         corner = (row_at[:, :, None] * config.table + column_at[:, None, :]).reshape(count, -1)
@@ -98,6 +100,22 @@ def _among(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndar
     return np.clip(floor[:, None].astype(np.int64) + steps, 0, side - 1), share
 
 
+def _spread(index: np.ndarray, size: int, side: int) -> np.ndarray:
+    """The shares of all of `side` entries at an index of an axis of `size`, [indices, side]: a triangle that is as wide
+    as two entries, or as two indices where these are further apart."""
+    scale = np.float32(side / size)
+    center = (index.astype(np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+    far = np.abs(np.arange(side, dtype=np.float32) - center[:, None]) / max(scale, np.float32(1))
+    share = np.maximum(1 - far, 0)
+    return share / share.sum(axis=1, keepdims=True)
+
+
+def _before(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `_between`, of the last entry that begins before an index or with it. Of some sizes that no published model
+    has, such as 19 or 25, transformers finds the entry before that one for a few indices, by rounding."""
+    return (index * side // size)[:, None], np.ones((len(index), 1), np.float32)
+
+
 def pack(config: EncoderConfig, frames: Sequence[Frame], size: int, nowhere: int) -> tuple[Patches, np.ndarray]:
     """The frames' rows with padding up to `size`, and where the features of each embedding are written, int32
     [size / joined]; what belongs to no embedding is written to `nowhere`."""
@@ -106,7 +124,7 @@ def pack(config: EncoderConfig, frames: Sequence[Frame], size: int, nowhere: int
     picture = np.full(size, PADDING, np.int32)
     window = np.full(size, PADDING, np.int32)
     corner = np.zeros((size, config.corners), np.int32)
-    share = np.zeros((size, config.corners), np.float32)
+    share = np.zeros((size, config.shares), np.float32)
     targets = np.full(size // config.joined, nowhere, np.int32)
     at = 0
     windows = 0

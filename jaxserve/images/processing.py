@@ -6,7 +6,6 @@ picture on its way to the engine has a byte for each number of a patch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -15,16 +14,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image as PILImage
 
 from jaxserve.checkpoints.mistral_native import is_native, native_image_settings
 from jaxserve.config import ConfigError
+from jaxserve.images import idefics3, lfm2_vl, moonvit
 from jaxserve.images.area import area_of
 from jaxserve.images.llama4 import Llama4Tiles
-from jaxserve.types import Area, ImageTokens
+from jaxserve.images.patches import Processed, patches_of, picture_of
+from jaxserve.types import ImageTokens
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +36,7 @@ SOFT_TOKENS_KINDS = 70, 140, 280, 560, 1120  # limits that Gemma 4 knows
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
 # Side in pixels of a tile, and most parts of a picture, where the settings do not say.
 TILES = {"GotOcr2": (384, 12), "Llama4": (336, 16), "LlavaOnevision": (384, 36)}
-
-
-class Processed(NamedTuple):
-    """A picture as patches.
-
-    patches: uint8 [patches, numbers of a patch].
-    grid: frames, rows and columns. The tiles of a picture are frames.
-    digest: of the patches, the grid and how the processor was set, 32 bytes.
-    tiles: rows and columns of the tiles into which a picture was split.
-    area: see `area.area_of`.
-    """
-
-    patches: np.ndarray
-    grid: tuple[int, int, int]
-    digest: bytes
-    tiles: tuple[int, int] = (1, 1)
-    area: Area | None = None
+MODULES = {name: module for module in (idefics3, lfm2_vl, moonvit) for name in module.TYPES}
 
 
 @dataclass(frozen=True)
@@ -87,6 +72,8 @@ class ImageProcessor:
             except (OSError, ValueError, RecursionError) as error:
                 raise ConfigError(f"{folder / name} is no valid image processor's config: {error}") from None
             settings = values.get("image_processor", values) if isinstance(values, dict) else None
+            if isinstance(settings, dict) and isinstance(published := settings.get("media_proc_cfg"), dict):
+                settings = moonvit.settings_of(published)
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
                 return cls(folder, settings, kind)
         settings = native_image_settings(folder) if is_native(folder) else None
@@ -116,7 +103,9 @@ class ImageProcessor:
 
     @property
     def most_pixels(self) -> int:
-        """Most pixels of a picture that the encoder sees."""
+        """Most pixels of a picture that the encoder sees. Raises ConfigError for settings that do not fit it."""
+        if self._own is not None:
+            return int(self._own.most_pixels(self))
         if self.tile is not None:
             return self.tile**2 * self.most_tiles
         if self.kind.fixed:
@@ -143,6 +132,15 @@ class ImageProcessor:
     def _pans(self) -> bool:
         """Whether pictures are to be cut into several, which Gemma 3 may do."""
         return bool(self.settings.get("do_pan_and_scan"))
+
+    @property
+    def _type(self) -> str:
+        return str(self.settings.get("image_processor_type", "")).removesuffix("Fast")
+
+    @property
+    def _own(self) -> Any:
+        """The module for this kind of processing; None: it is what this class does."""
+        return MODULES.get(self._type)
 
     @property
     def _limits_edges(self) -> bool:
@@ -197,7 +195,8 @@ class ImageProcessor:
         return self.kind.patch * self.kind.side
 
     @cached_property
-    def _processor(self) -> Any:
+    def processor(self) -> Any:
+        """That of transformers."""
         if self._is("Llama4"):
             assert self.tile is not None
             return Llama4Tiles(self.settings, self.tile, self._most_parts)
@@ -214,11 +213,14 @@ class ImageProcessor:
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
-        assert self._processor is not None
+        assert self._own in (lfm2_vl, moonvit) or self.processor is not None
 
     def __call__(self, picture: PILImage.Image, most_pixels: int | None = None) -> Processed:
         """The patches of a picture in RGB. Raises ValueError for a shape that the model does not read. most_pixels:
         less than the model's own limit, of what the encoder sees."""
+        if self._own is not None:
+            made: Processed = self._own.process(self, picture, most_pixels)
+            return made
         options: dict[str, Any] = {}
         if self._limits_edges:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
@@ -233,21 +235,21 @@ class ImageProcessor:
             options["max_soft_tokens"] = max(fitting, default=SOFT_TOKENS_KINDS[0])
         elif most_pixels is not None and not self.kind.fixed:
             options["size"] = self._size_within(most_pixels)
-        made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
+        made = self.processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
         values = made["pixel_values"].astype(np.uint8)
         values = values[0] if self._has_areas else values
         if self._counts_tokens:
             columns, rows = map(int, made["image_position_ids"][0].max(axis=0) + 1)
-            patches, grid = _patches_of(_joined(values[0], rows, columns)[None], self.kind)
+            patches, grid = patches_of(picture_of(values[0], rows, columns)[None], self.kind)
         elif self._limits_edges or self._splits or self.kind.fixed:
-            patches, grid = _patches_of(values, self.kind)
+            patches, grid = patches_of(values, self.kind)
         else:
             frames, rows, columns = map(int, made["image_grid_thw"][0])
             patches, grid = values, (frames, rows, columns)
         if self._has_areas:
             return self._with_area(picture, patches, grid, options)
-        rows, columns = map(int, made["aspect_ratios"][0]) if "aspect_ratios" in made else (1, 1)
-        return Processed(patches, grid, _digest(patches, grid), (rows, columns))
+        tiles = tuple(map(int, made["aspect_ratios"][0])) if "aspect_ratios" in made else (1, 1)
+        return Processed.of(patches, grid, tiles)
 
     def _with_area(
         self, picture: PILImage.Image, patches: np.ndarray, grid: tuple[int, int, int], options: dict[str, Any]
@@ -258,13 +260,12 @@ class ImageProcessor:
         assert self.tile is not None
         height, width = select_best_resolution(size, options["image_grid_pinpoints"])
         tiles = height // self.tile, width // self.tile
-        area = area_of(size, tiles, grid[1], self.kind.most_tiles)
-        return Processed(patches, grid, _digest(patches, (*grid, *area)), tiles, area)
+        return Processed.of(patches, grid, tiles, area=area_of(size, tiles, grid[1], self.kind.most_tiles))
 
     def _parts_within(self, most_pixels: int | None) -> dict[str, Any]:
         """The processor's settings for a picture whose tiles have no more than so many pixels."""
         if self._has_areas:
-            canvases = self._processor.image_grid_pinpoints
+            canvases = self.processor.image_grid_pinpoints
             most = most_pixels or max(height * width for height, width in canvases)
             small = min(canvases, key=lambda canvas: canvas[0] * canvas[1])
             return {"image_grid_pinpoints": [x for x in canvases if x[0] * x[1] <= most] or [small]}
@@ -276,7 +277,7 @@ class ImageProcessor:
 
     def _size_within(self, most_pixels: int) -> dict[str, int]:
         """The processor's `size` for a picture that has no more than so many pixels."""
-        size = {key: int(value) for key, value in dict(self._processor.size).items() if value is not None}
+        size = {key: int(value) for key, value in dict(self.processor.size).items() if value is not None}
         if self._limits_edges:
             longest = max(math.isqrt(most_pixels) // self._square, 1) * self._square
             return {"longest_edge": min(size["longest_edge"], longest)}
@@ -287,25 +288,3 @@ class ImageProcessor:
 
 def _is_colour(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) == 3 and all(type(x) in (int, float) for x in given)
-
-
-def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """The patches of a picture [frames, colours, height, width] in the order of `image_packing.Frame`, and its grid."""
-    frames, colours, height, width = picture.shape
-    square = kind.patch * kind.side
-    picture = picture[:, :, : height // square * square, : width // square * square]  # as convolutions do
-    squares = frames, colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
-    patches = picture.reshape(squares).transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, colours * kind.patch**2)
-    return patches, (frames, height // kind.patch, width // kind.patch)
-
-
-def _joined(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The picture [colours, height, width] of patches that have the three colours of a pixel, then those of the
-    next."""
-    side = math.isqrt(patches.shape[1] // 3)
-    split = patches[: rows * columns].reshape(rows, columns, side, side, -1)
-    return split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * side, columns * side)
-
-
-def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(repr((patches.shape, grid)).encode() + patches.tobytes()).digest()

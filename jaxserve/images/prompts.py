@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jaxserve.images.layouts import tokens_of
-from jaxserve.images.processing import Processed
+from jaxserve.images.layouts import Texts, tokens_of
+from jaxserve.images.patches import Processed
 from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
 MOST_NEWLINES = 31  # that Gemma's tokenizers have as one token
 
 
 def with_images(
-    prompt: Sequence[int],
-    pictures: Sequence[Processed],
-    kind: ImageTokens,
-    token_of: Callable[[str], int],
+    prompt: Sequence[int], pictures: Sequence[Processed], kind: ImageTokens, texts: Texts
 ) -> tuple[list[int], list[Image]]:
     """The prompt, with the tokens of each picture (`layouts`) in the place of one, and the pictures at their places.
-    `prompt` has one token for each picture. `token_of`: the id of a text that is one token.
+    `prompt` has one token for each picture.
 
     Raises InvalidRequestError if the prompt has more or fewer tokens for pictures.
     """
     place = kind.token if kind.placeholder is None else kind.placeholder
     if "place" in kind.texts:
-        place = token_of(kind.texts["place"])
+        place = texts.token_of(kind.texts["place"])
     if (count := sum(token == place for token in prompt)) != len(pictures):
         raise InvalidRequestError(
             f"the prompt has {count} places for pictures (token {place}), and {len(pictures)} pictures are given",
             "images",
         )
     left = iter(pictures)
-    lines = Newlines(token_of, kind.newlines if pictures else 0)
+    lines = Newlines(texts, kind.newlines if pictures else 0)
     tokens: list[int] = []
     images = []
     for token in prompt:
@@ -39,12 +36,13 @@ def with_images(
             lines.add(tokens, token)
             continue
         picture = next(left)
-        own = tokens_of(picture, kind, token_of)
+        own = tokens_of(picture, kind, texts)
         lines.surround(tokens)
-        first = len(tokens) + own.index(kind.token)
-        count = own.count(kind.token)
-        patches = picture.patches.tobytes()
-        images.append(Image(first, count, picture.grid, patches, picture.digest, picture.area))
+        places = [len(tokens) + i for i, one in enumerate(own) if one == kind.token]
+        for part in picture.parts:
+            count = part.features(kind)
+            images.append(Image(places[0], count, part.grid, part.patches.tobytes(), part.digest, part.area))
+            places = places[count:]
         tokens += own
         lines.surround(tokens)
     return tokens, images
@@ -54,15 +52,15 @@ class Newlines:
     """Writes `count` newlines around pictures as a tokenizer does that has a token for any number of them: those that
     follow each other are one token."""
 
-    def __init__(self, token_of: Callable[[str], int], count: int):
+    def __init__(self, texts: Texts, count: int):
         self._count = count
-        self._token_of = token_of
+        self._texts = texts
         self._numbers: dict[int, int] = {}  # token -> how many newlines it is
         self._open = False  # whether the last token is newlines behind a picture
         if count:
             for number in range(1, MOST_NEWLINES + 1 - count):
                 try:
-                    self._numbers[token_of("\n" * number)] = number
+                    self._numbers[texts.token_of("\n" * number)] = number
                 except InvalidRequestError:
                     break
 
@@ -84,4 +82,4 @@ class Newlines:
         before = self._numbers.get(tokens[-1], 0) if tokens else 0
         if before:
             tokens.pop()
-        tokens.append(self._token_of("\n" * (before + count)))
+        tokens.append(self._texts.token_of("\n" * (before + count)))

@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from jaxserve.adapters.registry import ServedAdapter
-from jaxserve.images.processing import Processed
+from jaxserve.images.patches import Processed
 from jaxserve.images.prompts import with_images
 from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
@@ -224,7 +224,7 @@ class ServerState:
 
         pictures = await asyncio.gather(*map(one, sources))
         assert self.tokenizer is not None
-        return with_images(ids, pictures, info.sees, self.tokenizer.token_of)
+        return with_images(ids, pictures, info.sees, self.tokenizer)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""

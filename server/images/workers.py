@@ -17,7 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from jaxserve.checkpoints import gguf
-from jaxserve.images.processing import ImageProcessor, Processed
+from jaxserve.images.patches import Processed
+from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.reading import open_picture
 from jaxserve.server.images.sources import Source
 from jaxserve.types import ImageTokens, InvalidRequestError
@@ -106,10 +107,10 @@ class ImageWorkers:
 
     def _keep(self, key: bytes, made: Processed) -> None:
         self._kept[key] = made
-        self._kept_bytes += made.patches.nbytes
+        self._kept_bytes += made.nbytes
         while self._kept_bytes > KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.patches.nbytes
+            self._kept_bytes -= oldest.nbytes
 
     def _end(self, pool: ProcessPoolExecutor) -> None:
         """Ends the workers of a pool; the next picture starts new ones."""

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import tiny_models
 from engines import generate, make_engine, request
-from picture_prompts import PROCESSORS, PROMPTS, TOKEN_IDS, build, prompt_of
+from picture_prompts import PROCESSORS, PROMPTS, Texts, build, prompt_of
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from simulation import PICTURE, TOKENS_PER_CALL, Simulation
 from tiny_models import fingerprint
 
 from jaxserve.config import ConfigError
-from jaxserve.images.processing import ImageProcessor, Processed
+from jaxserve.images.patches import Processed
+from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.prompts import with_images
 from jaxserve.types import ImageTokens
 
@@ -35,7 +36,7 @@ def asked(engine, case, golden, slot):
     processor = ImageProcessor.of(engine.model_folder, engine.sees)
     tokens, pictures = prompt_of(case, slot, int(golden[f"seed_{slot}"]))
     processed = [processor(Image.fromarray(picture)) for picture in pictures]
-    tokens, images = with_images(tokens, processed, engine.sees, lambda text: TOKEN_IDS.get(text, -1))
+    tokens, images = with_images(tokens, processed, engine.sees, Texts(case))
     made = request(str(slot), tokens, max_tokens=len(golden[f"tokens_{slot}"]), logprobs=0)
     made.images = images
     return made
@@ -60,7 +61,7 @@ def test_tokens_and_logprobs(case, tmp_path):
     engine = make_engine(build(case, tmp_path / "model"), tokens=TOKENS.get(case, 24))
     frames = check(engine, case, golden, "first")
     encoded = engine.stats().images_encoded
-    assert encoded == sum(isinstance(part, tuple) for prompt in PROMPTS for part in prompt)
+    assert encoded == sum(len(asked(engine, case, golden, slot).images) for slot in range(len(PROMPTS)))
     assert 0 < sum(engine.stats().step_seconds["encoder"].counts) <= frames  # several go through it together
     check(engine, case, golden, "cached")
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
@@ -83,8 +84,8 @@ def test_newlines_around_pictures():
     """They join those of the prompt, as a tokenizer does that has a token for any number of newlines."""
     kind = ImageTokens(1, 4, 2, placeholder=2, around=(2, 3), newlines=2)
     picture = Processed(np.zeros((8, 3), np.uint8), (1, 2, 4), b"")
-    lines = {"\n" * count: 10 + count for count in range(1, 9)}
-    tokens, images = with_images([7, 11, 2, 2, 11, 12, 9, 2], [picture] * 3, kind, lambda text: lines.get(text, -1))
+    texts = Texts("gemma3_seeing", {"\n" * count: 10 + count for count in range(1, 9)})
+    tokens, images = with_images([7, 11, 2, 2, 11, 12, 9, 2], [picture] * 3, kind, texts)
     picture_of = [2, 1, 1, 3]
     assert tokens == [7, 13, *picture_of, 14, *picture_of, 13, 12, 9, 12, *picture_of, 12]
     assert [tokens[image.first : image.first + image.count] for image in images] == [[1, 1]] * 3

@@ -16,7 +16,15 @@ import torch
 import transformers
 from PIL import Image
 from record import NEW_TOKENS, SEEDS, SMALLEST_MARGIN, load
-from transformers import AutoImageProcessor, Gemma4ImageProcessorPil, Llama4Processor, LlavaOnevisionProcessor
+from transformers import (
+    AutoImageProcessor,
+    Gemma4ImageProcessorPil,
+    Idefics3Processor,
+    Lfm2VlProcessor,
+    Llama4Processor,
+    LlavaOnevisionProcessor,
+    SmolVLMProcessor,
+)
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -34,6 +42,11 @@ def expanded(tokens: list[int], place: int, runs: list[list[int]]) -> torch.Tens
     return torch.tensor(out)[None]
 
 
+# model_type -> the class that writes the texts of pictures.
+WRITERS = {"idefics3": Idefics3Processor, "smolvlm": SmolVLMProcessor, "lfm2_vl": Lfm2VlProcessor}
+FOR_TORCH = ("lfm2_vl", "kimi_k25")  # whose processors of pictures need torchvision
+
+
 def side_of(config: dict[str, Any]) -> int:
     """Side in pixels of the squares that Pixtral's features stand for."""
     return config.get("spatial_merge_size", 1) * config["vision_config"]["patch_size"]
@@ -43,6 +56,8 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own processor of text and pictures adds to the settings."""
     if config["model_type"] == "internvl":
         return {"crop_to_patches": True}
+    if config["model_type"] in WRITERS:
+        return {"return_row_col_info": True}
     if "spatial_merge_size" not in config:
         return {}
     square = side_of(config)
@@ -53,12 +68,14 @@ def runs_of(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> l
     """The tokens of each picture: of Qwen and LightOnOCR as many as there are features; of Pixtral there is one more
     behind each row, and another one at the end; of InternVL and Gemma there is one before and one behind the features,
     and in Gemma 3 newlines around these; of Llama 4 there are several around each tile; of LLaVA-OneVision as many as
-    there are features."""
+    there are features; others have texts around tiles."""
+    if config["model_type"] in WRITERS:
+        return written(inputs, processor, config)
     if config["model_type"] == "llama4":
         return [tiles_of(*shape, config) for shape in torch.as_tensor(inputs.pop("aspect_ratios")).tolist()]
     token = picture_prompts.image_token_of(config)
     if config["model_type"] == "gemma3":
-        lines = picture_prompts.TOKEN_IDS["\n\n"]
+        lines = picture_prompts.TEXTS["gemma3"]["\n\n"]
         begin, end = config["boi_token_index"], config["eoi_token_index"]
         return [[lines, begin, *[token] * config["mm_tokens_per_image"], end, lines]] * len(inputs["num_crops"])
     if config["model_type"].startswith("gemma4"):
@@ -115,8 +132,30 @@ def tiles_of(rows: int, columns: int, config: dict[str, Any]) -> list[int]:
     vision = config["vision_config"]
     features = round((vision["image_size"] // vision["patch_size"] * vision.get("pixel_shuffle_ratio", 0.5)) ** 2)
     text = Llama4Processor._prompt_split_image(None, (rows, columns), features)
-    ids = picture_prompts.TOKEN_IDS | {"<|patch|>": config["image_token_index"]}
+    ids = picture_prompts.TEXTS["llama4"] | {"<|patch|>": config["image_token_index"]}
     return [ids[one] for one in re.findall(r"<\|\w+\|>", text)]
+
+
+def written(inputs: dict[str, Any], processor: Any, config: dict[str, Any]) -> list[list[int]]:
+    """The tokens of the texts that transformers' own processor of text and pictures writes. Takes from the inputs what
+    the model does not read."""
+    kind = WRITERS[config["model_type"]]
+    own = kind.__new__(kind)
+    own.image_processor = processor
+    own.image_token = "<image>"
+    own.fake_image_token = "<fake_token_around_image>"
+    own.global_image_tag = own.global_image_token = "<global-img>"
+    own.image_start_token, own.image_end_token, own.image_thumbnail_token = (
+        f"<|{name}|>" for name in ("image_start", "image_end", "img_thumbnail")
+    )
+    if "scale_factor" in config:
+        side = inputs["pixel_values"].shape[-1] // config["vision_config"]["patch_size"] // config["scale_factor"]
+        own.image_seq_len = side**2
+    names = [key for key in ("rows", "cols", "image_rows", "image_cols", "image_sizes") if key in inputs]
+    taken = {key: inputs.pop(key) for key in names}
+    count = len(np.ravel(taken[names[0]]))
+    texts = [own.replace_image_token(taken, i, use_image_special_tokens=True) for i in range(count)]
+    return [picture_prompts.Texts(config["model_type"]).encode(text) for text in texts]
 
 
 @torch.inference_mode()
@@ -150,10 +189,11 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     case = tiny_models.CASES[name]
     picture_prompts.build(name, folder)
     model = load(folder)
+    backend = "torchvision" if case.config["model_type"] in FOR_TORCH else "pil"
     if case.config["model_type"] == "gemma4_unified":  # see `joined`
         processor = Gemma4ImageProcessorPil(**picture_prompts.PROCESSORS[name])
     else:
-        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        processor = AutoImageProcessor.from_pretrained(folder, backend=backend)
     if case.config["model_type"] == "llama4":
         processor.resize = resized
     image_token = picture_prompts.image_token_of(case.config)

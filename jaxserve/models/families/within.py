@@ -27,6 +27,7 @@ from jaxserve.models.families.qwen3 import FAMILY as QWEN3
 from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision import moonvit
 from jaxserve.models.vision.gemma import eyes_gemma3, eyes_gemma4, eyes_unified
 from jaxserve.models.vision.internvl import eyes_internvl
 from jaxserve.models.vision.llama4 import eyes_llama4
@@ -44,7 +45,7 @@ LAYOUTS = (
 OF_ENCODERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "mm_projector.", "vit_large_projector.",
     "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_encoder.", "vision_projection.",
-    "image_newline",
+    "image_newline", "connector.",
 )  # fmt: skip
 # Layers that predict further tokens, encoders of images, and what brings their results to the text.
 UNREAD = (
@@ -324,5 +325,6 @@ FAMILIES = (
         DEEPSEEK3.names,
         by_text(False),
         more_layers=True,
+        sees=moonvit.eyes,
     ),
 )

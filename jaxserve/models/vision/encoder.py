@@ -33,7 +33,7 @@ class Patches(NamedTuple):
     picture: int32 [patches], the number of the picture; -1 for padding.
     window: the same with a number for each window.
     corner: int32 [patches, EncoderConfig.corners], rows of the table of positions.
-    share: float32 of the same shape, their shares.
+    share: float32 [patches, EncoderConfig.shares], their shares.
     """
 
     values: Any
@@ -56,7 +56,7 @@ class Projector(nn.Module):
             counting = ops.counting(count)
             match step:
                 case Joined(count=joined):
-                    x = x.reshape(len(x) // joined, -1)
+                    x = x[: len(x) // joined * joined].reshape(len(x) // joined, -1)  # what is left is padding
                     count = count // joined
                 case Pooled(count=joined):
                     mean = x.reshape(len(x) // joined, joined, -1).astype(jnp.float32).mean(axis=1) * step.factor
@@ -156,9 +156,17 @@ class ImageEncoder(nn.Module):
         if config.before is not None and config.table_last:
             x = self.before(x, ops)[1]
         if config.table is not None:
-            learned = value_of(self.table)[patches.corner] * patches.share[:, :, None].astype(self.dtype)
-            x = x + learned.sum(axis=1).astype(x.dtype)
+            x = x + self._learned(patches).astype(x.dtype)
         return x if config.before is None or config.table_last else self.before(x, ops)[1]
+
+    def _learned(self, patches: Patches) -> jax.Array:
+        """The learned vectors of the patches' positions."""
+        table = value_of(self.table)
+        if self.config.corners:
+            return (table[patches.corner] * patches.share[:, :, None].astype(self.dtype)).sum(axis=1)
+        row, column = jnp.split(patches.share, 2, axis=1)
+        share = (row[:, :, None] * column[:, None, :]).reshape(len(row), -1)
+        return share @ table.astype(share.dtype)
 
     def finish(self, x: jax.Array, read: list[jax.Array], count: Any, ops: Ops) -> jax.Array:
         """The last layer's result, and what the layers of the taps have computed, each [patches, hidden] -> features
@@ -171,10 +179,10 @@ class ImageEncoder(nn.Module):
         """Uses every weight once, so that flax declares all parameters. Only shapes matter, not the result."""
         config = self.config
         count = config.joined
-        index = jnp.zeros((count, config.corners), jnp.int32)
-        values = jnp.zeros((count, config.patch), self.dtype)
-        number = index[:, 0]
-        patches = Patches(values, index[:, :2], number, number, index, index.astype(jnp.float32))
+        place = jnp.zeros((count, 2), jnp.int32)
+        number = place[:, 0]
+        values, corner, share = (jnp.zeros((count, n)) for n in (config.patch, config.corners, config.shares))
+        patches = Patches(values, place, number, number, corner.astype(jnp.int32), share)
         ropes = turned(config, patches.place)
         x = self.begin(patches, self.ops)
         y: Any = None
@@ -196,6 +204,8 @@ def turned(config: EncoderConfig, place: jax.Array) -> dict[str, Angles]:
     if config.columns_first:
         place = place[:, ::-1]
     angles = place.astype(jnp.float32)[:, :, None] * (1.0 / config.rope_theta**exponent)
+    if config.columns_alternate:
+        angles = angles[:, ::-1].swapaxes(1, 2)
     angles = angles.reshape(len(place), -1)
     return {"default": Angles(jnp.cos(angles), jnp.sin(angles))}
 

@@ -102,7 +102,8 @@ def _table(config: EncoderConfig) -> Source:
         return Source("table.weight", shape, whole, take=partial(_of_axes, config))
     if config.class_token == "first":
         return Source("table.weight", (1, config.entries, hidden), whole, take=lambda t: np.roll(t[0], -1, axis=0))
-    return Source("table.weight", (config.entries, hidden), whole)
+    rows = (config.table, config.table) if config.table_is_grid else (config.entries,)
+    return Source("table.weight", (*rows, hidden), whole, take=lambda t: t.reshape(-1, hidden))
 
 
 def _of_axes(config: EncoderConfig, table: Any) -> Any:

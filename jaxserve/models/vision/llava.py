@@ -48,7 +48,7 @@ def eyes_onevision(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> Model
         Projected(name="fc2", inputs=out, outputs=out, bias=bias),
     )
     token = hf.take("image_token_index", None) or hf.take("image_token_id", IMAGE_TOKEN)
-    tokens = ImageTokens(token, encoder.patch_shape[-1], 1, layout="area", most_tiles=int(most[1]))
+    tokens = ImageTokens(token, encoder.patch_shape[-1], 1, most_tiles=int(most[1]))
     encoder = replace(encoder, projector=projector, newline=True, out_size=out)
     return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES))
 

@@ -120,12 +120,16 @@ class EncoderConfig:
       columns_between: the frequencies of columns lie between those of rows; else they are the same.
       columns_first: the first half of the pairs turns by the column.
       interleaved: as in `RopeConfig`.
+      columns_alternate: pairs that turn by the column alternate with those that turn by the row, beginning with the
+        column, and in files the channels of a pair are neighbours.
       table: side of a square table of learned position vectors, which is stretched to each picture's shape; None: there
         is none.
       interpolation: bilinear, where the first and the last patches are those of the table, or bicubic, where the edges
-        of the picture are those of the table. "sum": there is no square, but a vector for each of `table` columns and
-        one for each of as many rows, and a patch gets the sum of both.
+        of the picture are those of the table, or antialiased, which is bilinear in the same way, but a patch gets a
+        share of all entries that it covers, or the nearest entry before a patch. "sum": there is no square, but a
+        vector for each of `table` columns and one for each of as many rows, and a patch gets the sum of both.
       in_pairs: files have both vectors of the first column and row, then those of the next.
+      table_is_grid: in files it has rows and columns.
       class_token: each frame has a row more, of a learned vector, which all of its patches see and which has no
         feature. The table has an entry more, for this row, which files have before the others or behind them. None:
         there is no such row.
@@ -155,9 +159,11 @@ class EncoderConfig:
     columns_between: bool = False
     columns_first: bool = False
     interleaved: bool = False
+    columns_alternate: bool = False
     table: int | None = None
-    interpolation: Literal["bilinear", "bicubic", "sum"] = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "antialiased", "nearest", "sum"] = "bilinear"
     in_pairs: bool = False
+    table_is_grid: bool = False
     class_token: Literal["first", "last"] | None = None
     before: NormSpec | None = None
     table_last: bool = False
@@ -170,7 +176,8 @@ class EncoderConfig:
     @cached_property
     def ropes(self) -> Mapping[str, RopeConfig]:
         """As in `ModelConfig`, for the order of channels in files."""
-        return {"default": RopeConfig(interleaved=self.interleaved, halves=self.rope_halves)}
+        neighbours = self.interleaved or self.columns_alternate
+        return {"default": RopeConfig(interleaved=neighbours, halves=self.rope_halves)}
 
     @property
     def entries(self) -> int:
@@ -185,8 +192,13 @@ class EncoderConfig:
 
     @property
     def corners(self) -> int:
-        """Entries of the table between which a patch's position lies."""
-        return {"bilinear": 4, "bicubic": 16, "sum": 2}[self.interpolation]
+        """Entries of the table between which a patch's position lies; 0: any."""
+        return {"bilinear": 4, "bicubic": 16, "antialiased": 0, "nearest": 1, "sum": 2}[self.interpolation]
+
+    @property
+    def shares(self) -> int:
+        """Numbers that tell a patch's shares of entries: of each, or of the rows and of the columns of the table."""
+        return self.corners or 2 * (self.table or 0)
 
     @property
     def patch(self) -> int:
