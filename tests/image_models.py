@@ -28,7 +28,7 @@ _LLAMA4 = {
     "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projector_input_dim": 24, "projector_output_dim": 24,
     "vision_output_dim": 24,
 }  # fmt: skip
-_SIGLIP = {
+_ONEVISION = {
     "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_use_head": False,
 }  # fmt: skip
@@ -423,7 +423,7 @@ IMAGE_CASES: dict[str, DenseCase] = {
             "", "qwen2", **_SHARED, modern=False, hidden=96, layers=3, tie_word_embeddings=True, rope_theta=7000.0,
             use_sliding_window=True, sliding_window=19, max_window_layers=1, rope_scaling=None,
         ),
-        _SIGLIP, image_token_index=505, video_token_index=506, image_grid_pinpoints=PINPOINTS,
+        _ONEVISION, image_token_index=505, video_token_index=506, image_grid_pinpoints=PINPOINTS,
         vision_aspect_ratio="anyres_max_2", vision_feature_layer=-1, vision_feature_select_strategy="full",
         projector_hidden_act="gelu", use_image_newline_parameter=True,
     ),
@@ -433,7 +433,7 @@ IMAGE_CASES: dict[str, DenseCase] = {
             "", "qwen2", **_SHARED, layers=2, tie_word_embeddings=False, sliding_window=None, use_sliding_window=False,
             layer_types=["full_attention"] * 2, rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
         ),
-        _SIGLIP | {
+        _ONEVISION | {
             "num_hidden_layers": 3, "hidden_size": 24, "patch_size": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-3,
         },
         image_token_index=505, video_token_index=506, image_grid_pinpoints=PINPOINTS[:4],
