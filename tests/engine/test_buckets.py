@@ -73,7 +73,16 @@ def rows(decodes: int, *prompts: int, scored: bool = False) -> Rows:
     scores = np.full(len(count), scored) & (count > 1)
     zeros = np.zeros(len(count), np.int32)
     only = not prompts
-    return Rows([SimpleNamespace(images=())] * len(count), slot, zeros, zeros, count, np.ones_like(count), scores, only_decodes=only)
+    return Rows(
+        [SimpleNamespace(images=())] * len(count),
+        slot,
+        zeros,
+        zeros,
+        count,
+        np.ones_like(count),
+        scores,
+        only_decodes=only,
+    )
 
 
 def tokens_of(batches) -> list[int]:

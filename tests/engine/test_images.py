@@ -140,11 +140,11 @@ OPTIONS = {
 }
 
 
-FEW_PAGES = {"qwen3_vl_wide": 13, "gemma3_seeing": 24, "gemma4_joint": 60}
+FEW_PAGES = {"qwen3_vl_wide": 13, "gemma3_seeing": 24}
+COMBINED = [*((name, case) for name in OPTIONS for case in FEW_PAGES), ("two devices", "gemma4_joint")]
 
 
-@pytest.mark.parametrize("case", FEW_PAGES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "case"), COMBINED)
 def test_with_other_features(name, case, tmp_path):
     golden = np.load(GOLDENS / f"{case}.npz")
     options = OPTIONS[name] | ({"kv_pages": FEW_PAGES[case]} if name == "preempted" else {})
