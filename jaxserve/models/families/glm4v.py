@@ -15,7 +15,7 @@ GLM4 = GLM[1]
 GLM4_MOE = GLM4_MOE_FAMILIES[0]
 # Of both language models. transformers stacks the experts of GLM-4.6V.
 BOTH = {**GLM4.names, **GLM4_MOE.names, **STACKED}
-GATE_UP = ("gate_up.weight",)
+FUSED = "gate_up.weight"
 # The values that transformers assumes for keys that a text_config does not have.
 DENSE = {
     "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
@@ -42,7 +42,7 @@ def _read_mixture(hf: HFConfig) -> ModelConfig:
 
 def _fused(config: ModelConfig) -> Names:
     """The one name that GLM-4-0414 has and that GLM-4.5 must not have."""
-    return {role: BOTH[role] for role in GATE_UP if config.family == "glm4"}
+    return {FUSED: BOTH[FUSED]} if config.family == "glm4" else {}
 
 
 FAMILIES = (
@@ -67,7 +67,7 @@ FAMILIES = (
         "glm46v",
         "Glm46VForConditionalGeneration",
         {"glm4v_text": Text(_read_dense, DENSE), "glm4v_moe_text": Text(_read_mixture, MIXTURE)},
-        {role: name for role, name in BOTH.items() if role not in GATE_UP},
+        {role: name for role, name in BOTH.items() if role != FUSED},
         by_whole,
         more_layers=True,
         variant=_fused,
