@@ -80,7 +80,8 @@ def find_mmproj(path: Path) -> GGUFFile | None:
         return None
     width = given.get(f"{given.get('general.architecture')}.embedding_length")
     found = [read_gguf(one) for one in encoders_beside(path)]
-    fitting = [one for one in found if one.metadata.get(f"{CLIP}.vision.projection_dim") == width]
+    widths = [one.metadata.get(f"{CLIP}.vision.projection_dim") for one in found]
+    fitting = [one for one, own in zip(found, widths, strict=True) if type(own) is type(width) is int and own == width]
     if found and not fitting:
         names = ", ".join(one.path.name for one in found)
         log.info("pictures are not read: no encoder in %s is as wide as the embeddings of %s, %s", names, path, width)
@@ -132,7 +133,7 @@ def image_settings(path: Path) -> Config | None:
 def _opened(file: GGUFFile, ignored: Collection[str]) -> tuple[Keys, Projector]:
     keys = Keys(file, (CLIP,), ignored)
     kind = keys.left.get("vision.projector_type", keys.left.get("projector_type"))
-    if kind not in PROJECTORS:
+    if not isinstance(kind, str) or kind not in PROJECTORS:
         raise keys.refuse(f"clip.projector_type={kind!r:.80} is not supported (only {', '.join(PROJECTORS)})")
     return keys, PROJECTORS[kind]
 

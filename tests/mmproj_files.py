@@ -18,10 +18,9 @@ from gguf_files import Kind, in_pairs, write
 from jaxserve.checkpoints.safetensors import read_folder
 
 PROJECTORS = {
-    "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger",
-    "qwen3_vl_moe": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "llava": "pixtral", "mistral3": "pixtral",
-    "lighton_ocr": "lightonocr", "glm4v": "glm4v",
-    "glm4v_moe": "glm4v",
+    "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "llava": "pixtral", "mistral3": "pixtral",
+    "lighton_ocr": "lightonocr", "glm4v": "glm4v", "glm4v_moe": "glm4v",
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3vl_merger"),
 }  # fmt: skip
 TENSOR = gguf.MODEL_TENSOR
 # Where the converter itself chooses a name, of Qwen3-VL.

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compiles
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
 MMPROJ = (
-    "qwen2_vl_whole", "qwen2_5_vl_yarn", "qwen3_vl_wide", "llava_pixtral", "lighton_ocr_tied",
+    "qwen2_vl_whole", "qwen2_5_vl_yarn", "qwen3_vl_wide", "qwen3_5_moe_whole", "llava_pixtral", "lighton_ocr_tied",
     "mistral3_seeing", "glm4v_half",
 )  # fmt: skip
 # Of a step, which must have room for all of a picture.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.glm import FAMILIES as GLM
 from jaxserve.models.families.glm4_moe import FAMILIES as GLM4_MOE_FAMILIES
+from jaxserve.models.families.qwen2_moe import STACKED
 from jaxserve.models.families.within import Text, by_either, by_whole, family_within
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
@@ -12,6 +13,9 @@ from jaxserve.models.vision.glm import eyes_dense, eyes_mixture
 
 GLM4 = GLM[1]
 GLM4_MOE = GLM4_MOE_FAMILIES[0]
+# Of both language models. transformers stacks the experts of GLM-4.6V.
+BOTH = {**GLM4.names, **GLM4_MOE.names, **STACKED}
+FUSED = "gate_up.weight"
 # The values that transformers assumes for keys that a text_config does not have.
 DENSE = {
     "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
@@ -38,7 +42,7 @@ def _read_mixture(hf: HFConfig) -> ModelConfig:
 
 def _fused(config: ModelConfig) -> Names:
     """The one name that GLM-4-0414 has and that GLM-4.5 must not have."""
-    return {role: GLM4.names[role] for role in ("gate_up.weight",) if config.family == "glm4"}
+    return {FUSED: BOTH[FUSED]} if config.family == "glm4" else {}
 
 
 FAMILIES = (
@@ -63,7 +67,7 @@ FAMILIES = (
         "glm46v",
         "Glm46VForConditionalGeneration",
         {"glm4v_text": Text(_read_dense, DENSE), "glm4v_moe_text": Text(_read_mixture, MIXTURE)},
-        {role: name for role, name in {**GLM4.names, **GLM4_MOE.names}.items() if role != "gate_up.weight"},
+        {role: name for role, name in BOTH.items() if role != FUSED},
         by_whole,
         more_layers=True,
         variant=_fused,
