@@ -32,6 +32,11 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     processor = ImageProcessor.of(folder, vision.tokens)
     if reason is None and processor is None:
         reason = f"{folder} has no {' or '.join(FILES)}"
+    if reason is None and processor is not None and vision.encoder.reads_tiles:
+        side = (processor.tile or 0) // vision.tokens.patch
+        if side != vision.encoder.table:
+            table = vision.encoder.table
+            reason = f"tiles must have {table} x {table} patches, those of its image processor have {side} x {side}"
     if reason is not None or processor is None:
         log.info("pictures are not read: %s", reason)
         return replace(model, vision=None)

@@ -126,20 +126,24 @@ class ImageProcessor:
 
     @property
     def _splits(self) -> bool:
+        """Whether pictures are split into tiles."""
         return any(map(self._is, TILES))
 
     @property
     def _usual(self) -> tuple[int, int]:
+        """Its entry of TILES."""
         return next(usual for kind, usual in TILES.items() if self._is(kind))
 
     @property
     def _most_parts(self) -> int:
+        """Most tiles into which a picture is split."""
         if self.settings.get("image_grid_pinpoints"):
             return max(map(self._parts_of, self.settings["image_grid_pinpoints"]))
         return max(int(self.settings.get("max_patches") or self._usual[1]), 1)
 
     @property
     def _has_areas(self) -> bool:
+        """Whether the features of a picture are those of an area of its tiles."""
         return self.kind.most_tiles > 0
 
     def _parts_of(self, canvas: Sequence[int]) -> int:
@@ -236,10 +240,11 @@ def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tup
     """The patches of a picture [frames, colours, height, width] in the order of `image_packing.Frame`, and its grid."""
     frames, colours, height, width = picture.shape
     square = kind.patch * kind.side
-    picture = picture[:, :, : height // square * square, : width // square * square]  # as convolutions do
-    squares = frames, colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
+    down, across = height // square, width // square
+    picture = picture[:, :, : down * square, : across * square]  # what is left is not read
+    squares = frames, colours, down, kind.side, kind.patch, across, kind.side, kind.patch
     patches = picture.reshape(squares).transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, colours * kind.patch**2)
-    return patches, (frames, height // kind.patch, width // kind.patch)
+    return patches, (frames, down * kind.side, across * kind.side)
 
 
 def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:

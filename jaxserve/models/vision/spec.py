@@ -156,6 +156,11 @@ class EncoderConfig:
         return 0 if self.class_token is None else self.joined
 
     @property
+    def reads_tiles(self) -> bool:
+        """Whether pictures must be split into tiles, each as large as the table."""
+        return self.class_token is not None or self.newline
+
+    @property
     def corners(self) -> int:
         """Entries of the table between which a patch's position lies."""
         return 4 if self.interpolation == "bilinear" else 16
