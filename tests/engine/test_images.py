@@ -94,7 +94,7 @@ OPTIONS = {
 
 TILED = [
     ("internvl_qwen3_moe", "two devices"),
-    ("internvl_qwen2", "preempted"),
+    ("internvl_qwen3_moe", "preempted"),
     ("llama4_seeing", "two devices"),
     ("llava_onevision_tied", "two devices"),
     ("llava_onevision_tied", "no prefix cache"),
