@@ -34,7 +34,7 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     if reason is None and processor is None:
         reason = f"{folder} has no {' or '.join(FILES)}"
     if reason is None and processor is not None:
-        reason = processor.why_not()
+        reason = processor.why_not() or _why_no_tiles(processor, vision)
     if reason is not None or processor is None:
         log.info("pictures are not read: %s", reason)
         return replace(model, vision=None)
@@ -57,6 +57,15 @@ def why_blind(config: EngineConfig, *, joint: bool) -> str | None:
     }
     found = next((name for name, given in reasons.items() if given), None)
     return None if found is None else f"they are not combined with {found}"
+
+
+def _why_no_tiles(processor: ImageProcessor, vision: VisionConfig) -> str | None:
+    """Why the encoder cannot see the tiles of this processor; None: it can."""
+    side = (processor.tile or 0) // vision.tokens.patch
+    table = vision.encoder.table
+    if not vision.encoder.reads_tiles or side == table:
+        return None
+    return f"tiles must have {table} x {table} patches, those of its image processor have {side} x {side}"
 
 
 def named_in(files: Checkpoint, vision: VisionConfig) -> Names:

@@ -72,13 +72,14 @@ def resized(picture: PILImage.Image, width: int, height: int, resample: int) -> 
 
 def patches_of(frames: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
     """The patches of frames [frames, colours, height, width] in the order of `image_packing.Frame`, and their grid.
-    What is left of a frame behind its last whole patch is not in them."""
-    count, colours, *size = frames.shape
-    rows, columns = (pixels // kind.patch for pixels in size)
-    frames = frames[:, :, : rows * kind.patch, : columns * kind.patch]
-    squares = rows // kind.side, kind.side, kind.patch, columns // kind.side, kind.side, kind.patch
-    patches = frames.reshape(count, colours, *squares).transpose(0, 2, 5, 3, 6, 1, 4, 7)
-    return patches.reshape(-1, colours * kind.patch**2), (count, rows, columns)
+    What is left of a frame behind its last whole square is not in them."""
+    count, colours, height, width = frames.shape
+    square = kind.patch * kind.side
+    down, across = height // square, width // square
+    frames = frames[:, :, : down * square, : across * square]
+    squares = count, colours, down, kind.side, kind.patch, across, kind.side, kind.patch
+    patches = frames.reshape(squares).transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, colours * kind.patch**2)
+    return patches, (count, down * kind.side, across * kind.side)
 
 
 def picture_of(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:

@@ -164,20 +164,24 @@ class ImageProcessor:
 
     @property
     def _splits(self) -> bool:
+        """Whether pictures are split into tiles."""
         return any(map(self._is, TILES))
 
     @property
     def _usual(self) -> tuple[int, int]:
+        """Its entry of TILES."""
         return next(usual for kind, usual in TILES.items() if self._is(kind))
 
     @property
     def _most_parts(self) -> int:
+        """Most tiles into which a picture is split."""
         if self.settings.get("image_grid_pinpoints"):
             return max(map(self._parts_of, self.settings["image_grid_pinpoints"]))
         return max(int(self.settings.get("max_patches") or self._usual[1]), 1)
 
     @property
     def _has_areas(self) -> bool:
+        """Whether the features of a picture are those of an area of its tiles."""
         return self.kind.most_tiles > 0
 
     def _parts_of(self, canvas: Sequence[int]) -> int:

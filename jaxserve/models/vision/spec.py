@@ -191,6 +191,11 @@ class EncoderConfig:
         return 0 if self.class_token is None else self.joined
 
     @property
+    def reads_tiles(self) -> bool:
+        """Whether pictures must be split into tiles, each as large as the table."""
+        return self.class_token is not None or self.newline
+
+    @property
     def corners(self) -> int:
         """Entries of the table between which a patch's position lies; 0: any."""
         return {"bilinear": 4, "bicubic": 16, "antialiased": 0, "nearest": 1, "sum": 2}[self.interpolation]
