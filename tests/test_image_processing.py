@@ -109,7 +109,7 @@ def test_published_settings_of_kimi(tmp_path):
     """They are another object with other names."""
     published = {
         "media_proc_cfg": {
-            "in_patch_limit": 80, "patch_size": 4, "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+            "in_patch_limit": 94, "patch_size": 4, "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
             "merge_kernel_size": 2, "fixed_output_tokens": None, "patch_limit_on_one_side": 20,
         }
     }  # fmt: skip

@@ -49,11 +49,8 @@ def encoder_pieces(encoder: ImageEncoder, names: Names) -> dict[str, Pieces]:
         pieces.update({prefix + path: [s.piece(names, layer) for s in some] for path, some in sources.items()})
 
     # In files it is a convolution whose steps are as large as its window, or a matrix.
-    shape: tuple[int, ...] = hidden, *config.patch_shape
-    take: Any = lambda t: t.reshape(hidden, -1)  # noqa: E731
-    if config.colours_last:
-        shape = hidden, config.patch
-        take = partial(_in_order, 3)
+    shape = (hidden, config.patch) if config.colours_last else (hidden, *config.patch_shape)
+    take = partial(_in_order, 3 if config.colours_last else 1)
     add({"patch/kernel": [Source("patch.weight", shape, whole, take=take)]})
     if config.patch_bias:
         add({"patch/bias": [Source("patch.bias", (hidden,), whole)]})
