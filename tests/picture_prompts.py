@@ -66,7 +66,7 @@ LFM2 = {
 KIMI = {
     "image_processor_type": "Kimi_K25ImageProcessor", "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
     "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True, "rescale_factor": 1 / 255,
-    "resample": 3, "patch_size": 4, "merge_size": 2, "max_patches": 80, "size": {"max_height": 20, "max_width": 20},
+    "resample": 3, "patch_size": 4, "merge_size": 2, "max_patches": 94, "size": {"max_height": 20, "max_width": 20},
 }  # fmt: skip
 # Case -> the settings of its image processor.
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "idefics3_hub": IDEFICS3,
     "smolvlm_tied": SMOLVLM,
     "kimi_k25_hub": KIMI,
-    "kimi_k25_groups": KIMI | {"max_patches": 200, "size": {"max_height": 10, "max_width": 10}},
+    "kimi_k25_groups": KIMI | {"size": {"max_height": 13, "max_width": 13}},
     "lfm2_vl_hub": LFM2,
     "lfm2_vl_saved": LFM2 | {"use_thumbnail": False, "resample": 3},
 }

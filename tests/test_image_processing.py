@@ -20,6 +20,7 @@ PLAIN = ImageTokens(TEXTS["<image>"], 4, 2)
 KINDS = {
     "idefics3": (IDEFICS3, NUMBERED),
     "smolvlm": (SMOLVLM, ImageTokens(TEXTS["<image>"], 4, 3, layout="numbered_tiles")),
+    "idefics3, one size": (IDEFICS3 | {"size": {"height": 30, "width": 70}}, NUMBERED),
     "smolvlm, odd": (SMOLVLM | {"size": {"longest_edge": 75}, "max_image_size": {"longest_edge": 25}}, NUMBERED),
     "lfm2": (LFM2, MARKED),
     "lfm2, whole": (LFM2 | {"do_image_splitting": False, "max_image_tokens": 30}, MARKED),
@@ -98,6 +99,8 @@ def test_no_part_of_a_picture_is_larger_than_the_settings_say(name, tmp_path):
 def test_tiles_that_the_model_cannot_read_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="max_image_size=12 "):
         assert processor_of(tmp_path, IDEFICS3 | {"max_image_size": {"longest_edge": 12}}, NUMBERED).most_pixels
+    with pytest.raises(ConfigError, match="do_resize=false"):
+        assert processor_of(tmp_path, IDEFICS3 | {"do_resize": False}, NUMBERED).most_pixels
     with pytest.raises(ConfigError, match="tile_size=20 "):
         assert processor_of(tmp_path, LFM2 | {"tile_size": 20}, MARKED).most_pixels
 
@@ -106,7 +109,7 @@ def test_published_settings_of_kimi(tmp_path):
     """They are another object with other names."""
     published = {
         "media_proc_cfg": {
-            "in_patch_limit": 80, "patch_size": 4, "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
+            "in_patch_limit": 94, "patch_size": 4, "image_mean": [0.4, 0.5, 0.45], "image_std": [0.3, 0.25, 0.2],
             "merge_kernel_size": 2, "fixed_output_tokens": None, "patch_limit_on_one_side": 20,
         }
     }  # fmt: skip

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxserve.images.processing import ImageProcessor
 
 TYPES = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
-TILE = EDGE = 364  # pixels, where the settings do not say
+TILE = 364  # pixels of an edge, where the settings do not say
 LARGEST = 4096  # edge of a picture before it is cut
 
 
@@ -29,7 +29,10 @@ def most_pixels(source: ImageProcessor) -> int:
         )
     if not settings.get("do_image_splitting", True):
         return tile**2
-    edge = min(int((settings.get("size") or {}).get("longest_edge", 4 * EDGE)), LARGEST)
+    if not settings.get("do_resize", True):
+        raise ConfigError("do_resize=false of the image processor is not supported: a picture could have any size")
+    size = settings.get("size") or {"longest_edge": 4 * TILE}
+    edge = min(max(int(one) for one in size.values() if one), LARGEST)
     across = -(-(edge + edge % 2) // tile)  # the shorter edge is made even
     return (across**2 + 1) * tile**2
 

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
 def most_pixels(source: ImageProcessor) -> int:
     """Most pixels of all tiles of a picture, or of a picture that is not cut. Raises ConfigError for tiles that the
     model does not read."""
-    given = DEFAULTS | source.settings
+    given = {**DEFAULTS, **source.settings}
     square = source.kind.patch * source.kind.side
     if given["tile_size"] % square:
         raise ConfigError(f"tile_size={given['tile_size']} of the image processor must be a multiple of {square}")
@@ -40,7 +40,7 @@ def most_pixels(source: ImageProcessor) -> int:
 
 def process(source: ImageProcessor, picture: PILImage.Image, most_pixels: int | None) -> Processed:
     """See `ImageProcessor.__call__`. A picture of fewer pixels than its own limit is not cut."""
-    given = DEFAULTS | source.settings
+    given = {**DEFAULTS, **source.settings}
     square = source.kind.patch * source.kind.side
     cuts = given["do_image_splitting"] and given["max_tiles"] > 1
     if most_pixels is not None:

@@ -171,6 +171,15 @@ def test_with_other_features(case, name, tmp_path):
     assert (engine.scheduler.num_preemptions > 0) == (name == "preempted")
 
 
+@pytest.mark.parametrize("case", ["smolvlm_tied", "lfm2_vl_hub", "kimi_k25_groups"])
+def test_tiles_on_two_devices(case, tmp_path):
+    """Steps of 7 tokens end within tiles and within the texts between them."""
+    golden = np.load(GOLDENS / f"{case}.npz")
+    engine = make_engine(build(case, tmp_path / "model"), tokens=7, tensor_parallel_size=2)
+    check(engine, case, golden, "first")
+    check(engine, case, golden, "cached")
+
+
 @pytest.mark.parametrize("whole", [0, 9])
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_pictures_in_random_schedules(overlapped, whole):
