@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from picture_prompts import IDEFICS3, KIMI, LFM2, SMOLVLM, TEXTS, Texts
+from picture_prompts import IDEFICS3, KIMI, LFM2, SMOLVLM, Texts
 from PIL import Image
 from transformers import Idefics3Processor, Lfm2VlProcessor, SmolVLMProcessor
 
@@ -14,12 +14,12 @@ from jaxserve.images.patches import Processed
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.types import ImageTokens
 
-NUMBERED = ImageTokens(TEXTS["<image>"], 4, 2, layout="numbered_tiles")
-MARKED = ImageTokens(TEXTS["<image>"], 4, 2, layout="marked_tiles")
-PLAIN = ImageTokens(TEXTS["<image>"], 4, 2)
+NUMBERED = ImageTokens(505, 4, 2, layout="numbered_tiles")
+MARKED = ImageTokens(505, 4, 2, layout="marked_tiles")
+PLAIN = ImageTokens(505, 4, 2)
 KINDS = {
     "idefics3": (IDEFICS3, NUMBERED),
-    "smolvlm": (SMOLVLM, ImageTokens(TEXTS["<image>"], 4, 3, layout="numbered_tiles")),
+    "smolvlm": (SMOLVLM, ImageTokens(505, 4, 3, layout="numbered_tiles")),
     "idefics3, one size": (IDEFICS3 | {"size": {"height": 30, "width": 70}}, NUMBERED),
     "smolvlm, odd": (SMOLVLM | {"size": {"longest_edge": 75}, "max_image_size": {"longest_edge": 25}}, NUMBERED),
     "lfm2": (LFM2, MARKED),
@@ -41,7 +41,7 @@ def picture(width, height):
 
 
 def tokens_of(processed, kind):
-    return LAYOUTS[kind.layout](processed, kind, Texts())
+    return LAYOUTS[kind.layout](processed, kind, Texts("smolvlm" if kind.layout == "numbered_tiles" else "lfm2_vl"))
 
 
 def made(tiles, frames, thumbnail=None):
@@ -60,7 +60,7 @@ def test_numbered_tiles(kind, tiles):
     cut = rows * columns > 1
     text = own.replace_image_token({"rows": [[rows * cut]], "cols": [[columns * cut]]}, 0)
     frames = rows * columns + cut
-    assert tokens_of(made(tiles, frames), NUMBERED) == Texts().encode(text)
+    assert tokens_of(made(tiles, frames), NUMBERED) == Texts("smolvlm").encode(text)
 
 
 @pytest.mark.parametrize("thumbnail", [None, (2, 6)])
@@ -73,7 +73,7 @@ def test_marked_tiles(tiles, thumbnail):
     whole = 4 if rows * columns == 1 else 3
     text = own._build_image_tokens(rows, columns, 4, whole, thumbnail is not None, True)
     behind = thumbnail if rows * columns > 1 else None
-    assert tokens_of(made(tiles, rows * columns, behind), MARKED) == Texts().encode(text)
+    assert tokens_of(made(tiles, rows * columns, behind), MARKED) == Texts("lfm2_vl").encode(text)
 
 
 @pytest.mark.parametrize("name", KINDS)
