@@ -24,6 +24,7 @@ from jaxserve.types import ImageTokens
 FILES = "preprocessor_config.json", "processor_config.json"
 MOST_PIXELS = 28 * 28 * 1280  # of Qwen2-VL, where the settings do not say
 LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
+CUT_HERE = "Qwen2VLImageProcessorPil", "Glm4vImageProcessorPil"  # whose own patches are of floats
 
 
 class Processed(NamedTuple):
@@ -108,7 +109,10 @@ class ImageProcessor:
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor  # takes a second
 
-        return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        made = AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        if type(made).__name__ in CUT_HERE:
+            made.patchify = _cut
+        return made
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
@@ -123,12 +127,14 @@ class ImageProcessor:
         if most_pixels is not None:
             options["size"] = self._size_within(most_pixels)
         made = self._processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
-        values = made["pixel_values"].astype(np.uint8)
+        values = made["pixel_values"].astype(np.uint8, copy=False)
         if self._limits_edges:
-            patches, grid = _patches_of(values[0], self.kind)
+            patches, rows, columns = _cut(values[0], self.kind.patch, self.kind.side, 1)
+            grid = 1, rows, columns
         else:
+            patches = values
             frames, rows, columns = map(int, made["image_grid_thw"][0])
-            patches, grid = values, (frames, rows, columns)
+            grid = frames, rows, columns
         return Processed(patches, grid, _digest(patches, grid))
 
     def _size_within(self, most_pixels: int) -> dict[str, int]:
@@ -146,14 +152,18 @@ def _is_colour(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) == 3 and all(type(x) in (int, float) for x in given)
 
 
-def _patches_of(picture: np.ndarray, kind: ImageTokens) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, and its grid."""
-    colours, height, width = picture.shape
-    square = kind.patch * kind.side
-    squares = colours, height // square, kind.side, kind.patch, width // square, kind.side, kind.patch
-    patches = picture.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, colours * kind.patch**2)
-    return patches, (1, height // kind.patch, width // kind.patch)
+def _cut(image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int) -> tuple[np.ndarray, int, int]:
+    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, each with so many equal
+    frames, and the numbers of rows and columns. Named as `patchify` of the processors CUT_HERE."""
+    colours, height, width = image.shape
+    square = patch_size * merge_size
+    squares = colours, height // square, merge_size, patch_size, width // square, merge_size, patch_size
+    patches = image.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    patches = np.broadcast_to(patches, (*patches.shape[:5], temporal_patch_size, *patches.shape[6:]))
+    return patches.reshape(-1, colours * temporal_patch_size * patch_size**2), height // patch_size, width // patch_size
 
 
 def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(repr((patches.shape, grid)).encode() + patches.tobytes()).digest()
+    made = hashlib.sha256(repr((patches.shape, grid)).encode())
+    made.update(np.ascontiguousarray(patches))
+    return made.digest()
