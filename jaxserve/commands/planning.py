@@ -113,7 +113,7 @@ def _without_weights(args: argparse.Namespace) -> EngineConfig:
         path = path.parent
         args.model = str(path) if path.name else str(path.resolve())
     weights = path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if not weights and args.model != "demo":
+    if not weights and args.model not in BUNDLED:
         args.load_format = "dummy"
         what = "weights in the checkpoint's float dtype unless --quantization says otherwise"
         print(f"planning by config.json: {what}", file=sys.stderr)

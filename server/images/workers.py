@@ -87,6 +87,7 @@ class ImageWorkers:
                 f"{source.where}: a picture cannot be read: it takes more than {SECONDS:g} seconds or "
                 f"{MEMORY >> 20} MiB",
                 "messages",
+                "invalid_image",
             ) from None
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{source.where}: {error}", "messages", "invalid_image") from None
