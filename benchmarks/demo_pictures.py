@@ -176,4 +176,5 @@ def texts_for_tokenizer() -> list[str]:
     rng = np.random.default_rng(0)
     calls = [json.dumps(_tool(rng, name)["function"]) for name in CALLS for _ in range(4)]
     turns = [f"{role}\n{text}" for role in ("user", "assistant", "system") for text in said]
-    return [*answers, *turns * 5, *calls]
+    fixed = "Tools:", "<tool_response>", "</tool_response>", 'Call a tool with <tool_call>{"name": "…", "arguments": {…}}'
+    return [*answers, *turns * 5, *calls, *fixed * 20]

@@ -51,7 +51,7 @@ CONFIG = json.loads("""{
   "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": true,
   "vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6,
   "text_config": {
-    "model_type": "qwen3_vl_text", "dtype": "bfloat16", "vocab_size": 512, "hidden_size": 128,
+    "model_type": "qwen3_vl_text", "dtype": "bfloat16", "vocab_size": 480, "hidden_size": 128,
     "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
     "attention_bias": false, "tie_word_embeddings": true, "bos_token_id": null, "eos_token_id": 0,
@@ -310,7 +310,8 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         adam_learning_rate=args.adam_lr,
         adam_b2=0.95,
         muon_weight_dimension_numbers=lambda params: {
-            name: matrix if value.ndim == 2 and "embed" not in name else None for name, value in params.items()
+            name: matrix if name.endswith("weight") and "norm" not in name and "embed" not in name else None
+            for name in params
         },
     )
 
