@@ -30,15 +30,41 @@ COLOUR = (
     "What colour is it?", "What color is it?", "Which colour?", "What colour is the shape?", "What is its color?",
     "And its colour?", "Name the colour.",
 )  # fmt: skip
-SHAPE = ("Which shape is it?", "What shape is it?", "Which shape?", "What is its shape?", "And its shape?", "Name the shape.")
-FIRST = ("Which is first?", "Which comes first?", "What is in the first picture?", "Which one is the first?", "What is first?")
-LAST = ("Which is last?", "Which comes last?", "What is in the last picture?", "Which one is the last?", "What is last?")
+SHAPE = (
+    "Which shape is it?",
+    "What shape is it?",
+    "Which shape?",
+    "What is its shape?",
+    "And its shape?",
+    "Name the shape.",
+)
+FIRST = (
+    "Which is first?",
+    "Which comes first?",
+    "What is in the first picture?",
+    "Which one is the first?",
+    "What is first?",
+)
+LAST = (
+    "Which is last?",
+    "Which comes last?",
+    "What is in the last picture?",
+    "Which one is the last?",
+    "What is last?",
+)
 BEFORE = ("", "", "", "See ", "Here: ", "Look: ", "Look at ", "This is ")
 BETWEEN = ("", "", " and ", ", ", " then ", "\n")
 AFTER = ("", " ", " ", "\n", " now. ")
 SYSTEM = ("You are a helpful assistant.", "You see.", "Answer in a few words.", "Be brief.")
 CALLS = ("look", "screenshot", "view_image", "read_file", "take_picture", "camera", "open", "get_image")
-TELL = ("Take a look.", "Look at the screen.", "Take a picture.", "Open the file.", "See what is there.", "Use the camera.")
+TELL = (
+    "Take a look.",
+    "Look at the screen.",
+    "Take a picture.",
+    "Open the file.",
+    "See what is there.",
+    "Use the camera.",
+)
 
 
 class Thing(NamedTuple):
@@ -84,7 +110,9 @@ def draw_picture(rng: np.random.Generator, thing: Thing) -> Image.Image:
         if rng.random() < 0.7:
             pen.rectangle([x - half, y - half, x + half, y + half], fill=fill)
         else:
-            pen.polygon(_corners(x, y, radius, np.pi / 4 + rng.uniform(-0.2, 0.2) + np.arange(4) * np.pi / 2), fill=fill)
+            pen.polygon(
+                _corners(x, y, radius, np.pi / 4 + rng.uniform(-0.2, 0.2) + np.arange(4) * np.pi / 2), fill=fill
+            )
     else:
         turn = rng.uniform(-0.2, 0.2) + np.pi * (rng.random() < 0.15)
         pen.polygon(_corners(x, y, radius, turn - np.pi / 2 + np.arange(3) * np.pi * 2 / 3), fill=fill)
@@ -176,5 +204,10 @@ def texts_for_tokenizer() -> list[str]:
     rng = np.random.default_rng(0)
     calls = [json.dumps(_tool(rng, name)["function"]) for name in CALLS for _ in range(4)]
     turns = [f"{role}\n{text}" for role in ("user", "assistant", "system") for text in said]
-    fixed = "Tools:", "<tool_response>", "</tool_response>", 'Call a tool with <tool_call>{"name": "…", "arguments": {…}}'
+    fixed = (
+        "Tools:",
+        "<tool_response>",
+        "</tool_response>",
+        'Call a tool with <tool_call>{"name": "…", "arguments": {…}}',
+    )
     return [*answers, *turns * 5, *calls, *fixed * 20]

@@ -182,7 +182,12 @@ def train_tokenizer() -> Tokenizer:
 
 def init_params(key: jax.Array) -> Params:
     """Fresh weights; the projections that write to the residual stream start at zero."""
-    hidden, wide, heads, dim = TEXT["hidden_size"], TEXT["intermediate_size"], TEXT["num_attention_heads"], TEXT["head_dim"]
+    hidden, wide, heads, dim = (
+        TEXT["hidden_size"],
+        TEXT["intermediate_size"],
+        TEXT["num_attention_heads"],
+        TEXT["head_dim"],
+    )
     kv = TEXT["num_key_value_heads"] * dim
     seen = VISION["hidden_size"]
     merged = seen * TOKENS.side**2
@@ -259,7 +264,9 @@ def encode(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     deep = x
     for i in range(VISION["depth"]):
         w = part_of(params, f"blocks.{i}.")
-        q, k, v = jnp.moveaxis(linear(w, "attn.qkv", layer_norm(w, "norm1", x)).reshape(*x.shape[:2], 3, heads, dim), 2, 0)
+        q, k, v = jnp.moveaxis(
+            linear(w, "attn.qkv", layer_norm(w, "norm1", x)).reshape(*x.shape[:2], 3, heads, dim), 2, 0
+        )
         scores = jnp.einsum("pqhd,pkhd->phqk", turned(q, angles), turned(k, angles)) * dim**-0.5
         shares = jax.nn.softmax(jnp.where(padding[:, None, None], -1e9, scores), -1)
         x = x + linear(w, "attn.proj", jnp.einsum("phqk,pkhd->pqhd", shares, v).reshape(x.shape))
@@ -420,7 +427,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.02, help="peak learning rate of the matrices")
     parser.add_argument("--adam-lr", type=float, default=0.004, help="peak learning rate of the rest")
-    parser.add_argument("--eval", type=int, metavar="N", help="ask about N held-out conversations of each kind and exit")
+    parser.add_argument(
+        "--eval", type=int, metavar="N", help="ask about N held-out conversations of each kind and exit"
+    )
     args = parser.parse_args()
     assert train_demo.CONFIG["rms_norm_eps"] == TEXT["rms_norm_eps"]  # of the shared norm
     if args.eval:

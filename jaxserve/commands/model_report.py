@@ -55,7 +55,9 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
         budget = memory.budget(config, device, num_devices(mesh), weights, slots, states)
     else:
         total = target_memory(device)
-        budget = memory.Budget(total, config.memory_utilization, weights, slots, memory.RESERVE_BYTES, None, True, states)
+        budget = memory.Budget(
+            total, config.memory_utilization, weights, slots, memory.RESERVE_BYTES, None, True, states
+        )
     page_bytes = layout.page_bytes // layout.num_shards(mesh)
     most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxserve.checkpoints.hub import BUNDLED
 from jaxserve.commands.arguments import add_command, add_engine_flags, add_model, engine_config
 from jaxserve.config import ConfigError, EngineConfig
 

@@ -83,7 +83,10 @@ def test_pictures():
         bucket = "x:step_seconds_bucket"
         lines = [f"x:images_encoded_total {encoded}", "x:images_reused_total 2"]
         lines += [f'{bucket}{{phase="dispatch",le="{le}"}} 50' for le in ("0.01", "0.02", "+Inf")]
-        lines += [f'{bucket}{{phase="encoder",le="{le}"}} {n}' for le, n in (("0.01", 0), ("0.02", encoded), ("+Inf", encoded))]
+        lines += [
+            f'{bucket}{{phase="encoder",le="{le}"}} {n}'
+            for le, n in (("0.01", 0), ("0.02", encoded), ("+Inf", encoded))
+        ]
         return parse_metrics("\n".join(lines), seconds)
 
     view = View("url", color=False)
