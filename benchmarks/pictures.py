@@ -33,6 +33,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,18 @@ def bad(port: int) -> dict[str, tuple[int, str, Callable[[], list[str]]]]:
     return {
         "60,000 x 60,000 pixels in 117 KB": (400, "--max-image-pixels", lambda: [data_url(png(60_000, 60_000, 2_000))]),
         "4,096 x 4,097 pixels": (400, "4096 x 4097 .* at most 16777216", lambda: [data_url(png(4096, 4097))]),
-        "a comment of 200 MB in 200 KB": (400, "cannot be (read|decoded)", lambda: [data_url(png(8, 8, text=200 * MEGABYTE))]),
+        "a comment of 200 MB in 200 KB": (
+            400, "header cannot be read", lambda: [data_url(png(8, 8, text=200 * MEGABYTE))]),
         "1 x 900 pixels": (400, "200 times as long", lambda: [data_url(png(1, 900))]),
         "truncated": (400, "cannot be decoded", lambda: [data_url(photograph((2000, 1500))[:200_000], "image/jpeg")]),
-        "GIF of 10,000 frames, of which the first counts": (200, "", lambda: [data_url(animation(10_000), "image/gif")]),
+        "GIF of 10,000 frames, of which the first counts": (
+            200, "", lambda: [data_url(animation(10_000), "image/gif")]),
         "SVG": (400, "no file of the formats PNG, JPEG, WEBP, GIF", lambda: [data_url(svg, "image/svg+xml")]),
         "SVG named a PNG": (400, "no file of the formats PNG, JPEG, WEBP, GIF", lambda: [data_url(svg)]),
         "PDF": (400, "must hold a picture", lambda: [data_url(pdf, "application/pdf")]),
         "PDF named a PNG": (400, "no file of the formats PNG, JPEG, WEBP, GIF", lambda: [data_url(pdf)]),
         "TIFF": (400, "no file of the formats PNG, JPEG, WEBP, GIF", lambda: [data_url(b"II*\0" + svg, "image/tiff")]),
-        "20 MB of zeros": (400, "no file of the formats PNG, JPEG, WEBP, GIF", lambda: [data_url(bytes(20 * MEGABYTE))]),
+        "20 MB of zeros": (400, "no file of the formats", lambda: [data_url(bytes(20 * MEGABYTE))]),
         "20 MB that are not base64": (400, "not base64", lambda: ["data:image/png;base64," + "#" * 20 * MEGABYTE]),
         "private address": (400, "private address", lambda: [f"http://127.0.0.1:{port}/secret"]),
         "private address of the cloud": (400, "private address", lambda: ["http://169.254.169.254/latest/meta-data"]),
@@ -346,7 +349,7 @@ def speed(count: int = 30) -> str:
             picture.save(file, kind)
             data = file.getvalue()
             opened = open_picture(data)
-            decode, process = median(lambda data=data: open_picture(data)), median(lambda: processor(opened))  # type: ignore[misc]
+            decode, process = median(partial(open_picture, data)), median(partial(processor, opened))
             patches = len(processor(opened).patches)
             lines.append(f"| {name} | {kind}, {len(data) >> 10} KiB | {decode:.0f} | {process:.0f} | {patches:,} |")
     return "\n".join(lines)

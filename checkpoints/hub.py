@@ -55,7 +55,8 @@ def resolve_model(
             f"{model} is a file; give the folder that holds config.json and the .safetensors files, or a .gguf file"
         )
     raise CheckpointError(
-        f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo' or 'demo-vision'"
+        f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo' or "
+        "'demo-vision'"
     )
 
 

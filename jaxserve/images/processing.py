@@ -153,8 +153,8 @@ def _is_colour(given: Any) -> bool:
 
 
 def _cut(image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int) -> tuple[np.ndarray, int, int]:
-    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, each with so many equal
-    frames, and the numbers of rows and columns. Named as `patchify` of the processors CUT_HERE."""
+    """The patches of a picture [colours, height, width] in the order of `image_packing.Picture`, each with so many
+    equal frames, and the numbers of rows and columns. Named as `patchify` of the processors CUT_HERE."""
     colours, height, width = image.shape
     square = patch_size * merge_size
     squares = colours, height // square, merge_size, patch_size, width // square, merge_size, patch_size

@@ -47,7 +47,8 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
     yield f"memory of a device    {size(held['total'])} x {held['utilization']:g}"
     yield f"  weights             {size(held['weights']):>12}  ({weights})"
     if "encoder" in held:
-        yield f"    of it the encoder {size(held['encoder']):>12}  (of pictures with up to {held['most_patches']:,} patches)"
+        most = f"of pictures with up to {held['most_patches']:,} patches"
+        yield f"    of it the encoder {size(held['encoder']):>12}  ({most})"
     for name in ("slots", "states", "temporaries", "results", "code", "reserve"):
         if held[name]:
             yield f"  {name:19} {size(held[name]):>12}" + (f"  ({sources[name]})" if name in sources else "")
