@@ -7,7 +7,7 @@
 It starts `jaxserve serve demo-vision`, which may fetch pictures from this machine by name and from public hosts. Each
 request must be refused with its status and a message that names the limit or the reason. Meanwhile a client streams
 text: the longest pause between two of its tokens, and what the processes of the server take of memory, are measured
-for each kind, and must stay below STALL and GROWTH. Nothing that the pictures hold may stand in the log.
+for each kind, and must stay below STALL (beyond the longest pause without pictures) and GROWTH. Nothing that the pictures hold may stand in the log.
 
 Prints a table in Markdown, and exits with 1 if any check failed.
 """
@@ -299,7 +299,7 @@ async def run(times: int, seconds: float) -> list[Row]:
             for kind, (status, message, urls) in bad(port).items():
                 given = await asyncio.to_thread(urls)
                 row = await measure(server, stream, kind, (status, message), given, times)
-                if row.stall > STALL:
+                if row.stall > STALL + rows[0].stall:  # other programs may hold up the stream, too
                     row.wrong.append(f"a stream stalls for {1e3 * row.stall:.0f} ms")
                 if row.grown > GROWTH:
                     row.wrong.append(f"{row.grown:.0f} MiB more")

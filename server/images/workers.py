@@ -51,6 +51,12 @@ def _process(data: bytes, most_pixels: int, seen_pixels: int | None) -> Processe
     return _processor(open_picture(data, most_pixels), seen_pixels)
 
 
+def _key_of(data: bytes, detail: str) -> bytes:
+    key = hashlib.sha256(f"{detail} ".encode())
+    key.update(data)
+    return key.digest()
+
+
 class ImageWorkers:
     """The workers of one API server."""
 
@@ -71,7 +77,7 @@ class ImageWorkers:
     async def process(self, data: bytes, source: Source) -> Processed:
         """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
         detail = source.detail
-        key = hashlib.sha256(f"{detail} ".encode() + data).digest()
+        key = await asyncio.to_thread(_key_of, data, detail)
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return found
