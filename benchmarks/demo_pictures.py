@@ -100,7 +100,7 @@ def draw_picture(rng: np.random.Generator, thing: Thing) -> Image.Image:
     width, height = max(width, height // 2), max(height, width // 2)
     picture = Image.new("RGB", (width, height), one_of(rng, PAPER))
     fill = tuple(int(rng.integers(low, high + 1)) for low, high in COLOURS[thing.colour])
-    radius = min(width, height) * rng.uniform(0.26, 0.48)
+    radius = min(width, height) * rng.uniform(0.3, 0.48)
     x, y = (rng.uniform(radius, side - radius) for side in (width, height))
     pen = ImageDraw.Draw(picture)
     if thing.shape == "circle":
@@ -124,7 +124,7 @@ def _corners(x: float, y: float, radius: float, angles: np.ndarray) -> list[tupl
 
 
 def draw_talk(rng: np.random.Generator, *, short: bool) -> Talk:
-    """A conversation of one turn, or else of up to three, some with calls of tools that give pictures."""
+    """A conversation of one turn, or else of up to two, some with calls of tools that give pictures."""
     talk = Talk([], None, [])
     if rng.random() < 0.15:
         talk.messages.append({"role": "system", "content": one_of(rng, SYSTEM)})
@@ -132,9 +132,9 @@ def draw_talk(rng: np.random.Generator, *, short: bool) -> Talk:
         names = rng.permutation(CALLS)[: rng.integers(1, 3)]
         talk.tools = [_tool(rng, str(name)) for name in names]
     seen: list[Thing] = []
-    for _ in range(1 if short else int(rng.integers(1, 4))):
+    for _ in range(1 if short else int(rng.integers(1, 3))):
         if not seen or rng.random() < 0.5:
-            count = int(rng.choice([0, 1, 2, 3], p=[0.04, 0.48, 0.4, 0.08]))
+            count = int(rng.choice([0, 1, 2], p=[0.04, 0.5, 0.46]))
             new = [draw_thing(rng) for _ in range(count)]
             talk.pictures += [draw_picture(rng, thing) for thing in new]
             seen = new or seen

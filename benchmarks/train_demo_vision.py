@@ -347,7 +347,7 @@ def train(args: argparse.Namespace) -> None:
     export_settings(args.out)
     talks = Conversations(args.out)
     optimizer = make_optimizer(args)
-    params = init_params(jax.random.key(args.seed))
+    params = init_params(jax.random.key(args.seed)) if args.start is None else load_weights(args.start)
     print(f"{sum(x.size for x in params.values())} parameters", flush=True)
     state = optimizer.init(params)
     start = time.monotonic()
@@ -390,6 +390,13 @@ def export_weights(out: Path, params: Params) -> None:
     write_atomic(out / "model.safetensors", save(arrays, metadata={"format": "pt"}))
 
 
+def load_weights(folder: Path) -> Params:
+    """Exported weights, in float32."""
+    params = train_demo.load_weights(folder)
+    patch = "model.visual.patch_embed.proj.weight"
+    return params | {patch: params[patch].reshape(len(params[patch]), -1)}
+
+
 def asked(talk: Talk) -> list[dict[str, Any]]:
     """The conversation without its last answer, with its pictures in their places."""
     left = iter(talk.pictures)
@@ -424,6 +431,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to export to")
     parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="weights that training begins with; None: fresh")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.02, help="peak learning rate of the matrices")
     parser.add_argument("--adam-lr", type=float, default=0.004, help="peak learning rate of the rest")

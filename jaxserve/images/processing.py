@@ -165,5 +165,5 @@ def _cut(image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_siz
 
 def _digest(patches: np.ndarray, grid: tuple[int, ...]) -> bytes:
     made = hashlib.sha256(repr((patches.shape, grid)).encode())
-    made.update(np.ascontiguousarray(patches))
+    made.update(np.ascontiguousarray(patches).data)
     return made.digest()
