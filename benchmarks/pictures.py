@@ -1,13 +1,14 @@
 """Bad pictures, sent to a running server beside a stream of plain text.
 
-  python benchmarks/pictures.py                    each kind of BAD five times, one after the other
+  python benchmarks/pictures.py                    each kind five times, one after the other
   python benchmarks/pictures.py --times 1 --json FILE
   python benchmarks/pictures.py --speed            the CPU time of reading and processing good ones instead
 
 It starts `jaxserve serve demo-vision`, which may fetch pictures from this machine by name and from public hosts. Each
 request must be refused with its status and a message that names the limit or the reason. Meanwhile a client streams
-text: the longest pause between two of its tokens, and what the processes of the server take of memory, are measured
-for each kind, and must stay below STALL (beyond the longest pause without pictures) and GROWTH. Nothing that the pictures hold may stand in the log.
+text. The longest pause between two of its tokens, and what the processes of the server take of memory, are measured for
+each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH. Nothing
+that the pictures hold may stand in the log.
 
 Prints a table in Markdown, and exits with 1 if any check failed.
 """

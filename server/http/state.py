@@ -225,7 +225,8 @@ class ServerState:
             return await self.images.process(data, source)
 
         pictures = await asyncio.gather(*map(one, sources))
-        assert self.tokenizer is not None and info.sees is not None
+        assert self.tokenizer is not None
+        assert info.sees is not None  # `check_images` has seen to it
         return with_images(ids, pictures, info.sees, self.tokenizer.token_of)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
