@@ -16,7 +16,7 @@ DEMO = "demo"
 BUNDLE = "bundle.json"
 BUNDLE_MODEL = "model"
 BUNDLE_GGUF = "model.gguf"
-BUNDLED = (DEMO, "demo-eagle3", "demo-draft")  # folders beside this file: a model, and drafts for it
+BUNDLED = (DEMO, "demo-vision", "demo-eagle3", "demo-draft")  # folders beside this file: models, and drafts for one
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # Files of configuration and tokenizer; never code. Subfolders hold copies of the weights in other formats.
 # Of sentence-transformers' modules, each in a folder of its own.
@@ -55,7 +55,8 @@ def resolve_model(
             f"{model} is a file; give the folder that holds config.json and the .safetensors files, or a .gguf file"
         )
     raise CheckpointError(
-        f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo'"
+        f"no such model: {model!r} is neither an existing folder, nor a hub id like 'org/name', nor 'demo' or "
+        "'demo-vision'"
     )
 
 

@@ -27,6 +27,7 @@ from jaxserve.engine import pipeline, streaming
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.models.adapter_targets import AdapterTargets
 from jaxserve.models.families import Family, families
+from jaxserve.models.load import read_model
 from jaxserve.scheduling.beam import Beams
 from jaxserve.types import InvalidRequestError
 
@@ -104,13 +105,13 @@ table. `jaxserve models list` has the published sizes; quantized checkpoints of 
 ([formats.md](formats.md)), and `jaxserve plan` and `jaxserve models inspect` know all of them.
 
 Columns: *GGUF*: the architectures of GGUF files that load. *Own draft*: the model's own layers for several tokens are
-read ([speculation.md](speculation.md)). *Several devices*: `--tensor-parallel-size`. *Experts apart*:
-`--enable-expert-parallel`; – stands for models without experts. *Pipeline*, *groups*: `--pipeline-parallel-size`,
-`--data-parallel-size` ([parallelism.md](parallelism.md)). *LoRA*: [adapters.md](adapters.md). *Speculation*:
-[speculation.md](speculation.md). *Cached prefixes*: whether requests share the pages of a common beginning, or only up
-to a snapshot ([memory.md](memory.md#models-with-recurrent-layers)). *Pages in host memory*:
-[kv-offload.md](kv-offload.md). *Weights in host memory*: `--cpu-offload-gib`. *Deterministic*: on one CPU
-([determinism.md](determinism.md)).
+read ([speculation.md](speculation.md)). *Pictures*: the model sees ([pictures.md](pictures.md)). *Several devices*:
+`--tensor-parallel-size`. *Experts apart*: `--enable-expert-parallel`; – stands for models without experts. *Pipeline*,
+*groups*: `--pipeline-parallel-size`, `--data-parallel-size` ([parallelism.md](parallelism.md)). *LoRA*:
+[adapters.md](adapters.md). *Speculation*: [speculation.md](speculation.md). *Cached prefixes*: whether requests share
+the pages of a common beginning, or only up to a snapshot ([memory.md](memory.md#models-with-recurrent-layers)). *Pages
+in host memory*: [kv-offload.md](kv-offload.md). *Weights in host memory*: `--cpu-offload-gib`. *Deterministic*: on one
+CPU ([determinism.md](determinism.md)).
 
 Numbers of devices must divide a model's heads and widths; an error names the numbers that do.
 """
@@ -136,7 +137,8 @@ def table() -> Iterator[tuple[Family, list[str]]]:
         for family in families():
             folders = [write_config(name, Path(place) / name) for name in cases_of(family)]
             if folders:
-                yield family, [_of_family(feature, folders) for feature in FEATURES]
+                sees = any(read_model(folder).vision is not None for folder in folders)
+                yield family, [YES if sees else "", *(_of_family(feature, folders) for feature in FEATURES)]
 
 
 def _of_family(feature: Feature, folders: list[Path]) -> str:
@@ -150,13 +152,13 @@ def page() -> str:
     reasons: dict[str, int] = {}
 
     def cell(text: str) -> str:
-        if text in (YES, "at snapshots"):
+        if text in (YES, "", "at snapshots"):
             return text
         if NO_EXPERTS in text:
             return "–"
         return f"no ({reasons.setdefault(text, len(reasons) + 1)})"
 
-    columns = ["model", "GGUF", "own draft", *(feature.title for feature in FEATURES)]
+    columns = ["model", "GGUF", "own draft", "pictures", *(feature.title for feature in FEATURES)]
     lines = [HEAD, f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for family, outcomes in table():
         names = ", ".join(f"`{name}`" for name in family.architectures)

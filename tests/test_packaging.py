@@ -29,6 +29,7 @@ DATA = (
     "checkpoints/demo/*",
     "checkpoints/demo-draft/*",
     "checkpoints/demo-eagle3/*",
+    "checkpoints/demo-vision/*",
     "pallas_kernels/*.cc",
     "pallas_kernels/*.h",
     "pallas_kernels/tuning/*.json",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,13 +12,12 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.devices.targets import target_memory
-from jaxserve.engine.encoder_loading import encoder_of
+from jaxserve.engine.encoder_loading import abstract_encoder
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution import memory
+from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.models.abstract_weights import abstract_weights
 from jaxserve.models.spec import ModelConfig
-from jaxserve.models.vision.spec import VisionConfig
-from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.types import BlockArray, PanelArray, QuantArray
 
 
@@ -43,6 +42,9 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
     weights = sum(memory.bytes_by_dtype(params).values())
     states = layout.state_bytes(mesh)
+    encoder = abstract_encoder(plan)
+    weights += 0 if encoder is None else encoder.weight_bytes
+    slots = 0 if encoder is None else encoder.rows_bytes
     if layout.states is not None:
         of_all = f"{memory.size(states)} a device for {config.max_num_seqs} sequences"
         yield f"states of recurrent layers: {layout.states.slot_bytes:,} bytes a sequence, {of_all}"
@@ -50,10 +52,12 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
             interval = layout.snapshot_interval(config.state_snapshot_interval)
             yield memory.describe_snapshots(layout.states, interval)
     if devices is None:
-        budget = memory.budget(config, device, num_devices(mesh), weights, 0, states)
+        budget = memory.budget(config, device, num_devices(mesh), weights, slots, states)
     else:
         total = target_memory(device)
-        budget = memory.Budget(total, config.memory_utilization, weights, 0, memory.RESERVE_BYTES, None, True, states)
+        budget = memory.Budget(
+            total, config.memory_utilization, weights, slots, memory.RESERVE_BYTES, None, True, states
+        )
     page_bytes = layout.page_bytes // layout.num_shards(mesh)
     most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())
@@ -63,17 +67,20 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     each = "" if (groups := num_groups(mesh)) == 1 else f" of each of {groups} groups"
     yield f"tokens that fit the KV cache{each}: {tokens:,}, or {requests:,} requests of {plan.longest:,} tokens"
     yield f"tokens per page: {layout.page_size}"
-    if model.vision is not None:
-        yield _eyes(model.vision, plan)
+    if encoder is not None:
+        yield from _eyes(encoder)
 
 
-def _eyes(vision: VisionConfig, plan: ModelPlan) -> str:
-    shape = vision.encoder
-    encoder = encoder_of(plan, plan.decoder.ops)
-    numbers = sum(int(np.prod(x.shape)) for x in abstract_params(cast(Any, encoder), plan.mesh).values())
-    return (
+def _eyes(encoder: EncoderRunner) -> Iterator[str]:
+    shape = encoder.encoder.config
+    numbers = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(encoder.params))
+    yield (
         f"pictures: an encoder of {len(shape.layers)} layers, hidden {shape.hidden_size}, {numbers:,} parameters; "
         f"{shape.patch_shape[-1]} x {shape.patch_shape[-1]} pixels a patch, {shape.joined} patches a token"
+    )
+    yield (
+        f"  {memory.size(encoder.weight_bytes)} of weights and {memory.size(encoder.rows_bytes)} of features a device, "
+        f"which has room for {encoder.rows:,} tokens of pictures; a picture has at most {encoder.sizes[-1]:,} patches"
     )
 
 

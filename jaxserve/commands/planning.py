@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxserve.checkpoints.hub import BUNDLED
 from jaxserve.commands.arguments import add_command, add_engine_flags, add_model, engine_config
 from jaxserve.config import ConfigError, EngineConfig
 
@@ -113,7 +114,7 @@ def _without_weights(args: argparse.Namespace) -> EngineConfig:
         path = path.parent
         args.model = str(path) if path.name else str(path.resolve())
     weights = path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if not weights and args.model != "demo":
+    if not weights and args.model not in BUNDLED:
         args.load_format = "dummy"
         what = "weights in the checkpoint's float dtype unless --quantization says otherwise"
         print(f"planning by config.json: {what}", file=sys.stderr)

@@ -29,6 +29,7 @@ _LATENCIES = {
     "in the queue": "request_queue_time_seconds",
     "whole request": "e2e_request_latency_seconds",
 }
+_ENCODER = {"image encoder": "step_seconds encoder"}  # of models that see
 _QUANTILES = (0.5, 0.9, 0.99)
 _FREE, _CACHED, _SHARED, _LISTED = range(4)  # codes of `jaxserve.scheduling.page_snapshot`
 _HUES = (75, 208, 43, 176, 149, 203, 111, 180, 80, 218, 185, 141)  # owners' colours, of the terminal's 256
@@ -38,7 +39,8 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 @dataclass
 class Sample:
-    """A server's metrics at one moment: values summed over labels, and histograms' bucket counts by upper bound."""
+    """A server's metrics at one moment: values summed over labels, and histograms' bucket counts by upper bound. Those
+    of a phase have its name behind that of the histogram."""
 
     seconds: float  # time of the monotonic clock
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -59,7 +61,8 @@ def parse_metrics(text: str, seconds: float) -> Sample:
         value = float(match[3])
         sample.model = labels.get("model_name", sample.model)
         if name.endswith("_bucket"):
-            sample.buckets[name.removesuffix("_bucket")][float(labels["le"])] += value
+            name = f"{name.removesuffix('_bucket')} {labels.get('phase', '')}".rstrip()
+            sample.buckets[name][float(labels["le"])] += value
         else:
             sample.values[name] += value
     return sample
@@ -126,7 +129,8 @@ class View:
         now = self._samples[-1]
         values = self._samples[-1].values
         title = f"{self._style('jaxserve top', '1')}  {now.model}  {self._style(self._url, '2')}"
-        lines = [title, "", self._load(values), self._rates(width), self._cache(values), *self._speculation(values), ""]
+        lines = [title, "", self._load(values), self._rates(width), self._cache(values), *self._speculation(values)]
+        lines += [*self._pictures(values), ""]
         latencies = self._latencies()
         if now.pool and now.pool["cells"]:
             lines += self._pool(now.pool, width, rows=max(2, min(8, height - len(lines) - len(latencies) - 4)))
@@ -178,6 +182,10 @@ class View:
             return []
         return [f"speculation {1 + accepted / drafts:.2f} tokens a check   {accepted / proposed:.0%} of proposals kept"]
 
+    def _pictures(self, values: dict[str, float]) -> list[str]:
+        encoded, reused = (values.get(f"images_{name}_total", 0.0) for name in ("encoded", "reused"))
+        return [f"pictures    {encoded:.0f} encoded   {reused:.0f} found"] if encoded else []
+
     def _pool(self, pool: dict[str, Any], width: int, rows: int) -> list[str]:
         columns = min(width, 100)
         group = -(-len(pool["cells"]) // (columns * rows))  # cells per character
@@ -204,7 +212,8 @@ class View:
         is_single = first is last
         span = "since start" if is_single else f"last {last.seconds - first.seconds:.0f} s"
         lines = [self._style(f"{span:<16}" + "".join(f"{f'p{q * 100:g}':>10}" for q in _QUANTILES), "2")]
-        for title, name in _LATENCIES.items():
+        shown = _LATENCIES | (_ENCODER if last.values.get("images_encoded_total") else {})
+        for title, name in shown.items():
             counts = last.buckets[name]
             earlier = {} if is_single else first.buckets[name]
             recent = {bound: count - earlier.get(bound, 0.0) for bound, count in counts.items()}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any, cast
+
+from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.eyes import named_in
@@ -18,6 +21,7 @@ from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
 from jaxserve.models.vision.encoder import ImageEncoder
 from jaxserve.models.vision.files import EncoderFiles
+from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -33,7 +37,6 @@ def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunn
     if vision is None:
         return None
     start = time.perf_counter()
-    shape = vision.encoder
     encoder = encoder_of(plan, ops)
     files = None
     if config.load_format != "dummy":
@@ -41,7 +44,21 @@ def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunn
         files = EncoderFiles.of(opened, named_in(opened, vision))
     own = replace(config, quantization="auto")
     params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
-    processor = ImageProcessor.of(plan.folder, vision.tokens)
+    log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
+    return _runner(plan, encoder, params)
+
+
+def abstract_encoder(plan: ModelPlan) -> EncoderRunner | None:
+    """As `load_encoder`, without weights: shapes suffice for what it needs of the devices' memory."""
+    if plan.model.vision is None:
+        return None
+    encoder = encoder_of(plan, plan.decoder.ops)
+    return _runner(plan, encoder, unflatten_dict(abstract_params(cast(Any, encoder), plan.mesh), sep="/"))
+
+
+def _runner(plan: ModelPlan, encoder: ImageEncoder, params: Any) -> EncoderRunner:
+    shape = encoder.config
+    processor = ImageProcessor.of(plan.folder, plan.model.vision.tokens)
     assert processor is not None  # `with_eyes` has seen it
     patches = most_patches(plan)
     rows = PICTURES * -(-patches // shape.joined)
@@ -49,11 +66,11 @@ def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunn
     if processor.tile is not None:
         fewest = (processor.tile // shape.patch_shape[-1]) ** 2 + shape.further
         patches = min(TILES, processor.most_tiles) * fewest
-    log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     if not shape.newline:
         return EncoderRunner(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows)
     tiles = processor.most_tiles
-    rows = PICTURES * min(most_features(shape.table, vision.tokens.most_tiles, tiles - 1), plan.longest)
+    kind = plan.model.vision.tokens
+    rows = PICTURES * min(most_features(shape.table, kind.most_tiles, tiles - 1), plan.longest)
     return MixingEncoder(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows, tiles=tiles)
 
 

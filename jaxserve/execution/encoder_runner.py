@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from jaxserve.devices import layouts
 from jaxserve.devices.command_buffers import compiler_options
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution.image_packing import Frame, pack
@@ -63,17 +65,28 @@ class EncoderRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters on each device."""
-        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(self.params))
+        return sum(layouts.device_bytes(x) for x in jax.tree.leaves(self.params))
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the array of features on each device."""
+        return math.prod(self.rows_shape) * np.dtype(self.encoder.dtype).itemsize
 
     @property
     def needs(self) -> Needs:
-        """The memory that the compiled programs need. Their results are written to the slots."""
-        return replace(Needs.of([one.memory_analysis() for one in self.executables.values()]), results=0)
+        """The memory that the programs need, if the largest is compiled. Their results are written to the slots."""
+        compiled = {size: one.memory_analysis() for size, one in self.executables.items()}
+        missing = len(self.sizes) - len(compiled)
+        pending = [max(one.generated_code_size_in_bytes for one in compiled.values())] * missing if compiled else []
+        return replace(Needs.of(list(compiled.values()), pending), results=0)
 
     def compile(self) -> None:
         """Compiles the programs."""
         for size in self.programs:
             self._get(size)
+
+    def compile_largest(self) -> None:
+        self._get(self.sizes[-1])
 
     def encode(self, images: jax.Array, jobs: Sequence[EncoderJob]) -> jax.Array:
         """Computes the features of pictures and writes them to their rows of `images`, which is donated. Returns the

@@ -41,8 +41,9 @@ class Processed(NamedTuple):
         area: Area | None = None,
     ) -> Processed:
         shape = repr((patches.shape, grid) if area is None else (patches.shape, grid, *area))
-        digest = hashlib.sha256(shape.encode() + patches.tobytes()).digest()
-        return cls(patches, grid, digest, tiles, thumbnail, area)
+        digest = hashlib.sha256(shape.encode())
+        digest.update(np.ascontiguousarray(patches).data)
+        return cls(patches, grid, digest.digest(), tiles, thumbnail, area)
 
     @property
     def parts(self) -> Iterator[Processed]:
@@ -88,3 +89,16 @@ def picture_of(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
     side = math.isqrt(patches.shape[1] // 3)
     split = patches[: rows * columns].reshape(rows, columns, side, side, -1)
     return split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * side, columns * side)
+
+
+def patchify(
+    image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+) -> tuple[np.ndarray, int, int]:
+    """The patches of a picture [colours, height, width] in the order of `image_packing.Frame`, each with so many equal
+    frames, and the numbers of rows and columns. In the place of the method of transformers' processors."""
+    colours, height, width = image.shape
+    square = patch_size * merge_size
+    squares = colours, height // square, merge_size, patch_size, width // square, merge_size, patch_size
+    patches = image.reshape(squares).transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    patches = np.broadcast_to(patches, (*patches.shape[:5], temporal_patch_size, *patches.shape[6:]))
+    return patches.reshape(-1, colours * temporal_patch_size * patch_size**2), height // patch_size, width // patch_size

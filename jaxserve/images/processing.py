@@ -24,7 +24,7 @@ from jaxserve.config import ConfigError
 from jaxserve.images import idefics3, lfm2_vl, moonvit
 from jaxserve.images.area import area_of
 from jaxserve.images.llama4 import Llama4Tiles
-from jaxserve.images.patches import Processed, patches_of, picture_of
+from jaxserve.images.patches import Processed, patches_of, patchify, picture_of
 from jaxserve.types import ImageTokens
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ LONGEST_EDGE = 1024  # of Pixtral, where the settings do not say
 # Side in pixels of a tile, and most parts of a picture, where the settings do not say.
 TILES = {"GotOcr2": (384, 12), "Llama4": (336, 16), "LlavaOnevision": (384, 36)}
 MODULES = {name: module for module in (idefics3, lfm2_vl, moonvit) for name in module.TYPES}
+CUT_HERE = "Qwen2VLImageProcessorPil", "Glm4vImageProcessorPil", "Glm46VImageProcessorPil"  # which make floats of bytes
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,14 @@ class ImageProcessor:
             # transformers has it for torchvision only. It is Gemma 4's, whose patches it joins.
             return Gemma4ImageProcessorPil(**self.settings)
         if self.in_folder:
-            return AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
-        with TemporaryDirectory() as folder:
-            (Path(folder) / FILES[0]).write_text(json.dumps(dict(self.settings)))
-            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+            made = AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)
+        else:
+            with TemporaryDirectory() as folder:
+                (Path(folder) / FILES[0]).write_text(json.dumps(dict(self.settings)))
+                made = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        if type(made).__name__ in CUT_HERE:
+            made.patchify = patchify
+        return made
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
@@ -240,7 +245,7 @@ class ImageProcessor:
         elif most_pixels is not None and not self.kind.fixed:
             options["size"] = self._size_within(most_pixels)
         made = self.processor(picture, do_rescale=False, do_normalize=False, return_tensors="np", **options)
-        values = made["pixel_values"].astype(np.uint8)
+        values = made["pixel_values"].astype(np.uint8, copy=False)
         values = values[0] if self._has_areas else values
         if self._counts_tokens:
             columns, rows = map(int, made["image_position_ids"][0].max(axis=0) + 1)

@@ -30,6 +30,8 @@ def open_picture(data: bytes, most_pixels: int = MAX_IMAGE_PIXELS) -> PILImage.I
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own limit on pixels is larger
             picture = PILImage.open(io.BytesIO(data), formats=FORMATS)
+    except PILImage.DecompressionBombError:
+        raise _refused(f"it has more pixels than are allowed, {most_pixels} (--max-image-pixels)") from None
     except UnidentifiedImageError:
         raise _refused(f"it is no file of the formats {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's readers raise whatever they find

@@ -19,6 +19,7 @@ from jaxserve.devices.launches import Exchange, exchanges, launches
 from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.devices.targets import target_devices, target_memory
 from jaxserve.engine import data_parallel
+from jaxserve.engine.encoder_loading import abstract_encoder
 from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.sizing import Sized, Sizing
@@ -141,7 +142,14 @@ class Deployment:
 
     def compile(self, all_layers: bool = False) -> Compiled:
         """Compiles the largest programs, and those that bound the code of others. A stage is compiled with all its
-        layers."""
+        layers, and so is an image encoder."""
+        if self.runner.encoder is None:
+            return self._compile_layers(all_layers)
+        self.runner.encoder.compile_largest()
+        compiled = self._compile_layers(all_layers)
+        return replace(compiled, needs=compiled.needs + self.runner.encoder.needs)
+
+    def _compile_layers(self, all_layers: bool) -> Compiled:
         layers = self.plan.model.layers
         some = _some(layers, FEW)
         if all_layers or self.plan.decoder.stage is not None or 2 * len(some) >= len(layers):
@@ -236,6 +244,7 @@ def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -
     penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
     most = config.decode_steps if stage is None else 1
     options: Any = {"max_tokens_per_call": most, "adapters": plan.adapter_pool(config)}
+    options["encoder"] = abstract_encoder(plan)
     runner = ModelRunner(decoder, tree, plan.mesh, config.max_num_seqs, penalized, **options)
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))

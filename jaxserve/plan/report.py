@@ -125,7 +125,11 @@ def _of_step(stage: int, step: StepFigures) -> dict[str, Any]:
 def _memory(deployment: Deployment, needs: Needs) -> dict[str, Any]:
     budget = deployment.budget
     params = deployment.params
-    return {
+    encoder = deployment.runner.encoder
+    seen = {} if encoder is None else {
+        "encoder": encoder.weight_bytes, "features": encoder.rows_bytes, "most_patches": encoder.sizes[-1],
+    }  # fmt: skip
+    return seen | {
         "total": budget.total, "utilization": budget.utilization, "weights": budget.weights,
         "weights_by_dtype": memory.bytes_by_dtype(params), "slots": budget.slots, "states": budget.states,
         "temporaries": needs.temporaries, "results": needs.results, "code": needs.code, "reserve": budget.reserve,

@@ -46,9 +46,14 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
     weights = ", ".join(f"{size(count)} {dtype}" for dtype, count in held["weights_by_dtype"].items())
     yield f"memory of a device    {size(held['total'])} x {held['utilization']:g}"
     yield f"  weights             {size(held['weights']):>12}  ({weights})"
+    if "encoder" in held:
+        most = f"of pictures with up to {held['most_patches']:,} patches"
+        yield f"    of it the encoder {size(held['encoder']):>12}  ({most})"
     for name in ("slots", "states", "temporaries", "results", "code", "reserve"):
         if held[name]:
             yield f"  {name:19} {size(held[name]):>12}" + (f"  ({sources[name]})" if name in sources else "")
+        if name == "slots" and "features" in held:
+            yield f"    of it features    {size(held['features']):>12}  (of pictures)"
     if plan["fits"]:
         room = plan["capacity"]
         yield f"  KV cache            {size(room['cache_bytes']):>12}  ({room['pages']:,} pages of {room['page_size']})"

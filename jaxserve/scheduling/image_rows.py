@@ -3,6 +3,10 @@
 A picture in a prompt needs rows from when its features are computed until all tokens in whose place they stand are in
 the cache. Then the rows stay until others need them: the same picture in another request is not computed again. A step
 may compute a sequence's tokens up to the first picture that has no rows yet.
+
+The encoder runs before a step, so others wait for it. Where a step's tokens are limited because some sequences decode,
+a patch counts as one of these tokens: pictures that exceed them wait for a later step, and what they take, prompts do
+not get. One picture is encoded in any case, however large.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.scheduling.image_prompts import SHOWN, EncoderJob, ImageInPrompt
+from jaxserve.scheduling.row_choice import TokenBudget
 from jaxserve.scheduling.running_table import NO_STOP, RunningTable
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step_plan import Rows
 
 
 @dataclass(eq=False)
@@ -35,6 +41,7 @@ class ImageRows:
         the largest picture, if its tokens are computed in one step, which then must have room for them; else 0."""
         self.count = count
         self.whole = whole
+        self._left: int | None = None  # tokens of the next step that pictures and prompts share; None: any number
         self._horizon = horizon
         self._patches_per_step = patches_per_step
         self.num_encoded = 0  # pictures whose features were computed
@@ -48,7 +55,8 @@ class ImageRows:
         self._unread: OrderedDict[bytes, int] = OrderedDict()  # pictures without readers, the oldest first; their rows
         self._reading: dict[Sequence, list[ImageInPrompt]] = {}  # pictures of running sequences that have rows
         self._jobs: list[EncoderJob] = []
-        self._patches = 0  # of the jobs
+        self.patches = 0  # of the jobs
+        self._prompts = 0  # tokens of the next step's prompts, if its tokens are limited
 
     def forget_unread(self) -> None:
         """Forgets the pictures that nobody reads any more."""
@@ -71,17 +79,26 @@ class ImageRows:
         for one in self._reading.pop(seq, ()):
             self._let_go(one)
 
-    def advance(self, running: RunningTable) -> None:
+    def advance(self, running: RunningTable, budget: TokenBudget) -> None:
         """Gives rows to pictures among the next tokens of running sequences, and takes those whose tokens are in the
-        cache."""
+        cache. `budget`: of the step that comes next."""
+        slot = running.batch.slot
+        decodes = int(np.count_nonzero(running.total[slot] - running.computed[slot] == 1))
+        self._left = budget.chunk - decodes if budget.chunk is not None and decodes else None
         for seq in list(self._reading):
             self._advance(running, seq)
+
+    def note(self, rows: Rows) -> None:
+        """Takes note of the rows of running sequences in the step, before new ones begin."""
+        if self._left is not None:
+            self._prompts = int(rows.count[rows.count > 1].sum())
 
     def drain(self) -> list[EncoderJob]:
         """Takes the pictures whose features must be computed before the step."""
         jobs = self._jobs
         self._jobs = []
-        self._patches = 0
+        self.patches = 0
+        self._prompts = 0
         return jobs
 
     def _advance(self, running: RunningTable, seq: Sequence) -> None:
@@ -106,7 +123,8 @@ class ImageRows:
         """Whether the picture has rows, or finds some and may be computed before this step."""
         if one.key in self._held:
             return True
-        if self._jobs and self._patches + one.image.num_patches > self._patches_per_step:
+        most = self._patches_per_step if self._left is None else min(self._patches_per_step, self._left)
+        if (self._jobs or self._prompts) and self.patches + self._prompts + one.image.num_patches > most:
             return False
         return len(one.places) <= len(self._free) + sum(self._unread.values())
 
@@ -119,7 +137,7 @@ class ImageRows:
             rows, self._free = np.split(self._free, [len(one.places)])
             held = self._held[one.key] = _Held(rows)
             self._jobs.append(EncoderJob(one.image, rows))
-            self._patches += one.image.num_patches
+            self.patches += one.image.num_patches
             self.num_encoded += 1
         else:
             self._unread.pop(one.key, None)

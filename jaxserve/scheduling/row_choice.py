@@ -22,23 +22,30 @@ class TokenBudget:
     stages: int = 1  # of a pipeline: so many steps share `most` tokens of prompts, so that all stages have work
     whole: int = 0  # tokens of the largest picture, if its tokens are computed in one step
 
-    def for_prompts(self, decodes: int, prompts: int) -> int:
+    def for_prompts(self, decodes: int, prompts: int, patches: int = 0) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
-        Decodes count against the chunk, but prompts keep at least an eighth of it, or half of it with bursts. With
-        bursts the chunk grows when prompts outnumber a quarter of the decodes, and prompts get at least as many tokens
-        as there are decodes: where arithmetic takes the time, this doubles that of a step."""
+        Decodes count against the chunk, and so do the `patches` of pictures that are encoded before the step, but
+        prompts keep at least an eighth of it, or half of it with bursts. With bursts the chunk grows when prompts
+        outnumber a quarter of the decodes, and prompts get at least as many tokens as there are decodes: where
+        arithmetic takes the time, this doubles that of a step."""
         if not decodes or (chunk := self.chunk) is None:
             return max(-(-self.most // self.stages), min(decodes + 1, self.most)) - decodes
         if self.bursts:
             chunk *= max(1, 4 * prompts // decodes)
         least = max(-(-chunk // 2), decodes) if self.bursts else max(-(-chunk // 8), self.least)
-        return min(self.most - decodes, max(chunk - decodes, least, self.whole))
+        return min(self.most - decodes, max(chunk - decodes - patches, least, self.whole))
 
 
 def choose_rows(
-    running: RunningTable, tokens_per_call: int, budget: TokenBudget, num_waiting: int, turns: MicroBatches
+    running: RunningTable,
+    tokens_per_call: int,
+    budget: TokenBudget,
+    num_waiting: int,
+    turns: MicroBatches,
+    patches: int = 0,
 ) -> Rows:
-    """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens. turns: which of them decode."""
+    """The rows of the next step. A decoding row samples up to `tokens_per_call` tokens. turns: which of them decode.
+    patches: of pictures that are encoded before the step."""
     batch = running.batch
     total = running.total[batch.slot]
     start = running.computed[batch.slot]
@@ -74,7 +81,7 @@ def choose_rows(
         others = (
             np.count_nonzero(here) - len(decoded) - turns.held_back[number] + -(-num_waiting // running.device_groups)
         )
-        room = budget.for_prompts(int(decoded.sum()), int(others))
+        room = budget.for_prompts(int(decoded.sum()), int(others), patches)
         some = np.flatnonzero(prompts & here)
         parts.append(_prompt_chunks(batch.seqs, some, start, left, most, spare, room))
     chunks, count, last = map(np.concatenate, zip(*parts, strict=True))
@@ -117,10 +124,18 @@ class AdmissionBudget:
 
     These are what the rows leave of the budget, and half of each chunk that does not end its prompt. Halves are lent
     to new requests whose prompts end in this step thereby, unless these are less important: short prompts need not wait
-    for a long one that runs. Long prompts still end in their order.
+    for a long one that runs. Long prompts still end in their order. `patches`: as in `choose_rows`.
     """
 
-    def __init__(self, running: RunningTable, rows: Rows, budget: TokenBudget, turns: MicroBatches, num_waiting: int):
+    def __init__(
+        self,
+        running: RunningTable,
+        rows: Rows,
+        budget: TokenBudget,
+        turns: MicroBatches,
+        num_waiting: int,
+        patches: int = 0,
+    ):
         self._rows = rows
         groups = running.device_groups
         group = running.group_of(rows.slot)
@@ -129,7 +144,9 @@ class AdmissionBudget:
             count = rows.count[group == number]
             decodes = int(np.count_nonzero(count == 1))
             others = running.num_running(number) - decodes - int(turns.held_back[number]) + -(-num_waiting // groups)
-            self._free.append(budget.for_prompts(decodes, others) - (int(count.sum()) - decodes))
+            self._free.append(budget.for_prompts(decodes, others, patches) - (int(count.sum()) - decodes))
+        self._fewest = max(budget.whole, 1)
+        self._charges = budget.chunk is not None and bool((rows.count == 1).any())
         unfinished = () if rows.only_decodes else np.flatnonzero(rows.end < running.total[rows.slot]).tolist()
         counts = {place: int(rows.count[place]) for place in unfinished}
         self._running = {
@@ -143,6 +160,12 @@ class AdmissionBudget:
         free = self._free[group]
         free_to_lend = sum(chunk.lendable for chunk in self._lenders(seq, group))
         return free + free_to_lend if left is None or left <= free + free_to_lend else free
+
+    def charge(self, patches: int) -> None:
+        """A new request's pictures have so many patches to encode. It may still begin, with a token or more, or with a
+        picture that is computed as a whole."""
+        if self._charges:
+            self._free = [max(free - patches, min(free, self._fewest)) for free in self._free]
 
     def offers(self, seq: Sequence, left: int, group: int = 0) -> bool:
         """Whether a new request, which has `left` tokens to compute, gets some."""

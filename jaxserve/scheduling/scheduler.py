@@ -199,10 +199,12 @@ class Scheduler:
         if self._has_windows:
             self._prefixes.release_unseen(running)
         if self.images is not None:
-            self.images.advance(running)
+            self.images.advance(running, self.budget)
         if tokens_per_call > 1 and (self.can_admit() or (self.waiting and self.waiting.peek().pending_tokens)):
             tokens_per_call = 1
         rows, copies = self._rows_with_pages(tokens_per_call)
+        if self.images is not None:
+            self.images.note(rows)
         if self.waiting and self.num_preemptions == preemptions and len(new_sequences := self._admit_waiting(rows)):
             rows = rows.extend(new_sequences)
         if not len(rows):
@@ -223,7 +225,7 @@ class Scheduler:
         pages run out, rows sample only one token each; if that is not enough, the last sequences are preempted."""
         running = self.running
         while True:
-            rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting), self.turns)
+            rows = choose_rows(running, tokens_per_call, self.budget, len(self.waiting), self.turns, self._patches)
             growing, missing = running.growth(rows)
             shared = shared_pages(rows, running, self.blocks) if running.maybe_shared else []
             needed = int(missing.sum())
@@ -247,7 +249,7 @@ class Scheduler:
         needs more pages than there are is passed by others."""
         seqs: list[Sequence] = []
         num_new: list[bool] = []
-        share = AdmissionBudget(self.running, rows, self.budget, self.turns, len(self.waiting))
+        share = AdmissionBudget(self.running, rows, self.budget, self.turns, len(self.waiting), self._patches)
         while seq := self._next_admissible(share):
             left = self._admit(seq, share)
             seqs.append(seq)
@@ -303,10 +305,16 @@ class Scheduler:
         seq.pages += blocks.allocate(blocks.pages_for(computed + most) - len(seq.pages))
         self.running.place(seq, computed)
         if self.images is not None:
+            patches = self.images.patches
             self.images.begin(self.running, seq)
+            share.charge(self.images.patches - patches)
         if self.recurrent:
             self._prefixes.begin_state(self.running, seq, computed)
         return left
+
+    @property
+    def _patches(self) -> int:  # that are encoded before the next step
+        return 0 if self.images is None else self.images.patches
 
     def _pages_of(self, group: int) -> BlockManager:  # of devices
         return self.blocks

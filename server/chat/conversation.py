@@ -50,10 +50,11 @@ async def prepare(
     body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
     conversation = body.conversation()
+    state.check_images(sources := conversation.pictures, info)
     given = conversation, body.truncate_prompt_tokens, body.truncation_side
     ids = await state.text_work(http, partial(encode_chat, tokenizer, info, *given))
     images: list[Image] = []
-    if sources := conversation.pictures:
+    if sources:
         ids, images = await state.with_images(ids, sources, info, truncates=body.truncate_prompt_tokens is not None)
     max_tokens = body.output_limit()
     ids = fit_prompt(ids, info, body.truncate_prompt_tokens, "messages", max_tokens, body.truncation_side)

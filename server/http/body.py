@@ -60,8 +60,10 @@ async def read_bytes(request: Request) -> bytes:
             await asyncio.sleep(0)
         brackets = shape.containers
         strings = shape.quotes // 2
-    if len(data) > MAX_SCHEMA:
+    if len(data) > MAX_SCHEMA:  # between passes over a long body, other tasks run
+        await asyncio.sleep(0)
         _check_forms(data)
+        await asyncio.sleep(0)
     if (body := body_of(request)) is not None:
         values = data.count(b",")
         body.expand(_VALUE_BYTES * values + _STRING_BYTES * strings + _CONTAINER_BYTES * brackets)

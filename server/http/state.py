@@ -199,13 +199,9 @@ class ServerState:
         key = key_of(http)
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
-    async def with_images(
-        self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
-    ) -> tuple[list[int], list[Image]]:
-        """A prompt with its pictures, which are fetched and processed; see `images.prompts.with_images`.
-
-        Raises InvalidRequestError for pictures that cannot be read, and for a model that reads text only."""
-        if info.sees is None:
+    def check_images(self, sources: Sequence[Source], info: Ready) -> None:
+        """Raises InvalidRequestError for more pictures than are allowed, and for any if the model reads text only."""
+        if sources and info.sees is None:
             raise InvalidRequestError(
                 f"{sources[0].where} holds a picture; this model is served for text only", "messages"
             )
@@ -214,6 +210,12 @@ class ServerState:
                 f"the request has {len(sources)} pictures; at most {most} are allowed (--limit-images-per-request)",
                 "messages",
             )
+
+    async def with_images(
+        self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
+    ) -> tuple[list[int], list[Image]]:
+        """A prompt with its pictures, which `check_images` has allowed. They are fetched and processed; see
+        `images.prompts.with_images`. Raises InvalidRequestError for pictures that cannot be read."""
         if truncates:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
 
@@ -224,6 +226,7 @@ class ServerState:
 
         pictures = await asyncio.gather(*map(one, sources))
         assert self.tokenizer is not None
+        assert info.sees is not None  # `check_images` has seen to it
         return with_images(ids, pictures, info.sees, self.tokenizer)
 
     async def off_loop(self, work: Callable[[], T]) -> T:

@@ -54,6 +54,12 @@ def _process(data: bytes, most_pixels: int, seen_pixels: int | None) -> Processe
     return _processor(open_picture(data, most_pixels), seen_pixels)
 
 
+def _key_of(data: bytes, detail: str) -> bytes:
+    key = hashlib.sha256(f"{detail} ".encode())
+    key.update(data)
+    return key.digest()
+
+
 class ImageWorkers:
     """The workers of one API server."""
 
@@ -74,7 +80,7 @@ class ImageWorkers:
     async def process(self, data: bytes, source: Source) -> Processed:
         """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
         detail = source.detail
-        key = hashlib.sha256(f"{detail} ".encode() + data).digest()
+        key = await asyncio.to_thread(_key_of, data, detail)
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return found
@@ -90,6 +96,7 @@ class ImageWorkers:
                 f"{source.where}: a picture cannot be read: it takes more than {SECONDS:g} seconds or "
                 f"{MEMORY >> 20} MiB",
                 "messages",
+                "invalid_image",
             ) from None
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{source.where}: {error}", "messages", "invalid_image") from None

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -219,3 +220,32 @@ def test_pictures_in_random_schedules(overlapped, whole):
         least["waits for room"] = 3
     assert {name: n for name, n in least.items() if events[name] < n} == {}, events
     assert reused > 50
+
+
+def test_pictures_count_against_the_tokens_of_a_step():
+    """Sequences that decode wait for the encoder: beside them a step encodes no more patches than it may have tokens,
+    or one picture, and prompts get what is left."""
+    chunk = 16
+    simulation = Simulation(max_num_seqs=8, budget=64, chunk=chunk, image_rows=64)
+    simulation.scheduler.limit_chunk(chunk, 2)
+    simulation.scheduler._budget = replace(simulation.scheduler.budget, bursts=False)
+    simulation.add([1, 2], max_tokens=60)
+    simulation.step()
+    for number in range(4):
+        pictures = [(1 + 6 * i, 5, bytes([number, i])) for i in range(4)]
+        simulation.add([0, *([PICTURE] * 5 + [3]) * 4], max_tokens=2, pictures=pictures)
+    simulation.add([4, *[PICTURE] * 30, 5], max_tokens=2, pictures=[(1, 30, b"large")])
+    encoded = []
+    while simulation.scheduler.waiting or any(seq.images for seq in simulation.scheduler.running):
+        plan = simulation.step()
+        patches = [job.image.num_patches for job in plan.images]
+        encoded.append(patches)
+        decodes = int(np.count_nonzero((plan.rows.count == 1) & (plan.rows.num_new > 0)))
+        prompts = int(plan.rows.count.sum()) - decodes
+        if decodes:
+            assert len(patches) <= 1 or sum(patches) <= chunk - decodes, patches
+            assert prompts <= max(chunk - decodes - sum(patches), 2), (patches, prompts)
+    assert sum(map(len, encoded)) == 17
+    assert [30] in encoded
+    assert [5, 5] in encoded
+    simulation.drain()

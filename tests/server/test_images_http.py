@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import struct
+import zlib
 
 import openai
 import pytest
@@ -13,6 +16,10 @@ from PIL import Image
 from serving import running_server
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.limits import MAX_IMAGE_PIXELS
+from jaxserve.server.images import workers
+from jaxserve.server.images.sources import Source
+from jaxserve.types import ImageTokens, InvalidRequestError
 
 pytestmark = pytest.mark.compiles
 
@@ -120,15 +127,23 @@ def test_a_second_turn_costs_no_picture(server):
     assert server.metric("images_encoded_total") == encoded
 
 
+def png_of(width: int, height: int) -> bytes:
+    """A file that says that it is so large."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + FIRST[33:]
+
+
 BAD = {
     "no picture": (data_url(b"hello"), "no file of the formats PNG, JPEG, WEBP, GIF"),
     "truncated": (data_url(FIRST[:60]), "cannot be"),
     "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "no file of the formats"),
     "not base64": ("data:image/png;base64,####", "not base64"),
+    "base64 behind padding": ("data:image/png;base64,AA==AAAA", "not base64"),
     "pdf": ("data:application/pdf;base64,AAAA", "must hold a picture"),
     "address": ("http://127.0.0.1:9/a.png", "--allow-image-urls"),
     "file": ("file:///etc/passwd", "must be a data URL"),
     "bomb": (data_url(file_of(0, (5000, 5000))), "--max-image-pixels"),
+    "monster": (data_url(png_of(100_000, 100_000)), "--max-image-pixels"),
     "narrow": (data_url(file_of(0, (2, 900))), "200 times as long"),
 }
 
@@ -140,6 +155,20 @@ def test_bad_pictures(server, name):
     with pytest.raises(openai.BadRequestError) as refused:
         server.openai().chat.completions.create(model=server.model, messages=[{"role": "user", "content": content}])
     assert message in str(refused.value)
+    assert refused.value.code == "invalid_image"
+
+
+def test_a_picture_that_takes_too_long(folder, monkeypatch):
+    """The process that reads it is ended, and the next picture has a new one."""
+    reading = workers.ImageWorkers(str(folder), ImageTokens(505, 4, 2, has_three_positions=True), MAX_IMAGE_PIXELS)
+    source = Source("", "auto", "messages[0]")
+    monkeypatch.setattr(workers, "SECONDS", 0.001)
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].*takes more than 0.001 seconds") as refused:
+        asyncio.run(reading.process(FIRST, source))
+    assert refused.value.code == "invalid_image"
+    monkeypatch.undo()
+    assert asyncio.run(reading.process(FIRST, source)).grid == (1, 8, 6)
+    reading.close()
 
 
 def test_image_tokens_in_a_text_are_no_pictures(server):

@@ -78,6 +78,26 @@ def test_acceptance_of_proposals():
     assert "speculation" not in "\n".join(view.frame(100, 40))
 
 
+def test_pictures():
+    def sample(encoded: int, seconds: float):
+        bucket = "x:step_seconds_bucket"
+        lines = [f"x:images_encoded_total {encoded}", "x:images_reused_total 2"]
+        lines += [f'{bucket}{{phase="dispatch",le="{le}"}} 50' for le in ("0.01", "0.02", "+Inf")]
+        lines += [
+            f'{bucket}{{phase="encoder",le="{le}"}} {n}'
+            for le, n in (("0.01", 0), ("0.02", encoded), ("+Inf", encoded))
+        ]
+        return parse_metrics("\n".join(lines), seconds)
+
+    view = View("url", color=False)
+    view.take(sample(0, 1.0))
+    assert "encode" not in "\n".join(view.frame(100, 40))
+    view.take(sample(4, 2.0))
+    frame = "\n".join(view.frame(100, 40))
+    assert "pictures    4 encoded   2 found" in frame
+    assert re.search(r"image encoder +15\.0 ms +19\.0 ms +19\.9 ms", frame)
+
+
 def test_once(demo_server, capsys):
     body = {"model": "test-model", "prompt": [5] * 40, "max_tokens": 20, "ignore_eos": True}
     httpx.post(demo_server.url + "/v1/completions", json=body, timeout=60).raise_for_status()
