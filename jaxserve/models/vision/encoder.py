@@ -170,9 +170,8 @@ def scaled(config: EncoderConfig, values: jax.Array) -> jax.Array:
     """Numbers of pixels, uint8 [patches, numbers of a patch], as the encoder reads them, float32."""
     scaling = config.scaling
     mean, std = (np.repeat(np.asarray(one, np.float32), config.patch // 3) for one in (scaling.mean, scaling.std))
-    if config.centred:
-        mean, std = mean + std / 2, std / 2
-    return (values.astype(jnp.float32) * np.float32(scaling.factor) - mean) / std
+    x = (values.astype(jnp.float32) * np.float32(scaling.factor) - mean) / std
+    return 2 * x - 1 if config.centred else x
 
 
 def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Array) -> jax.Array:
