@@ -214,14 +214,13 @@ def scaled(config: EncoderConfig, values: jax.Array) -> jax.Array:
     """Numbers of pixels, uint8 [patches, numbers of a patch], as the encoder reads them, float32."""
     scaling = config.scaling
     mean, std = (np.repeat(np.asarray(one, np.float32), config.patch // 3) for one in (scaling.mean, scaling.std))
-    if config.centred:
-        mean, std = mean + std / 2, std / 2
 
     def rounded(x: Any) -> jax.Array:  # casts to bfloat16 and back may be compiled away
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if scaling.rounds else x
 
     given = rounded(values.astype(jnp.float32) * np.float32(scaling.factor))
-    return rounded(rounded(given - rounded(mean)) / rounded(std))
+    x = rounded(rounded(given - rounded(mean)) / rounded(std))
+    return 2 * x - 1 if config.centred else x
 
 
 def encode(encoder: ImageEncoder, params: Any, patches: Patches, count: jax.Array) -> jax.Array:
