@@ -152,7 +152,7 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
                 count = left if left <= room else 0
             elif rows.seqs[i].images:  # and pictures may have to be computed in one
                 begin = int(rows.start[i]) + at
-                count = rows.seqs[i].step_end(begin + count) - begin
+                count = rows.seqs[i].step_end(begin, begin + count) - begin
             if not count:
                 if len(pieces):
                     yield _mixed(pieces.of(rows), shapes)

@@ -170,12 +170,12 @@ class AdmissionBudget:
     def offers(self, seq: Sequence, left: int, group: int = 0) -> bool:
         """Whether a new request, which has `left` tokens to compute, gets some."""
         start = len(seq.tokens) - left
-        return (room := self.room(seq, group, left)) > 0 and seq.step_end(start + min(left, room)) > start
+        return (room := self.room(seq, group, left)) > 0 and seq.step_end(start, start + min(left, room)) > start
 
     def take(self, seq: Sequence, left: int, ahead: int) -> int:
         """Gives a new request its share of at most `ahead` tokens, and returns their number."""
         start = len(seq.tokens) - left
-        count = seq.step_end(start + min(left, ahead, self.room(seq, seq.group, left))) - start
+        count = seq.step_end(start, start + min(left, ahead, self.room(seq, seq.group, left))) - start
         missing = max(0, count - self._free[seq.group])
         self._free[seq.group] -= count - missing
         for chunk in self._lenders(seq, seq.group):
@@ -233,7 +233,8 @@ def _prompt_chunks(
         count[place] -= count[place + 1 :].sum()
     for place, index in enumerate(prompts.tolist()):
         if seqs[index].images:
-            count[place] = seqs[index].step_end(int(start[index] + count[place])) - start[index]
+            begin = int(start[index])
+            count[place] = seqs[index].step_end(begin, begin + int(count[place])) - begin
     last = ((count == left) & (spare > 0)).astype(np.int32)
     some = count > 0
     return prompts[some], count[some], last[some]

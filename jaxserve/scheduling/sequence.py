@@ -139,9 +139,10 @@ class Sequence:
         """Whether there are places in its prompt where no step may end; see `step_end`."""
         return any(one.whole for one in self.images)
 
-    def step_end(self, end: int) -> int:
-        """The last place up to `end` where a step may end: a picture may have to be computed as a whole."""
-        return next((one.first for one in self.images if one.whole and one.first < end < one.end), end)
+    def step_end(self, start: int, end: int) -> int:
+        """The last place up to `end` where a step from `start` on may end: a picture may have to be computed as a whole.
+        `start` itself: nowhere."""
+        return next((max(one.first, start) for one in self.images if one.whole and one.first < end < one.end), end)
 
     @property
     def num_outputs(self) -> int:
