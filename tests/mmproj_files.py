@@ -59,6 +59,8 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     else:
         writer.add_vision_image_size(processor["size"]["longest_edge"])
         writer.add_vision_use_silu(vision["hidden_act"] == "silu")
+        if theta := vision.get("rope_theta"):  # of Mistral's own files; the others have the usual one
+            writer.add_rope_freq_base(theta)
         if side := config.get("spatial_merge_size"):
             writer.add_vision_spatial_merge_size(side)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
