@@ -79,13 +79,13 @@ class DecoderLayer(nn.Module):
         of_qkv = reader(self, ops, "attention", self._only_reader)
         of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp is None or self.spec.mlp.gated else "up")
         match self.spec.residual:
-            case "pre":
+            case "pre" | "normed_mlp":
                 if self.spec.attention is not None:
                     x, inputs = norm("attention_norm", x, y, of_qkv)
                     y = scaled(attention(inputs))
                 if self.spec.mlp is not None:
                     x, inputs = norm("mlp_norm", x, y, of_mlp)
-                    y = scaled(mlp(inputs))
+                    y = scaled(mlp(inputs)) if self.spec.residual == "pre" else normed("mlp_out_norm", mlp(inputs))
                 return x, y
             case "sandwich":
                 x, inputs = norm("attention_norm", x, y, of_qkv)

@@ -32,7 +32,9 @@ def expert_pieces(
         row = "correction_row" in names
         shape = (1, experts.count) if row else (experts.count,)
         role = "correction_row" if row else "correction"
-        made["mlp/correction"] = [_piece(names, role, layer, shape, lambda t: t.reshape(shape))]
+        correction = _piece(names, role, layer, shape, lambda t: t.reshape(shape))
+        absent = names.get("correction.absent") == "zeros" and not has(correction.name)
+        made["mlp/correction"] = [] if absent else [correction]
     if latent := experts.latent_size:
         made["mlp/latent_in/kernel"] = [_piece(names, "latent_in.weight", layer, (latent, hidden))]
         made["mlp/latent_out/kernel"] = [_piece(names, "latent_out.weight", layer, (hidden, latent))]
@@ -83,8 +85,12 @@ def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
             for role, branch in inner
         ]
 
-    gate_up = Stack(tuple(of_expert(e) for e in numbers))
-    down = Stack(tuple([_piece(names, "expert_down.weight", layer, (hidden, size), expert=e)] for e in numbers))
+    def down_of(e: int) -> list[Piece]:
+        turned = "expert_down.weight.T" in names
+        role = "expert_down.weight.T" if turned else "expert_down.weight"
+        return [replace(_piece(names, role, layer, (hidden, size), expert=e), transposed=turned)]
+
+    gate_up, down = (Stack(tuple(made(e) for e in numbers)) for made in (of_expert, down_of))
     if not mlp.bias:
         return gate_up, down, {}
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxserve.models.spec import MLPSpec, ModelConfig
@@ -132,9 +133,9 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each position."""
+    """A learned vector for each position, or one of sines and cosines (`spec.LearnedPositions`)."""
 
-    rows: int
+    rows: int  # 0: nothing is learned
     offset: int  # the table's row for position 0
     hidden_size: int
     dtype: Any = jnp.float32
@@ -142,6 +143,11 @@ class LearnedPositions(nn.Module):
     @nn.compact
     def __call__(self, positions: jax.Array) -> jax.Array:
         """int32 [tokens] -> [tokens, hidden]."""
+        if not self.rows:
+            half = self.hidden_size // 2
+            frequencies = np.exp(np.arange(half) * -(math.log(1e4) / (half - 1)))
+            angles = (positions + self.offset).astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)
+            return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
         shape = (self.rows, self.hidden_size)
         table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
         return jnp.take(table, positions + self.offset, axis=0, mode="clip")

@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState,
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal[
     "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
-    "normed",
+    "normed", "normed_mlp",
 ]  # fmt: skip
 
 
@@ -793,7 +793,7 @@ class LayerSpec:
       beside: what runs beside the attention; None: nothing. `residual` is pre where there is something.
       norm: the shape that all norms of the layer share; `residual` says where they are.
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
-        (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
+        (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). normed_mlp: pre around the attention, sandwich around the MLP. post_ln: N(x + f(x)) (the first transformers). parallel:
         x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms. normed:
         kept * N(x) + share * f(N(x)), with the numbers of `shares` (MiniMax-01). scaled_sandwich: sandwich, then what
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
@@ -838,7 +838,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
-    """A learned table [rows, hidden]. Row `position + offset` is added to the embedding of the token at `position`."""
+    """A learned table [rows, hidden]. Row `position + offset` is added to the embedding of the token at `position`.
+    Without rows, it is sines, then cosines, of `position + offset` at frequencies from 1 to 1 / 10000 (XGLM)."""
 
     rows: int
     offset: int = 0

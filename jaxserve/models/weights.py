@@ -168,7 +168,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     if config.embed_size is not None:
         add({"project_in/kernel": [Source("project_in.weight", (hidden, size), whole)]})
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
-    if (learned := config.learned_positions) is not None:
+    if (learned := config.learned_positions) is not None and learned.rows:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
     add(vector_sources(config) | stream_sources(config) | head_sources(config))
     for i, layer in enumerate(config.layers):
@@ -190,6 +190,7 @@ _NORMS = {
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
     "normed": ("attention_norm", "mlp_norm"),
+    "normed_mlp": ("attention_norm", "mlp_norm", "mlp_out_norm"),
 }
 
 
