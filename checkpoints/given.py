@@ -34,7 +34,8 @@ class GivenTensor(TensorInfo):
 
 def given_tensors(arrays: Mapping[str, Any], names: Iterable[str], joined: int = 0) -> dict[str, GivenTensor]:
     """NumPy's or JAX's arrays by the names of a checkpoint's tensors, as tensors that `load_weights` reads. Stacks of
-    experts are cut as `stacks.unstacked` says, which has the other arguments. Raises CheckpointError for what is no array."""
+    experts are cut as `stacks.unstacked` says, which has the other arguments. Raises CheckpointError for what is no
+    array."""
     made = {}
     for name, array in arrays.items():
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):

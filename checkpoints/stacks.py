@@ -23,9 +23,9 @@ def stacked_name(name: str) -> str:
 def unstacked(tensors: Mapping[str, T], names: Iterable[str], joined: int = 0) -> dict[str, T]:
     """The tensors by name, with each stack [experts, ...] of a name in `names` cut into tensors of one expert.
 
-    `names` are names of an expert's tensors, with "{i}" for the layer and "{e}" for the expert. With `joined` a stack may
-    also be [joined * rows, columns]: the rows of one of so many experts behind those of another. Raises CheckpointError for a stack
-    of no experts, or of more than MAX_EXPERTS.
+    `names` are names of an expert's tensors, with "{i}" for the layer and "{e}" for the expert. With `joined` a stack
+    may also be [joined * rows, columns]: the rows of one of so many experts behind those of another. Raises
+    CheckpointError for a stack of no experts, or of more than MAX_EXPERTS.
     """
     patterns = [_pattern(name) for name in names if "{e}." in name]
     made: dict[str, T] = {}

@@ -660,7 +660,7 @@ DENSE_CASES: dict[str, DenseCase] = {
     "xglm_hub": dense(
         "XGLMForCausalLM", "xglm", **XGLM, modern=False, d_model=72, attention_heads=3, num_layers=2, ffn_dim=140,
         activation_function="gelu", scale_embedding=True, dropout=0.1, attention_dropout=0.1, activation_dropout=0,
-        layerdrop=0.0, init_std=0.02, decoder_start_token_id=2,
+        embed=0.1, layerdrop=0.0, init_std=0.02, decoder_start_token_id=2,
     ),
     "xglm_untied": dense(
         "XGLMForCausalLM", "xglm", **XGLM, d_model=64, attention_heads=4, num_layers=3, ffn_dim=160,
@@ -755,6 +755,7 @@ UNTIED = (
     "deepseek_v3", "deepseek_v4", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat", "dbrx", "persimmon", "axk1", "kolibri1",
+    "longcat_flash", "hy_v4", "aria_text",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
     "falcon_h1", "mamba2", "jamba", "minimax",
 )  # fmt: skip

@@ -310,4 +310,20 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         rope_parameters={"full_attention": {"rope_type": "proportional", "rope_theta": 700.0,
                                             "partial_rotary_factor": 0.25}},
     ),
+    "zamba2_hub": dense(
+        "Zamba2ForCausalLM", "zamba2", modern=False, hidden=48, heads=4, layers=6, num_key_value_heads=4,
+        rms_norm_eps=1e-3, intermediate_size=88, adapter_rank=6, add_bias_linear=False, attention_head_dim=24,
+        attention_hidden_size=96, chunk_size=16, hidden_act="gelu", hybrid_layer_ids=[1, 3, 4], kv_channels=12,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"], mamba_d_conv=4, mamba_d_state=12,
+        mamba_expand=2, mamba_headdim=16, mamba_ngroups=2, n_mamba_heads=6, num_logits_to_keep=1, num_mem_blocks=2,
+        num_query_groups=4, rope_theta=7000.0, time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001,
+        use_conv_bias=True, use_long_context=False, use_mamba_kernels=True, use_mem_rope=True,
+        use_shared_attention_adapter=True, use_shared_mlp_adapter=True, tie_word_embeddings=True,
+    ),
+    "zamba2_plain": dense(
+        "Zamba2ForCausalLM", "zamba2", hidden=64, heads=4, layers=4, num_key_value_heads=4, rms_norm_eps=1e-5,
+        intermediate_size=100, adapter_rank=4, hidden_act="gelu", mamba_d_conv=3, mamba_d_state=16, mamba_expand=2,
+        mamba_ngroups=1, n_mamba_heads=8, num_mem_blocks=1, use_mem_rope=False, use_shared_attention_adapter=False,
+        layers_block_type=["hybrid", "linear_attention", "hybrid", "linear_attention"], tie_word_embeddings=False,
+    ),
 }  # fmt: skip

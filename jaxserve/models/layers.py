@@ -177,7 +177,7 @@ class Experts(nn.Module):
         inner = experts.latent_size or hidden
         axes = (None, "embed")
         bias = experts.router_bias
-        router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, name="router")
+        router = Linear((hidden,), (experts.routed,), axes, bias, self.dtype, jnp.float32, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
             init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros
@@ -190,7 +190,7 @@ class Experts(nn.Module):
         last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
         correction = None
         if experts.router.corrected:
-            correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
+            correction = weight(self, "correction", nn.initializers.zeros, (None,), (experts.routed,), jnp.float32)
         scales = None
         if experts.scaled:
             scales = value_of(weight(self, "scales", nn.initializers.ones, (None,), (count,), jnp.float32))
@@ -209,6 +209,7 @@ class Experts(nn.Module):
             correction=None if correction is None else value_of(correction),
             scales=scales,
             chosen=chosen,
+            zero_from=count if experts.zero else None,
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),

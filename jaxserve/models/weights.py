@@ -25,6 +25,7 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.hyper import head_sources, hyper_sources
 from jaxserve.models.layers import XIELU_SHAPES, Declared
+from jaxserve.models.memory import memory_sources
 from jaxserve.models.normed_experts import normed_sources
 from jaxserve.models.per_layer import gate_sources, vector_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
@@ -186,6 +187,8 @@ _NORMS = {
     "scaled_sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "altup": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "hyper": ("attention_norm", "mlp_norm"),
+    "shortcut": ("attention_norm", "mlp_norm"),
+    "memory": ("attention_norm", "mlp_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -201,10 +204,13 @@ def layer_sources(
     the size of the attention's input; None: the hidden size."""
     hidden = model.config.hidden_size
     attention = spec.attention
+    block = spec.memory is not None and isinstance(attention, AttentionSpec)
+    inputs = 2 * hidden if block else inputs
     layer: dict[str, list[Source]] = {}
     has = {"attention": attention is not None, "mlp": spec.mlp is not None}
     for name in _NORMS[spec.residual]:
-        layer |= norm_sources(name, spec.norm, hidden) if has[name.partition("_")[0]] else {}
+        wide = 2 * hidden if block and name == "attention_norm" else hidden
+        layer |= norm_sources(name, spec.norm, wide) if has[name.partition("_")[0]] else {}
     if isinstance(attention, RecurrentSpec):
         layer |= recurrent_sources(attention, hidden, names)
     elif isinstance(attention, CompressedAttentionSpec):
@@ -222,6 +228,8 @@ def layer_sources(
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
     if spec.residual == "altup":
         layer |= altup_sources(model.config)
+    if block:
+        layer |= memory_sources(spec, hidden)
     if spec.residual == "hyper":
         layer |= hyper_sources(model.config)
     if spec.experts is not None and spec.experts.own_norms:

@@ -1,5 +1,5 @@
-"""Kolibri: norms before and after attention and experts, norms of queries and keys, and a window and rotary positions on
-four of five layers. Its router compares logits, to which a correction bias is added; weights are their sigmoids."""
+"""Kolibri: norms before and after attention and experts, norms of queries and keys, and a window and rotary positions
+on four of five layers. Its router compares logits, to which a correction bias is added; weights are their sigmoids."""
 
 from __future__ import annotations
 
