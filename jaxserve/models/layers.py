@@ -255,9 +255,10 @@ def weighed(
 
 def activation_of(model: ModelConfig, path: str) -> str:
     """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights, and
-    where a bias comes before the activation, or a bound behind it."""
+    where something else comes before the activation, or a bound behind it."""
     match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
-    mlp = model.layers[int(match[1])].mlp if match else None
+    layer = model.layers[int(match[1])] if match else None
+    mlp = None if layer is None or layer.memory is not None else layer.mlp
     if match is None or mlp is None or mlp.bias or mlp.sparsity or mlp.gate_scale != 1.0:
         return ""
     bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound

@@ -174,6 +174,7 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
         ("llama4_chunks", "Llama4ForConditionalGeneration", "language_model.model."),
         ("mistral4_groups", "Mistral3ForConditionalGeneration", "model.language_model."),
         ("deepseek_v3_groups", "KimiK25ForConditionalGeneration", "language_model.model."),
+        ("aria_text_hub", "AriaForConditionalGeneration", "language_model.model."),
     ],
 )
 def test_beside_an_encoder_of_images(case, architecture, begin, model_folders, tmp_path):
