@@ -432,21 +432,6 @@ MOE_CASES: dict[str, DenseCase] = {
         attention_bias=True, layer_types=["indexed_attention"] * 3,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
-    "lara_mini_hub": dense(
-        "LaraMiniForCausalLM", "lara_mini", **_SHARED | {"tie_word_embeddings": True}, modern=False, hidden=72,
-        layers=5, heads=6, head_dim=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
-        shared_expert_intermediate_size=56, norm_topk_prob=True, linear_num_key_heads=3, linear_num_value_heads=6,
-        linear_key_head_dim=24, linear_value_head_dim=20, linear_conv_kernel_dim=3, sliding_window=18,
-        rope_theta=7000.0, router_aux_loss_coef=0.001, output_router_logits=False, intermediate_size=ABSENT,
-    ),
-    "lara_mini_types": dense(
-        "LaraMiniForCausalLM", "lara_mini", **_SHARED, hidden=64, layers=4, head_dim=16, num_experts=7,
-        num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40, norm_topk_prob=False,
-        linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=24,
-        linear_conv_kernel_dim=4, sliding_window=21, attention_bias=True, intermediate_size=ABSENT,
-        layer_types=["full_attention", "linear_attention", "sliding_attention", "linear_attention"],
-        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
-    ),
     "aria_text_hub": dense(
         "AriaTextForCausalLM", "aria_text", **_SHARED, modern=False, hidden=72, layers=3, intermediate_size=40,
         moe_intermediate_size=40, moe_num_experts=7, moe_topk=3, moe_num_shared_experts=2, rope_theta=7000.0,
