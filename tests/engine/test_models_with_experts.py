@@ -325,5 +325,5 @@ def test_the_rotary_base_of_dbrx():
 
     assert read().ropes["default"].theta == 5e5
     assert read(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}) == read()
-    with pytest.raises(ConfigError, match="rope_theta=500000.0 contradicts rope_theta=10000.0 of rope_parameters"):
+    with pytest.raises(ConfigError, match=r"rope_theta=500000\.0 contradicts rope_theta=10000\.0 of rope_parameters"):
         read(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
