@@ -660,7 +660,7 @@ DENSE_CASES: dict[str, DenseCase] = {
     "xglm_hub": dense(
         "XGLMForCausalLM", "xglm", **XGLM, modern=False, d_model=72, attention_heads=3, num_layers=2, ffn_dim=140,
         activation_function="gelu", scale_embedding=True, dropout=0.1, attention_dropout=0.1, activation_dropout=0,
-        embed=0.1, layerdrop=0.0, init_std=0.02, decoder_start_token_id=2,
+        layerdrop=0.0, init_std=0.02, decoder_start_token_id=2, tie_word_embeddings=False,
     ),
     "xglm_untied": dense(
         "XGLMForCausalLM", "xglm", **XGLM, d_model=64, attention_heads=4, num_layers=3, ffn_dim=160,

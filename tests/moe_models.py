@@ -404,8 +404,8 @@ MOE_CASES: dict[str, DenseCase] = {
     "longcat_hub": dense(
         "LongcatFlashForCausalLM", "longcat_flash", **LONGCAT, modern=False, hidden=72, num_layers=2,
         ffn_hidden_size=100, expert_ffn_hidden_size=40, q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24,
-        qk_rope_head_dim=8, v_head_dim=28, moe_topk=3, n_routed_experts=6, zero_expert_num=3, attention_method="MLA",
-        zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True, routed_scaling_factor=1.8,
+        qk_rope_head_dim=8, head_dim=8, v_head_dim=28, moe_topk=3, n_routed_experts=6, zero_expert_num=3,
+        attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True, routed_scaling_factor=1.8,
         router_bias=False, attention_bias=False, rms_norm_eps=1e-3, rope_theta=7000.0,
     ),
     "longcat_saved": dense(

@@ -14,16 +14,36 @@ from jaxserve.models.spec import HyperSpec, LatentAttentionSpec, LayerSpec, MLPS
 
 LAYER = "model.layers.{i}"
 ATTENTION = f"{LAYER}.self_attn"
-HY_NAMES = INDEXED_NAMES | {
+HYPER = {
+    f"{part}_hyper_{kind}": f"{module}.hc_{short}"
+    for part, module in (
+        ("attention", f"{LAYER}.hc_pre.hc_attn_layer"), ("mlp", f"{LAYER}.hc_pre.hc_mlp_layer"),
+        ("head", "model.hc_pre.hc_head.hc_head"),
+    )
+    for kind, short in (("mixing", "fn"), ("base", "base"), ("scale", "scale"))
+}  # fmt: skip
+HYPER = {role: name.replace("hc_head.hc_head.hc_", "hc_head.hc_head_") for role, name in HYPER.items()}
+HY_NAMES = INDEXED_NAMES | HYPER | {
     "head_gate.weight": f"{ATTENTION}.linear_gate.weight",
     "sinks": f"{ATTENTION}.learnable_sink_param",
-}
-for kind, short in (("mixing", "fn"), ("base", "base"), ("scale", "scale")):
-    HY_NAMES |= {
-        f"attention_hyper_{kind}": f"{LAYER}.hc_attn_layer.hc_{short}",
-        f"mlp_hyper_{kind}": f"{LAYER}.hc_mlp_layer.hc_{short}",
-        f"head_hyper_{kind}": f"model.hc_head.hc_head_{short}",
-    }
+    # transformers gives the name of attention's gate to the gates of MLPs, too, when it writes files.
+    "gate.weight": f"{LAYER}.mlp.linear_gate.weight",
+    "shared_gate.weight": f"{LAYER}.mlp.shared_experts.linear_gate.weight",
+    "expert_gate_up.weight": f"{LAYER}.mlp.experts.{{e}}.gate_up_proj",
+    "expert_fused_down.weight": f"{LAYER}.mlp.experts.{{e}}.down_proj",
+}  # fmt: skip
+
+
+def _published(prefix: str) -> dict[str, str]:
+    """Names of transformers -> those of files that it reads, in which a prefix of hyper-connections is elsewhere."""
+    gates = {name: name.replace("linear_gate", "gate_proj") for name in HY_NAMES.values() if ".mlp." in name}
+    return gates | {
+        name: name.replace(".hc_pre.", ".").replace(".hc_attn_layer.", f".hc_attn_layer.{prefix}")
+        .replace(".hc_mlp_layer.", f".hc_mlp_layer.{prefix}").replace(".hc_head.", f".hc_head.{prefix}")
+        for name in HYPER.values()
+    }  # fmt: skip
+
+
 SIZES = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
 }  # fmt: skip
@@ -66,4 +86,13 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 
 # The layers under "model.mtp_layers." predict further tokens; they are not read.
-FAMILY = Family("hy_v4", ("HYV4ForCausalLM",), _read, HY_NAMES, IGNORED, unread=("model.mtp_layers.",))
+FAMILY = Family(
+    "hy_v4",
+    ("HYV4ForCausalLM",),
+    _read,
+    HY_NAMES,
+    IGNORED,
+    layouts=(_published("hc_pre."), _published("")),
+    told_by="attention_hyper_base",
+    unread=("model.mtp_layers.",),
+)
