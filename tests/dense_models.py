@@ -725,6 +725,7 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     """As `tiny_models._mean_and_std`; norms are the only weights of one axis. Tied embeddings are small, so that not
     every token predicts itself, and the norm before them is large."""
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
+    name = name.replace("norm_attn_norm.", "")  # a module of DBRX, with more than norms
     if name.endswith(LIGHTNING):
         return lightning_buffer(case.config, name), 0.0
     if name.endswith("bias"):

@@ -9,15 +9,19 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import IGNORED, read_attention, read_max_position, read_norm, read_shared
-from jaxserve.models.families.qwen2_moe import read_experts
+from jaxserve.models.families.qwen2_moe import STACKED, read_experts
 from jaxserve.models.families.qwen3_next import DELTA, HYBRID_NAMES
 from jaxserve.models.rope import UNTURNED, read_rope
 from jaxserve.models.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelConfig, QKNormSpec
 
-LARA_NAMES = HYBRID_NAMES | {
-    "delta_in.weight": f"{DELTA}.in_proj.weight",
-    "delta_norm.weight": f"{DELTA}.out_norm.weight",
-}
+LARA_NAMES = (
+    HYBRID_NAMES
+    | STACKED
+    | {
+        "delta_in.weight": f"{DELTA}.in_proj.weight",
+        "delta_norm.weight": f"{DELTA}.out_norm.weight",
+    }
+)
 TYPES = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
 
 
