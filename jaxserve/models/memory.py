@@ -100,6 +100,11 @@ class MemoryLayer(nn.Module):
     dtype: Any
     per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
 
+    @property
+    def norm_eps(self) -> float:
+        """As that of `DecoderLayer`; no queries and keys are normed."""
+        return self.spec.norm.eps
+
     @nn.compact
     def __call__(
         self, x: jax.Array, y: Partials | None, ropes: Ropes, attend: AttentionFn, ops: Ops, own: jax.Array

@@ -42,6 +42,7 @@ _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 NEEDED = {
     "BailingHybridForCausalLM": {"linear_head_dim": 128},  # without it, its class takes head_dim, which it has changed
     "BambaForCausalLM": {"attn_layer_indices": [2]},
+    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 3},
     "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},

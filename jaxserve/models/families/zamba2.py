@@ -61,7 +61,8 @@ def _usual(count: int) -> list[str]:
 
 
 def _names(config: ModelConfig) -> Names:
-    """The names of each layer's tensors. Blocks are in the layers of the file that first have them."""
+    """The names of each layer's tensors. Blocks are in the layers of the file that first have them. As in transformers,
+    nothing is shared in models whose output head is not the embedding."""
     found = {}
     firsts: list[int] = []  # of the blocks, layers of the file
     place = -1
@@ -79,7 +80,7 @@ def _names(config: ModelConfig) -> Names:
             place += 1
             if len(firsts) < spec.memory.blocks:
                 firsts.append(i)
-            first = firsts[place % spec.memory.blocks]
+            first = firsts[place % spec.memory.blocks] if config.tie_embeddings else i
             of_layer = {role: name.format(i=first, n=place) for role, name in (OF_BLOCK | OF_PLACE).items()}
             of_layer["linear.weight"] = f"model.layers.{i}.linear.weight"
             before = i
