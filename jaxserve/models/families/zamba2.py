@@ -63,7 +63,7 @@ def _usual(count: int) -> list[str]:
 def _names(config: ModelConfig) -> Names:
     """The names of each layer's tensors. Blocks are in the layers of the file that first have them. As in transformers,
     nothing is shared in models whose output head is not the embedding."""
-    found = {}
+    found: dict[str, str] = {}
     firsts: list[int] = []  # of the blocks, layers of the file
     place = -1
     before: int | None = None  # the layer of the file, while it also has Mamba-2
