@@ -97,6 +97,9 @@ _OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", 
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
     "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
+    "AXK1ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "HYV4ForCausalLM": {"num_key_value_heads", "head_dim", "learnable_sink_init"},
+    "LongcatFlashForCausalLM": {"num_key_value_heads", "head_dim", "qk_head_dim"},
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "BloomForCausalLM": {"slow_but_exact"},  # a matter of rounding
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others

@@ -79,7 +79,8 @@ def _read(hf: HFConfig) -> ModelConfig:
             "one that the model was not trained with; in published models the first is right"
         )
     norm = NormSpec(kind="layer", eps=1e-5)
-    attention = read_attention(hf, kv_heads=inner.take("kv_n_heads", 1), clip=inner.take("clip_qkv", None))
+    hf.values["num_key_value_heads"] = inner.take("kv_n_heads", 1)  # what transformers writes beside it is not read
+    attention = read_attention(hf, clip=inner.take("clip_qkv", None))
     inner.finish()
     layers = uniform_layers(hf, attention, _read_mixture(hf), norm=norm)
     max_position = read_max_position(hf, 2048)

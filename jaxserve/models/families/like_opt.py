@@ -29,7 +29,6 @@ def _names(model: str, head: str) -> dict[str, str]:
 
 
 def _read(hf: HFConfig, family: str, longest: int, *, learned: bool) -> ModelConfig:
-    hf.ignore("activation_dropout")
     scaled = hf.take("scale_embedding", None) is not False
     norm = NormSpec(kind="layer", eps=1e-5, bias=True)
     max_position = hf.take("max_position_embeddings", longest)

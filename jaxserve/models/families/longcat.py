@@ -89,7 +89,7 @@ def _read(hf: HFConfig) -> ModelConfig:
     max_position = read_max_position(hf, 131072)
     ropes = {"default": read_rope(hf, max_position, theta=1e7, interleaved=True)}
     shared = read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)
-    return ModelConfig(family="longcat", layers=block * hf.take("num_layers", 28), **shared)
+    return ModelConfig(family="longcat", layers=block * hf.take("num_layers"), **shared)
 
 
 # The layers under "model.mtp." predict further tokens; they are not read.

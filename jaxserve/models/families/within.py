@@ -57,7 +57,7 @@ OF_IMAGES = (
     "use_unified_vision_chunk", "video_placeholder", "ignore_index", "vision_soft_tokens_per_image", "boi_token_id",
     "eoi_token_id", "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
     "audio_soft_tokens_per_image", "projector_bias", "understand_projector_stride",
-    "projector_patch_to_query_dict",
+    "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict",
     "image_token_len", "patch_token_len", "im_start_token", "im_end_token", "im_patch_token", "video_token_index",
     "image_grid_pinpoints", "vision_aspect_ratio", "use_image_newline_parameter", "spatial_pool_mode",
     "spatial_pool_stride", "video_seq_length", "projector_layernorm_eps", "scale_factor", "downsample_factor",
