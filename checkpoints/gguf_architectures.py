@@ -27,6 +27,8 @@ from jaxserve.checkpoints.gguf_settings import (
     but,
     by_layer,
     clamps,
+    dbrx_attention,
+    dbrx_experts,
     deepseek,
     depth_scale,
     flag,
@@ -542,6 +544,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"attn_config": mpt_attention, "intermediate_size": four_times, "hidden_act": None},
         norm_key="layer_norm_epsilon",
         turns=False,
+    ),
+    "dbrx": Architecture(
+        "DbrxForCausalLM",
+        {
+            "attn_config": dbrx_attention,
+            "ffn_config": dbrx_experts,
+            "intermediate_size": None,
+            "num_key_value_heads": None,
+            "hidden_act": None,
+        },
+        {"attn_output_norm": "mlp_norm"},
+        norm_key="",
     ),
     "jais2": Architecture("Jais2ForCausalLM", BIASES | {"hidden_act": "relu2"}, norm_key="layer_norm_eps"),
     "glm-dsa": Architecture(

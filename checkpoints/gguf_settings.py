@@ -303,6 +303,20 @@ def mpt_attention(keys: Keys, config: Config) -> dict[str, Any]:
     return {"alibi": True, "clip_qkv": optional("attention.clamp_kqv")(keys, config)}
 
 
+def dbrx_attention(keys: Keys, config: Config) -> dict[str, Any]:
+    """DBRX's attn_config."""
+    return {"kv_n_heads": config["num_key_value_heads"], "clip_qkv": optional("attention.clamp_kqv")(keys, config)}
+
+
+def dbrx_experts(keys: Keys, config: Config) -> dict[str, Any]:
+    """DBRX's ffn_config."""
+    return {
+        "ffn_hidden_size": config["intermediate_size"],
+        "moe_num_experts": keys.size("expert_count"),
+        "moe_top_k": keys.size("expert_used_count"),
+    }
+
+
 def mimo_heads(keys: Keys, config: Config) -> int:
     """Heads of keys of MiMo's layers without a window, which have half as many as the others."""
     full, sliding = (

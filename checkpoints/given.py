@@ -32,13 +32,14 @@ class GivenTensor(TensorInfo):
         return numbers[first : first + count]
 
 
-def given_tensors(arrays: Mapping[str, Any], names: Iterable[str]) -> dict[str, GivenTensor]:
+def given_tensors(arrays: Mapping[str, Any], names: Iterable[str], joined: int = 0) -> dict[str, GivenTensor]:
     """NumPy's or JAX's arrays by the names of a checkpoint's tensors, as tensors that `load_weights` reads. Stacks of
-    experts are cut as `stacks.unstacked` says. Raises CheckpointError for what is no array."""
+    experts are cut as `stacks.unstacked` says, which has the other arguments. Raises CheckpointError for what is no
+    array."""
     made = {}
     for name, array in arrays.items():
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise CheckpointError(f"{name!r} must be an array, got {type(array).__name__}")
         shape = tuple(array.shape)
         made[name] = GivenTensor(name, Path("arrays"), np.dtype(array.dtype), shape, 0, name, arrays)
-    return unstacked(made, names)
+    return unstacked(made, names, joined)

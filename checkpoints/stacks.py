@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from jaxserve.checkpoints.errors import CheckpointError
@@ -19,11 +20,12 @@ def stacked_name(name: str) -> str:
     return name.replace("{e}.", "")
 
 
-def unstacked(tensors: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+def unstacked(tensors: Mapping[str, T], names: Iterable[str], joined: int = 0) -> dict[str, T]:
     """The tensors by name, with each stack [experts, ...] of a name in `names` cut into tensors of one expert.
 
-    `names` are names of an expert's tensors, with "{i}" for the layer and "{e}" for the expert. Raises CheckpointError
-    for a stack of no experts, or of more than MAX_EXPERTS.
+    `names` are names of an expert's tensors, with "{i}" for the layer and "{e}" for the expert. With `joined` a stack
+    may also be [joined * rows, columns]: the rows of one of so many experts behind those of another. Raises
+    CheckpointError for a stack of no experts, or of more than MAX_EXPERTS.
     """
     patterns = [_pattern(name) for name in names if "{e}." in name]
     made: dict[str, T] = {}
@@ -32,6 +34,8 @@ def unstacked(tensors: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
         if found is None:
             made[name] = tensor
             continue
+        if joined and len(tensor.shape) == 2 and tensor.shape[0] % joined == 0:
+            tensor = replace(tensor, shape=(joined, tensor.shape[0] // joined, *tensor.shape[1:]))
         if not tensor.shape or not 0 < tensor.shape[0] <= MAX_EXPERTS:
             raise CheckpointError(
                 f"{tensor.path}: tensor {name!r} of shape {list(tensor.shape)} is no stack of experts"

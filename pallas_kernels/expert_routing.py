@@ -36,6 +36,7 @@ class Router:
       scale: multiplies the final weights.
       corrected: a learned bias per expert is added to the scores for the choice (Wang et al. 2024, arXiv:2408.15664).
         The weights are scores without it.
+      by_logits: the bias is added to logits in the place of scores, and their sums are compared.
       groups: how many groups of equal size neighbouring experts form. Only experts of the `top_groups` best groups can
         be chosen (DeepSeek-V2, arXiv:2405.04434). A group's score is its greatest one ("max"), or the sum of its two
         greatest ("top2", DeepSeek-V3, arXiv:2412.19437).
@@ -51,6 +52,7 @@ class Router:
     sum_offset: float = 0.0
     scale: float = 1.0
     corrected: bool = False
+    by_logits: bool = False
     groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "max"
@@ -95,7 +97,8 @@ def route(
         total = jax.nn.logsumexp(best if router.normalized else logits, axis=-1, keepdims=True)
         return experts.astype(jnp.int32), jnp.exp(best - total) * router.scale
     scores = SCORES[router.score](logits)
-    order = scores if correction is None else scores + correction.astype(jnp.float32)
+    order = logits if router.by_logits else scores
+    order = order if correction is None else order + correction.astype(jnp.float32)
     if router.groups > 1:
         order = jnp.where(_in_best_groups(order, router), order, -jnp.inf)
     experts = jax.lax.top_k(order, router.top_k)[1].astype(jnp.int32) if chosen is None else chosen

@@ -79,6 +79,7 @@ class LatentHeads(NamedTuple):
     row: [tokens, rank + rope], a latent and the rotated key, which all heads share.
     k_up, v_up: [heads, nope, rank] and [heads, v_dim, rank], which map latents to a head's keys and values.
     indexer: inputs of the layer's indexer; None: it has none of its own.
+    sinks: float32 [heads], logits that join the softmax's denominator; or None.
     """
 
     q: jax.Array
@@ -86,6 +87,7 @@ class LatentHeads(NamedTuple):
     k_up: jax.Array
     v_up: jax.Array
     indexer: IndexInputs | None = None
+    sinks: jax.Array | Row | None = None
 
 
 class EntryInputs(NamedTuple):

@@ -351,6 +351,7 @@ class Ops:
         correction: jax.Array | None = None,
         scales: jax.Array | None = None,
         chosen: jax.Array | None = None,
+        zero_from: int | None = None,
         down_bias: jax.Array | None = None,
         note: Callable[[jax.Array], Any] | None = None,
         stacks: ExpertStacks | None = None,
@@ -360,6 +361,7 @@ class Ops:
 
         scales: float32 [experts], multiply the experts' weights; None: they stay as they are.
         chosen: int32 [tokens, top_k], the experts, of which the router tells the weights only; None: it chooses them.
+        zero_from: experts from this number on have no weights. They return their input.
         down_bias: [experts, out], added to each expert's result; None: no bias.
         note: called with the chosen experts, int32 [tokens, top_k].
         stacks: what adapters add to the experts' products.
@@ -374,6 +376,8 @@ class Ops:
             options = {"stacks": stacks, "places": self.places}
         options |= {"gate": gate, "count": self.count, "weighs_inputs": router.weighs_inputs}
         y = self.mixture(x, chosen, weights, w, **options)
+        if zero_from is not None:
+            y = y + x.astype(jnp.float32) * jnp.sum(jnp.where(chosen < zero_from, 0.0, weights), axis=1, keepdims=True)
         if down_bias is None:
             return y
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights
@@ -465,7 +469,8 @@ class Ops:
                 options: Any = {"top_k": top_k, "first_page": first_page, "decode_only": decode_only}
                 which = sparse.choose(heads.indexer, keys, *rows, **options)
             q = absorb(heads.q, heads.k_up)
-            out = sparse.attention_over(q, pages, which, *rows[:2], scale=scale, rank=rank, first_page=first_page)
+            own: Any = {"rank": rank, "first_page": first_page, "sinks": _sinks_of(heads)}
+            out = sparse.attention_over(q, pages, which, *rows[:2], scale=scale, **own)
             return project_values(out, heads.v_up), which
 
         out, which = jax.lax.cond(jnp.max(rows[2]) <= top_k, all_tokens, chosen_tokens)
@@ -476,6 +481,10 @@ class Ops:
     ) -> jax.Array:
         """The heads' results over all latents that a row has in the pages."""
         (_, nope, rank), v_dim = heads.k_up.shape, heads.v_up.shape[1]
+        if heads.sinks is not None:  # which the kernels do not know
+            q = absorb(heads.q, heads.k_up)
+            out = latent.latent_attention(q, pages, *rows, rank=rank, sinks=_sinks_of(heads), **options)
+            return project_values(out, heads.v_up)
         sizes = LatentSizes(rank, heads.row.shape[-1] - rank, nope, v_dim)
         plain = self.latent_attention is latent.latent_attention
         options["expand"] = expands_prompts(len(heads.q), len(rows[0]), sizes, plain=plain)
@@ -504,3 +513,7 @@ class Ops:
         if self.gated_matmul is not None:
             found["gated_matmul"] = partial(self.gated_matmul, count=count)
         return replace(self, count=count, **found)
+
+
+def _sinks_of(heads: LatentHeads) -> jax.Array | None:
+    return None if heads.sinks is None else value_of(heads.sinks).astype(jnp.float32)

@@ -54,7 +54,10 @@ def attend_latent(
     every = lax.all_gather(absorb(heads.q, heads.k_up), axis, axis=1, tiled=True)
     options: Any = {"scale": scale, "rank": rank, "decode_only": decode_only}
     made = latent.latent_attention(every, pages, *rows, first_page=first_page, share=share, **options)
-    return project_values(_merged(made, axis, 1, heads.q.dtype), heads.v_up), pages
+    sinks = None
+    if heads.sinks is not None:
+        sinks = lax.all_gather(value_of(heads.sinks).astype(jnp.float32), axis, tiled=True)
+    return project_values(_merged(made, axis, 1, heads.q.dtype, sinks), heads.v_up), pages
 
 
 def part_weights(logs: jax.Array, sinks: jax.Array | None = None) -> jax.Array:

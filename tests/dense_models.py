@@ -82,6 +82,7 @@ GPT2 = {
 BLOOM = dict.fromkeys(
     ("num_attention_heads", "num_hidden_layers", "intermediate_size", "max_position_embeddings"), ABSENT
 )
+XGLM = dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"), ABSENT)
 MPT = BLOOM | {"hidden_size": ABSENT, "max_seq_len": 512}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 0.5}
 
@@ -638,6 +639,33 @@ DENSE_CASES: dict[str, DenseCase] = {
         "Jais2ForCausalLM", "jais2", hidden_act="gelu", layer_norm_eps=1e-5, attention_bias=False, mlp_bias=False,
         tie_word_embeddings=True, rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
     ),
+    "persimmon_hub": dense(
+        "PersimmonForCausalLM", "persimmon", modern=False, hidden=72, heads=3, hidden_act="relu2", layer_norm_eps=1e-3,
+        qk_layernorm=True, partial_rotary_factor=0.5, rope_theta=25000.0, rope_scaling=None,
+        tie_word_embeddings=False, num_key_value_heads=3, hidden_dropout=0.0, attention_dropout=0.0,
+    ),
+    "persimmon_plain": dense(
+        "PersimmonForCausalLM", "persimmon", layers=3, hidden_act="gelu", layer_norm_eps=1e-5, qk_layernorm=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 7000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+    ),
+    "biogpt_hub": dense(
+        "BioGptForCausalLM", "biogpt", modern=False, hidden=72, heads=3, hidden_act="gelu", layer_norm_eps=1e-12,
+        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, activation_dropout=0.0, layerdrop=0.0,
+        scale_embedding=True,
+    ),
+    "biogpt_untied": dense(
+        "BioGptForCausalLM", "biogpt", layers=3, hidden_act="relu", scale_embedding=False, tie_word_embeddings=False,
+    ),
+    "xglm_hub": dense(
+        "XGLMForCausalLM", "xglm", **XGLM, modern=False, d_model=72, attention_heads=3, num_layers=2, ffn_dim=140,
+        activation_function="gelu", scale_embedding=True, dropout=0.1, attention_dropout=0.1, activation_dropout=0,
+        layerdrop=0.0, init_std=0.02, decoder_start_token_id=2, tie_word_embeddings=False,
+    ),
+    "xglm_untied": dense(
+        "XGLMForCausalLM", "xglm", **XGLM, d_model=64, attention_heads=4, num_layers=3, ffn_dim=160,
+        activation_function="relu", scale_embedding=False, add_cross_attention=False, tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 
 recorded: dict[str, dict[str, tuple[int, ...]]] = {}  # shapes of cases that are being recorded
@@ -704,6 +732,7 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     """As `tiny_models._mean_and_std`; norms are the only weights of one axis. Tied embeddings are small, so that not
     every token predicts itself, and the norm before them is large."""
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
+    name = name.replace("norm_attn_norm.", "")  # a module of DBRX, with more than norms
     if name.endswith(LIGHTNING):
         return lightning_buffer(case.config, name), 0.0
     if name.endswith("bias"):
@@ -725,6 +754,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     if ("embed" in name and "out" not in name) or "wte" in name:
         return 0.0, case.embed or (0.4 * shape[1] ** -0.5 if tied else 1.0)
     fan_in = shape[0] if transposed else shape[1]
+    if "_adapter" in name:  # two matrices beside another one
+        return 0.0, 0.7 * fan_in**-0.5
     heads = ("lm_head", "embed_out")
     return 0.0, (case.gain if any(part in name for part in heads) else 1.5) * fan_in**-0.5
 
@@ -735,7 +766,8 @@ UNTIED = (
     "internlm3", "ministral", "ministral3", "hunyuan_v1_dense", "nemotron", "arcee", "helium", "cwm", "deepseek_v2",
     "deepseek_v3", "deepseek_v4", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
-    "hyperclovax", "gptj", "apertus", "nanochat",
+    "hyperclovax", "gptj", "apertus", "nanochat", "dbrx", "persimmon", "axk1", "kolibri1",
+    "longcat_flash", "hy_v4", "aria_text",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
     "falcon_h1", "mamba2", "jamba", "minimax",
 )  # fmt: skip

@@ -39,7 +39,7 @@ ARCHITECTURES = {
     "Mamba2": "mamba2", "Jamba": "jamba", "FalconH1": "falcon-h1", "KimiLinear": "kimi-linear", "Bloom": "bloom",
     "Mpt": "mpt", "Jais2": "jais2", "InternLM3": "llama", "GlmMoeDsa": "glm-dsa", "DeepseekV32": "deepseek32",
     "MiMoV2Flash": "mimo2", "Step3p7": "step35", "Mellum": "mellum", "Laguna": "laguna",
-    "Cohere2Moe": "cohere2moe",
+    "Cohere2Moe": "cohere2moe", "Dbrx": "dbrx",
 }  # fmt: skip
 WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe"}
 PAIRED = (
@@ -91,7 +91,7 @@ ATTENTION = ("attention", "full_attention")
 OF_IMAGES = ("visual.", "vision_", "embed_vision", "multi_modal_projector", "vit_large_projector")
 UNSAID_WINDOWS = ("smollm3", "afmoe", "qwen2vl", "laguna", "cohere2moe")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "kv_n_heads")
 LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "model_max_length")
 OWN_SHAPES = ("mamba", "jamba", "kimi-linear")  # which `gguf_newer` changes
 STACKED = ("gpt-oss", "llama4", "granitemoe", "granitehybrid", "mistral4", "qwen3vlmoe")
@@ -104,6 +104,8 @@ class FamilyFile:
         self.config = json.loads((folder / "config.json").read_text())
         (given,) = self.config["architectures"]
         self.config |= self.config.get("text_config", {})
+        if given == "DbrxForCausalLM":
+            self.config |= self.config["attn_config"] | self.config["ffn_config"]
         self.kind = kind
         self.folder = folder
         self.path = path
@@ -188,7 +190,7 @@ class FamilyFile:
                 of_rms = writer.add_layer_norm_rms_eps
                 of_layer = writer.add_layer_norm_eps
                 (of_rms if key == "rms_norm_eps" or self.arch.startswith("lfm2") else of_layer)(config[key])
-        if self.arch == "olmo":
+        if self.arch in ("olmo", "dbrx"):
             writer.add_layer_norm_eps(1e-5)
         if self.arch == "minicpm3":
             writer.add_kv_lora_rank(config["kv_lora_rank"])

@@ -132,6 +132,10 @@ def _add_mpt(file: Any) -> None:
     file.writer.add_layer_norm_eps(1e-5)
 
 
+def _add_dbrx(file: Any) -> None:
+    file.writer.add_expert_used_count(file.config["moe_top_k"])
+
+
 def _add_mimo2(file: Any) -> None:
     config = file.config
     writer = file.writer
@@ -194,7 +198,7 @@ def _add_laguna(file: Any) -> None:
 ADDED: dict[str, Callable[[Any], None]] = {
     "jamba": _add_jamba, "falcon-h1": _add_falcon_h1, "kimi-linear": _add_kimi_linear, "glm-dsa": _add_indexer,
     "deepseek32": _add_indexer, "gemma3n": _add_gemma3n, "gemma4": _add_gemma4, "mpt": _add_mpt, "mimo2": _add_mimo2,
-    "step35": _add_step35, "laguna": _add_laguna, "cohere2moe": _add_cohere2moe,
+    "dbrx": _add_dbrx, "step35": _add_step35, "laguna": _add_laguna, "cohere2moe": _add_cohere2moe,
 }  # fmt: skip
 OWN_POSITIONS = ("gemma4", "laguna")  # which their functions above add
 
@@ -226,6 +230,15 @@ def _mamba(file: Any, name: str, values: np.ndarray) -> Tensors:
     if "conv1d.weight" in name:
         values = values.squeeze()
     yield name, -np.exp(values) if name.endswith(".A_log") else values
+
+
+def _dbrx(file: Any, name: str, values: np.ndarray) -> Tensors:
+    """The rows of all experts become a stack."""
+    if ".experts.mlp." in name:
+        values = values.reshape(file.config["moe_num_experts"], -1, file.hidden)
+        values = values.swapaxes(1, 2) if name.endswith("w2") else values
+        name += ".weight"
+    yield name, values
 
 
 def _falcon_h1(file: Any, name: str, values: np.ndarray) -> Tensors:
@@ -282,6 +295,7 @@ def _laguna(file: Any, name: str, values: np.ndarray) -> Tensors:
 
 # Changes a tensor before it is changed as in all architectures.
 CHANGED: dict[str, Callable[[Any, str, np.ndarray], Tensors]] = {
+    "dbrx": _dbrx,
     "gemma3n": _gemma3n, "gemma4": _gemma4, "mamba": _mamba, "jamba": _mamba, "falcon-h1": _falcon_h1,
     "kimi-linear": _kimi_linear, "bloom": _bloom, "mimo2": _mimo2, "step35": _step35, "laguna": _laguna,
 }  # fmt: skip

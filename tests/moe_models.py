@@ -4,6 +4,10 @@ from dense_models import ABSENT, GEMMA4_ROPES, THREE_TO_ONE, DenseCase, dense
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
 _SHARED = {"tie_word_embeddings": False, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
+LONGCAT = dict.fromkeys(("num_hidden_layers", "intermediate_size"), ABSENT)
+DBRX = dict.fromkeys(
+    ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "max_position_embeddings"), ABSENT
+)
 MOE_CASES: dict[str, DenseCase] = {
     "granite_moe_stacked": dense(
         "GraniteMoeForCausalLM", "granitemoe", **_SHARED, modern=False, hidden=96, num_local_experts=7,
@@ -335,5 +339,106 @@ MOE_CASES: dict[str, DenseCase] = {
         moe_intermediate_size=48, shared_expert_intermediate_size=40, sliding_window=21, norm_topk_prob=False,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], mlp_only_layers=[1],
         rope_parameters={"rope_theta": 900.0, "rope_type": "default"},
+    ),
+    "dbrx_hub": dense(
+        "DbrxForCausalLM", "dbrx", **DBRX, modern=False, d_model=72, n_heads=6, n_layers=3, max_seq_len=512,
+        emb_pdrop=0.0, resid_pdrop=0.0, output_router_logits=False, router_aux_loss_coef=0.05,
+        attn_config={"model_type": "", "kv_n_heads": 2, "clip_qkv": 1.3, "rope_theta": 10000.0},
+        ffn_config={
+            "model_type": "", "ffn_hidden_size": 40, "moe_num_experts": 7, "moe_top_k": 3, "moe_jitter_eps": 0.01,
+            "moe_loss_weight": 0.05,
+        },
+        tie_word_embeddings=False,
+    ),
+    "dbrx_unnormalized": dense(
+        "DbrxForCausalLM", "dbrx", **DBRX, d_model=64, n_heads=4, n_layers=2, max_seq_len=512,
+        attn_config={"kv_n_heads": 4, "clip_qkv": 2.5, "rope_theta": 10000.0, "attn_pdrop": 0.0},
+        ffn_config={
+            "ffn_act_fn": {"name": "gelu"}, "ffn_hidden_size": 56, "moe_num_experts": 5, "moe_top_k": 2,
+            "moe_normalize_expert_weights": None, "hidden_size": 64,
+        },
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "granite_moe_swa_bases": dense(
+        "GraniteMoeSWAForCausalLM", "granitemoe_swa", **_SHARED, layers=5, hidden=72, num_local_experts=5,
+        num_experts_per_tok=3, intermediate_size=56, shared_intermediate_size=88, embedding_multiplier=3.0,
+        logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11, attention_bias=True, sliding_window=18,
+        layer_rope_theta=[0, 5000.0, 7000.0, 5000, 0], rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        router_aux_loss_coef=0.01, output_router_logits=False,
+    ),
+    "granite_moe_swa_older": dense(
+        "GraniteMoeSWAForCausalLM", "granitemoe_swa", **_SHARED | {"tie_word_embeddings": True}, modern=False, layers=3,
+        num_local_experts=6, num_experts_per_tok=2, intermediate_size=48, sliding_window=24, rope_theta=7000.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], embedding_multiplier=2.0,
+    ),
+    "axk1_hub": dense(
+        "AXK1ForCausalLM", "axk1", **_SHARED | {"num_key_value_heads": 4}, modern=False, layers=3, hidden=72,
+        q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=28, n_routed_experts=8,
+        n_shared_experts=2, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=48, moe_layer_freq=1,
+        first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, rope_theta=7000.0,
+        routed_scaling_factor=1.8, attention_bias=False, num_nextn_predict_layers=0,
+        rope_scaling={
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "beta_fast": 32, "beta_slow": 1,
+        },
+    ),
+    "axk1_types": dense(
+        "AXK1ForCausalLM", "axk1", **_SHARED | {"num_key_value_heads": 4}, layers=3, q_lora_rank=32, kv_lora_rank=24,
+        qk_nope_head_dim=16, qk_rope_head_dim=12, v_head_dim=20, n_routed_experts=6, n_shared_experts=1,
+        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=40, norm_topk_prob=False,
+        mlp_layer_types=["sparse", "dense", "sparse"], routed_scaling_factor=0.9, rope_interleave=False,
+        attention_bias=True, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "kolibri_hub": dense(
+        "Kolibri1ForCausalLM", "kolibri1", **_SHARED, modern=False, layers=5, hidden=72, head_dim=24, num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=56, norm_topk_prob=False,
+        sliding_window=18, rope_theta=7000.0, rope_scaling=None, intermediate_size=ABSENT,
+    ),
+    "kolibri_types": dense(
+        "Kolibri1ForCausalLM", "kolibri1", **_SHARED | {"tie_word_embeddings": True}, layers=3, head_dim=16,
+        num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40,
+        norm_topk_prob=True, sliding_window=21, intermediate_size=ABSENT,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "longcat_hub": dense(
+        "LongcatFlashForCausalLM", "longcat_flash", **LONGCAT, modern=False, hidden=72, num_layers=2,
+        ffn_hidden_size=100, expert_ffn_hidden_size=40, q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24,
+        qk_rope_head_dim=8, head_dim=8, v_head_dim=28, moe_topk=3, n_routed_experts=6, zero_expert_num=3,
+        attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True,
+        routed_scaling_factor=1.8, router_bias=False, attention_bias=False, rms_norm_eps=1e-3, rope_theta=7000.0,
+    ),
+    "longcat_saved": dense(
+        "LongcatFlashForCausalLM", "longcat_flash", **LONGCAT, num_layers=1, ffn_hidden_size=120,
+        expert_ffn_hidden_size=48, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=12,
+        v_head_dim=20, head_dim=12, moe_topk=4, n_routed_experts=5, zero_expert_num=2, routed_scaling_factor=2.5,
+        attention_bias=True, hidden_act="gelu", rms_norm_eps=1e-5, tie_word_embeddings=True, num_key_value_heads=4,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "hy_v4_hub": dense(
+        "HYV4ForCausalLM", "hy_v4", **_SHARED | {"num_key_value_heads": 4}, modern=False, hidden=72, layers=6,
+        q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=28, n_routed_experts=7,
+        n_shared_experts=2, num_experts_per_tok=3, n_group=1, topk_group=1, moe_intermediate_size=40,
+        norm_topk_prob=True, routed_scaling_factor=1.7, index_topk=24, index_head_dim=20, index_n_heads=16, hc_mult=4,
+        hc_magnitude=2.0, hc_eps=1e-3, swiglu_limit=1.2, learnable_sink_init=0.0, attention_bias=False,
+        rope_theta=7000.0, rope_scaling=None, num_nextn_predict_layers=0,
+    ),
+    "hy_v4_types": dense(
+        "HYV4ForCausalLM", "hy_v4", **_SHARED | {"num_key_value_heads": 4}, layers=3, q_lora_rank=32, kv_lora_rank=24,
+        qk_nope_head_dim=16, qk_rope_head_dim=12, v_head_dim=20, n_routed_experts=6, n_shared_experts=1,
+        num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=False, routed_scaling_factor=0.9,
+        mlp_layer_types=["sparse", "dense", "sparse"], indexer_types=["full", "shared", "full"], index_topk=16,
+        index_head_dim=16, index_n_heads=24, hc_mult=3, hc_magnitude=1.3, hc_eps=1e-2, swiglu_limit=2.0,
+        attention_bias=True, layer_types=["indexed_attention"] * 3,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    ),
+    "aria_text_hub": dense(
+        "AriaTextForCausalLM", "aria_text", **_SHARED, modern=False, hidden=72, layers=3, intermediate_size=40,
+        moe_intermediate_size=40, moe_num_experts=7, moe_topk=3, moe_num_shared_experts=2, rope_theta=7000.0,
+    ),
+    "aria_text_biases": dense(
+        "AriaTextForCausalLM", "aria_text", **_SHARED, intermediate_size=48, moe_num_experts=6, moe_topk=2,
+        moe_num_shared_experts=1, attention_bias=True, head_dim=24,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
 }  # fmt: skip

@@ -26,6 +26,9 @@ _NO_ATTENTION = {"max_position_embeddings": ABSENT, "num_attention_heads": ABSEN
 _KDA = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
 _GRANITE = {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu"}
 
+LARA = {
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "hidden_act": "silu", "intermediate_size": ABSENT,
+}  # fmt: skip
 RECURRENT_CASES: dict[str, DenseCase] = {
     "qwen3_5_groups": dense(
         "Qwen3_5ForCausalLM", "qwen3_5_text", **_SHARED, hidden=96, layers=5, head_dim=16, attention_bias=False,
@@ -309,5 +312,36 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         layer_types=["conv", "full_attention", "conv"],
         rope_parameters={"full_attention": {"rope_type": "proportional", "rope_theta": 700.0,
                                             "partial_rotary_factor": 0.25}},
+    ),
+    "zamba2_hub": dense(
+        "Zamba2ForCausalLM", "zamba2", modern=False, hidden=48, heads=4, layers=6, num_key_value_heads=4,
+        rms_norm_eps=1e-3, intermediate_size=88, adapter_rank=6, add_bias_linear=False, attention_head_dim=24,
+        attention_hidden_size=96, chunk_size=16, hidden_act="gelu", hybrid_layer_ids=[1, 3, 4], kv_channels=12,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"], mamba_d_conv=4, mamba_d_state=12,
+        mamba_expand=2, mamba_headdim=16, mamba_ngroups=2, n_mamba_heads=6, num_logits_to_keep=1, num_mem_blocks=2,
+        num_query_groups=4, rope_theta=7000.0, time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001,
+        use_conv_bias=True, use_long_context=False, use_mamba_kernels=True, use_mem_rope=True,
+        use_shared_attention_adapter=True, use_shared_mlp_adapter=True, tie_word_embeddings=True,
+    ),
+    "zamba2_plain": dense(
+        "Zamba2ForCausalLM", "zamba2", hidden=64, heads=4, layers=4, num_key_value_heads=4, rms_norm_eps=1e-5,
+        intermediate_size=100, adapter_rank=4, hidden_act="gelu", mamba_d_conv=3, mamba_d_state=16, mamba_expand=2,
+        mamba_ngroups=1, n_mamba_heads=8, num_mem_blocks=1, use_mem_rope=False, use_shared_attention_adapter=False,
+        layers_block_type=["hybrid", "linear_attention", "hybrid", "linear_attention"], tie_word_embeddings=False,
+    ),
+    "lara_mini_hub": dense(
+        "LaraMiniForCausalLM", "lara_mini", **LARA, modern=False, hidden=72, layers=5,
+        heads=6, head_dim=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
+        shared_expert_intermediate_size=56, norm_topk_prob=True, linear_num_key_heads=3, linear_num_value_heads=6,
+        linear_key_head_dim=24, linear_value_head_dim=20, linear_conv_kernel_dim=3, sliding_window=18,
+        rope_theta=7000.0, router_aux_loss_coef=0.001, output_router_logits=False,
+    ),
+    "lara_mini_types": dense(
+        "LaraMiniForCausalLM", "lara_mini", **LARA, tie_word_embeddings=False, layers=4, head_dim=16, num_experts=7,
+        num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40, norm_topk_prob=False,
+        linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=24,
+        linear_conv_kernel_dim=4, sliding_window=21, attention_bias=True,
+        layer_types=["full_attention", "linear_attention", "sliding_attention", "linear_attention"],
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
 }  # fmt: skip

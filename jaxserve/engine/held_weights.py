@@ -185,7 +185,9 @@ class HeldWeights(runner_commands.Commanded, calls=runner_commands.OF_WEIGHTS):
         else:
             assert isinstance(source, Mapping)
             start = self.files
-            files = replace(start, tensors=given_tensors(source, start.family.every_name))
+            files = replace(
+                start, tensors=given_tensors(source, start.family.every_name, start.family.joined(start.hf))
+            )
         stored = None if path in (None, self._plan.folder) else self._stored_dtype(path)
         made = [self._read_for(runner, plan, files, stored) for runner in self._of_model]
         if self._draft is not None:

@@ -60,7 +60,7 @@ class Checkpoint:
             reader = None
         else:
             hf = HFConfig.read(path, ignored)
-            tensors = unstacked(read_folder(path), find_family(hf).every_name)
+            tensors = unstacked(read_folder(path), find_family(hf).every_name, find_family(hf).joined(hf))
             reader = find_format(with_settings(hf.values, path), tensors)
         if quantization not in ("auto", reader.name if reader else None) and (reader or quantization not in SCHEMES):
             has = f"is quantized as {reader.name}" if reader else "is not quantized"

@@ -18,9 +18,11 @@ from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.hyper import HyperLayer, streams_of
 from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
+from jaxserve.models.memory import MemoryLayer
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
 from jaxserve.models.rope import rope_angles
+from jaxserve.models.shortcut import ShortcutLayer
 from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
@@ -79,13 +81,13 @@ class DecoderLayer(nn.Module):
         of_qkv = reader(self, ops, "attention", self._only_reader)
         of_mlp = reader(self, ops, "mlp", "gate_up" if self.spec.mlp is None or self.spec.mlp.gated else "up")
         match self.spec.residual:
-            case "pre":
+            case "pre" | "normed_mlp":
                 if self.spec.attention is not None:
                     x, inputs = norm("attention_norm", x, y, of_qkv)
                     y = scaled(attention(inputs))
                 if self.spec.mlp is not None:
                     x, inputs = norm("mlp_norm", x, y, of_mlp)
-                    y = scaled(mlp(inputs))
+                    y = scaled(mlp(inputs)) if self.spec.residual == "pre" else normed("mlp_out_norm", mlp(inputs))
                 return x, y
             case "sandwich":
                 x, inputs = norm("attention_norm", x, y, of_qkv)
@@ -179,7 +181,10 @@ class Decoder(nn.Module):
         """A layer of this shape. Outside of `setup` it is unbound, to be applied to given parameters."""
         kv_heads = max(self.kv_heads, getattr(spec.attention, "num_kv_heads", 0))
         common = spec, self.config.hidden_size, kv_heads, self.dtype
-        others: dict[str, Any] = {"scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer}
+        others: dict[str, Any] = {
+            "scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer, "shortcut": ShortcutLayer,
+            "memory": MemoryLayer,
+        }  # fmt: skip
         if spec.residual in others:
             return others[spec.residual](*common, self.config.per_layer)
         return DecoderLayer(*common)

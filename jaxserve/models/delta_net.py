@@ -66,7 +66,8 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, 
     in one of these forms. delta_conv has all queries, then all keys, then all values; or delta_conv_q, delta_conv_k and
     delta_conv_v have one kind each. delta_qkvz has for each key head its query, its key, its values and its gates, and
     delta_ba its rates and its steps; or the gates are in delta_z, the rates in delta_b, the steps in delta_a, and
-    delta_qkv, or delta_qkv_q, delta_qkv_k and delta_qkv_v, have the forms of the convolution.
+    delta_qkv, or delta_qkv_q, delta_qkv_k and delta_qkv_v, have the forms of the convolution. Or delta_in has all of
+    these one after the other: those of delta_qkv, then delta_z, delta_b and delta_a.
     """
     heads = spec.key_heads
     group = spec.group
@@ -81,7 +82,17 @@ def delta_sources(spec: GatedDeltaSpec, hidden: int, names: Names) -> dict[str, 
         "norm/scale": [Source("delta_norm.weight", (value,), whole)],
         "out/kernel": [Source("delta_out.weight", (hidden, values), whole)],
     }
-    if "delta_qkvz.weight" in names:
+    if "delta_in.weight" in names:
+        starts = 0, sizes[0], 2 * sizes[0], spec.channels, spec.channels + group * value
+        counts = (*sizes, group * value, group, group)
+        shape = (channels + values + 2 * spec.value_heads, hidden)
+        parts = [
+            by_heads("delta_in", heads, at, count, shape, take=rows(heads * first, heads * count))
+            for first, at, count in zip((*starts, starts[-1] + group), (*starts[:4], 0, group), counts, strict=True)
+        ]
+        found["qkvz/kernel"] = parts[:4]
+        found["ba/kernel"] = parts[4:]
+    elif "delta_qkvz.weight" in names:
         found["qkvz/kernel"] = [Source("delta_qkvz.weight", (channels + values, hidden), whole)]
         found["ba/kernel"] = [Source("delta_ba.weight", (2 * spec.value_heads, hidden), whole)]
     else:

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from jaxserve.checkpoints.load import Piece, Pieces, Stack
-from jaxserve.models.sources import rows
+from jaxserve.models.sources import name_of, rows
 from jaxserve.models.spec import ExpertsSpec, MLPSpec
 
 View = Callable[[np.ndarray], np.ndarray]
@@ -25,14 +25,16 @@ def expert_pieces(
     """Path within the layer -> the tensors that make it up. `has` tells whether the checkpoint has a named weight."""
     experts = mlp.experts
     assert experts is not None
-    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, (experts.count, hidden))]}
+    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, (experts.routed, hidden))]}
     if experts.router_bias:
-        made["mlp/router/bias"] = [_piece(names, "router.bias", layer, (experts.count,))]
+        made["mlp/router/bias"] = [_piece(names, "router.bias", layer, (experts.routed,))]
     if experts.router.corrected:
         row = "correction_row" in names
-        shape = (1, experts.count) if row else (experts.count,)
+        shape = (1, experts.routed) if row else (experts.routed,)
         role = "correction_row" if row else "correction"
-        made["mlp/correction"] = [_piece(names, role, layer, shape, lambda t: t.reshape(shape))]
+        correction = _piece(names, role, layer, shape, lambda t: t.reshape(shape))
+        absent = names.get("correction.absent") == "zeros" and not has(correction.name)
+        made["mlp/correction"] = [] if absent else [correction]
     if latent := experts.latent_size:
         made["mlp/latent_in/kernel"] = [_piece(names, "latent_in.weight", layer, (latent, hidden))]
         made["mlp/latent_out/kernel"] = [_piece(names, "latent_out.weight", layer, (hidden, latent))]
@@ -43,7 +45,7 @@ def expert_pieces(
         made["mlp/of_token"] = [replace(table, integers=True)]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
-        fused = not has(names["expert_gate.weight"].format(i=layer, e=0))
+        fused = not has(name_of(names, "expert_gate.weight", layer).format(i=layer, e=0))
     gate_up, down, bias = (_fused if fused else _apart)(mlp, experts, latent or hidden, names, layer)
     made |= {"mlp/experts_gate_up": gate_up, "mlp/experts_down": down} | bias
     if experts.shared_size:
@@ -58,7 +60,7 @@ def _whole(target: np.ndarray) -> np.ndarray:
 def _piece(
     names: Mapping[str, str], role: str, layer: int, shape: tuple[int, ...], view: View = _whole, expert: int = 0
 ) -> Piece:
-    return Piece(names[role].format(i=layer, e=expert), shape, view)
+    return Piece(name_of(names, role, layer).format(i=layer, e=expert), shape, view)
 
 
 def _of(branch: int, size: int, target: np.ndarray) -> np.ndarray:
@@ -83,8 +85,12 @@ def _apart(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
             for role, branch in inner
         ]
 
-    gate_up = Stack(tuple(of_expert(e) for e in numbers))
-    down = Stack(tuple([_piece(names, "expert_down.weight", layer, (hidden, size), expert=e)] for e in numbers))
+    def down_of(e: int) -> list[Piece]:
+        turned = "expert_down.weight.T" in names
+        role = "expert_down.weight.T" if turned else "expert_down.weight"
+        return [replace(_piece(names, role, layer, (hidden, size), expert=e), transposed=turned)]
+
+    gate_up, down = (Stack(tuple(made(e) for e in numbers)) for made in (of_expert, down_of))
     if not mlp.bias:
         return gate_up, down, {}
 
@@ -109,7 +115,7 @@ def _fused(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
     transposed = {"transposed": True, "either": None}.get(names.get("expert_gate_up.floats", ""), False)
 
     def of_expert(e: int) -> list[Piece]:
-        name = names["expert_gate_up.weight"].format(i=layer, e=e)
+        name = name_of(names, "expert_gate_up.weight", layer).format(i=layer, e=e)
         shape = (2 * size, hidden)
         if in_turns:
             return [Piece(name, shape, _whole, transposed=transposed)]
@@ -118,7 +124,7 @@ def _fused(mlp: MLPSpec, experts: ExpertsSpec, hidden: int, names: Mapping[str, 
         ]
 
     def down_of(e: int) -> list[Piece]:
-        name = names["expert_fused_down.weight"].format(i=layer, e=e)
+        name = name_of(names, "expert_fused_down.weight", layer).format(i=layer, e=e)
         return [Piece(name, (hidden, size), _whole, transposed=transposed)]
 
     gate_up, down = (Stack(tuple(made(e) for e in numbers)) for made in (of_expert, down_of))

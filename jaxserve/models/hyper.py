@@ -1,5 +1,6 @@
 """Manifold-constrained hyper-connections (Xie et al. 2026, arXiv:2512.24880): a layer of DeepSeek-V4 has several
-residual streams, which learned shares mix. All shares of a token follow from its streams, and stay in float32."""
+residual streams, which learned shares mix. HY-V4's are not mixed. All shares of a token follow from its streams, and
+stay in float32."""
 
 from __future__ import annotations
 
@@ -12,15 +13,21 @@ from jax import lax
 
 from jaxserve.models.altup import Streams
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layer_parts import attention_of
-from jaxserve.models.layers import FAN_IN, Experts, weight
+from jaxserve.models.layer_parts import attention_of, mlp_of
+from jaxserve.models.layers import FAN_IN, weight
+from jaxserve.models.memory import MemoryStreams
 from jaxserve.models.norms import Norm, normalize
+from jaxserve.models.shortcut import ShortcutStreams
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import AltUpSpec, HyperSpec, LayerSpec, ModelConfig, NormSpec, PerLayerInputs
+from jaxserve.models.spec import AltUpSpec, HyperSpec, LayerSpec, MemorySpec, ModelConfig, NormSpec, PerLayerInputs
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
-KINDS = 3  # of shares: of reading streams, of writing to them, and of mixing them
+
+def kinds_of(spec: HyperSpec) -> tuple[int, ...]:
+    """How many shares there are of each kind: of reading streams, of writing to them, and of mixing them."""
+    both = (spec.count, spec.count)
+    return (*both, spec.count * spec.count) if spec.steps else both
 
 
 class Shares(nn.Module):
@@ -50,20 +57,23 @@ class HyperConnection(nn.Module):
     norm: NormSpec
 
     @nn.compact
-    def __call__(self, streams: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, streams: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The streams [tokens, streams, hidden] -> what the attention or the MLP reads [tokens, hidden], the shares of
         its result that streams get [tokens, streams], and a matrix [tokens, streams, streams] that mixes the streams:
-        row i has the shares of stream i that each of the new ones gets."""
+        row i has the shares of stream i that each of the new ones gets. None: streams are not mixed."""
         count = self.spec.count
         eps = self.spec.eps
-        kinds = (count, count, count * count)
+        kinds = kinds_of(self.spec)
         shares = Shares(sum(kinds), kinds, count * self.hidden_size, self.norm, name="shares")(streams)
         read, write, mix = jnp.split(shares, [count, 2 * count], axis=-1)
+        write = self.spec.magnitude * jax.nn.sigmoid(write)
         inputs = jnp.einsum("tn,tnh->th", jax.nn.sigmoid(read) + eps, streams.astype(jnp.float32))
+        if not self.spec.steps:
+            return inputs.astype(streams.dtype), write + eps, None
         mix = jax.nn.softmax(mix.reshape(-1, count, count), axis=-1) + eps
         mix = _over_sums(mix, 1, eps)
         mix = lax.fori_loop(1, self.spec.steps, lambda _, m: _over_sums(_over_sums(m, 2, eps), 1, eps), mix)
-        return inputs.astype(streams.dtype), 2 * jax.nn.sigmoid(write), mix
+        return inputs.astype(streams.dtype), write, mix
 
 
 def _over_sums(matrix: jax.Array, axis: int, eps: float) -> jax.Array:
@@ -115,18 +125,19 @@ class HyperLayer(nn.Module):
         assert hyper is not None
         assert mlp is not None
         attention = attention_of(self.spec, self.hidden_size, self.kv_heads, self.dtype)
-        experts = Experts(mlp, self.hidden_size, self.dtype, name="mlp")
+        module = mlp_of(self.spec, self.hidden_size, self.dtype)
+        of_tokens = {} if mlp.experts is None else {"tokens": own}
 
         def around(name: str, streams: jax.Array, part: Any) -> jax.Array:
             connection = HyperConnection(hyper, self.hidden_size, self.spec.norm, name=f"{name}_streams")
             inputs, write, mix = connection(streams)
             normed = Norm(self.spec.norm, self.hidden_size, self.dtype, name=f"{name}_norm")(inputs, ops)[1]
             result = part(normed).reduce(streams.dtype)
-            mixed = jnp.einsum("tij,tih->tjh", mix.astype(streams.dtype), streams)
+            mixed = streams if mix is None else jnp.einsum("tij,tih->tjh", mix.astype(streams.dtype), streams)
             return write.astype(streams.dtype)[..., None] * result[:, None] + mixed
 
         x = around("attention", x, lambda inputs: attention(inputs, ropes, attend, ops))
-        return around("mlp", x, lambda inputs: experts(inputs, ops, tokens=own)), None
+        return around("mlp", x, lambda inputs: module(inputs, ops, **of_tokens)), None
 
 
 def streams_of(config: ModelConfig, dtype: Any) -> Any:
@@ -134,7 +145,8 @@ def streams_of(config: ModelConfig, dtype: Any) -> Any:
     streams = config.streams
     if isinstance(streams, AltUpSpec):
         return Streams(streams.count, config.hidden_size, dtype)
-    assert streams is not None
+    if not isinstance(streams, HyperSpec):
+        return (MemoryStreams if isinstance(streams, MemorySpec) else ShortcutStreams)(config.num_layers)
     return HyperStreams(streams, config.hidden_size, config.layers[0].norm, config.num_layers)
 
 
@@ -142,8 +154,8 @@ def hyper_sources(config: ModelConfig) -> dict[str, list[Source]]:
     """Path within a layer -> the tensors of its hyper-connections. The roles begin with attention_hyper and
     mlp_hyper."""
     assert isinstance(config.streams, HyperSpec)
-    count = config.streams.count
-    sizes = (2 + count) * count, KINDS, config
+    kinds = kinds_of(config.streams)
+    sizes = sum(kinds), len(kinds), config
     of_attention = _sources("attention_streams/shares", "attention_hyper", *sizes)
     return of_attention | _sources("mlp_streams/shares", "mlp_hyper", *sizes)
 
@@ -157,7 +169,7 @@ def head_sources(config: ModelConfig) -> dict[str, list[Source]]:
 
 
 def _sources(path: str, role: str, count: int, kinds: int, config: ModelConfig) -> dict[str, list[Source]]:
-    assert config.streams is not None
+    assert isinstance(config.streams, HyperSpec)
     shapes = {
         "mixing": (count, config.streams.count * config.hidden_size),
         "base": (count,),

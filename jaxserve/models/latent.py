@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layers import Linear, weight
+from jaxserve.models.layers import Linear, times, weight
 from jaxserve.models.norms import Norm
 from jaxserve.models.rope import Angles, learned_angles
 from jaxserve.models.spec import IndexerSpec, LatentAttentionSpec
@@ -114,7 +114,7 @@ class LatentAttention(nn.Module):
         if spec.learned_scale and angles.unlearned is not None:
             scaling = LogScale(heads, "kv_heads", self.dtype, name="log_scale")
             q_whole = scaling(q_whole, angles.unlearned.log_position)
-        row = jnp.concatenate([norm("kv_norm", latent), turned_key], axis=-1)
+        row = jnp.concatenate([times(norm("kv_norm", latent), spec.latent_scale), turned_key], axis=-1)
         k_up, v_up = (
             weight(self, name, self._init, ("kv_heads", None, None), (heads, size, spec.rank), self.dtype)
             for name, size in (("k_up", spec.projected_dim), ("v_up", spec.v_dim))
@@ -124,10 +124,13 @@ class LatentAttention(nn.Module):
             assert not isinstance(x, QuantRows), "rounded before the indexer read it, see `DecoderLayer`"
             indexer = Indexer(spec, spec.indexer, hidden, self.dtype, name="indexer")
             index_inputs = indexer(x, of_queries, angles, ops)
-        out = attend(LatentHeads(q_whole, row, k_up, v_up, index_inputs))
+        sinks = None
+        if spec.sinks:
+            sinks = weight(self, "sinks", nn.initializers.normal(1.0), ("kv_heads",), (heads,), jnp.float32)
+        out = attend(LatentHeads(q_whole, row, k_up, v_up, index_inputs, sinks))
         if spec.head_gate:
-            gate = linear("gate", (hidden,), (heads,), ("kv_heads", "embed"), False)(x, ops)
-            out = out * jax.nn.sigmoid(gate.reduce(self.dtype))[..., None]
+            gate = linear("gate", (hidden,), (heads, spec.gates), ("kv_heads", None, "embed"), False)(x, ops)
+            out = out * jax.nn.sigmoid(gate.reduce(self.dtype)).reshape(-1, heads, spec.gates)
         return linear("out", (heads, spec.v_dim), (hidden,), ("embed", "kv_heads", None), spec.bias)(out, ops)
 
     def _turned(self, q: jax.Array, key: jax.Array, angles: Angles, ops: Ops) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxserve.models.spec import MLPSpec, ModelConfig
@@ -132,9 +133,9 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each position."""
+    """A learned vector for each position, or one of sines and cosines (`spec.LearnedPositions`)."""
 
-    rows: int
+    rows: int  # 0: nothing is learned
     offset: int  # the table's row for position 0
     hidden_size: int
     dtype: Any = jnp.float32
@@ -142,6 +143,11 @@ class LearnedPositions(nn.Module):
     @nn.compact
     def __call__(self, positions: jax.Array) -> jax.Array:
         """int32 [tokens] -> [tokens, hidden]."""
+        if not self.rows:
+            half = self.hidden_size // 2
+            frequencies = np.exp(np.arange(half) * -(math.log(1e4) / (half - 1)))
+            angles = (positions + self.offset).astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)
+            return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
         shape = (self.rows, self.hidden_size)
         table = weight(self, "table", nn.initializers.normal(0.1), (None, "embed"), shape, self.dtype)
         return jnp.take(table, positions + self.offset, axis=0, mode="clip")
@@ -171,7 +177,7 @@ class Experts(nn.Module):
         inner = experts.latent_size or hidden
         axes = (None, "embed")
         bias = experts.router_bias
-        router = Linear((hidden,), (count,), axes, bias, self.dtype, jnp.float32, name="router")
+        router = Linear((hidden,), (experts.routed,), axes, bias, self.dtype, jnp.float32, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
             init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros
@@ -184,7 +190,7 @@ class Experts(nn.Module):
         last_bias = of_experts("experts_down_bias", (None, "embed"), (count, hidden), self.spec.bias)
         correction = None
         if experts.router.corrected:
-            correction = weight(self, "correction", nn.initializers.zeros, (None,), (count,), jnp.float32)
+            correction = weight(self, "correction", nn.initializers.zeros, (None,), (experts.routed,), jnp.float32)
         scales = None
         if experts.scaled:
             scales = value_of(weight(self, "scales", nn.initializers.ones, (None,), (count,), jnp.float32))
@@ -203,6 +209,7 @@ class Experts(nn.Module):
             correction=None if correction is None else value_of(correction),
             scales=scales,
             chosen=chosen,
+            zero_from=count if experts.zero else None,
             down_bias=last_bias,
             note=partial(self.sow, ROUTING, "chosen"),
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
@@ -248,9 +255,10 @@ def weighed(
 
 def activation_of(model: ModelConfig, path: str) -> str:
     """The activation of the gated MLP whose gates and ups the weight at `path` computes; "" for other weights, and
-    where a bias comes before the activation, or a bound behind it."""
+    where something else comes before the activation, or a bound behind it."""
     match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
-    mlp = model.layers[int(match[1])].mlp if match else None
+    layer = model.layers[int(match[1])] if match else None
+    mlp = None if layer is None or layer.memory is not None else layer.mlp
     if match is None or mlp is None or mlp.bias or mlp.sparsity or mlp.gate_scale != 1.0:
         return ""
     bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound

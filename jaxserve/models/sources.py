@@ -23,8 +23,14 @@ from jaxserve.models.spec import LatentAttentionSpec
 # learned scales there are slope, start, index_slope, index_start and angle_logs. Recurrent layers have roles of their
 # own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its query, then its
 # gate. Layers with inputs of their own have the roles of `per_layer`; experts with norms of their own have those of
-# `normed_experts`, and expert_scales.
+# `normed_experts`, and expert_scales. Where layers are parts of a file's blocks, or several have the same tensor, the
+# role of a layer's tensor may begin with the layer's number, "3/q.weight" (`name_of`).
 Names = Mapping[str, str]
+
+
+def name_of(names: Names, role: str, layer: int | None) -> str:
+    """The name of a role's tensor in a layer."""
+    return names.get(f"{layer}/{role}") or names[role]
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Source:
 
     def piece(self, names: Names, layer: int | None) -> Piece:
         transposed = self.role not in names and f"{self.role}.T" in names
-        name = names[f"{self.role}.T" if transposed else self.role].format(i=layer, h=self.head)
+        role = f"{self.role}.T" if transposed else self.role
+        name = name_of(names, role, layer).format(i=layer, h=self.head)
         if not transposed:
             return Piece(name, self.shape, self.view, self.split, self.take)
         take = self.take or whole
@@ -107,7 +114,9 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
     if spec.chooses:
         found |= _indexer_sources(spec, hidden)
     if spec.head_gate:
-        found["gate/kernel"] = [Source("head_gate.weight", (heads, hidden), whole)]
+        found["gate/kernel"] = [Source("head_gate.weight", (heads * spec.gates, hidden), whole)]
+    if spec.sinks:
+        found["sinks"] = [Source("sinks", (heads,), whole)]
     if spec.q_rank is None:
         del found["q_norm/scale"]
         found["q/kernel"] = [Source("q.weight", (heads * dim, hidden), whole, take=queries)]
@@ -123,6 +132,8 @@ def _indexer_sources(spec: LatentAttentionSpec, hidden: int) -> dict[str, list[S
     heads = indexer.heads
     dim = indexer.dim
     place = np.arange(dim)
+    if indexer.turned_last and spec.rotates:
+        place = np.roll(place, spec.rope_dim)
     if indexer.interleaved and spec.rotates:
         place[: spec.rope_dim] = np.concatenate([place[: spec.rope_dim : 2], place[1 : spec.rope_dim : 2]])
 

@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState,
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal[
     "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
-    "normed", "layer_scale",
+    "normed", "normed_mlp", "shortcut", "memory", "layer_scale",
 ]  # fmt: skip
 
 
@@ -156,6 +156,7 @@ class IndexerSpec:
     Attributes:
       heads: queries per token.
       dim: channels of a query and of a key, of which the first turn as those of the attention do.
+      turned_last: in files the last channels turn.
       top_k: tokens that are chosen. A token sees all tokens as long as there are no more.
       interleaved: files have the two channels of a rotated pair next to each other, and not half of the turning
         channels apart.
@@ -168,6 +169,7 @@ class IndexerSpec:
     heads: int
     dim: int
     top_k: int
+    turned_last: bool = False
     interleaved: bool = False
     norm: NormSpec = NormSpec(kind="layer", eps=1e-6, bias=True)
     input_norm: NormSpec | None = None
@@ -188,8 +190,11 @@ class LatentAttentionSpec:
       bias: whether the projections down to latents, and the output projection, have biases.
       head_gate: before the output projection, each head's result is multiplied by a sigmoid gate, projected from the
         layer's input.
+      channel_gates: each channel of a head's result has a gate of its own.
+      sinks: as in `AttentionSpec`.
       rope, scale: see `AttentionSpec`.
       rotates: whether there are rotated keys; if not, all channels of a head's query are for the projected key.
+      latent_scale: multiplies the normed latent of keys and values.
       learned_scale: queries, also those of the indexer, are multiplied by a learned line of log(position + 1), for each
         head; and angles by learned factors.
       indexer: chooses the tokens that a token sees; None: it sees all tokens before it and itself.
@@ -204,9 +209,12 @@ class LatentAttentionSpec:
     norm: NormSpec
     bias: bool = False
     head_gate: bool = False
+    channel_gates: bool = False
+    sinks: bool = False
     rope: str = "default"
     scale: float | None = None
     rotates: bool = True
+    latent_scale: float = 1.0
     learned_scale: bool = False
     indexer: IndexerSpec | None = None
     window: None = None
@@ -218,6 +226,11 @@ class LatentAttentionSpec:
             raise ConfigError("an indexer reads the latent of queries, but q_lora_rank is null")
         if self.indexer is not None and self.indexer.dim < self.rope_dim:
             raise ConfigError(f"index_head_dim={self.indexer.dim} is below qk_rope_head_dim={self.rope_dim}")
+
+    @property
+    def gates(self) -> int:
+        """Gates of a head's result."""
+        return self.v_dim if self.channel_gates else 1
 
     @property
     def chooses(self) -> bool:
@@ -697,6 +710,7 @@ class ExpertsSpec:
       shared_bound: `MLPSpec.bound` of the shared MLP.
       own_norms: router, experts and shared MLP have norms of their own (`normed_experts`, Gemma 4).
       scaled: each expert's weights are multiplied by a learned number.
+      zero: further experts, behind the others, which return their input (LongCat-Flash).
       hashed: rows of a table that tells the experts of each token of the vocabulary. Scores are then their weights
         only, and choose none. 0: there is no table.
     """
@@ -712,11 +726,17 @@ class ExpertsSpec:
     shared_bound: float | None = None
     own_norms: bool = False
     scaled: bool = False
+    zero: int = 0
     hashed: int = 0
 
     def __post_init__(self) -> None:
-        if problem := self.router.problem(self.count):
+        if problem := self.router.problem(self.routed):
             raise ConfigError(problem)
+
+    @property
+    def routed(self) -> int:
+        """Experts that the router chooses from."""
+        return self.count + self.zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -775,13 +795,31 @@ class HyperSpec:
 
     Attributes:
       count: the number of streams.
-      steps: of the iteration that makes the matrix that mixes streams nearly doubly stochastic.
+      steps: of the iteration that makes the matrix that mixes streams nearly doubly stochastic; 0: there is no such
+        matrix, and streams are not mixed (HY-V4).
       eps: added to shares and to sums.
+      magnitude: the largest share of a result that a stream gets.
     """
 
     count: int
     steps: int
     eps: float
+    magnitude: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySpec:
+    """Blocks of attention and MLP that several places of a model share in turns (`memory`).
+
+    Attributes:
+      blocks: how many there are.
+      attention_rank, mlp_rank: of the matrices that a place has of its own, beside those of queries, keys and values,
+        and beside that of gates and ups; 0: there are none beside the former.
+    """
+
+    blocks: int
+    attention_rank: int
+    mlp_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -793,15 +831,20 @@ class LayerSpec:
       beside: what runs beside the attention; None: nothing. `residual` is pre where there is something.
       norm: the shape that all norms of the layer share; `residual` says where they are.
       residual: where the norms N are; f is the attention, and then the MLP. pre: x + f(N(x)). post: x + N(f(x))
-        (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). post_ln: N(x + f(x)) (the first transformers). parallel:
-        x + attention(N(x)) + MLP(N(x)), with one norm for both. parallel_two_norms: the same with two norms. normed:
-        kept * N(x) + share * f(N(x)), with the numbers of `shares` (MiniMax-01). layer_scale: x + s * f(N(x)) with a
-        learned number s for each channel (Touvron et al. 2021, arXiv:2103.17239). scaled_sandwich: sandwich, then what
+        (OLMo 2). sandwich: x + N(f(N(x))) (Gemma 2). normed_mlp: pre for the attention, sandwich for the MLP (A.X K1).
+        post_ln: N(x + f(x)) (the first transformers). parallel: x + attention(N(x)) + MLP(N(x)), with one norm for
+        both. parallel_two_norms: the same with two norms. normed: kept * N(x) + share * f(N(x)), with the numbers of
+        `shares` (MiniMax-01). layer_scale: x + s * f(N(x)) with a learned number s for each channel (Touvron et al.
+        2021, arXiv:2103.17239). scaled_sandwich: sandwich, then what
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
-        `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4).
+        `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
+        `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba 2).
       residual_scale: multiplies what attention and MLP add to x.
       shares: for the attention, and for the MLP, the numbers (kept, share), if `residual` is normed.
       altup, hyper: the streams, if `residual` is altup or hyper.
+      shortcut: the layer's part of a block, if `residual` is shortcut. The result of its MLP is held, or added; at the
+        block's end what was held is added, too.
+      memory: the model's shared blocks, if `residual` is memory.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | RecurrentSpec | None
@@ -813,6 +856,8 @@ class LayerSpec:
     shares: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
     altup: AltUpSpec | None = None
     hyper: HyperSpec | None = None
+    shortcut: Literal["begins", "between", "ends"] | None = None
+    memory: MemorySpec | None = None
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -839,7 +884,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
-    """A learned table [rows, hidden]. Row `position + offset` is added to the embedding of the token at `position`."""
+    """A learned table [rows, hidden]. Row `position + offset` is added to the embedding of the token at `position`.
+    Without rows, it is sines, then cosines, of `position + offset` at frequencies from 1 to 1 / 10000 (XGLM)."""
 
     rows: int
     offset: int = 0
@@ -1045,9 +1091,10 @@ class ModelConfig:
         return self.shares_kv or self.enters
 
     @property
-    def streams(self) -> AltUpSpec | HyperSpec | None:
-        """The residual streams; None: there is one."""
-        return self.layers[0].altup or self.layers[0].hyper
+    def streams(self) -> AltUpSpec | HyperSpec | MemorySpec | str | None:
+        """The residual streams; text: two, as `LayerSpec.shortcut` says; None: there is one."""
+        first = self.layers[0]
+        return first.altup or first.hyper or first.memory or first.shortcut
 
     @property
     def enters(self) -> bool:

@@ -25,6 +25,7 @@ from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.hyper import head_sources, hyper_sources
 from jaxserve.models.layers import XIELU_SHAPES, Declared
+from jaxserve.models.memory import memory_sources
 from jaxserve.models.normed_experts import normed_sources
 from jaxserve.models.per_layer import gate_sources, vector_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
@@ -168,7 +169,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
     if config.embed_size is not None:
         add({"project_in/kernel": [Source("project_in.weight", (hidden, size), whole)]})
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
-    if (learned := config.learned_positions) is not None:
+    if (learned := config.learned_positions) is not None and learned.rows:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
     add(vector_sources(config) | stream_sources(config) | head_sources(config))
     for i, layer in enumerate(config.layers):
@@ -186,11 +187,14 @@ _NORMS = {
     "scaled_sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "altup": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "hyper": ("attention_norm", "mlp_norm"),
+    "shortcut": ("attention_norm", "mlp_norm"),
+    "memory": ("attention_norm", "mlp_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
     "normed": ("attention_norm", "mlp_norm"),
     "layer_scale": ("attention_norm", "mlp_norm"),
+    "normed_mlp": ("attention_norm", "mlp_norm", "mlp_out_norm"),
 }
 
 
@@ -201,10 +205,13 @@ def layer_sources(
     the size of the attention's input; None: the hidden size."""
     hidden = model.config.hidden_size
     attention = spec.attention
+    block = spec.memory is not None and isinstance(attention, AttentionSpec)
+    inputs = 2 * hidden if block else inputs
     layer: dict[str, list[Source]] = {}
     has = {"attention": attention is not None, "mlp": spec.mlp is not None}
     for name in _NORMS[spec.residual]:
-        layer |= norm_sources(name, spec.norm, hidden) if has[name.partition("_")[0]] else {}
+        wide = 2 * hidden if block and name == "attention_norm" else hidden
+        layer |= norm_sources(name, spec.norm, wide) if has[name.partition("_")[0]] else {}
     if isinstance(attention, RecurrentSpec):
         layer |= recurrent_sources(attention, hidden, names)
     elif isinstance(attention, CompressedAttentionSpec):
@@ -224,6 +231,8 @@ def layer_sources(
         layer |= {name: [Source(name, (hidden,), whole)] for name in ("attention_scale", "mlp_scale")}
     if spec.residual == "altup":
         layer |= altup_sources(model.config)
+    if block:
+        layer |= memory_sources(spec, hidden)
     if spec.residual == "hyper":
         layer |= hyper_sources(model.config)
     if spec.experts is not None and spec.experts.own_norms:

@@ -87,6 +87,7 @@ def latent_attention(
     first_page: jax.Array | int = 0,
     decode_only: bool = False,
     share: Share | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of ragged query rows over their cached latents. The new ones are already in the cache.
 
@@ -102,6 +103,7 @@ def latent_attention(
       first_page: int32 scalar, the page from which tables count.
       decode_only: promises that all rows beyond num_decodes are empty.
       share: the tokens that the pages have of each sequence; None: all. kv_len counts all tokens.
+      sinks: float32 [heads], logits that join the softmax's denominator; None: there are none. A share leaves them out.
 
     Returns:
       [tokens, heads, rank] in the queries' dtype. Padding tokens have unspecified but finite values. With a share,
@@ -110,7 +112,7 @@ def latent_attention(
     tables = tables + first_page
 
     def finish(state: Softmax) -> jax.Array:
-        return state.result().astype(q.dtype) if share is None else state.part()
+        return state.result(sinks).astype(q.dtype) if share is None else state.part()
 
     options: Any = {"scale": scale, "rank": rank, "share": share or WHOLE, "finish": finish}
     out = _decode_rows(q, pages, tables, kv_len, num_decodes, **options)

@@ -153,6 +153,7 @@ def attention_over(
     scale: float,
     rank: int,
     first_page: jax.Array | int = 0,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`reference.latent_attention` over the tokens at the positions `chosen`, as `choose` returns them."""
     tables = tables + first_page
@@ -182,7 +183,7 @@ def attention_over(
             return state.update(scores, lambda p: jnp.einsum("ths,tsd->thd", p, found[..., :rank]), axis=-1)
 
         state = lax.fori_loop(0, blocks, block, Softmax.empty(query.shape[:-1], rank))
-        return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), first, 0)
+        return lax.dynamic_update_slice_in_dim(out, state.result(sinks).astype(out.dtype), first, 0)
 
     out = jnp.zeros((*q.shape[:-1], rank), q.dtype)
     return lax.fori_loop(0, (q_start[-1] + tile - 1) // tile, token_tile, out)

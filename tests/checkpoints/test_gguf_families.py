@@ -143,6 +143,7 @@ CASES = {
         "layer_norm_epsilon": 1e-5, "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": 1.3},
     },
     "jais2_biases": {},
+    "dbrx_hub": {},
     "internlm3_biases": {},
     "mimo_v2_flash_hub": {},
     "step3p7_hub": {"query_pre_attn_scalar": None},

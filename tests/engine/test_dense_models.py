@@ -37,7 +37,10 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 ON_DEVICES = ("cohere_qk_norm", "olmo2_post", "gemma3_older", "deepseek_v3_groups")
 ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query heads
 # Heads that two devices cannot share.
-ODD = ("neox_parallel", "gpt2_scaled", "falcon_7b", "gpt_bigcode_shared", "gptj_older", "gpt_neo_windows")
+ODD = (
+    *("neox_parallel", "gpt2_scaled", "falcon_7b", "gpt_bigcode_shared", "gptj_older", "gpt_neo_windows"),
+    *("persimmon_hub", "biogpt_hub", "xglm_hub"),
+)
 IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
 CHUNKED = "llama4_chunks"
 BIASED = "gpt_oss_sinks"  # biases of experts, which are added behind the sum over devices
@@ -174,6 +177,7 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
         ("llama4_chunks", "Llama4ForConditionalGeneration", "language_model.model."),
         ("mistral4_groups", "Mistral3ForConditionalGeneration", "model.language_model."),
         ("deepseek_v3_groups", "KimiK25ForConditionalGeneration", "language_model.model."),
+        ("aria_text_hub", "AriaForConditionalGeneration", "language_model.model."),
     ],
 )
 def test_beside_an_encoder_of_images(case, architecture, begin, model_folders, tmp_path):

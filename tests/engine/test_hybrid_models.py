@@ -240,6 +240,8 @@ def test_fp8_in_blocks(devices, tmp_path):
         ("mamba_tied", 4),
         ("jamba_dense", 4),
         ("minimax_by_turns", 4),
+        ("zamba2_plain", 4),
+        ("lara_mini_types", 2),
     ],
 )
 def test_shared_by_devices(case, devices, model_folders):
@@ -253,7 +255,7 @@ def test_shared_by_devices(case, devices, model_folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts", "bailing_hybrid_types"]
+    "case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts", "bailing_hybrid_types", "zamba2_plain"]
 )
 def test_in_bfloat16(case, model_folders):
     """Activations and weights are as narrow as this, states are not: no type is mixed up."""
@@ -338,7 +340,8 @@ def test_states_are_counted(devices, model_folders):
 
 
 def test_forms_of_the_projections():
-    """The same weights in tensors by key heads, in one for queries, keys and values, and in one for each of them."""
+    """The same weights in tensors by key heads, in one for queries, keys and values, in one for each of them, and in
+    one for all."""
     spec = GatedDeltaSpec(key_heads=2, value_heads=6, key_dim=4, value_dim=5, conv_width=3, norm=NormSpec())
     rng = np.random.default_rng(3)
     sizes = {"qkv_q": 8, "qkv_k": 8, "qkv_v": 30, "z": 30, "b": 6, "a": 6}
@@ -352,7 +355,8 @@ def test_forms_of_the_projections():
     few = {name: kinds[name] for name in ("z", "b", "a")}
     shapes = {"qkvz/kernel": (76, 7), "ba/kernel": (12, 7), "conv": (2, 23, 3)}
     made = []
-    for form in (fused | {"qkvz": qkvz, "ba": ba}, fused | qkv | few, conv | kinds):
+    every = {"in": np.concatenate(list(kinds.values()))}
+    for form in (fused | {"qkvz": qkvz, "ba": ba}, fused | qkv | few, conv | kinds, fused | every):
         names = {f"delta_{name}.weight": name for name in form}
         sources = delta_sources(spec, 7, names)
         hosts = {path: np.full(shape, np.nan, np.float32) for path, shape in shapes.items()}
@@ -364,8 +368,8 @@ def test_forms_of_the_projections():
         made.append(hosts)
     for path in shapes:
         assert not np.isnan(made[0][path]).any()
-        np.testing.assert_array_equal(made[0][path], made[1][path])
-        np.testing.assert_array_equal(made[0][path], made[2][path])
+        for other in made[1:]:
+            np.testing.assert_array_equal(made[0][path], other[path])
 
 
 @pytest.mark.slow

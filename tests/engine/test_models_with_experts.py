@@ -19,6 +19,8 @@ from jaxserve.config import ConfigError
 from jaxserve.convert.convert import convert_model
 from jaxserve.models import load
 from jaxserve.models.abstract_weights import abstract_weights
+from jaxserve.models.config import HFConfig
+from jaxserve.models.families import read_model_config
 from jaxserve.models.load import Checkpoint
 from jaxserve.pallas_kernels.types import PanelArray, QuantArray
 
@@ -311,3 +313,17 @@ def test_plans_and_conversions(devices, tmp_path, model_folders, gguf_files):
     expected = answers(make_engine(folder), 4)
     for converted in ("orbax", "back"):
         assert answers(make_engine(tmp_path / converted, tensor_parallel_size=devices), 4) == expected
+
+
+def test_the_rotary_base_of_dbrx():
+    """Published files have it in attn_config, where transformers 5 does not read it."""
+    values = MOE_CASES["dbrx_hub"].config
+    published = values["attn_config"] | {"rope_theta": 5e5}
+
+    def read(**more):
+        return read_model_config(HFConfig(values | {"attn_config": published} | more))
+
+    assert read().ropes["default"].theta == 5e5
+    assert read(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}) == read()
+    with pytest.raises(ConfigError, match=r"rope_theta=500000\.0 contradicts rope_theta=10000\.0 of rope_parameters"):
+        read(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})

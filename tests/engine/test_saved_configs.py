@@ -42,6 +42,7 @@ _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 NEEDED = {
     "BailingHybridForCausalLM": {"linear_head_dim": 128},  # without it, its class takes head_dim, which it has changed
     "BambaForCausalLM": {"attn_layer_indices": [2]},
+    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 3},
     "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},
@@ -96,6 +97,9 @@ _OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", 
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
     "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
+    "AXK1ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "HYV4ForCausalLM": {"num_key_value_heads", "head_dim", "learnable_sink_init"},
+    "LongcatFlashForCausalLM": {"num_key_value_heads", "head_dim", "qk_head_dim"},
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "BloomForCausalLM": {"slow_but_exact"},  # a matter of rounding
     "DeepseekV2ForCausalLM": {"num_key_value_heads", "head_dim"},  # follow from others

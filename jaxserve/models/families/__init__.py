@@ -43,6 +43,7 @@ class Family:
     mtp: Mapping[str, str] = field(default_factory=dict)  # names of the head for multi-token prediction
     mtp_layer: Callable[[ModelConfig, HFConfig], LayerSpec] = last_attention  # the layer of this head
     mtp_normed: bool = False  # see `DraftSpec.normed`
+    joined: Callable[[HFConfig], int] = lambda hf: 0  # experts whose rows stacks join, see `stacks.unstacked`
     unread: tuple[str, ...] = ()  # beginnings of the names of tensors that serving does not use, such as images'
 
     @property

@@ -147,16 +147,16 @@ def read_deepseek(
 
 
 def with_indexers(
-    hf: HFConfig, config: ModelConfig, *, heads: int, interleaved: bool = False, input_norm: NormSpec | None = None
+    hf: HFConfig, config: ModelConfig, *, heads: int, interleaved: bool = False, **choices: Any
 ) -> ModelConfig:
-    """The model with the indexers of its config. `heads` and `interleaved` are the family's defaults; `input_norm` is
-    that of `IndexerSpec`."""
+    """The model with the indexers of its config. `heads` and `interleaved` are the family's defaults; `choices` are
+    further fields of `IndexerSpec`."""
     indexer = IndexerSpec(
         heads=hf.take("index_n_heads", heads),
         dim=hf.take("index_head_dim", 128),
         top_k=hf.take("index_topk", 2048),
         interleaved=bool(hf.take("indexer_rope_interleave", interleaved)),
-        input_norm=input_norm,
+        **choices,
     )
     shared = _read_shared_choices(hf, config.num_layers)
     layers = []

@@ -24,7 +24,8 @@ SHARED = {
 }
 
 
-def _read(hf: HFConfig, family: str = "granite_moe", shared: int = 0) -> ModelConfig:
+def read_mixture(hf: HFConfig, family: str = "granite_moe", shared: int = 0) -> ModelConfig:
+    """A model with experts in all layers, beside a shared MLP of this inner size; 0: there is none."""
     dense = read_granite(hf, family)
     router = Router(top_k=hf.take("num_experts_per_tok", 2))
     experts = ExpertsSpec(count=hf.take("num_local_experts", 8), router=router, shared_size=shared)
@@ -33,10 +34,10 @@ def _read(hf: HFConfig, family: str = "granite_moe", shared: int = 0) -> ModelCo
 
 
 def _read_shared(hf: HFConfig) -> ModelConfig:
-    return _read(hf, "granite_moe_shared", hf.take("shared_intermediate_size", 0))
+    return read_mixture(hf, "granite_moe_shared", hf.take("shared_intermediate_size", 0))
 
 
 FAMILIES = (
-    Family("granite_moe", ("GraniteMoeForCausalLM",), _read, GRANITE_MOE_NAMES, IGNORED),
+    Family("granite_moe", ("GraniteMoeForCausalLM",), read_mixture, GRANITE_MOE_NAMES, IGNORED),
     Family("granite_moe_shared", ("GraniteMoeSharedForCausalLM",), _read_shared, GRANITE_MOE_NAMES | SHARED, IGNORED),
 )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
+from jaxserve.models.families.aria import ARIA_NAMES, read_aria
 from jaxserve.models.families.deepseek import FAMILIES as DEEPSEEK
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
@@ -62,6 +63,7 @@ OF_IMAGES = (
     "use_unified_vision_chunk", "video_placeholder", "ignore_index", "vision_soft_tokens_per_image", "boi_token_id",
     "eoi_token_id", "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
     "audio_soft_tokens_per_image", "projector_bias", "understand_projector_stride",
+    "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict",
     "image_token_len", "patch_token_len", "im_start_token", "im_end_token", "im_patch_token", "video_token_index",
     "image_grid_pinpoints", "vision_aspect_ratio", "use_image_newline_parameter", "spatial_pool_mode",
     "spatial_pool_stride", "video_seq_length", "projector_layernorm_eps", "scale_factor", "downsample_factor",
@@ -95,6 +97,9 @@ MISTRAL_SMALL = MINISTRAL | {"rope_theta": 1e9}
 QWEN2 = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32,
+}  # fmt: skip
+ARIA = {
+    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
 }  # fmt: skip
 DEEPSEEK3 = DEEPSEEK[1]
 Reader = Callable[[HFConfig], ModelConfig]
@@ -317,6 +322,13 @@ FAMILIES = (
         QWEN2_FAMILY.names,
         by_either,
         sees=eyes_onevision,
+    ),
+    family_within(
+        "aria",
+        "AriaForConditionalGeneration",
+        {"aria_text": Text(read_aria, ARIA)},
+        ARIA_NAMES,
+        by_whole,
     ),
     family_within(
         "kimi k2.5",
