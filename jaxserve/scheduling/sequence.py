@@ -140,8 +140,8 @@ class Sequence:
         return any(one.whole for one in self.images)
 
     def step_end(self, start: int, end: int) -> int:
-        """The last place up to `end` where a step from `start` on may end: a picture may have to be computed as a whole.
-        `start` itself: nowhere."""
+        """The last place up to `end` where a step from `start` on may end, since a picture may have to be computed as a
+        whole. `start` itself: nowhere."""
         return next((max(one.first, start) for one in self.images if one.whole and one.first < end < one.end), end)
 
     @property
