@@ -181,7 +181,8 @@ HARMLESS = frozenset([
     "sep_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "tokenizer_class", "model_max_length", "initializer_range", "initializer_factor",
     "attention_dropout", "activation_dropout", "hidden_dropout", "embd_pdrop", "emb_pdrop", "resid_pdrop", "attn_pdrop",
-    "residual_dropout", "dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "neftune_noise_alpha",
+    "residual_dropout", "dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
+    "neftune_noise_alpha",
     "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p",
     "num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
     "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "output_router_logits",  # for training only
