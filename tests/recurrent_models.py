@@ -341,7 +341,7 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40, norm_topk_prob=False,
         linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=24,
         linear_conv_kernel_dim=4, sliding_window=21, attention_bias=True,
-        layer_types=["full_attention", "linear_attention", "sliding_attention", "linear_attention", "sliding_attention"],
+        layer_types=["full_attention"] + ["linear_attention", "sliding_attention"] * 2,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
 }  # fmt: skip
