@@ -337,11 +337,11 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         rope_theta=7000.0, router_aux_loss_coef=0.001, output_router_logits=False,
     ),
     "lara_mini_types": dense(
-        "LaraMiniForCausalLM", "lara_mini", **LARA, tie_word_embeddings=False, layers=4, head_dim=16, num_experts=7,
+        "LaraMiniForCausalLM", "lara_mini", **LARA, tie_word_embeddings=False, layers=5, head_dim=16, num_experts=7,
         num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40, norm_topk_prob=False,
         linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=24,
         linear_conv_kernel_dim=4, sliding_window=21, attention_bias=True,
-        layer_types=["full_attention", "linear_attention", "sliding_attention", "linear_attention"],
+        layer_types=["full_attention"] + ["linear_attention", "sliding_attention"] * 2,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
 }  # fmt: skip

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.hyper import HyperLayer, streams_of
+from jaxserve.models.hyper import HyperLayer
 from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
 from jaxserve.models.memory import MemoryLayer
@@ -26,6 +26,7 @@ from jaxserve.models.shortcut import ShortcutLayer
 from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
+from jaxserve.models.streams import streams_of
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 

@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.models.altup import Streams
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import FAN_IN, weight
-from jaxserve.models.memory import MemoryStreams
 from jaxserve.models.norms import Norm, normalize
-from jaxserve.models.shortcut import ShortcutStreams
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import AltUpSpec, HyperSpec, LayerSpec, MemorySpec, ModelConfig, NormSpec, PerLayerInputs
+from jaxserve.models.spec import HyperSpec, LayerSpec, ModelConfig, NormSpec, PerLayerInputs
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -138,16 +135,6 @@ class HyperLayer(nn.Module):
 
         x = around("attention", x, lambda inputs: attention(inputs, ropes, attend, ops))
         return around("mlp", x, lambda inputs: module(inputs, ops, **of_tokens)), None
-
-
-def streams_of(config: ModelConfig, dtype: Any) -> Any:
-    """The module that makes the streams of a model that has several, and one of them in the end."""
-    streams = config.streams
-    if isinstance(streams, AltUpSpec):
-        return Streams(streams.count, config.hidden_size, dtype)
-    if not isinstance(streams, HyperSpec):
-        return (MemoryStreams if isinstance(streams, MemorySpec) else ShortcutStreams)(config.num_layers)
-    return HyperStreams(streams, config.hidden_size, config.layers[0].norm, config.num_layers)
 
 
 def hyper_sources(config: ModelConfig) -> dict[str, list[Source]]:

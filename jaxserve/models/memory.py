@@ -23,24 +23,6 @@ from jaxserve.pallas_kernels.operands import Heads, Partials, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 
 
-class MemoryStreams(nn.Module):
-    """The way from an embedding to the streams, and back. Nothing of it is learned."""
-
-    layers: int
-
-    def begin(self, x: jax.Array, ops: Ops) -> jax.Array:
-        """x [tokens, hidden] -> the streams [tokens, 3, hidden]."""
-        return jnp.stack([x, x, jnp.zeros_like(x)], axis=1)
-
-    def tokens(self, token_ids: jax.Array, x: jax.Array, ops: Ops) -> jax.Array:
-        """int32 [tokens] -> what the layers get beside the streams, [tokens, layers]: the tokens."""
-        return jnp.broadcast_to(token_ids[:, None], (len(x), self.layers))
-
-    def end(self, streams: jax.Array, ops: Ops) -> jax.Array:
-        """The streams [tokens, 3, hidden] -> [tokens, hidden]."""
-        return streams[:, 0]
-
-
 class MemoryAttention(nn.Module):
     """Attention whose heads have keys and values of their own."""
 

@@ -17,25 +17,6 @@ from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
 
-class ShortcutStreams(nn.Module):
-    """The way from an embedding to the two streams, and back. Nothing of it is learned."""
-
-    layers: int
-
-    def begin(self, x: jax.Array, ops: Ops) -> jax.Array:
-        """x [tokens, hidden] -> the streams [tokens, 2, hidden]: x, and the mixture's result, of which there is none
-        yet."""
-        return jnp.stack([x, jnp.zeros_like(x)], axis=1)
-
-    def tokens(self, token_ids: jax.Array, x: jax.Array, ops: Ops) -> jax.Array:
-        """int32 [tokens] -> what the layers get beside the streams, [tokens, layers]: the tokens."""
-        return jnp.broadcast_to(token_ids[:, None], (len(x), self.layers))
-
-    def end(self, streams: jax.Array, ops: Ops) -> jax.Array:
-        """The streams [tokens, 2, hidden] -> [tokens, hidden]."""
-        return streams[:, 0]
-
-
 class ShortcutLayer(nn.Module):
     """A `decoder.DecoderLayer` whose `residual` is shortcut. Its stream x is [tokens, 2, hidden]."""
 

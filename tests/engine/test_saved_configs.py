@@ -118,6 +118,18 @@ WITHOUT_EFFECT = {
     "LagunaForCausalLM": {"num_attention_heads"},
     "Mistral4ForCausalLM": {"num_key_value_heads", "head_dim"},
     "YoutuForCausalLM": {"num_key_value_heads", "head_dim"},
+    "Zamba2ForCausalLM": {  # of random weights, follow from others, or have no effect in transformers
+        "attention_head_dim",
+        "attention_hidden_size",
+        "chunk_size",
+        "hybrid_layer_ids",
+        "mamba_headdim",
+        "num_logits_to_keep",
+        "time_step_floor",
+        "time_step_max",
+        "use_conv_bias",
+        "use_mamba_kernels",
+    },
     "DeepseekV32ForCausalLM": {"num_key_value_heads", "head_dim"},
     "Exaone4ForCausalLM": {"sliding_window_pattern"},  # layer_types says the same
     "OlmoHybridForCausalLM": {  # of random weights
