@@ -215,8 +215,10 @@ def expressible(model_folders, tmp_path):
 
 
 def config_of(path):
-    """What is computed; names of families are for messages only."""
-    config = read_model_config(read_hf_config(path))
+    """What is computed; names of families are for messages only. GGUF files have the language model alone."""
+    hf = read_hf_config(path)
+    hf.sees = False
+    config = read_model_config(hf)
     return dataclasses.replace(config, family="", eos_token_ids=(), dtype="float32")
 
 
