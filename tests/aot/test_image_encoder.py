@@ -6,13 +6,10 @@ import json
 import jax
 import pytest
 from devices import devices_of
-from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import EngineConfig
 from jaxserve.devices.launches import launches
-from jaxserve.engine.encoder_loading import encoder_of
-from jaxserve.execution.encoder_runner import EncoderRunner
-from jaxserve.models.weights import abstract_params
+from jaxserve.engine.encoder_loading import abstract_encoder
 from jaxserve.plan.deployment import model_plan
 
 VISION = {
@@ -43,9 +40,8 @@ def compiled(folder, target, depth):
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     settings = EngineConfig(model=str(folder), load_format="dummy", max_model_len=8192)
     plan = model_plan(settings, devices_of(target))[1]
-    encoder = encoder_of(plan, plan.decoder.ops)
-    params = unflatten_dict(abstract_params(encoder, plan.mesh), sep="/")
-    runner = EncoderRunner(encoder, params, plan.mesh, most_patches=PATCHES, rows=PATCHES)
+    runner = abstract_encoder(plan)
+    assert PATCHES in runner.sizes
     return runner.lower(PATCHES).compile()
 
 
