@@ -134,8 +134,8 @@ def make_prompt(name: str, slot: int, seed: int) -> np.ndarray:
 
 def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     """The content of the case's file. Of each prompt the first seed is taken whose greedy path is unambiguous for any
-    float32 implementation and free of end-of-sequence tokens. The token that stands for pictures is no text; some models
-    embed it like another one."""
+    float32 implementation and free of end-of-sequence tokens, and of tokens for pictures, which some models embed
+    like others."""
     case = tiny_models.CASES[name]
     avoided = {*case.eos_token_ids, case.config.get("image_token_id")}
     if name in tiny_models.OTHER_CASES:
