@@ -342,7 +342,6 @@ IMAGE_CASES: dict[str, DenseCase] = {
         image_token_id=505, downsample_factor=2, projector_hidden_size=36, projector_bias=False,
         projector_use_layernorm=False, projector_hidden_act="gelu_pytorch_tanh",
     ),
-    # transformers embeds tokens of pictures and videos like token 0. No prompt and no answer of text has them.
     "kimi_k25_hub": seeing(
         "Kimi_K25ForConditionalGeneration", "kimi_k25",
         dense(
@@ -354,7 +353,7 @@ IMAGE_CASES: dict[str, DenseCase] = {
             "model_type": "kimi_k25_vision", "pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 4,
             "merge_kernel_size": [2, 2], "num_hidden_layers": 2,
         },
-        image_token_id=500, video_token_id=526, projection_hidden_size=16, projection_layer_norm_eps=1e-5,
+        image_token_id=505, video_token_id=526, projection_hidden_size=16, projection_layer_norm_eps=1e-5,
         use_unified_vision_chunk=True, video_placeholder="<|kimi_k25_video_placeholder|>",
     ),
     "kimi_k25_groups": seeing(
@@ -368,7 +367,7 @@ IMAGE_CASES: dict[str, DenseCase] = {
             "model_type": "kimi_k25_vision", "pos_emb_height": 3, "pos_emb_width": 3, "hidden_act": "gelu",
             "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         },
-        image_token_id=500, video_token_id=526, projection_hidden_size=16, projection_layer_norm_eps=1e-3,
+        image_token_id=505, video_token_id=526, projection_hidden_size=16, projection_layer_norm_eps=1e-3,
     ),
     "internvl_qwen2": seeing(
         "InternVLForConditionalGeneration", "internvl",

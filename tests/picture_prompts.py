@@ -105,7 +105,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "idefics3_hub": IDEFICS3,
     "smolvlm_tied": SMOLVLM,
     "kimi_k25_hub": KIMI,
-    "kimi_k25_groups": KIMI | {"size": {"max_height": 13, "max_width": 13}},
+    "kimi_k25_groups": KIMI | {"max_patches": 400, "size": {"max_height": 30, "max_width": 30}},
     "lfm2_vl_hub": LFM2,
     "lfm2_vl_saved": LFM2 | {"use_thumbnail": False, "resample": 3},
 }

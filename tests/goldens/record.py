@@ -135,17 +135,10 @@ def make_prompt(name: str, slot: int, seed: int) -> np.ndarray:
     return (low + raw % np.uint64(case.text["vocab_size"] - low)).astype(np.int32)
 
 
-def embedded_as_padding(case: tiny_models.Case) -> set[int]:
-    """Tokens of pictures, which transformers' Gemma 4 embeds like the token for padding where there is no picture."""
-    config = case.config
-    return (
-        {config["image_token_id"]} if config["model_type"].startswith("gemma4") and "vision_config" in config else set()
-    )
-
-
 def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     """The content of the case's file. Of each prompt the first seed is taken whose greedy path is unambiguous for any
-    float32 implementation and free of end-of-sequence tokens."""
+    float32 implementation and free of end-of-sequence tokens, and of tokens for pictures, which some models embed
+    like others."""
     case = tiny_models.CASES[name]
     if name in tiny_models.OTHER_CASES:
         note_shapes(name, folder)
@@ -161,7 +154,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
             prompt = make_prompt(name, slot, seed)
             result = greedy(model, prompt)
             unwanted = set(result.tokens.tolist()) & set(case.eos_token_ids)
-            unwanted |= {*prompt.tolist(), *result.tokens.tolist()} & embedded_as_padding(case)
+            unwanted |= {*prompt.tolist(), *result.tokens.tolist()} & {case.config.get("image_token_id")}
             if result.margin > SMALLEST_MARGIN and not unwanted:
                 break
         else:
