@@ -7,8 +7,13 @@
 It starts `jaxserve serve demo-vision`, which may fetch pictures from this machine by name and from public hosts. Each
 request must be refused with its status and a message that names the limit or the reason. Meanwhile a client streams
 text. The longest pause between two of its tokens, and what the processes of the server take of memory, are measured
+<<<<<<< HEAD
 for each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH.
 Nothing that the pictures hold may stand in the log.
+=======
+for each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH and
+some copies of the body. Nothing that the pictures hold may stand in the log.
+>>>>>>> h42-serve
 
 Prints a table in Markdown, and exits with 1 if any check failed.
 """
@@ -49,8 +54,8 @@ from jaxserve.images.reading import open_picture
 from jaxserve.types import ImageTokens
 
 STALL = 0.1  # seconds; longest pause of a stream of text beside a bad picture
-GROWTH = 64  # MiB of all processes together while a bad picture is refused, beyond
-COPIES = 3  # of the request's body: its bytes, its text, the picture in the server and in a worker
+GROWTH = 64  # MiB of all processes together while a bad picture is refused, beyond COPIES
+COPIES = 3  # of the request's body, which is in the server and in a worker
 MARK = "c0ffee-in-a-picture"  # stands in the bad files
 
 

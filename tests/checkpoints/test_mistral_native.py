@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 from engines import generate, make_engine, request
 from flax.traverse_util import flatten_dict
-from picture_prompts import PROMPTS, build, prompt_of
+from picture_prompts import PROMPTS, Texts, build, prompt_of
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -148,7 +148,7 @@ def test_the_same_pictures(case, tmp_path):
         for slot in range(len(PROMPTS)):
             tokens, pictures = prompt_of(case, slot, 0)
             processed = [processor(Image.fromarray(picture)) for picture in pictures]
-            tokens, images = with_images(tokens, processed, engine.sees, {"[IMG_BREAK]": 506, "[IMG_END]": 507}.get)
+            tokens, images = with_images(tokens, processed, engine.sees, Texts(case))
             asked = request(str(slot), tokens, max_tokens=8, logprobs=0)
             asked.images = images
             (result,) = generate(engine, asked)

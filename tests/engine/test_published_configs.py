@@ -48,7 +48,6 @@ BILLIONS = {  # of parameters, as their cards say, embeddings included once wher
 }  # fmt: skip
 LONG = "Qwen/Qwen2.5-7B-Instruct-1M"  # attention in chunks, from a quarter of a million tokens on
 OTHERS = {
-    "Qwen/Qwen2-VL-7B-Instruct": "Qwen2VLForConditionalGeneration",
     "RWKV/rwkv-4-169m-pile": "RwkvForCausalLM",
 }
 

@@ -3,13 +3,14 @@ their features. `test_images` compares answers with those of transformers."""
 
 import numpy as np
 import pytest
+from picture_prompts import Texts
 
 from jaxserve.execution.image_packing import PADDING, Frame, pack
 from jaxserve.execution.mixing_encoder import NEWLINE, mixture
 from jaxserve.images.area import area_of, most_features
 from jaxserve.images.layouts import tokens_of
 from jaxserve.images.llama4 import canvas_for, canvases, within
-from jaxserve.images.processing import Processed
+from jaxserve.images.patches import Processed
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec
 from jaxserve.models.vision.spec import EncoderConfig
 from jaxserve.types import Area, ImageTokens
@@ -30,7 +31,7 @@ LLAMA4 = ImageTokens(9, 4, 2, layout="tiles", texts=TEXTS)
 def test_tokens_around_tiles(tiles, expected):
     count = tiles[0] * tiles[1]
     picture = Processed(np.zeros((0, 1)), (count + (count > 1), 2, 4), b"", tiles)
-    assert tokens_of(picture, LLAMA4, IDS.__getitem__) == expected
+    assert tokens_of(picture, LLAMA4, Texts("llama4", IDS)) == expected
 
 
 def test_canvases_have_the_order_of_shapes():

@@ -185,7 +185,7 @@ def _with_eyes(read: Reader, sees: Eyes) -> Reader:
         try:
             config = sees(hf, vision, text)
             vision.finish()
-        except ConfigError as error:
+        except (ConfigError, ArithmeticError, TypeError) as error:  # a number may be zero, or no number
             log.warning("pictures are not read: %s", error)
             return text
         return config

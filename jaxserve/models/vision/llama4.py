@@ -61,7 +61,8 @@ def _read(hf: HFConfig, out_size: int) -> EncoderConfig:
     ratio = hf.take("pixel_shuffle_ratio", 0.5)
     side = round(1 / ratio)
     hf.expect("projector_input_dim", wide)
-    hf.expect("vision_output_dim", wide)
+    if (out := hf.take("vision_output_dim", 7680)) != wide:
+        raise ConfigError(f"{hf.source}: vision_output_dim={out} must be projector_output_dim={wide}")
     if size != hidden * side**2 or side * ratio != 1:
         raise ConfigError(
             f"{hf.source}: intermediate_size={size} must be hidden_size={hidden}, divided by the square of "
