@@ -7,13 +7,8 @@
 It starts `jaxserve serve demo-vision`, which may fetch pictures from this machine by name and from public hosts. Each
 request must be refused with its status and a message that names the limit or the reason. Meanwhile a client streams
 text. The longest pause between two of its tokens, and what the processes of the server take of memory, are measured
-<<<<<<< HEAD
-for each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH.
-Nothing that the pictures hold may stand in the log.
-=======
 for each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH and
 some copies of the body. Nothing that the pictures hold may stand in the log.
->>>>>>> h42-serve
 
 Prints a table in Markdown, and exits with 1 if any check failed.
 """
