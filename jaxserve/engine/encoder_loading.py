@@ -70,7 +70,7 @@ def _runner(plan: ModelPlan, encoder: ImageEncoder, params: Any) -> EncoderRunne
         return EncoderRunner(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows)
     tiles = processor.most_tiles
     kind = plan.model.vision.tokens
-    rows = PICTURES * min(most_features(shape.table, kind.most_tiles, tiles - 1), plan.longest)
+    rows = PICTURES * min(most_features(shape.table or 0, kind.most_tiles, tiles - 1), plan.longest)
     return MixingEncoder(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows, tiles=tiles)
 
 

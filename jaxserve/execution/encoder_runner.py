@@ -75,7 +75,7 @@ class EncoderRunner:
     @property
     def needs(self) -> Needs:
         """The memory that the programs need, if the largest is compiled. Their results are written to the slots."""
-        compiled = {size: one.memory_analysis() for size, one in self.executables.items()}
+        compiled: dict[int, Any] = {size: one.memory_analysis() for size, one in self.executables.items()}
         missing = len(self.sizes) - len(compiled)
         pending = [max(one.generated_code_size_in_bytes for one in compiled.values())] * missing if compiled else []
         return replace(Needs.of(list(compiled.values()), pending), results=0)

@@ -228,8 +228,8 @@ class ImageProcessor:
         """The patches of a picture in RGB. Raises ValueError for a shape that the model does not read. most_pixels:
         less than the model's own limit, of what the encoder sees."""
         if self._own is not None:
-            made: Processed = self._own.process(self, picture, most_pixels)
-            return made
+            processed: Processed = self._own.process(self, picture, most_pixels)
+            return processed
         options: dict[str, Any] = {}
         if self._limits_edges:
             options["patch_size"] = dict.fromkeys(("height", "width"), self._square)
@@ -257,8 +257,8 @@ class ImageProcessor:
             patches, grid = values, (frames, rows, columns)
         if self._has_areas:
             return self._with_area(picture, patches, grid, options)
-        tiles = tuple(map(int, made["aspect_ratios"][0])) if "aspect_ratios" in made else (1, 1)
-        return Processed.of(patches, grid, tiles)
+        down, across = map(int, made["aspect_ratios"][0]) if "aspect_ratios" in made else (1, 1)
+        return Processed.of(patches, grid, (down, across))
 
     def _with_area(
         self, picture: PILImage.Image, patches: np.ndarray, grid: tuple[int, int, int], options: dict[str, Any]

@@ -47,8 +47,8 @@ def padded(
     rest = -len(q) % size
     if not rest:
         return q, k, v, segment
-    longer = (jnp.pad(x, ((0, rest), (0, 0), (0, 0))) for x in (q, k, v))
-    return *longer, jnp.pad(segment, (0, rest), constant_values=-1)
+    q, k, v = (jnp.pad(x, ((0, rest), (0, 0), (0, 0))) for x in (q, k, v))
+    return q, k, v, jnp.pad(segment, (0, rest), constant_values=-1)
 
 
 def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, scale: float) -> jax.Array:

@@ -75,7 +75,7 @@ def _decoded(text: str) -> bytes:
     data = bytearray()
     for start in range(0, len(text), _LETTERS):
         data += base64.b64decode(text[start : start + _LETTERS], validate=True)
-    return data
+    return bytes(data)
 
 
 def _fetch(source: Source, allowed_hosts: Sequence[str]) -> bytes:

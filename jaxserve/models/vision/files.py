@@ -97,12 +97,13 @@ def _table(config: EncoderConfig) -> Source:
     """The table of positions, whose last entry is that of the class token, if there is one; of columns, then of rows,
     where these have vectors of their own."""
     hidden = config.hidden_size
+    side = config.table or 0
     if config.interpolation == "sum":
-        shape = (config.table, 2, hidden) if config.in_pairs else (2, config.table, hidden)
+        shape = (side, 2, hidden) if config.in_pairs else (2, side, hidden)
         return Source("table.weight", shape, whole, take=partial(_of_axes, config))
     if config.class_token == "first":
         return Source("table.weight", (1, config.entries, hidden), whole, take=lambda t: np.roll(t[0], -1, axis=0))
-    rows = (config.table, config.table) if config.table_is_grid else (config.entries,)
+    rows = (side, side) if config.table_is_grid else (config.entries,)
     return Source("table.weight", (*rows, hidden), whole, take=lambda t: t.reshape(-1, hidden))
 
 

@@ -94,8 +94,8 @@ def _seeing(
     """The language model with this encoder. `token` stands for pictures where the config does not say. in_rows: there
     are further tokens behind those of rows."""
     token = hf.take("image_token_index", None) or hf.take("image_token_id", token)
-    layout = {"layout": "rows", "texts": TEXTS} if in_rows else {}
-    tokens = ImageTokens(token, encoder.patch_shape[-1], encoder.side, **layout)
+    layout, texts = ("rows", TEXTS) if in_rows else ("plain", {})
+    tokens = ImageTokens(token, encoder.patch_shape[-1], encoder.side, layout=layout, texts=texts)
     return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=names))
 
 
