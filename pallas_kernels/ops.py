@@ -377,7 +377,8 @@ class Ops:
         options |= {"gate": gate, "count": self.count, "weighs_inputs": router.weighs_inputs}
         y = self.mixture(x, chosen, weights, w, **options)
         if zero_from is not None:
-            y = y + x.astype(jnp.float32) * jnp.sum(jnp.where(chosen < zero_from, 0.0, weights), axis=1, keepdims=True)
+            own = jnp.sum(jnp.where(chosen < zero_from, 0.0, weights), axis=1, keepdims=True)
+            y = y.astype(jnp.float32) + x.astype(jnp.float32) * own
         if down_bias is None:
             return y
         shares = jnp.ones_like(weights) if router.weighs_inputs else weights

@@ -201,6 +201,8 @@ def test_an_expert_with_few_tokens_is_measured_on_others_too(own):
     [
         ("granite_moe_stacked", "rtn", "they stack the matrices of all experts in one tensor"),
         ("gpt2_scaled", "rtn", "their matrices are stored transposed"),
+        ("longcat_hub", "rtn", "several of their layers have the same tensors; serve the model with --quantization"),
+        ("zamba2_hub", "rtn", "several of their layers have the same tensors"),
         ("qwen3_next_odd", "gptq", "gptq cannot measure the layers of the family qwen3_next"),
         ("mixtral_experts", "awq", "in layers like Llama's only, not in those of mixtral"),
         ("phi3_window", "awq", "not in those of phi3"),

@@ -59,17 +59,19 @@ def plain_modules(pieces: Mapping[str, Pieces], chosen: Collection[str]) -> list
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
+WHILE_LOADING = "serve the model with --quantization int8, int4 or fp8, which quantizes while loading"
+
+
 def check_files(model: ModelConfig, roles: Names, files: Collection[str], chosen: Mapping[str, TensorInfo]) -> None:
     """Raises ConfigError for matrices that no layout of quantized files has a place for. `files` are the names of the
     tensors in the files, `chosen` the tensors to quantize."""
     start = f"models of the family {model.family} are served, but their files are not quantized: "
     if any(role.endswith(".T") for role in roles):
         raise ConfigError(f"{start}their matrices are stored transposed")
+    if any(layer.residual in ("shortcut", "memory") for layer in model.layers):
+        raise ConfigError(f"{start}several of their layers have the same tensors; {WHILE_LOADING}")
     if stacked := next((name for name in chosen if name not in files), None):
-        raise ConfigError(
-            f"{start}they stack the matrices of all experts in one tensor ({stacked}); serve the model with "
-            "--quantization int8, int4 or fp8, which quantizes while loading"
-        )
+        raise ConfigError(f"{start}they stack the matrices of all experts in one tensor ({stacked}); {WHILE_LOADING}")
 
 
 def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
@@ -77,7 +79,7 @@ def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     for layer in model.layers:
         mlp = layer.mlp
         unknown = layer.recurrent or getattr(layer.attention, "chunk", None)
-        unknown = unknown or layer.residual in ("scaled_sandwich", "altup", "hyper")
+        unknown = unknown or layer.residual in ("scaled_sandwich", "altup", "hyper", "shortcut", "memory")
         if unknown or mlp is None or (mlp.experts and (mlp.bias or mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()

@@ -106,7 +106,7 @@ def test_in_bfloat16(case, model_folders):
 def test_in_parts(case, model_folders):
     """In chunks and with too few pages for all, then once more from the cache."""
     options = {"max_model_len": 256} | CASES[case].options
-    sights = [layer.attention for layer in read_model(model_folders(case)).layers]
+    sights = read_model(model_folders(case)).attentions
     windows = {getattr(sight, "chunk", None) or sight.window for sight in sights}
     pages = 40 if case == CHUNKED else 30 if len(windows) > 1 else 22  # groups of layers have pages of their own
     engine = make_engine(model_folders(case), tokens=16, kv_pages=pages, page_size=16, **options)
