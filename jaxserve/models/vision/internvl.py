@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, QKNormSpec
-from jaxserve.models.vision.settings import head_dim_of
+from jaxserve.models.vision.settings import head_dim_of, joined_side, square_side
 from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, Step, VisionConfig
 from jaxserve.types import ImageTokens
 
@@ -45,10 +44,7 @@ def eyes_internvl(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelC
     """The language model with the encoder of a `vision_config`."""
     hf.expect("vision_feature_layer", -1)
     hf.expect("vision_feature_select_strategy", "default")
-    ratio = hf.take("downsample_ratio", 0.5)
-    side = round(1 / ratio)
-    if side * ratio != 1:
-        raise ConfigError(f"{hf.source}: downsample_ratio={ratio} must be one divided by a whole number")
+    side = joined_side(hf, "downsample_ratio")
     encoder = _read(vision, side, config.hidden_size)
     wide = encoder.hidden_size * side**2
     out = config.hidden_size
@@ -73,8 +69,8 @@ def _read(hf: HFConfig, side: int, out_size: int) -> EncoderConfig:
     hf.ignore("use_mask_token", "projection_dropout", "layer_scale_init_value")  # of training
     hidden = hf.take("hidden_size", 1024)
     heads = hf.take("num_attention_heads", 16)
-    size = _side_of(hf, "image_size", 448)
-    patch = _side_of(hf, "patch_size", 14)
+    size = square_side(hf, "image_size", 448)
+    patch = square_side(hf, "patch_size", 14)
     kind: Any = _NORMS[hf.take("norm_type", "layer_norm")]
     norm = NormSpec(kind=kind, eps=hf.take("layer_norm_eps", 1e-6), bias=kind == "layer")
     attention = AttentionSpec(
@@ -102,13 +98,3 @@ def _read(hf: HFConfig, side: int, out_size: int) -> EncoderConfig:
         projector=() if hf.take("use_mean_pooling", True) else (last,),
         out_size=out_size,
     )
-
-
-def _side_of(hf: HFConfig, key: str, default: int) -> int:
-    """A size that is one number, or two equal ones."""
-    hf.ignore(key)  # `take` allows one number only
-    given = hf.values.get(key) or default
-    sides = given if isinstance(given, list | tuple) else [given]
-    if len(set(sides)) != 1 or type(sides[0]) is not int or sides[0] < 1:
-        raise ConfigError(f"{hf.source}: {key}={given!r} is not supported (only squares)")
-    return sides[0]

@@ -8,7 +8,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
-from jaxserve.models.vision.settings import axial_theta, head_dim_of
+from jaxserve.models.vision.settings import axial_theta, head_dim_of, joined_side, square_side
 from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, Scaling, VisionConfig
 from jaxserve.types import ImageTokens
 
@@ -58,16 +58,12 @@ def _read(hf: HFConfig, out_size: int) -> EncoderConfig:
     patch = hf.take("patch_size", 14)
     size = hf.take("intermediate_size", 5632)
     wide = hf.take("projector_output_dim", 4096)
-    ratio = hf.take("pixel_shuffle_ratio", 0.5)
-    side = round(1 / ratio)
-    hf.expect("projector_input_dim", wide)
-    if (out := hf.take("vision_output_dim", 7680)) != wide:
-        raise ConfigError(f"{hf.source}: vision_output_dim={out} must be projector_output_dim={wide}")
-    if size != hidden * side**2 or side * ratio != 1:
-        raise ConfigError(
-            f"{hf.source}: intermediate_size={size} must be hidden_size={hidden}, divided by the square of "
-            f"pixel_shuffle_ratio={ratio}"
-        )
+    side = joined_side(hf, "pixel_shuffle_ratio")
+    if size != hidden * side**2:
+        raise ConfigError(f"{hf.source}: intermediate_size={size} must be {side**2} times hidden_size={hidden}")
+    for key, usual in (("projector_input_dim", 4096), ("vision_output_dim", 7680)):
+        if (given := hf.take(key, usual)) != wide:
+            raise ConfigError(f"{hf.source}: {key}={given} must be projector_output_dim={wide}")
     norm = NormSpec(kind="layer", eps=1e-5, bias=True)
     dim = head_dim_of(hf, hidden, heads, "num_attention_heads")
     layer = LayerSpec(
@@ -91,7 +87,7 @@ def _read(hf: HFConfig, out_size: int) -> EncoderConfig:
         rope_theta=axial_theta(hf) or float(hf.take("rope_theta", 10000.0)),
         columns_first=True,
         interleaved=True,
-        table=hf.take("image_size", 448) // patch,
+        table=square_side(hf, "image_size", 448) // patch,
         class_token="last",
         before=norm,
         side=side,

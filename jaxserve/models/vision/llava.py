@@ -10,7 +10,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
-from jaxserve.models.vision.settings import head_dim_of
+from jaxserve.models.vision.settings import head_dim_of, square_side
 from jaxserve.models.vision.spec import EncoderConfig, Projected, VisionConfig
 from jaxserve.types import ImageTokens
 
@@ -36,7 +36,7 @@ def eyes_onevision(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> Model
     """The language model with the encoder of a `vision_config`."""
     hf.expect("vision_feature_select_strategy", "full")
     form = hf.take("vision_aspect_ratio", "anyres_max_9")
-    most = re.fullmatch(r"anyres_max_(\d+)", form)
+    most = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", str(form))
     if most is None:
         raise ConfigError(f"{hf.source}: vision_aspect_ratio={form!r} is not supported (only 'anyres_max_N')")
     encoder = _read(vision, hf.take("vision_feature_layer", -1))
@@ -77,7 +77,7 @@ def _read(hf: HFConfig, read_layer: int) -> EncoderConfig:
         patch_shape=(3, patch, patch),
         patch_bias=True,
         layers=(layer,) * (read_layer if read_layer >= 0 else count + 1 + read_layer),
-        table=hf.take("image_size", 384) // patch,
+        table=square_side(hf, "image_size", 384) // patch,
         side=1,
         projector=(),
         out_size=hidden,

@@ -22,3 +22,23 @@ def axial_theta(hf: HFConfig, kinds: tuple[str, ...] = ("axial", "default")) -> 
     if rope.get("rope_type", "axial") not in kinds:
         raise ConfigError(f"{hf.source}: rope_type={rope['rope_type']!r} is not supported (only 'axial')")
     return float(rope["rope_theta"]) if rope.get("rope_theta") else None
+
+
+def square_side(hf: HFConfig, key: str, default: int) -> int:
+    """A size in pixels that is one number, or two equal ones. Raises ConfigError for anything else."""
+    hf.ignore(key)  # `take` may allow one number only
+    given = hf.values.get(key) or default
+    sides = given if isinstance(given, list | tuple) else [given]
+    if any(type(side) is not int or side < 1 or side != sides[0] for side in sides):
+        raise ConfigError(f"{hf.source}: {key}={given!r} is not supported (only squares)")
+    return int(sides[0])
+
+
+def joined_side(hf: HFConfig, key: str) -> int:
+    """The side of squares of patches that become one feature, whose inverse is the setting `key`. Raises ConfigError if
+    there is no such number."""
+    ratio = hf.take(key, 0.5)
+    side = round(1 / ratio) if isinstance(ratio, int | float) and 0 < ratio <= 1 else 0
+    if side * ratio != 1:
+        raise ConfigError(f"{hf.source}: {key}={ratio!r} must be one divided by a whole number")
+    return side
