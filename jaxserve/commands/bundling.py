@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,14 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.compile_cache import without_compile_cache
 from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.model_plan import find_files
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import ProgramName
 from jaxserve.models.load import read_hf_config, read_model
 from jaxserve.pallas_kernels import cpu_build, cpu_panels, selfcheck_stamps, tuning
 from jaxserve.text.tokenizer_files import KEPT, KeptTokenizer
+
+log = logging.getLogger(__name__)
 
 HERE = "here"  # the target that means the devices of this machine
 
@@ -75,6 +79,11 @@ def make_bundle(
     Raises ConfigError, CheckpointError or OSError; then there is no folder.
     """
     refuse_settings(config, out)
+    options = dict(flags or {})
+    if read_model(find_files(config)[0], config.ignore_config_keys).vision is not None:
+        log.info("bundles hold no image encoders: this one serves text only")
+        config = replace(config, language_model_only=True)
+        options["language-model-only"] = True
     with without_compile_cache():
         if target == HERE:
             engine = Engine.load(config)
@@ -97,7 +106,6 @@ def make_bundle(
     names = stored_programs.names_of(runner, shapes)
     known = runner.executables
     compiled = {text: known[name] for text, name in names.items()}
-    options = dict(flags or {})
     if target != HERE:
         options["max-num-batched-tokens"] = config.max_num_batched_tokens
         options["tensor-parallel-size"] = config.tensor_parallel_size

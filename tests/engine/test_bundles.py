@@ -93,6 +93,16 @@ def made(tmp_path_factory) -> tuple[EngineConfig, Path, list[list[int]]]:
     return config, folder / "bundle", answers(engine)
 
 
+@pytest.mark.slow
+def test_a_model_that_sees_is_bundled_for_text(tmp_path):
+    config = EngineConfig(model="demo-vision", **SMALL)
+    flags = {"max-num-seqs": 2}
+    make_bundle(config, tmp_path / "bundle", flags=flags)
+    assert Bundle.open(tmp_path / "bundle", None).manifest.flags == flags | {"language-model-only": True}
+    bundled = replace(config, model=str(tmp_path / "bundle"), language_model_only=True)
+    assert tokens_of(bundled) == tokens_of(replace(config, language_model_only=True))
+
+
 @pytest.fixture
 def copy(made, tmp_path) -> Path:
     return Path(shutil.copytree(made[1], tmp_path / "copy"))
