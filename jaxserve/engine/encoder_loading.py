@@ -9,11 +9,10 @@ from typing import Any, cast
 
 from flax.traverse_util import unflatten_dict
 
-from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.encoder_runner import EncoderRunner
-from jaxserve.execution.memory import max_batched_tokens
 from jaxserve.execution.mixing_encoder import MixingEncoder
 from jaxserve.images.area import most_features
 from jaxserve.images.processing import ImageProcessor
@@ -83,20 +82,10 @@ def most_patches(plan: ModelPlan) -> int:
     return min(patches, plan.longest * shape.joined)
 
 
-def whole_tokens(config: EngineConfig, plan: ModelPlan) -> int:
-    """Tokens of the largest picture of a model that computes all tokens of a picture in one step; 0: it does not.
-    Raises ConfigError if steps have no room for them."""
+def whole_tokens(plan: ModelPlan) -> int:
+    """Tokens of the largest picture of a model that computes all tokens of a picture in one step; 0: it does not."""
     vision = plan.model.vision
-    if vision is None or not vision.tokens.whole:
-        return 0
-    count = -(-most_patches(plan) // vision.encoder.joined)
-    if (most := max_batched_tokens(config)) < (needed := config.max_num_seqs + count):
-        raise ConfigError(
-            f"max_num_batched_tokens must be at least {needed} for this model, got {most}: one for each of "
-            f"max_num_seqs={config.max_num_seqs} sequences, and all {count} tokens of a picture, which see each other "
-            "(--language-model-only serves text)"
-        )
-    return count
+    return 0 if vision is None or not vision.tokens.whole else -(-most_patches(plan) // vision.encoder.joined)
 
 
 def encoder_of(plan: ModelPlan, ops: Ops) -> ImageEncoder:

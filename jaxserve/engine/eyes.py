@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxserve.config import EngineConfig
+from jaxserve.execution.memory import max_batched_tokens
 from jaxserve.images.processing import FILES, ImageProcessor
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.families import begun
@@ -34,7 +35,7 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     if reason is None and processor is None:
         reason = f"{folder} has no {' or '.join(FILES)}"
     if reason is None and processor is not None:
-        reason = processor.why_not() or _why_no_tiles(processor, vision)
+        reason = processor.why_not() or _why_no_tiles(processor, vision) or _why_no_room(config, processor, vision)
     if reason is not None or processor is None:
         log.info("pictures are not read: %s", reason)
         return replace(model, vision=None)
@@ -57,6 +58,19 @@ def why_blind(config: EngineConfig, *, joint: bool) -> str | None:
     }
     found = next((name for name, given in reasons.items() if given), None)
     return None if found is None else f"they are not combined with {found}"
+
+
+def _why_no_room(config: EngineConfig, processor: ImageProcessor, vision: VisionConfig) -> str | None:
+    """Why steps have no room for pictures whose tokens are computed in one step; None: they have."""
+    count = max(processor.most_pixels // (vision.tokens.patch * vision.tokens.side) ** 2, 1)
+    most = max_batched_tokens(config)
+    needed = config.max_num_seqs + count
+    if not vision.tokens.whole or most >= needed:
+        return None
+    return (
+        f"max_num_batched_tokens must be at least {needed}, got {most}: one for each of "
+        f"max_num_seqs={config.max_num_seqs} sequences, and all {count} tokens of a picture, which see each other"
+    )
 
 
 def _why_no_tiles(processor: ImageProcessor, vision: VisionConfig) -> str | None:

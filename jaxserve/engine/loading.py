@@ -316,7 +316,7 @@ def make_scheduler(
     encoder = runner.encoder
     images = None
     if encoder is not None:
-        of_steps = sizes["max_num_batched_tokens"], whole_tokens(config, parts.plan)
+        of_steps = sizes["max_num_batched_tokens"], whole_tokens(parts.plan)
         images = ImageRows(encoder.rows, encoder.sizes[-1], *of_steps)
     if config.data_parallel_size > 1:
         return data_parallel.group_scheduler(
@@ -341,6 +341,6 @@ def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
     options: Any = {"cost": cost, "chunk": prefill_chunk(config, cost), "padding_is_free": free}
     vision = plan.model.vision
     options["three_positions"] = vision is not None and vision.tokens.has_three_positions
-    options["least"] = whole_tokens(config, plan)
+    options["least"] = whole_tokens(plan)
     shapes = step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)
     return shapes if plan.pooler is None else [shape for shape in shapes if not shape.decode_only]
