@@ -430,7 +430,7 @@ def main() -> None:
     """Train or evaluate, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to export to")
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="weights that training begins with; None: fresh")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.02, help="peak learning rate of the matrices")
