@@ -39,6 +39,6 @@ def joined_side(hf: HFConfig, key: str) -> int:
     there is no such number."""
     ratio = hf.take(key, 0.5)
     side = round(1 / ratio) if isinstance(ratio, int | float) and 0 < ratio <= 1 else 0
-    if side * ratio != 1:
+    if not side or side * ratio != 1:
         raise ConfigError(f"{hf.source}: {key}={ratio!r} must be one divided by a whole number")
     return side
