@@ -230,7 +230,7 @@ def test_processes_that_do_not_fit_the_device_together_run_in_turn(drive):
 if record.take(name):
     with record.row(name) as row:
         row["beside"] = [key for key in record.data["running"] if key != name]
-        time.sleep(0.7)
+        time.sleep(1.5)
 """
     sizes = {"large": 60, "also large": 60, "small": 10, "medium": 16}
     programs = {name: f"name = {name!r}\n{program}" for name in sizes}
