@@ -19,7 +19,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices.mesh import make_mesh, on_one_cpu
 from jaxserve.engine import kernel_timing
 from jaxserve.engine.prepared import Prepared
-from jaxserve.models.spec import MLPSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 from jaxserve.pallas_kernels import cpu_panels, device_ops, tuning
 from jaxserve.pallas_kernels.device_ops import matmul_of
 from jaxserve.pallas_kernels.paged_attention import reference as attention
@@ -368,7 +368,10 @@ def test_gates_of_weights_in_floats_are_timed(folders, monkeypatch):
     mesh = make_mesh(1)
     gate_up = "layers_1/mlp/gate_up/kernel"
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    layers = [SimpleNamespace(mlp=MLPSpec(size=128, bias=bias)) for bias in (True, False)]
+    attention = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=64)
+    layers = [
+        LayerSpec(attention=attention, mlp=MLPSpec(size=128, bias=bias), norm=NormSpec()) for bias in (True, False)
+    ]
     decoder = SimpleNamespace(config=SimpleNamespace(layers=layers))
     plan = SimpleNamespace(mesh=mesh, dtype=jnp.dtype("bfloat16"), decoder=decoder)
     paths = gate_up, gate_up.replace("mlp/", "mlp/shared/"), "layers_1/mlp/down/kernel", "layers_1/attention/qkv/kernel"
