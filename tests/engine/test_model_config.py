@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiny_models import CASES
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import make_mesh
@@ -677,3 +679,37 @@ def test_every_family_is_found_by_its_architecture():
     assert {"llama", "mistral", "qwen2", "qwen3"} <= {family.name for family in families()}
     names = [name for family in families() for name in family.architectures]
     assert len(names) == len(set(names))
+
+
+def test_kimi_k25_under_the_names_of_its_own_file():
+    """Its vision_config has other names, and settings of the text beside its own."""
+    saved = copy.deepcopy(CASES["kimi_k25_hub"].config)
+    published = copy.deepcopy(saved)
+    own = published["vision_config"]
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
+        own[f"vt_{name}"] = own.pop(name)
+    for name in ("height", "width", "time"):
+        own[f"init_pos_emb_{name}"] = own.pop(f"pos_emb_{name}")
+    own |= {"merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "mm_hidden_size": 16, "text_hidden_size": 64}
+    own |= {"pos_emb_type": "divided_fixed", "video_attn_type": "spatial_temporal", "projector_hidden_act": "gelu"}
+    own |= {"projector_ln_eps": published.pop("projection_layer_norm_eps")}
+    published["media_placeholder_token_id"] = published.pop("image_token_id")
+    expected = read_model_config(HFConfig(saved))
+    assert expected.vision is not None
+    assert read_model_config(HFConfig(published)) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "message"),
+    [
+        ("kimi_k25_hub", {"merge_kernel_size": [2, 1]}, r"merge_kernel_size=\[2, 1\] is no square"),
+        ("kimi_k25_hub", {"pos_emb_width": 9}, "pos_emb_width"),
+        ("lfm2_vl_hub", {"num_patches": 15}, "num_patches=15 is no square"),
+        ("smolvlm_tied", {"num_channels": 1}, "num_channels"),
+    ],
+)
+def test_an_encoder_that_is_not_understood_leaves_the_text(case, setting, message, caplog):
+    config = copy.deepcopy(CASES[case].config)
+    config["vision_config"] |= setting
+    assert read_model_config(HFConfig(config)).vision is None
+    assert re.search(message, caplog.text)
