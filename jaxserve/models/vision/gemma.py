@@ -13,25 +13,16 @@ from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, QKNormSpec
 from jaxserve.models.vision.clipped import BOUNDS
-from jaxserve.models.vision.settings import axial_theta, head_dim_of
+from jaxserve.models.vision.settings import axial_theta
+from jaxserve.models.vision.siglip import read_siglip, siglip_names
 from jaxserve.models.vision.spec import EncoderConfig, Normed, Pooled, Projected, VisionConfig
 from jaxserve.types import ImageTokens
 
-_LAYER = "vision_tower.encoder.layers.{i}"
-_NAMES_3 = named(
-    patch="vision_tower.embeddings.patch_embedding",
-    table="vision_tower.embeddings.position_embedding",
-    attention_norm=f"{_LAYER}.layer_norm1",
-    q=f"{_LAYER}.self_attn.q_proj",
-    k=f"{_LAYER}.self_attn.k_proj",
-    v=f"{_LAYER}.self_attn.v_proj",
-    o=f"{_LAYER}.self_attn.out_proj",
-    mlp_norm=f"{_LAYER}.layer_norm2",
-    up=f"{_LAYER}.mlp.fc1",
-    down=f"{_LAYER}.mlp.fc2",
-    norm="vision_tower.post_layernorm",
-    pooled_norm="multi_modal_projector.mm_soft_emb_norm",
-) | {"project.weight.T": "multi_modal_projector.mm_input_projection_weight"}
+_NAMES_3 = (
+    siglip_names("vision_tower.")
+    | named(pooled_norm="multi_modal_projector.mm_soft_emb_norm")
+    | {"project.weight.T": "multi_modal_projector.mm_input_projection_weight"}
+)
 _LAYER_4 = "vision_tower.encoder.layers.{i}"
 _PRODUCTS_4 = {
     **{role: f"{_LAYER_4}.self_attn.{role}_proj" for role in "qkvo"},
@@ -69,7 +60,6 @@ _NAMES_UNIFIED = named(
 def eyes_gemma3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
     """The language model with the encoder of a `vision_config`."""
     vision.expect("model_type", "siglip_vision_model")
-    vision.expect("num_channels", 3)
     vision.ignore("vision_use_head", "attention_dropout")  # of a result that is not read
     count = hf.take("mm_tokens_per_image", 256)
     size = vision.take("image_size", 224)
@@ -92,28 +82,17 @@ def eyes_gemma3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelCon
         fixed=size,
         whole=True,
     )
-    encoder = _siglip(vision, patch, across, tokens.side, config.hidden_size)
+    encoder = _siglip(vision, across, tokens.side, config.hidden_size)
     joint = tuple(range(config.num_layers))
     vision_config = VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES_3, joint=joint)
     return replace(config, vision=vision_config)
 
 
-def _siglip(hf: HFConfig, patch: int, across: int, side: int, out: int) -> EncoderConfig:
+def _siglip(hf: HFConfig, across: int, side: int, out: int) -> EncoderConfig:
     """The encoder for pictures of `across` patches a side, with Gemma 3's projector to `out` channels."""
-    hidden = hf.take("hidden_size", 768)
-    heads = hf.take("num_attention_heads", 12)
-    dim = head_dim_of(hf, hidden, heads, "num_attention_heads")
-    norm = NormSpec(kind="layer", eps=hf.take("layer_norm_eps", 1e-6), bias=True)
-    layer = LayerSpec(
-        attention=AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=dim, qkv_bias=True, out_bias=True),
-        mlp=MLPSpec(
-            size=hf.take("intermediate_size", 3072),
-            activation=read_activation(hf, "gelu_pytorch_tanh"),
-            gated=False,
-            bias=True,
-        ),
-        norm=norm,
-    )
+    fields = read_siglip(hf)
+    hidden = fields["hidden_size"]
+    norm = fields["layers"][0].norm
     projector = (
         Normed(name="norm", norm=norm, size=hidden),
         Pooled(count=side**2),
@@ -121,10 +100,7 @@ def _siglip(hf: HFConfig, patch: int, across: int, side: int, out: int) -> Encod
         Projected(name="project", inputs=hidden, outputs=out, bias=False),
     )
     return EncoderConfig(
-        hidden_size=hidden,
-        patch_shape=(3, patch, patch),
-        patch_bias=True,
-        layers=(layer,) * hf.take("num_hidden_layers", 12),
+        **fields,
         table=across,
         side=side,
         projector=projector,

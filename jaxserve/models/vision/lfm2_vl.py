@@ -10,7 +10,7 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
 from jaxserve.models.spec import ModelConfig, NormSpec
-from jaxserve.models.vision.idefics3 import read_siglip, siglip_names
+from jaxserve.models.vision.siglip import read_siglip, siglip_names
 from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, VisionConfig
 from jaxserve.types import ImageTokens
 
@@ -26,8 +26,7 @@ def eyes(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
     """The language model with the encoder of a `vision_config`."""
     vision.expect("model_type", "siglip2_vision_model")
     vision.ignore("vision_use_head")  # the features are those before the head
-    vision.values.setdefault("hidden_size", 768)
-    fields = read_siglip(vision, heads=12, patch=16, intermediate=3072)
+    fields = read_siglip(vision)
     hidden = fields["hidden_size"]
     count = vision.take("num_patches", 256)
     if isqrt(count) ** 2 != count:

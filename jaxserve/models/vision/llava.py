@@ -9,27 +9,18 @@ from dataclasses import replace
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families.shared import named, read_activation
-from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
-from jaxserve.models.vision.settings import head_dim_of, square_side
+from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.settings import square_side
+from jaxserve.models.vision.siglip import read_siglip, siglip_names
 from jaxserve.models.vision.spec import EncoderConfig, Projected, VisionConfig
 from jaxserve.types import ImageTokens
 
 IMAGE_TOKEN = 151646
-_LAYER = "vision_tower.encoder.layers.{i}"
-_NAMES = named(
-    patch="vision_tower.embeddings.patch_embedding",
-    table="vision_tower.embeddings.position_embedding",
-    attention_norm=f"{_LAYER}.layer_norm1",
-    q=f"{_LAYER}.self_attn.q_proj",
-    k=f"{_LAYER}.self_attn.k_proj",
-    v=f"{_LAYER}.self_attn.v_proj",
-    o=f"{_LAYER}.self_attn.out_proj",
-    mlp_norm=f"{_LAYER}.layer_norm2",
-    up=f"{_LAYER}.mlp.fc1",
-    down=f"{_LAYER}.mlp.fc2",
-    fc1="multi_modal_projector.linear_1",
-    fc2="multi_modal_projector.linear_2",
-) | {"newline": "image_newline"}
+_NAMES = (
+    siglip_names("vision_tower.")
+    | named(fc1="multi_modal_projector.linear_1", fc2="multi_modal_projector.linear_2")
+    | {"newline": "image_newline"}
+)
 
 
 def eyes_onevision(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
@@ -56,29 +47,17 @@ def eyes_onevision(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> Model
 def _read(hf: HFConfig, read_layer: int) -> EncoderConfig:
     """The encoder up to its layer `read_layer`, without its projector."""
     hf.expect("model_type", "siglip_vision_model")
-    hf.expect("num_channels", 3)
     hf.ignore("vision_use_head", "projection_dim")  # of what is not read
-    hidden = hf.take("hidden_size", 1152)
-    heads = hf.take("num_attention_heads", 16)
-    patch = hf.take("patch_size", 14)
-    count = hf.take("num_hidden_layers", 26)
+    fields = read_siglip(hf, hidden=1152, heads=16, patch=14, intermediate=4304, layers=26)
+    layers = fields.pop("layers")
+    count = len(layers)
     if type(read_layer) is not int or not -count - 1 <= read_layer <= count:
         raise ConfigError(f"{hf.source}: vision_feature_layer={read_layer!r} must be one of {count} layers")
-    norm = NormSpec(kind="layer", eps=hf.take("layer_norm_eps", 1e-6), bias=True)
-    mlp = MLPSpec(
-        size=hf.take("intermediate_size", 4304), activation=read_activation(hf, "gelu_pytorch_tanh"), gated=False,
-        bias=True,
-    )  # fmt: skip
-    dim = head_dim_of(hf, hidden, heads, "num_attention_heads")
-    attention = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=dim, qkv_bias=True, out_bias=True)
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm)
     return EncoderConfig(
-        hidden_size=hidden,
-        patch_shape=(3, patch, patch),
-        patch_bias=True,
-        layers=(layer,) * (read_layer if read_layer >= 0 else count + 1 + read_layer),
-        table=square_side(hf, "image_size", 384) // patch,
+        **fields,
+        layers=layers[: read_layer if read_layer >= 0 else count + 1 + read_layer],
+        table=square_side(hf, "image_size", 384) // fields["patch_shape"][-1],
         side=1,
         projector=(),
-        out_size=hidden,
+        out_size=fields["hidden_size"],
     )
