@@ -23,10 +23,11 @@ from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
-from jaxserve.server.process.api_server import ApiServer, OwnEngine, allow_files, http_config
+from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
 from jaxserve.server.process.api_server_process import ApiServerLaunch
 from jaxserve.server.process.api_servers import MOST_FRONTS, serve_api_servers
 from jaxserve.server.process.engine_process import EngineProcess
+from jaxserve.server.process.served_model import OwnEngine, ServedModel
 from jaxserve.text.chat_template import check_variables, read_chat_template
 
 
@@ -89,7 +90,8 @@ def serve(
         cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class, engine) as process:
         if own.api_server_count == 1:
-            server = ApiServer(uvicorn_config, state, OwnEngine(process), config, shares_listener=own.fd is not None)
+            served = ServedModel(state, OwnEngine(process), config)
+            server = ApiServer(uvicorn_config, state, served, shares_listener=own.fd is not None)
             server.run(sockets=[listener])
             failure = server.failure
         else:
