@@ -166,9 +166,14 @@ def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.flags import server_options
-    from jaxserve.server.process.run import serve
 
     options = server_options(args)
+    if args.catalog is not None:
+        from jaxserve.commands.several_models import serve_catalog
+
+        return serve_catalog(args, options)
+    from jaxserve.server.process.run import serve
+
     config = engine_config(args)
     options |= {"deployment": deployment.locked(args), "engine": args.engine}
     return _follow(config) if config.host_id else serve(config, **options)

@@ -32,6 +32,10 @@ CONTEXT_BYTES = 600 << 20  # GPU memory of a process outside of JAX's pool
 _NO_LIMIT = Budget(2**62, 1.0, 0, 0, 0, None, True)
 
 
+class TooLargeError(ConfigError):
+    """A model needs more memory than it may take."""
+
+
 @dataclass(frozen=True)
 class Share:
     """Bytes that a model takes on each of its devices, and the size of its cache.
@@ -58,6 +62,10 @@ class Share:
     @property
     def total(self) -> int:
         return self.weights + self.slots + self.states + self.needs + self.process + self.cache
+
+    def utilization(self, total: int) -> float:
+        """The `memory_utilization` of the model's engine on a GPU with `total` bytes."""
+        return min(max((self.total - CONTEXT_BYTES) / total, 0.05), 1.0)
 
     def describe(self) -> str:
         """The sum in words."""
@@ -116,7 +124,7 @@ def share_of(config: EngineConfig, most: int, given: int | None = None, devices:
     limit = most if given is None else min(given, most)
     if pages < 2 or share.total > limit:
         at_least = replace(share, pages=max(pages, 2))
-        raise ConfigError(
+        raise TooLargeError(
             f"{config.model} needs at least {at_least.describe()}, and {memory.size(limit)} are for it. Lower "
             "--kv-pages, --max-model-len, --max-num-seqs or --max-num-batched-tokens, quantize it, or give more memory"
         )
@@ -147,10 +155,8 @@ def _refuse(config: EngineConfig) -> None:
 
 
 def total_memory(config: EngineConfig) -> tuple[str, int]:
-    """(platform, bytes of each device that models may take together), with nothing loaded yet. On CPU, of the host's
-    memory that is free now."""
+    """(platform, bytes of each device), with nothing loaded yet. On CPU, of the host's memory that is free now."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return "cpu", int(memory.available_host_bytes() * config.memory_utilization)
-    budget = memory.budget(config, device, 1, 0, 0)
-    return device.platform, int(budget.total * config.memory_utilization)
+        return "cpu", memory.available_host_bytes()
+    return device.platform, memory.budget(config, device, 1, 0, 0).total

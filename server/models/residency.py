@@ -145,11 +145,12 @@ class Residency:
         place.waiting = 0
 
     def died(self, name: str) -> None:
-        """The process of a model that was ready has ended for good. Its requests fail by themselves."""
-        self.places[name].state = "unloaded"
+        """A model that was ready has no engine any more. Its requests fail by themselves; `stopped` follows when its
+        memory is free."""
+        self.places[name].state = "stopping"
 
     def stopped(self, name: str) -> None:
-        """The process that `plan` had stopped has ended."""
+        """The process of a model that is stopped has ended."""
         self.places[name].state = "unloaded"
 
     # Decisions
@@ -283,7 +284,6 @@ class Residency:
             assert (place.asked is not None) == (name in self._queue), name
             assert place.running >= 0, name
             assert place.waiting >= 0, name
-            assert place.state != "stopping" or not place.running, f"{name} is stopped while requests run"
             assert place.state != "ready" or not place.waiting, f"{name} is ready, and requests wait for it"
             assert not place.waiting or place.state == "starting" or name in self._queue, name
             assert not place.is_resident or place.size is not None, name

@@ -43,14 +43,27 @@ class Memory(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A line of the answer for each model. `text` says in words what `total` bytes consist of. `error` says why the
-    model cannot be served; None: it can."""
+    """A line of the answer for each model.
+
+    Attributes:
+      text: what `total` bytes consist of, in words.
+      utilization: the share of a GPU's memory; 0 on CPU.
+      error: why the model cannot be served; None: it can.
+      too_large: because it does not fit.
+    """
 
     total: int = 0
     pages: int = 0
     longest: int = 0
     text: str = ""
+    utilization: float = 0.0
     error: str | None = None
+    too_large: bool = False
+
+
+def size(count: float) -> str:
+    """A number of bytes for people to read."""
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
 
 
 async def ask(models: Sequence[tuple[EngineConfig, int | None]], most: int | None) -> AsyncIterator[Memory | Answer]:
@@ -85,20 +98,21 @@ def main() -> None:
     watch_parent()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries that print do not disturb
-    from jaxserve.plan.share import share_of, total_memory
+    from jaxserve.plan.share import TooLargeError, share_of, total_memory
 
     configs = [EngineConfig(**question.config) for question in questions.models]  # type: ignore[arg-type]
-    platform, most = total_memory(configs[0])
-    most = questions.most or most
+    platform, total = total_memory(configs[0])
+    most = questions.most or int(total * configs[0].memory_utilization)
     answers.write(msgspec.json.encode(Memory(platform, most)) + b"\n")
     for config, question in zip(configs, questions.models, strict=True):
         try:
             share = share_of(config, most, question.given)
-            answer = Answer(share.total, share.pages, share.longest, share.describe())
+            utilization = 0.0 if platform == "cpu" else share.utilization(total)
+            answer = Answer(share.total, share.pages, share.longest, share.describe(), utilization)
         except Exception as error:
             if not isinstance(error, ValueError | OSError):
                 log.exception("the memory of %s could not be computed", config.model)
-            answer = Answer(error=str(error) or type(error).__name__)
+            answer = Answer(error=str(error) or type(error).__name__, too_large=isinstance(error, TooLargeError))
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
 

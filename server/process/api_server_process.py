@@ -28,6 +28,7 @@ from jaxserve.server.http.shared_responses import SharedResponseStore
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
+from jaxserve.server.models.listing import OneModel
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
@@ -174,6 +175,7 @@ def main() -> int:
         settings, EngineClient(), metrics, created=launch.created, number=launch.number, counts=launch.counts()
     )
     state.responses = launch.responses()
+    state.models = OneModel(state, launch.config["model"])
     allow_files(settings)
     served = ServedModel(state, SharedEngine(launch.socket_path), EngineConfig(**launch.config))
     api_server = _SharedApiServer(

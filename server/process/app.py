@@ -10,7 +10,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
+from jaxserve.server.endpoints import (
+    adapters,
+    invocations,
+    models,
+    page,
+    pooling,
+    repository,
+    responses,
+    several,
+    weights,
+)
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
@@ -27,6 +37,8 @@ from jaxserve.server.http.middleware import (
 )
 from jaxserve.server.http.origin import OriginCheck
 from jaxserve.server.http.state import ServerState
+from jaxserve.server.models.engines import Models
+from jaxserve.server.models.routing import Routing
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
@@ -66,6 +78,7 @@ _ROUTES = [
     *(Route(path, run, methods=weights.METHODS.get(path, ["POST"])) for path, run in weights.HANDLERS.items()),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
+    *repository.ROUTES,
 ]
 
 
@@ -91,11 +104,19 @@ def build_app(state: ServerState) -> Starlette:
         monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
         middleware.append(
             Middleware(
-                ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths, counts=state.counts
+                ApiKeys,
+                keys=settings.api_keys,
+                monitor_keys=monitors,
+                open_paths=open_paths,
+                counts=state.counts,
+                model_names=None if isinstance(state.models, Models) else settings.model_names,
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
     routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    if isinstance(state.models, Models):
+        routes = [*several.ROUTES, *routes]
+        middleware.append(Middleware(Routing, models=state.models))
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))

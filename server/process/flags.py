@@ -9,12 +9,14 @@ from typing import Any
 
 from jaxserve.commands.arguments import add_settings
 from jaxserve.server.http.settings import ServerSettings, a_key
+from jaxserve.server.models.settings import ModelsSettings
 from jaxserve.setting import settings_of
 
 
 def add_server_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags to a command; `server_options` reads them."""
     add_settings(command.add_argument_group("server"), ServerSettings)
+    add_settings(command.add_argument_group("models"), ModelsSettings)
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:

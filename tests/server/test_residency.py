@@ -188,6 +188,7 @@ def test_random_requests_starts_stops_and_deaths(seed):
                     models.want(name, now)
                 elif models.places[name].state in ("ready", "leaving"):
                     models.died(name)
+                    stopping.append(name)
         models.check_integrity()
         follow()
 
