@@ -14,7 +14,6 @@ from jaxserve.setting import settings_of
 
 if TYPE_CHECKING:  # help needs no models
     from jaxserve.server.models.catalog import Model
-    from jaxserve.server.models.settings import ModelsSettings
 
 
 def read_catalog(parser: argparse.ArgumentParser, reader: ServeParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -56,11 +55,13 @@ class _FlagsOf:
         wrong flags, and OSError or ValueError for a bundle that cannot be read."""
         from jaxserve.server.http.settings import ServerSettings
         from jaxserve.server.models.serve import OF_MODEL
+        from jaxserve.server.models.settings import ModelsSettings
 
         where = Path(f"the model {model.name}")
         own = self._reader.arguments(model.settings, where)
         given = self._given(own, where)
-        of_server = {name: known.dest for name, known in settings_of(ServerSettings).items() if name not in OF_MODEL}
+        every = settings_of(ServerSettings) | settings_of(ModelsSettings)
+        of_server = {name: known.dest for name, known in every.items() if name not in OF_MODEL}
         if wrong := [name for name, dest in of_server.items() if dest in given]:
             raise ConfigError(f"{where}: {wrong[0].replace('_', '-')} is a setting of the whole server, not of a model")
         of_bundle = []
@@ -111,5 +112,5 @@ def serve_catalog(args: argparse.Namespace, options: dict[str, Any]) -> int:
         if not is_bundle(model.source):
             args.flags_of(model)  # wrong flags are reported before anything starts
     options.pop("served_model_name")
-    models: ModelsSettings = ModelsSettings(**chosen(args, ModelsSettings))
+    models = ModelsSettings(**chosen(args, ModelsSettings))
     return serve_models(args.catalog, models, args.flags_of, **options)

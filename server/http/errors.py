@@ -16,7 +16,7 @@ log = logging.getLogger("jaxserve.server")
 
 RETRY_SECONDS = "1"  # Retry-After of a 503
 ANTHROPIC_PATHS = "/v1/messages"
-TRITON_PATHS = "/v2"
+TRITON_PATHS = "/v2/health", "/v2/models", "/v2/repository"
 
 _TYPES = {
     401: "authentication_error",
@@ -73,7 +73,7 @@ class APIError(Exception):
     def response(self, scope: Scope) -> Response:
         """The error as a response, in the shape that the request's path calls for."""
         path = own_path(scope)
-        if path == TRITON_PATHS or path.startswith(f"{TRITON_PATHS}/"):
+        if path.startswith(TRITON_PATHS):
             body = self.plain_body()
         else:
             body = self.anthropic_body() if path.startswith(ANTHROPIC_PATHS) else self.body()

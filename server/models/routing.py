@@ -13,15 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.endpoints import page
 from jaxserve.server.http.body import put_back, read_bytes, taken_back
-from jaxserve.server.http.errors import own_path
+from jaxserve.server.http.errors import TRITON_PATHS, own_path
 from jaxserve.server.http.middleware import ADMIN_PATHS, MONITOR_PATHS, OPEN_PATHS
 from jaxserve.server.http.state import ROUTED, key_of
 from jaxserve.server.models.engines import Models
 from jaxserve.server.observe.access import MODEL
 
 # Answered by the server itself, whatever the query says.
-_OWN_PATHS = OPEN_PATHS | page.PATHS | {"/metrics", "/load", "/version", "/openapi.json"}
-_OWN_BEGINNINGS = "/v1/models", "/v2", "/v1/files", "/v1/batches"
+_OWN_PATHS = OPEN_PATHS | page.PATHS | {"/v2", "/metrics", "/load", "/version", "/openapi.json"}
+_OWN_BEGINNINGS = *TRITON_PATHS, "/v1/models", "/v1/files", "/v1/batches"
 # These do not start a model: their handlers check the admin key only later, or they just watch.
 _WATCHING = (ADMIN_PATHS | MONITOR_PATHS) - _OWN_PATHS
 _FORMS = "multipart/"
