@@ -27,7 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 COUNT = 12
-SETTINGS = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "512", "--kv-pages", "130"]
+SETTINGS = {"max-num-seqs": 8, "max-num-batched-tokens": 128, "max-model-len": 512, "kv-pages": 130}
+BUNDLES = 2
 MIB = 2**20
 
 
@@ -35,8 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["prepare", "swaps", "hot", "random"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="demo", help="what the bundles are made of")
-    parser.add_argument("--count", type=int, default=COUNT, help="number of bundles")
+    parser.add_argument("--model", default="demo", help="what the models are made of")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("FLAG", "VALUE"), help="of `prepare`")
     parser.add_argument("--requests", type=int, default=2000, help="of `random`")
     parser.add_argument("--seconds", type=float, default=240, help="`random` ends after so long")
     args = parser.parse_args()
@@ -44,15 +45,22 @@ def main() -> None:
 
 
 def run_prepare(args: argparse.Namespace) -> None:
-    for number in range(args.count):
-        out = args.folder / f"m-{number}"
-        command = [sys.executable, "-m", "jaxserve", "bundle", args.model, "--out", str(out), *SETTINGS]
-        subprocess.run([*command, "--load-format", "dummy", "--seed", str(number)], check=True)
+    """Two bundles, and a file of models with random weights, which their seeds tell apart."""
+    settings = SETTINGS | dict(args.set) | {"load-format": "dummy"}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    for seed in range(BUNDLES):
+        out = args.folder / f"m-{seed}"
+        command = [sys.executable, "-m", "jaxserve", "bundle", args.model, "--out", str(out), *flags]
+        subprocess.run([*command, "--seed", str(seed)], check=True)
+    models = [
+        {"name": f"m-{seed}", "source": args.model, "settings": settings | {"seed": seed}} for seed in range(COUNT)
+    ]
+    (args.folder / "models.json").write_text(json.dumps({"models": models}))
 
 
 def run_swaps(args: argparse.Namespace) -> None:
     """Memory for one model, two in turns."""
-    with several(args.folder, models=1.5) as (port, process):
+    with several(["--model-dir", str(args.folder)], models=1.5) as (port, process):
         size = max(card["memory_bytes"] for card in cards(port).values())
         times = []
         for turn in range(9):
@@ -66,7 +74,8 @@ def run_swaps(args: argparse.Namespace) -> None:
 
 def run_hot(args: argparse.Namespace) -> None:
     """One client after the other, in turns between the two servers, so that the machine's mood is the same for both."""
-    with several(args.folder, models=4.5) as (port, _), one_model(args.folder / "m-0") as alone:
+    models = ["--models", str(args.folder / "models.json")]
+    with several(models, models=4.5) as (port, _), one_model(args.folder / "m-0") as alone:
         for number in range(4):
             assert ask(port, f"m-{number}")[0] == 200
         times: dict[str, list[float]] = {"alone": [], "one of several": []}
@@ -86,19 +95,18 @@ def run_hot(args: argparse.Namespace) -> None:
 
 def run_random(args: argparse.Namespace) -> None:
     choose = random.Random(1)
-    weights = [1 / (rank + 1) for rank in range(args.count)]
-    names = choose.choices(range(args.count), weights, k=args.requests)
+    names = choose.choices(range(COUNT), [1 / (rank + 1) for rank in range(COUNT)], k=args.requests)
     seen: Counter[str] = Counter()
     most_counted = most_real = 0.0
     hot: list[float] = []
-    end = time.monotonic() + args.seconds
-    with several(args.folder, models=4.5) as (port, process):
+    with several(["--models", str(args.folder / "models.json")], models=4.5) as (port, process):
         expected = {}
-        for number in range(args.count):
+        for number in range(COUNT):
             status, text = ask(port, f"m-{number}", 8)
             assert status == 200
             expected[number] = text
-        assert len(set(expected.values())) == args.count, "the models' answers tell them apart"
+        end = time.monotonic() + args.seconds
+        assert len(set(expected.values())) == COUNT, "the models' answers tell them apart"
 
         def one(number: int) -> None:
             if time.monotonic() > end:
@@ -119,8 +127,8 @@ def run_random(args: argparse.Namespace) -> None:
             asked = [pool.submit(one, number) for number in names]
             while not all(request.done() for request in asked):
                 engines = children(process)
-                known = cards(port)
-                resident = [one for one in known.values() if one["state"] in ("starting", "ready", "unloading")]
+                listed = cards(port)
+                resident = [one for one in listed.values() if one["state"] in ("starting", "ready", "unloading")]
                 most_counted = max(most_counted, sum(one["memory_bytes"] for one in resident))
                 most_real = max(most_real, sum(map(memory_of, engines)))
                 if engines and choose.random() < 0.2:
@@ -139,15 +147,22 @@ def run_random(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def several(folder: Path, models: float) -> Iterator[tuple[int, subprocess.Popen]]:
-    """A server with the bundles of a folder, and memory for so many of them."""
+def several(flags: list[str], models: float) -> Iterator[tuple[int, subprocess.Popen]]:
+    """A server with models, and memory for so many of them."""
     port = free_port()
-    # a model is some 475 MiB, which the server's log tells exactly
-    flags = ["--model-dir", str(folder), "--models-memory", str(models * 475 / 1024), "--no-access-log"]
-    with running([*flags, "--engine-restarts", "100"], port, "several.log") as process:
-        while any(card["memory_bytes"] is None for card in cards(port).values()):
-            time.sleep(0.1)
+    with running([*flags, "--no-access-log"], port, "several.log"):
+        size = max(card["memory_bytes"] for card in known(port).values())
+    flags = [*flags, "--models-memory", str(models * size / 2**30), "--engine-restarts", "100", "--model-wait", "120"]
+    with running([*flags, "--no-access-log"], port, "several.log") as process:
+        known(port)
         yield port, process
+
+
+def known(port: int) -> dict[str, dict]:
+    """The models, once their sizes are known."""
+    while any(card["memory_bytes"] is None for card in cards(port).values()):
+        time.sleep(0.1)
+    return cards(port)
 
 
 @contextlib.contextmanager

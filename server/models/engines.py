@@ -40,6 +40,7 @@ from jaxserve.types import EngineDeadError
 log = logging.getLogger("jaxserve.server")
 
 FAILED_SECONDS = 5.0  # from a failed start to the next attempt
+TOO_LARGE_SECONDS = 60.0  # the same for a model that does not fit, whose size is computed again
 _HOST = "host"  # the device whose memory counts on CPU
 _MOST_LISTED = 16  # names of models in an error
 # Makes the settings of a model of its flags: of its engine, and those of the server that are the model's own.
@@ -165,8 +166,8 @@ class Models:
         if not self._enters(served):
             await run_until_disconnect(http.receive, self._enter(served))
         try:
-            assert served.state is not None
-            assert served.place is not None
+            if served.state is None or served.place is None:  # it has died since
+                raise unavailable(f"the model {name!r} is gone; try again", "engine_unavailable")
             if keep_alive is not None:
                 served.place.keep_alive = keep_alive
             yield served.state
@@ -256,6 +257,14 @@ class Models:
             wait = self._residency.due(now()) - now()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if wait == math.inf else max(wait, 0.001))
+
+    def refuse_new(self) -> None:
+        for state in (self._server, *self.states):
+            state.draining = True
+        for served in self._models.values():
+            for waiter in served.waiters:
+                if not waiter.done.done():
+                    waiter.done.set_exception(unavailable("the server is shutting down", "shutting_down"))
 
     async def leave(self) -> None:
         for task in self._tasks:
@@ -371,7 +380,8 @@ class Models:
 
     def _leave(self, served: _Served) -> None:
         self._residency.ended(served.name, self._now())
-        self._changed.set()
+        if not self._residency.places[served.name].running:
+            self._changed.set()
 
     async def _known(self, served: _Served) -> None:
         """Waits until the model's size is known. Raises APIError (503) if it cannot be served."""
@@ -398,7 +408,7 @@ class Models:
         log.error("the model %s cannot be served: %s", served.name, reason)
         served.reason = reason
         served.too_large = too_large
-        served.retry_at = self._now() + FAILED_SECONDS
+        served.retry_at = self._now() + (TOO_LARGE_SECONDS if too_large else FAILED_SECONDS)
         for waiter in served.waiters:
             waiter.state = "failed"
             if not waiter.done.done():

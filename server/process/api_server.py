@@ -84,6 +84,9 @@ class Served(Protocol):
     async def run(self) -> None:
         """Starts, and goes on until the server stops. Raises an exception if the server cannot go on."""
 
+    def refuse_new(self) -> None:
+        """The server drains: new requests are refused from now on."""
+
     async def leave(self) -> None:
         """Ends for good, after the last request."""
 
@@ -156,8 +159,7 @@ class ApiServer(uvicorn.Server):
             for state in self._states:
                 state.leaving = True
             await asyncio.sleep(settings.drain_delay)
-        for state in self._states:
-            state.draining = True
+        self._served.refuse_new()
         if self._shares_listener:
             for server in self.servers:
                 server.close()  # this process's copy of the socket; the next server's copy keeps listening

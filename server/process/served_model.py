@@ -151,6 +151,10 @@ class ServedModel:
             _warm(tokenizer)
         return tokenizer
 
+    def refuse_new(self) -> None:
+        """See `api_server.Served`."""
+        self._state.draining = True
+
     async def leave(self) -> None:
         """Disconnects from the engine for good, after the last request."""
         await self._engine.leave(self._state)

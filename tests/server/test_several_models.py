@@ -25,10 +25,10 @@ from jaxserve.server.http.keys import read_keys
 from jaxserve.server.models.catalog import models_in, models_of, seconds_of
 
 ADMIN = {"Authorization": "Bearer admin"}
-SIZE = 456  # MiB of one of the models, most of which is the process
+SIZE = 474  # MiB of one of the models, most of which is the process
 FLAGS = (
     "--load-format", "dummy", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256",
-    "--admin-key", "admin", "--model-wait", "20", "--model-start-limit", "10", "--engine-restarts", "1",
+    "--admin-key", "admin", "--model-wait", "60", "--model-start-limit", "15", "--engine-restarts", "1",
 )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_a_folder_that_vanishes_and_a_model_that_never_gets_ready(server, folder
     response = ask(server, "m-3")
     (folder / "m-3" / "hang").unlink()
     assert error(response) == (503, "model_failed")
-    assert "was not ready within 10 s" in response.text
+    assert "was not ready within 15 s" in response.text
     assert number_of(ask(server, "m-1")) == 1
 
 
@@ -310,7 +310,7 @@ models:
     aliases: [first]
     pinned: true
   - {{name: m-1, source: {folder}/m-1, keep_alive: 300ms}}
-  - {{name: m-2, source: {folder}/m-2, memory: 440 MiB}}
+  - {{name: m-2, source: {folder}/m-2, memory: 460 MiB}}
   - {{name: m-3, source: {folder}/m-3, settings: {{max-num-seqs: 2, kv-pages: 200000}}}}
   - {{name: gone, source: {folder}/gone}}
 """)
@@ -340,7 +340,7 @@ models:
         assert "GiB" in large.text
         small = answer("m-2")
         assert error(small) == (503, "model_too_large")
-        assert "440 MiB are for it" in small.text
+        assert "460 MiB are for it" in small.text
 
         seen = server.http(headers={"Authorization": "Bearer some"}).get("/v1/models").json()["data"]
         assert {card["id"] for card in seen} == {"team/one", "first", "m-2"}
