@@ -168,10 +168,12 @@ def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.flags import server_options
 
     options = server_options(args)
-    if args.catalog is not None:
-        from jaxserve.commands.several_models import serve_catalog
+    if args.several is not None:
+        from jaxserve.server.models.flags import serve_catalog
 
-        return serve_catalog(args, options)
+        if args.engine is not None:  # it waits to be told of one model
+            args.engine.stdin.close()
+        return serve_catalog(args.several, options)
     from jaxserve.server.process.run import serve
 
     config = engine_config(args)

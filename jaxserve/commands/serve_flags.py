@@ -7,11 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.commands.arguments import add_settings
 from jaxserve.commands.config_file import ServeParser, is_bundle, read_config
-from jaxserve.commands.several_models import read_catalog
 from jaxserve.config import ConfigError
 from jaxserve.setting import setting
 
@@ -39,11 +38,20 @@ class RecordSettings:
     )  # fmt: skip
 
 
+class ServeFlags(NamedTuple):
+    """What reads the flags of `serve`, and the command line with the flags of a file."""
+
+    parser: argparse.ArgumentParser
+    reader: ServeParser
+    argv: list[str]
+
+
 def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The flags of `serve` from all sources; `parser` is that of the command, and `argv` its part of the command line.
 
     The namespace has more names: `flags`, those that are not defaults; `lock`, the record to be verified, or None; and
-    `catalog`, the models of a server with several, or None (see `several_models.read_catalog`). Raises ConfigError.
+    `several`, with which a server with several models reads the flags of each, or None; then the others are missing.
+    Raises ConfigError.
     """
     from jaxserve.deployment.record import is_record
 
@@ -70,9 +78,12 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         model = args.model or named
         before = reader.arguments(values, args.config, above)
     if args.models is not None or args.model_dir is not None:
+        if not parser.prog.endswith(" serve"):
+            raise ConfigError(f"{parser.prog} is for one model; leave out --models and --model-dir")
         if model is not None or lock is not None:
             raise ConfigError(f"--models and --model-dir name the models; leave out {model or args.config}")
-        return read_catalog(parser, reader, [*argv, *before])
+        args.several = ServeFlags(parser, reader, [*argv, *before])
+        return args
     if model is None and (words := _model_after_name(argv)):
         return read_serve(parser, words)
     if not isinstance(model, str) or not model:
@@ -91,7 +102,7 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     args.model = model
     args.flags = reader.chosen(args)
     args.lock = lock
-    args.catalog = None
+    args.several = None
     return args
 
 

@@ -21,9 +21,9 @@ from jaxserve.server.endpoints.models import require_admin
 from jaxserve.server.http.body import read_bytes
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.listing import Listed, ServerModels
 from jaxserve.server.http.sse import EventStream, run_until_disconnect
 from jaxserve.server.http.state import key_of, state_of, to_json
-from jaxserve.server.models.listing import Listed, ServerModels
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.types import InvalidRequestError
 

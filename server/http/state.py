@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.listing import ServerModels
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
@@ -38,9 +39,6 @@ from jaxserve.server.observe.recorder import Recorder
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import Image, InvalidRequestError
-
-if TYPE_CHECKING:
-    from jaxserve.server.models.listing import ServerModels
 
 T = TypeVar("T")
 

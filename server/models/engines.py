@@ -21,6 +21,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.server.http.counts import STREAMS
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.listing import Listed, ModelState
+from jaxserve.server.http.models_settings import ModelsSettings
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.sse import run_until_disconnect
 from jaxserve.server.http.state import ServerState, key_of
@@ -28,9 +30,7 @@ from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.models import sizing
 from jaxserve.server.models.catalog import Model
-from jaxserve.server.models.listing import Listed, ModelState
 from jaxserve.server.models.residency import Place, Residency
-from jaxserve.server.models.settings import ModelsSettings
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.engine_process import EngineProcess
 from jaxserve.server.process.served_model import OwnEngine, ServedModel

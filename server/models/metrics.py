@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from jaxserve.server.models.listing import MODEL_STATES, Listed
+from jaxserve.server.http.listing import MODEL_STATES, Listed
 from jaxserve.server.observe.metrics import Metrics
 
 Row = tuple[Listed, int, int, int, float]  # entry, requests that wait for a start, starts, failures, seconds of a start

@@ -6,16 +6,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.middleware import Middleware
+
 from jaxserve.config import ConfigError
+from jaxserve.server.http.models_settings import ModelsSettings
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.models.catalog import Model
+from jaxserve.server.models.endpoints import ROUTES
 from jaxserve.server.models.engines import Configure, Models, SeveralState
-from jaxserve.server.models.settings import ModelsSettings
+from jaxserve.server.models.routing import Routing
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
 from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
+from jaxserve.server.process.app import build_app
 from jaxserve.server.process.run import final_settings, listen
 
 # Settings of the server that belong to one model, so that each model may have its own.
@@ -53,7 +58,7 @@ def serve_models(
     state = SeveralState(own, EngineClient(), Metrics("", own.metrics_prefix))
     served = Models(catalog, state, models, configure, engine_class)
     state.models = served
-    uvicorn_config = http_config(state)
+    uvicorn_config = http_config(state, build_app(state, ROUTES, Middleware(Routing, models=served)))
     log_to_stdout()
     allow_files(own)
     if (listener := listen(own)) is None:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import uvicorn
+from starlette.applications import Starlette
 
 from jaxserve.server.http.connections import RESERVE
 from jaxserve.server.http.protocol import accept
@@ -27,11 +28,12 @@ log = logging.getLogger("jaxserve.server")
 _OTHER_FILES = 256  # open files besides connections
 
 
-def http_config(state: ServerState) -> uvicorn.Config:
-    """uvicorn's settings of an API server. Raises ValueError for a certificate that cannot be used."""
+def http_config(state: ServerState, app: Starlette | None = None) -> uvicorn.Config:
+    """uvicorn's settings of an API server, by default with the application for one model. Raises ValueError for a
+    certificate that cannot be used."""
     settings = state.settings
     config = uvicorn.Config(
-        build_app(state),
+        app or build_app(state),
         lifespan="off",
         h11_max_incomplete_event_size=settings.max_header_bytes,
         ws="none",

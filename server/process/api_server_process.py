@@ -23,12 +23,12 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.server.http.counts import BEATS, SharedCounts, names_of
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.one_model import OneModel
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.shared_responses import SharedResponseStore
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
-from jaxserve.server.models.listing import OneModel
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say

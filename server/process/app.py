@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,7 +20,6 @@ from jaxserve.server.endpoints import (
     pooling,
     repository,
     responses,
-    several,
     weights,
 )
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
@@ -37,8 +38,6 @@ from jaxserve.server.http.middleware import (
 )
 from jaxserve.server.http.origin import OriginCheck
 from jaxserve.server.http.state import ServerState
-from jaxserve.server.models.engines import Models
-from jaxserve.server.models.routing import Routing
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
@@ -82,8 +81,10 @@ _ROUTES = [
 ]
 
 
-def build_app(state: ServerState) -> Starlette:
-    """The application of one API server: the process that serves HTTP and passes requests to the engine's process."""
+def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middleware | None = None) -> Starlette:
+    """The application of one API server: the process that serves HTTP and passes requests to the engine's process.
+
+    With several models, `routing` finds that of a request, and `routes` go before those for one model."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
@@ -109,14 +110,13 @@ def build_app(state: ServerState) -> Starlette:
                 monitor_keys=monitors,
                 open_paths=open_paths,
                 counts=state.counts,
-                model_names=None if isinstance(state.models, Models) else settings.model_names,
+                model_names=None if routing is not None else settings.model_names,
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
-    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
-    if isinstance(state.models, Models):
-        routes = [*several.ROUTES, *routes]
-        middleware.append(Middleware(Routing, models=state.models))
+    routes = [*routes, *_ROUTES, *(page.ROUTES if settings.ui else ())]
+    if routing is not None:
+        middleware.append(routing)
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))

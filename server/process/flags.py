@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from jaxserve.commands.arguments import add_settings
+from jaxserve.server.http.models_settings import ModelsSettings
 from jaxserve.server.http.settings import ServerSettings, a_key
-from jaxserve.server.models.settings import ModelsSettings
 from jaxserve.setting import settings_of
 
 

@@ -15,12 +15,12 @@ from jaxserve.bundles.container import is_bundle
 from jaxserve.config import EngineConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.server.http.keys import ApiKey, read_keys
+from jaxserve.server.http.one_model import OneModel
 from jaxserve.server.http.origin import is_local
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
-from jaxserve.server.models.listing import OneModel
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say

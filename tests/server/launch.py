@@ -8,8 +8,8 @@ import sys
 
 from jaxserve.commands.cli import make_parser
 from jaxserve.commands.serve_flags import read_serve
-from jaxserve.commands.several_models import serve_catalog
 from jaxserve.config import EngineConfig
+from jaxserve.server.models.flags import serve_catalog
 from jaxserve.server.process.flags import server_options
 from jaxserve.server.process.run import serve
 
@@ -18,7 +18,6 @@ if __name__ == "__main__":
     if "flags" in options:
         parser = make_parser().parse_args(["serve"]).serve_parser
         args = read_serve(parser, options["flags"])
-        args.engine = None
         more = {"engine_class": options["engine_class"]} if options["engine_class"] else {}
-        sys.exit(serve_catalog(args, server_options(args) | more))
+        sys.exit(serve_catalog(args.several, server_options(args) | more))
     sys.exit(serve(EngineConfig(**options["config"]), **options["serve"]))

@@ -1,18 +1,14 @@
-"""What handlers ask about the models of a server, whether it has one (`OneModel`) or several (`engines.Models`)."""
+"""What handlers ask about the models of a server, whether it has one (`one_model`) or several (`server/models`)."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
 
-from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.server.http.state import ServerState, key_of
 from jaxserve.server.ipc.messages import Ready
 
 MODEL_STATES = ("unloaded", "waiting", "starting", "ready", "unloading", "failed")
@@ -55,8 +51,8 @@ class ServerModels(Protocol):
 
     def hold(
         self, http: Request, name: str, keep_alive: float | None = None
-    ) -> contextlib.AbstractAsyncContextManager[ServerState]:
-        """Has a model in memory, which is started first if need be, until the context is left.
+    ) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Has a model in memory, which is started first if need be, until the context is left: its ServerState.
 
         keep_alive: seconds for which it stays without a request; None: as before. Raises APIError: 404 for an unknown
         name, and 503 if the model cannot be started, or not within `ModelsSettings.model_wait`."""
@@ -67,38 +63,3 @@ class ServerModels(Protocol):
     async def unload(self, name: str) -> None:
         """Stops a model after its running requests, and returns when its memory is free. Raises APIError: 404 for an
         unknown name, 503 if requests run for longer than `ModelsSettings.model_wait`, and 400 if this cannot be."""
-
-
-class OneModel:
-    """The model of a server that has one, which is always in memory."""
-
-    def __init__(self, state: ServerState, source: str):
-        self._state = state
-        self._source = source
-
-    def listed(self, key: ApiKey | None = None) -> list[Listed]:
-        state = self._state
-        name, *aliases = state.settings.model_names
-        kinds: dict[str, ModelState] = {"ready": "ready", "loading": "starting", "restarting": "starting"}
-        kind = kinds.get(state.status, "failed" if state.client.is_dead else "unloading")
-        kind = "unloaded" if state.sleeps else kind
-        reason = state.client.error or ""
-        expires = math.inf if kind == "ready" else None
-        return [Listed(name, tuple(aliases), self._source, True, kind, reason, None, expires, state.client.info)]
-
-    def find(self, name: str, key: ApiKey | None = None) -> Listed:
-        self._state.check_model(name)
-        return self.listed()[0]
-
-    @contextlib.asynccontextmanager
-    async def hold(self, http: Request, name: str, keep_alive: float | None = None) -> AsyncIterator[ServerState]:
-        self.find(name, key_of(http))
-        yield self._state
-
-    async def load(self, name: str) -> None:
-        self.find(name)
-        self._state.require_ready()
-
-    async def unload(self, name: str) -> None:
-        self.find(name)
-        raise APIError(400, "this server has one model, which stays in memory; --models and --model-dir serve several")

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxserve.server.http.listing import Listed
 from jaxserve.server.http.state import ServerState, key_of, state_of, to_json
 from jaxserve.server.models.engines import Models
-from jaxserve.server.models.listing import Listed
 
 
 def _models(http: Request) -> tuple[ServerState, Models]:
