@@ -31,15 +31,19 @@ async def create_completion(http: HTTPRequest) -> Response:
     body = await read_body(http, _decoder)
     adapter = state.check_model(body.model)
     body.check()
-    answer = await run_until_disconnect(http.receive, _prepare(state, http, body, adapter))
+    prepared = await run_until_disconnect(http.receive, prepare_completion(state, http, body, adapter))
+    answer = _Answer(state, http, body, *prepared)
     if body.stream:
         return EventStream(answer.stream())
     return await run_until_disconnect(http.receive, answer.whole())
 
 
-async def _prepare(
-    state: ServerState, http: HTTPRequest, body: CompletionRequest, adapter: ServedAdapter | None
-) -> _Answer:
+async def prepare_completion(
+    state: ServerState,
+    http: HTTPRequest,
+    body: CompletionRequest,
+    adapter: ServedAdapter | None,
+) -> tuple[Generation, list[_Echo | None]]:
     """Tokenizes and checks the prompts."""
     tokenizer, info = state.require_ready()
     prompts = body.prompts()
@@ -83,8 +87,7 @@ async def _prepare(
         return params, echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)
-    generation = Generation(state, tokenizer, http, ids, params, body, adapter=adapter)
-    return _Answer(state, http, tokenizer, body, generation, echoes)
+    return Generation(state, tokenizer, http, ids, params, body, adapter=adapter), echoes
 
 
 class _Echo:
@@ -123,14 +126,13 @@ class _Answer:
         self,
         state: ServerState,
         http: HTTPRequest,
-        tokenizer: Tokenizer,
         body: CompletionRequest,
         generation: Generation,
         echoes: list[_Echo | None],
     ):
         self._state = state
         self._http = http
-        self._tokenizer = tokenizer
+        self._tokenizer, _ = state.require_ready()
         self._body = body
         self._generation = generation
         self._echoes = echoes

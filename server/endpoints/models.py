@@ -256,7 +256,7 @@ async def openapi(http: Request) -> Response:
     """GET /openapi.json."""
     state = state_of(http)
     model = None
-    if state.status == "ready":
+    if state.status == "ready" and state.tokenizer is not None:
         tokenizer, info = state.require_ready()
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
         fills_in = marker_ids(tokenizer) is not None

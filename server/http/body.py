@@ -41,12 +41,17 @@ def put_back(request: Request, data: bytes) -> None:
     request.scope.setdefault("state", {})[_READ] = data
 
 
+def taken_back(request: Request) -> bytes | None:
+    """What `put_back` was given, once; None if there is nothing."""
+    return request.scope.get("state", {}).pop(_READ, None)
+
+
 async def read_bytes(request: Request) -> bytes:
     """A request's JSON body. Raises APIError (400 or 503) if decoding it would take too much memory.
 
     Only the caller keeps a reference to it, unless it calls `put_back`.
     """
-    if (data := request.scope.get("state", {}).pop(_READ, None)) is not None:
+    if (data := taken_back(request)) is not None:
         return data
     parts = [part async for part in request.stream()]
     data = parts[0] if len(parts) == 1 else b"".join(parts)

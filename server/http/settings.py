@@ -150,8 +150,8 @@ class ServerSettings:
     admin_key: str | None = setting(
         None,
         "bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter, /v1/unload_lora_adapter, /sleep, "
-        "/wake_up, /is_sleeping and /update_weights, and for /metrics, /load and /pool; also read from "
-        "JAXSERVE_ADMIN_KEY",
+        "/wake_up, /is_sleeping, /update_weights, and load and unload below /v2/repository/models, and for /metrics, "
+        "/load and /pool; also read from JAXSERVE_ADMIN_KEY",
         topic="keys", short="key of the administrator's endpoints", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     ssl_certfile: str | None = setting(
@@ -168,7 +168,9 @@ class ServerSettings:
         short="origin whose pages may call the server; *: all", action="extend", type=_origins, metavar="ORIGIN",
     )  # fmt: skip
     api_key_file: str | None = setting(
-        None, "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority]'",
+        None,
+        "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority] [models]', models with "
+        "commas between them",
         topic="keys", metavar="FILE",
     )  # fmt: skip
     admin_key_file: str | None = setting(None, "file that holds the admin key", topic="keys", metavar="FILE")

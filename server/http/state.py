@@ -25,6 +25,7 @@ from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.listing import ServerModels
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
@@ -41,6 +42,7 @@ from jaxserve.types import Image, InvalidRequestError
 
 T = TypeVar("T")
 
+ROUTED = "server"  # key in a request's state of the ServerState of its model, in a server with several
 _MOST_REPAIRED = 2**20  # characters; in longer bodies 16.0 is not accepted for 16
 _INLINE_BYTES = 2000  # texts of a body up to this size are tokenized on the event loop, longer ones in a thread
 _MOST_LISTED = 16  # names of models in an error
@@ -60,6 +62,7 @@ class ServerState:
       created: seconds since the epoch; the `created` of models.
       number: of this API server among several; None if it is the only one.
       counts: what limits count, over all API servers.
+      models: what there is to know of the server's models beside this one.
     """
 
     settings: ServerSettings
@@ -73,6 +76,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     number: int | None = None
     counts: Counts = field(default_factory=Counts)
+    models: ServerModels | None = None
     _known_engine: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
     images: ImageWorkers | None = field(default=None, init=False)  # None: the model reads text only
@@ -155,6 +159,8 @@ class ServerState:
     async def all_api_servers_know(self, seconds: float = 1.0) -> None:
         """Waits until the other API servers know of the engine what this one knows. Those that are starting, or hang
         for `seconds`, are not waited for; they ask the engine before they serve."""
+        if self.number is None:
+            return
         deadline = time.monotonic() + seconds
         while set(self.counts.each(KNOWN)) - {0, self._known_engine} and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
@@ -295,7 +301,9 @@ def _in_turns(texts: list[str]) -> Iterator[list[str]]:
 
 
 def state_of(request: Request) -> ServerState:
-    return request.app.state.server
+    """The state of the model that serves a request: the one that `server.models.routing` has found, or the only one."""
+    routed: ServerState | None = request.scope.get("state", {}).get(ROUTED)
+    return request.app.state.server if routed is None else routed
 
 
 def key_of(request: Request) -> ApiKey | None:

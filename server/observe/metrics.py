@@ -119,6 +119,10 @@ class EngineTotals(msgspec.Struct):
     def on_restart(self) -> None:
         """Another engine is being started. It counts from zero; the counters here continue from the earlier totals."""
         self.restarts += 1
+        self.on_end()
+
+    def on_end(self) -> None:
+        """The engine has ended. The next one counts from zero."""
         self.past = self.stats
         self.on_stats(EngineStats())
 
@@ -136,7 +140,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.totals = EngineTotals()
         self._shared = shared
-        self._prefix = prefix
+        self.prefix = prefix
         self._labels = (model_name, "0")
         self._info: Ready | None = None
         self.ttft = self._histogram(
@@ -200,7 +204,7 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
-        histogram = ObservedHistogram(f"{self._prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        histogram = ObservedHistogram(f"{self.prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._labels)
 
     def succeeded(self, reason: str) -> None:
@@ -243,7 +247,7 @@ class Metrics:
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._family("gauge", "kv_cache_usage_perc", "KV pages in use, as a fraction from 0 to 1", used)
         accepted = CounterMetricFamily(
-            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            f"{self.prefix}:spec_decode_num_accepted_tokens_per_pos",
             "Tokens that speculative decoding proposed and the model kept, by position among the proposals of a row",
             labels=[*_LABELS, "position"],
         )
@@ -252,7 +256,7 @@ class Metrics:
         yield accepted
         if self._info is not None:
             info = GaugeMetricFamily(
-                f"{self._prefix}:cache_config_info",
+                f"{self.prefix}:cache_config_info",
                 "Always 1; the labels are tokens per KV page and the number of KV pages",
                 labels=[*_LABELS, "block_size", "num_gpu_blocks"],
             )
@@ -266,7 +270,7 @@ class Metrics:
         """The version of the weights in a label; how often they were replaced; and vLLM's state of an engine's sleep: 1
         for the state that it is in."""
         version = GaugeMetricFamily(
-            f"{self._prefix}:weight_version_info",
+            f"{self.prefix}:weight_version_info",
             "Always 1; the label is the version of the weights",
             labels=[*_LABELS, "weight_version"],
         )
@@ -274,7 +278,7 @@ class Metrics:
         yield version
         yield self._family("counter", "weight_updates", "Times that the weights were replaced", info.weights.updates)
         sleep = GaugeMetricFamily(
-            f"{self._prefix}:engine_sleep_state",
+            f"{self.prefix}:engine_sleep_state",
             "1 for the state of sleep that the engine is in, 0 for others",
             labels=[*_LABELS, "sleep_state"],
         )
@@ -286,7 +290,7 @@ class Metrics:
         """Which adapters requests use, in labels; the value is the time, so that the latest of several is known."""
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily(
-            f"{self._prefix}:lora_requests_info",
+            f"{self.prefix}:lora_requests_info",
             "Time of this scrape in seconds since 1970; the labels list LoRA adapters in use",
             labels=[*_LABELS, *labels],
         )
@@ -302,7 +306,7 @@ class Metrics:
         self, name: str, text: str, histograms: dict[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
     ) -> Metric:
         """A metric of the engine's histograms; the keys of `histograms` are the values of `labels`."""
-        family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
+        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=(*_LABELS, *labels))
         for values, histogram in histograms.items():
             counts = accumulate(histogram.counts)
             bounds = (*map(str, histogram.bounds), "+Inf")
@@ -311,7 +315,7 @@ class Metrics:
 
     def _family(self, kind: str, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-        metric = family(f"{self._prefix}:{name}", text, labels=_LABELS)
+        metric = family(f"{self.prefix}:{name}", text, labels=_LABELS)
         metric.add_metric(self._labels, value)
         return metric
 

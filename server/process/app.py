@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -10,7 +12,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
+from jaxserve.server.endpoints import (
+    adapters,
+    invocations,
+    models,
+    page,
+    pooling,
+    repository,
+    responses,
+    weights,
+)
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
@@ -66,11 +77,14 @@ _ROUTES = [
     *(Route(path, run, methods=weights.METHODS.get(path, ["POST"])) for path, run in weights.HANDLERS.items()),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
+    *repository.ROUTES,
 ]
 
 
-def build_app(state: ServerState) -> Starlette:
-    """The application of one API server: the process that serves HTTP and passes requests to the engine's process."""
+def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middleware | None = None) -> Starlette:
+    """The application of one API server: the process that serves HTTP and passes requests to the engine's process.
+
+    With several models, `routing` finds that of a request, and `routes` go before those for one model."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
@@ -91,11 +105,18 @@ def build_app(state: ServerState) -> Starlette:
         monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
         middleware.append(
             Middleware(
-                ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths, counts=state.counts
+                ApiKeys,
+                keys=settings.api_keys,
+                monitor_keys=monitors,
+                open_paths=open_paths,
+                counts=state.counts,
+                model_names=None if routing is not None else settings.model_names,
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
-    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    routes = [*routes, *_ROUTES, *(page.ROUTES if settings.ui else ())]
+    if routing is not None:
+        middleware.append(routing)
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))

@@ -1,5 +1,9 @@
 /* What chat.js and pool.js share: making elements, asking the server, the API key, the tooltip. */
 
+/* The model that is talked to; `several`: the server has others, too */
+
+export const served = { model: "", several: false };
+
 const KEY = "jaxserve-api-key";
 
 export const $ = (id) => document.getElementById(id);

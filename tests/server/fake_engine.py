@@ -244,6 +244,33 @@ class MarkedEngine(SlowEngine):
         return super().step()
 
 
+class NumberedEngine(ParrotEngine):
+    """Answers with the token 100 + N if its model's folder is called NAME-N, at 5 ms a token. Where a prompt begins
+    with 66, the process ends by itself. While there is a file `hang` in the folder, it does not get ready."""
+
+    step_seconds = 0.005
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._number = 100 + int(self.model_folder.name.rpartition("-")[2])
+
+    @classmethod
+    def load(cls, config: EngineConfig):
+        while (Path(config.model) / "hang").exists():
+            time.sleep(0.05)
+        return super().load(config)
+
+    def add_request(self, request: Request) -> None:
+        if request.prompt_token_ids[0] == 66:
+            os._exit(3)
+        super().add_request(request)
+
+    def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
+        update = super()._advance(key)
+        update.token_ids = [self._number] * len(update.token_ids)
+        return update
+
+
 class FailingEngine(ParrotEngine):
     """Fails at the tenth token of anything; refuses prompts of three tokens with an unexpected exception."""
 
