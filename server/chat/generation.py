@@ -239,6 +239,12 @@ class Generation:
         """All choices, whole and in order."""
         return await whole_choices(self.deltas())
 
+    def seconds(self) -> tuple[float, float]:
+        """Seconds from the first prompt's place in the batch to its first token, and from there to its latest token."""
+        times = self._times[0]
+        first = times.latest if times.first is None else times.first
+        return max(first - times.arrival - times.queued, 0.0), times.latest - first
+
     def usage(self) -> Usage:
         prompt = self._prompt_tokens
         output = self._output_tokens

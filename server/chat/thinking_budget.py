@@ -81,6 +81,11 @@ class BudgetedGeneration:
         """See Generation.fingerprint."""
         return self._first.fingerprint
 
+    def seconds(self) -> tuple[float, float]:
+        """See Generation.seconds."""
+        prompt, output = self._first.seconds()
+        return prompt, output + (sum(self._second.seconds()) if self._second else 0.0)
+
     def usage(self) -> Usage:
         usage = self._first.usage()
         if self._is_spent:

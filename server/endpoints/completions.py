@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.server.chat.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
 from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
-from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, room_for, state_of, to_json, within
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer
 from jaxserve.text.fill_in_middle import FillInMiddle
@@ -31,17 +31,23 @@ async def create_completion(http: HTTPRequest) -> Response:
     body = await read_body(http, _decoder)
     adapter = state.check_model(body.model)
     body.check()
-    answer = await run_until_disconnect(http.receive, _prepare(state, http, body, adapter))
+    prepared = await run_until_disconnect(http.receive, prepare_completion(state, http, body, adapter))
+    answer = _Answer(state, http, body, *prepared)
     if body.stream:
         return EventStream(answer.stream())
     return await run_until_disconnect(http.receive, answer.whole())
 
 
-async def _prepare(
-    state: ServerState, http: HTTPRequest, body: CompletionRequest, adapter: ServedAdapter | None
-) -> _Answer:
-    """Tokenizes and checks the prompts."""
+async def prepare_completion(
+    state: ServerState,
+    http: HTTPRequest,
+    body: CompletionRequest,
+    adapter: ServedAdapter | None,
+    context: int | None = None,
+) -> tuple[Generation, list[_Echo | None]]:
+    """Tokenizes and checks the prompts. `context`: see `conversation.prepare`."""
     tokenizer, info = state.require_ready()
+    info = within(info, context)
     prompts = body.prompts()
     state.accounts.check(key_of(http), len(prompts), body.n)
     body.count_logprobs(info.vocab_size, info.max_logprobs)
@@ -58,6 +64,8 @@ async def _prepare(
     ids = [
         fit_prompt(one, info, body.truncate_prompt_tokens, "prompt", max_tokens, body.truncation_side) for one in ids
     ]
+    if context is not None:
+        max_tokens = room_for(max_tokens, max(map(len, ids)), info)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs)
@@ -83,8 +91,7 @@ async def _prepare(
         return params, echoes
 
     params, echoes = await state.text_work(http, prepare, short=True)
-    generation = Generation(state, tokenizer, http, ids, params, body, adapter=adapter)
-    return _Answer(state, http, tokenizer, body, generation, echoes)
+    return Generation(state, tokenizer, http, ids, params, body, adapter=adapter), echoes
 
 
 class _Echo:
@@ -123,14 +130,13 @@ class _Answer:
         self,
         state: ServerState,
         http: HTTPRequest,
-        tokenizer: Tokenizer,
         body: CompletionRequest,
         generation: Generation,
         echoes: list[_Echo | None],
     ):
         self._state = state
         self._http = http
-        self._tokenizer = tokenizer
+        self._tokenizer, _ = state.require_ready()
         self._body = body
         self._generation = generation
         self._echoes = echoes

@@ -23,7 +23,7 @@ ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WEIGHT_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/update_weights_from_disk"
 # Their handlers check the admin key.
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS, *WEIGHT_PATHS})
-MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they reveal facts about the requests of all keys
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool", "/slots"})  # they reveal facts about the requests of all keys
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

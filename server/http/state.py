@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from jaxserve.adapters.registry import ServedAdapter
@@ -316,17 +317,13 @@ def require_json(request: Request) -> None:
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded."""
-    require_json(request)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise APIError(
-            415,
-            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it as plain JSON, "
-            "without a content-encoding",
-            code="unsupported_content_encoding",
-        )
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T], *, any_type: bool = False) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded.
+
+    `any_type`: the request need not declare its body as JSON.
+    """
+    if not any_type:
+        require_json(request)
     try:
         body = (await read_bytes(request)).decode()  # msgspec would not check the UTF-8 of unknown fields
         return _decode(body, decoder)
@@ -400,6 +397,11 @@ def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int
     """The most tokens of output: `max_tokens`, or what the context leaves if that is less or `max_tokens` is None."""
     room = info.max_model_len - num_prompt_tokens
     return room if max_tokens is None else min(max_tokens, room)
+
+
+def within(info: Ready, context: int | None) -> Ready:
+    """The facts about the engine for a request that asks for at most `context` tokens of prompt and output."""
+    return info if context is None or context > info.max_model_len else replace(info, max_model_len=context)
 
 
 def to_json(value: Any) -> bytes:

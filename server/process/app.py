@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
+from jaxserve.server.endpoints import adapters, invocations, llamacpp, models, ollama, page, pooling, responses, weights
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
@@ -25,7 +25,7 @@ from jaxserve.server.http.middleware import (
     WithoutRootPath,
     WithRootPath,
 )
-from jaxserve.server.http.origin import OriginCheck
+from jaxserve.server.http.origin import OriginCheck, OriginHint
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
@@ -46,8 +46,8 @@ _ROUTES = [
     Route("/v1/embeddings", pooling.create_embeddings, methods=["POST"]),
     *(Route(path, pooling.create_scores, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", pooling.COHERE_PATH)),
-    Route("/v1/models", models.list_models),
-    Route("/v1/models/", models.list_models),
+    *(Route(path, models.root) for path in ("/v1", "/v1/")),
+    *(Route(path, models.list_models) for path in ("/v1/models", "/v1/models/", "/models")),
     Route("/invocations", invocations.invoke, methods=["POST"]),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -66,6 +66,8 @@ _ROUTES = [
     *(Route(path, run, methods=weights.METHODS.get(path, ["POST"])) for path, run in weights.HANDLERS.items()),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
+    *ollama.ROUTES,
+    *llamacpp.ROUTES,
 ]
 
 
@@ -79,6 +81,7 @@ def build_app(state: ServerState) -> Starlette:
             Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, api_server=state.number
         )
         middleware.insert(0, watch)
+    middleware.append(Middleware(OriginHint, origins=settings.cors_origins))
     if not settings.api_keys:
         middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
     if settings.cors_origins:
