@@ -233,7 +233,7 @@ class _Vocabulary:
 
     def fim_tokens(self) -> dict[str, str]:
         """The tokens for filling in the middle that the file names, by role; see `Tokenizer.fim_tokens`."""
-        found = {}
+        found: dict[str, str] = {}
         for role, keys in _FIM_KEYS.items():
             for key in keys:
                 token = self.metadata.get(f"tokenizer.ggml.{key}_token_id")

@@ -61,7 +61,9 @@ async def prepare(
     conversation = body.conversation()
     state.check_images(sources := conversation.pictures, info)
     given = conversation, body.truncate_prompt_tokens, body.truncation_side
-    ids = [*before, *await state.text_work(http, partial(encode_chat, tokenizer, info, *given))]
+    ids = await state.text_work(http, partial(encode_chat, tokenizer, info, *given))
+    if before:
+        ids = [*before, *(ids[1:] if ids[:1] == [tokenizer.bos_token_id] else ids)]
     images: list[Image] = []
     if sources:
         ids, images = await state.with_images(ids, sources, info, truncates=body.truncate_prompt_tokens is not None)

@@ -399,7 +399,7 @@ class _Writer:
         return [written for call in done if (written := _call(call)) is not None]
 
     def _line(self, piece: Piece, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        line = {"model": self._asked, "created_at": _time(time.time())}
+        line: dict[str, Any] = {"model": self._asked, "created_at": _time(time.time())}
         line |= self._part(piece.content, piece.reasoning, calls) | {"done": False}
         if self._top is not None and piece.logprobs:
             line["logprobs"] = logprobs_json(self._run.tokenizer, piece.logprobs, self._top)
@@ -409,7 +409,7 @@ class _Writer:
         generation = self._run.generation
         usage = self._run.usage()
         prompt, output = generation.seconds()
-        end = {
+        end: dict[str, Any] = {
             "done": True,
             "done_reason": "length" if piece.finish_reason == "length" else "stop",
             "total_duration": _ns(time.monotonic() - self._started),

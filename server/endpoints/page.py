@@ -50,4 +50,10 @@ async def pool(http: Request) -> Response:
     return Response(to_json(await state.client.pool()), media_type="application/json")
 
 
+async def _plain(http: Request) -> Response:
+    """What Ollama answers at its root. Its clients ask there whether a server runs."""
+    return Response("Ollama is running", media_type="text/plain")
+
+
 ROUTES = [Route(path, _file) for path in _FILES]
+WITHOUT_PAGES = [Route("/", _plain)]

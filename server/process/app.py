@@ -98,7 +98,7 @@ def build_app(state: ServerState) -> Starlette:
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
-    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    routes = [*_ROUTES, *(page.ROUTES if settings.ui else page.WITHOUT_PAGES)]
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))

@@ -188,7 +188,7 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
             given = [given]
         if len(given) > limits.MAX_PROMPTS:
             raise InvalidRequestError(f"prompt holds {len(given)} prompts; at most {limits.MAX_PROMPTS}", "prompt")
-        prompts = [[one] if isinstance(one, str) else one for one in given]
+        prompts: list[Any] = [[one] if isinstance(one, str) else one for one in given]
         if not all(isinstance(one, list) and all(type(piece) in (str, int) for piece in one) for one in prompts):
             raise InvalidRequestError(
                 "prompt must be text, a list of token ids and texts, or a list of such prompts; pictures come with "
