@@ -22,7 +22,7 @@ from jaxserve.server.endpoints.completions import create_completion, prepare_com
 from jaxserve.server.http.body import put_back, read_bytes
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.sse import EventStream, run_until_disconnect
-from jaxserve.server.http.state import ServerState, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, key_of, read_body, state_of, to_json
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
 from jaxserve.server.schemas.llamacpp import InfillRequest, LlamaCompletionRequest, LlamaFields
 from jaxserve.text.detokenizer import ChoiceDelta
@@ -46,6 +46,7 @@ async def completion(http: HTTPRequest) -> Response:
     state.check_model(body.model)
     tokenizer, _ = state.require_ready()
     prompts = body.prompts()
+    state.accounts.check(key_of(http), len(prompts), body.n_cmpl)
     firsts = [prompt[0] if prompt and isinstance(prompt[0], str) else None for prompt in prompts]
     openings = iter(await state.encode(http, [text for text in firsts if text is not None], True))
     rest = [piece for prompt in prompts for piece in prompt[1:] if isinstance(piece, str)]
@@ -336,7 +337,7 @@ async def slots(http: HTTPRequest) -> Response:
     """GET /slots: how many completions can run at a time, and how many do. With ?fail_on_no_slot=1, 503 if all do."""
     state = state_of(http)
     _, info = state.require_loaded()
-    running = min(state.metrics.totals.stats.num_running, info.max_num_seqs)
+    running = min(state.metrics.latest().num_running, info.max_num_seqs)
     if http.query_params.get("fail_on_no_slot") and running == info.max_num_seqs:
         raise unavailable("no slot is available", "no_slot")
     return _json(

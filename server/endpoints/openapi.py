@@ -69,8 +69,8 @@ _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
 _GETS = {
     "/v1": "What is here",
     "/v1/models": "The models that are served",
-    "/models": "The same",
-    "/api/tags": "The same, in Ollama's shape",
+    "/models": "The same, for clients without /v1",
+    "/api/tags": "The models that are served, in Ollama's shape",
     "/api/ps": "The models that are loaded, in Ollama's shape",
     "/api/version": "The version of Ollama's API",
     "/props": "Facts about the model, in llama.cpp's shape",

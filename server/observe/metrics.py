@@ -241,10 +241,16 @@ class Metrics:
         text = self._own_text()
         return text if self._prefix == "llamacpp" else text + _in_llamacpp_names(text, self._prefix)
 
+    def latest(self) -> EngineStats:
+        """The engine's latest statistics."""
+        if self._shared is not None:
+            self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        return self.totals.stats
+
     def _own_text(self) -> bytes:
         if self._shared is None:
             return generate_latest(self.registry)
-        self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        self.latest()
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self._shared))  # type: ignore[no-untyped-call]
         registry.register(self)  # type: ignore[arg-type]

@@ -39,6 +39,10 @@ REFUSED = ("dynatemp_range", "typical_p", "top_n_sigma", "xtc_probability", "dry
            "post_sampling_probs", "repeat_last_n", "lora", "tfs_z")  # fmt: skip
 
 Piece = str | int
+_BiasKey = Annotated[str, Meta(max_length=limits.MAX_WORD_LENGTH)]
+_Bias = float | bool
+_MOST = Meta(max_length=limits.MAX_LOGIT_BIAS, description="By token id or text; false excludes a token")
+Biases = Annotated[dict[_BiasKey, _Bias], _MOST] | Annotated[list[tuple[_BiasKey | int, _Bias]], _MOST]
 Prediction = Annotated[int, Meta(ge=-2, le=limits.MAX_INT, description="-1, -2: to the end of the context")]
 Milliseconds = Annotated[float, Meta(ge=0)]
 
@@ -60,13 +64,7 @@ class LlamaFields(msgspec.Struct, kw_only=True):
     presence_penalty: limits.Penalty | None = None
     frequency_penalty: limits.Penalty | None = None
     ignore_eos: bool = False
-    logit_bias: (
-        Annotated[
-            dict[str, float | bool] | list[tuple[Piece, float | bool]],
-            Meta(description="By token id or text; false excludes a token"),
-        ]
-        | None
-    ) = None
+    logit_bias: Biases | None = None
     grammar: GrammarText | None = None
     json_schema: Annotated[dict[str, Any] | str, Meta(extra_json_schema=JSON_SCHEMA)] | None = None
     samplers: str | list[str] | None = None

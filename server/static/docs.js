@@ -20,7 +20,7 @@ function kind(schema) {
   if (schema.enum) return schema.enum.filter((value) => value !== null).map((value) => JSON.stringify(value)).join(", ") || "null";
   if ("const" in schema) return JSON.stringify(schema.const);
   if (schema.type === "array") return `list of ${schema.items ? kind(schema.items) : "anything"}`;
-  return [schema.type ?? "anything"].flat().filter((name) => name !== "null").join(" or ");
+  return [schema.type ?? "anything"].flat().filter((name, _, all) => name !== "null" || all.length === 1).join(" or ");
 }
 
 const BOUNDS = { minimum: "at least", exclusiveMinimum: "more than", maximum: "at most", minLength: "characters ≥", maxLength: "characters ≤", minItems: "items ≥", maxItems: "items ≤", maxProperties: "members ≤", pattern: "matches" };
@@ -41,7 +41,7 @@ function fields(schema, depth = 0) {
     const about = make("td", {}, kind(field));
     const more = bounds(field);
     if (more.length) about.append(make("br"), make("small", { textContent: more.join(", ") }));
-    if (field.description) about.append(make("br"), make("small", { textContent: field.description }));
+    for (const one of [field, ...(field.anyOf ?? [])]) if (one.description) about.append(make("br"), make("small", { textContent: one.description }));
     for (const ref of depth < 4 ? new Set(inner(field)) : []) {
       const details = make("details", {}, make("summary", { textContent: ref.split("/").at(-1) }));
       details.addEventListener("toggle", () => details.append(fields(resolve({ $ref: ref }), depth + 1)), { once: true });
@@ -104,8 +104,11 @@ function sending(method, path, schema) {
 }
 
 function bodyFor(schema) {
-  const body = example(schema.anyOf ? schema.anyOf[0] : schema);
-  if ("messages" in body) body.messages = [{ role: "user", content: "Hello" }];
+  const whole = resolve(schema.anyOf ? schema.anyOf[0] : schema);
+  const body = example(whole);
+  const asks = ["messages", "prompt", "input", "content"].filter((name) => name in whole.properties);
+  if (asks[0] === "messages" && !asks.some((name) => name !== "messages" && name in body)) body.messages = [{ role: "user", content: "Hello" }];
+  else if (asks.length && !asks.some((name) => name in body)) body[asks[0]] = "Hello";
   return body;
 }
 
