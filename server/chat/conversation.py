@@ -20,7 +20,7 @@ from jaxserve.server.chat.generation import CompletionTokensDetails, Generation,
 from jaxserve.server.chat.histories import for_template, rendered, template_variables, tools_for_template
 from jaxserve.server.chat.output_parser import OutputParser, Piece
 from jaxserve.server.chat.thinking_budget import BudgetedGeneration
-from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for, within
+from jaxserve.server.http.state import ServerState, fit_prompt, fit_text, key_of, room_for
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.reasoning import Splitter, ends_inside, qwen3
 from jaxserve.server.schemas.chat import ChatRequest, Conversation
@@ -54,8 +54,7 @@ async def prepare(
     body.check()
     if body.chat_template is not None:
         state.check_template()
-    tokenizer, info = state.require_ready()
-    info = within(info, context)
+    tokenizer, info = state.require_ready(context)
     body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
     conversation = body.conversation()

@@ -39,6 +39,7 @@ class BudgetedGeneration:
     ):
         self.requests = first.requests
         self.processors = first.processors
+        self.times = first.times
         self._first = first
         self._generate = generate
         self._budget = budget
@@ -80,11 +81,6 @@ class BudgetedGeneration:
     def fingerprint(self) -> str | None:
         """See Generation.fingerprint."""
         return self._first.fingerprint
-
-    def seconds(self) -> tuple[float, float]:
-        """See Generation.seconds."""
-        prompt, output = self._first.seconds()
-        return prompt, output + (sum(self._second.seconds()) if self._second else 0.0)
 
     def usage(self) -> Usage:
         usage = self._first.usage()

@@ -252,7 +252,7 @@ class _Writer:
         output = self._choices[index].num_tokens
         timings: dict[str, float] = {"cache_n": cached}
         for name, tokens, seconds in zip(
-            ("prompt", "predicted"), (prompt, output), self._generation.seconds(), strict=True
+            ("prompt", "predicted"), (prompt, output), self._generation.times[0].seconds(), strict=True
         ):
             ms = max(seconds * 1000, 1e-6)
             timings |= {

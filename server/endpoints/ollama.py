@@ -408,7 +408,7 @@ class _Writer:
     def _end(self, piece: Piece) -> dict[str, Any]:
         generation = self._run.generation
         usage = self._run.usage()
-        prompt, output = generation.seconds()
+        prompt, output = generation.times[0].seconds()
         end: dict[str, Any] = {
             "done": True,
             "done_reason": "length" if piece.finish_reason == "length" else "stop",

@@ -107,9 +107,14 @@ class ServerState:
         """Whether the engine's weights and cache are not on the devices until it is woken up."""
         return self.client.info is not None and self.client.info.sleep_level > 0
 
-    def require_ready(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""
+    def require_ready(self, context: int | None = None) -> tuple[Tokenizer, Ready]:
+        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served.
+
+        `context`: most tokens of prompt and output that the request asks for, if less than the model's.
+        """
         tokenizer, info = self.require_loaded()
+        if context is not None and context < info.max_model_len:
+            info = replace(info, max_model_len=context)
         if self.sleeps:
             raise unavailable("the engine sleeps, until POST /wake_up or /update_weights wakes it up", "sleeping")
         return tokenizer, info
@@ -397,11 +402,6 @@ def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int
     """The most tokens of output: `max_tokens`, or what the context leaves if that is less or `max_tokens` is None."""
     room = info.max_model_len - num_prompt_tokens
     return room if max_tokens is None else min(max_tokens, room)
-
-
-def within(info: Ready, context: int | None) -> Ready:
-    """The facts about the engine for a request that asks for at most `context` tokens of prompt and output."""
-    return info if context is None or context > info.max_model_len else replace(info, max_model_len=context)
 
 
 def to_json(value: Any) -> bytes:

@@ -399,6 +399,11 @@ class RequestTimes:
         self._last[index] = self.latest = now
         self._tokens[index] = self._tokens.get(index, 0) + count
 
+    def seconds(self) -> tuple[float, float]:
+        """Seconds from the request's place in the batch to its first token, and from there to its latest token."""
+        first = self.latest if self.first is None else self.first
+        return max(first - self.arrival - self.queued, 0.0), self.latest - first
+
     def finished(self, now: float) -> None:
         """Notes that all completions have ended."""
         metrics = self._metrics
