@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.server.chat.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
 from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
-from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, room_for, state_of, to_json
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer
 from jaxserve.text.fill_in_middle import FillInMiddle
@@ -43,9 +43,10 @@ async def prepare_completion(
     http: HTTPRequest,
     body: CompletionRequest,
     adapter: ServedAdapter | None,
+    context: int | None = None,
 ) -> tuple[Generation, list[_Echo | None]]:
-    """Tokenizes and checks the prompts."""
-    tokenizer, info = state.require_ready()
+    """Tokenizes and checks the prompts. `context`: see `conversation.prepare`."""
+    tokenizer, info = state.require_ready(context)
     prompts = body.prompts()
     state.accounts.check(key_of(http), len(prompts), body.n)
     body.count_logprobs(info.vocab_size, info.max_logprobs)
@@ -74,6 +75,7 @@ async def prepare_completion(
             tokenizer,
             info.vocab_size,
             max_tokens=max_tokens,
+            room=None if context is None else room_for(max_tokens, max(map(len, ids)), info),
             logprobs=body.logprobs,
             prompt_logprobs=prompt_logprobs,
             stop_token_ids=ends,

@@ -17,6 +17,7 @@ log = logging.getLogger("jaxserve.server")
 RETRY_SECONDS = "1"  # Retry-After of a 503
 ANTHROPIC_PATHS = "/v1/messages"
 TRITON_PATHS = "/v2/health", "/v2/models", "/v2/repository"
+OLLAMA_PATHS = "/api/"
 
 _TYPES = {
     401: "authentication_error",
@@ -67,13 +68,13 @@ class APIError(Exception):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
     def plain_body(self) -> bytes:
-        """The error as JSON, in Triton's shape."""
+        """The error as JSON, in the shape of Triton and Ollama."""
         return msgspec.json.encode({"error": self.message})
 
     def response(self, scope: Scope) -> Response:
         """The error as a response, in the shape that the request's path calls for."""
         path = own_path(scope)
-        if path.startswith(TRITON_PATHS):
+        if path.startswith((*TRITON_PATHS, OLLAMA_PATHS)):
             body = self.plain_body()
         else:
             body = self.anthropic_body() if path.startswith(ANTHROPIC_PATHS) else self.body()

@@ -25,7 +25,7 @@ WEIGHT_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/update
 # Their handlers check the admin key.
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS, *WEIGHT_PATHS})
 REPOSITORY_PATHS = "/v2/repository/models/"  # so do the handlers of the paths below this
-MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they reveal facts about the requests of all keys
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool", "/slots"})  # they reveal facts about the requests of all keys
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

@@ -151,7 +151,7 @@ class ServerSettings:
         None,
         "bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter, /v1/unload_lora_adapter, /sleep, "
         "/wake_up, /is_sleeping, /update_weights, and load and unload below /v2/repository/models, and for /metrics, "
-        "/load and /pool; also read from JAXSERVE_ADMIN_KEY",
+        "/load, /pool and /slots; also read from JAXSERVE_ADMIN_KEY",
         topic="keys", short="key of the administrator's endpoints", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     ssl_certfile: str | None = setting(
@@ -176,8 +176,8 @@ class ServerSettings:
     admin_key_file: str | None = setting(None, "file that holds the admin key", topic="keys", metavar="FILE")
     metrics_key: str | None = setting(
         None,
-        "bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also read "
-        "from JAXSERVE_METRICS_KEY",
+        "bearer key for /metrics, /load, /pool and /slots, which API keys do not open when there are two or more; also "
+        "read from JAXSERVE_METRICS_KEY",
         topic="keys", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     open_metrics: bool = setting(False, "serve /metrics without a key", topic="keys")

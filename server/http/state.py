@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from jaxserve.adapters.registry import ServedAdapter
@@ -110,9 +111,14 @@ class ServerState:
         """Whether the engine's weights and cache are not on the devices until it is woken up."""
         return self.client.info is not None and self.client.info.sleep_level > 0
 
-    def require_ready(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""
+    def require_ready(self, context: int | None = None) -> tuple[Tokenizer, Ready]:
+        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served.
+
+        `context`: most tokens of prompt and output that the request asks for, if less than the model's.
+        """
         tokenizer, info = self.require_loaded()
+        if context is not None and context < info.max_model_len:
+            info = replace(info, max_model_len=context)
         if self.sleeps:
             raise unavailable("the engine sleeps, until POST /wake_up or /update_weights wakes it up", "sleeping")
         return tokenizer, info
@@ -324,17 +330,13 @@ def require_json(request: Request) -> None:
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded."""
-    require_json(request)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise APIError(
-            415,
-            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it as plain JSON, "
-            "without a content-encoding",
-            code="unsupported_content_encoding",
-        )
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T], *, any_type: bool = False) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded.
+
+    `any_type`: the request need not declare its body as JSON.
+    """
+    if not any_type:
+        require_json(request)
     try:
         body = (await read_bytes(request)).decode()  # msgspec would not check the UTF-8 of unknown fields
         return _decode(body, decoder)

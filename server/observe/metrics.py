@@ -97,6 +97,32 @@ _FROM_STATS = (
 )  # fmt: skip
 
 
+# The metrics of llama.cpp's server that have a counterpart here: name, kind, and the counterpart's sample.
+_LLAMACPP = (
+    ("prompt_tokens_total", "counter", "prompt_tokens_total"),
+    ("prompt_seconds_total", "counter", "request_prefill_time_seconds_sum"),
+    ("tokens_predicted_total", "counter", "generation_tokens_total"),
+    ("tokens_predicted_seconds_total", "counter", "request_decode_time_seconds_sum"),
+    ("n_decode_total", "counter", "iteration_tokens_total_count"),
+    ("requests_processing", "gauge", "num_requests_running"),
+    ("requests_deferred", "gauge", "num_requests_waiting"),
+    ("kv_cache_usage_ratio", "gauge", "kv_cache_usage_perc"),
+)
+
+
+def _in_llamacpp_names(text: bytes, prefix: str) -> bytes:
+    """Samples of an exposition under llama.cpp's names, for dashboards that ask for these."""
+    lines = text.splitlines(keepends=True)
+    found = []
+    for name, kind, ours in _LLAMACPP:
+        begin = f"{prefix}:{ours}{{".encode()
+        theirs = f"llamacpp:{name}{{".encode()
+        samples = [theirs + line.removeprefix(begin) for line in lines if line.startswith(begin)]
+        if samples:
+            found += [f"# HELP llamacpp:{name} {prefix}:{ours}\n# TYPE llamacpp:{name} {kind}\n".encode(), *samples]
+    return b"".join(found)
+
+
 class EngineTotals(msgspec.Struct):
     """Statistics of a server's engines together, those that have died included.
 
@@ -216,9 +242,19 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition text of /metrics."""
+        text = self._own_text()
+        return text if self._prefix == "llamacpp" else text + _in_llamacpp_names(text, self._prefix)
+
+    def latest(self) -> EngineStats:
+        """The engine's latest statistics."""
+        if self._shared is not None:
+            self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        return self.totals.stats
+
+    def _own_text(self) -> bytes:
         if self._shared is None:
             return generate_latest(self.registry)
-        self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        self.latest()
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self._shared))  # type: ignore[no-untyped-call]
         registry.register(self)  # type: ignore[arg-type]
@@ -366,6 +402,11 @@ class RequestTimes:
             self._metrics.itl.observe((now - last) / count)
         self._last[index] = self.latest = now
         self._tokens[index] = self._tokens.get(index, 0) + count
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds from the request's place in the batch to its first token, and from there to its latest token."""
+        first = self.latest if self.first is None else self.first
+        return max(first - self.arrival - self.queued, 0.0), self.latest - first
 
     def finished(self, now: float) -> None:
         """Notes that all completions have ended."""

@@ -15,7 +15,9 @@ from starlette.routing import Route
 from jaxserve.server.endpoints import (
     adapters,
     invocations,
+    llamacpp,
     models,
+    ollama,
     page,
     pooling,
     repository,
@@ -36,7 +38,7 @@ from jaxserve.server.http.middleware import (
     WithoutRootPath,
     WithRootPath,
 )
-from jaxserve.server.http.origin import OriginCheck
+from jaxserve.server.http.origin import OriginCheck, OriginHint
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
@@ -57,8 +59,8 @@ _ROUTES = [
     Route("/v1/embeddings", pooling.create_embeddings, methods=["POST"]),
     *(Route(path, pooling.create_scores, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", pooling.COHERE_PATH)),
-    Route("/v1/models", models.list_models),
-    Route("/v1/models/", models.list_models),
+    *(Route(path, models.root) for path in ("/v1", "/v1/")),
+    *(Route(path, models.list_models) for path in ("/v1/models", "/v1/models/", "/models")),
     Route("/invocations", invocations.invoke, methods=["POST"]),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -78,6 +80,8 @@ _ROUTES = [
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
     *repository.ROUTES,
+    *ollama.ROUTES,
+    *llamacpp.ROUTES,
 ]
 
 
@@ -93,6 +97,7 @@ def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middlew
             Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, api_server=state.number
         )
         middleware.insert(0, watch)
+    middleware.append(Middleware(OriginHint, origins=settings.cors_origins))
     if not settings.api_keys:
         middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
     if settings.cors_origins:
@@ -114,7 +119,7 @@ def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middlew
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
-    routes = [*routes, *_ROUTES, *(page.ROUTES if settings.ui else ())]
+    routes = [*routes, *_ROUTES, *(page.ROUTES if settings.ui else page.WITHOUT_PAGES)]
     if routing is not None:
         middleware.append(routing)
     if root := settings.root_path:

@@ -311,7 +311,8 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of /tokenize: a prompt, or messages with the fields of Conversation."""
+    """Body of /tokenize: a prompt, or messages with the fields of Conversation. With `content` it is llama.cpp's form,
+    whose fields come last."""
 
     model: str | None = None
     prompt: str | None = None
@@ -323,3 +324,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False

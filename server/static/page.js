@@ -22,7 +22,7 @@ export async function call(path, body, signal) {
   const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   if (response.ok) return response;
   const error = (await response.json().catch(() => ({}))).error;
-  throw Object.assign(new Error(error?.message ?? `the server answered ${response.status}`), { status: response.status });
+  throw Object.assign(new Error(error?.message ?? error ?? `the server answered ${response.status}`), { status: response.status });
 }
 
 export function askForKey(why = "This server asks for an API key. It is kept in this tab until it is closed.") {
