@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxserve.server.batches.lines import URLS
 from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
@@ -99,6 +100,18 @@ def build_app(state: ServerState) -> Starlette:
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))
+    return _application(state, routes, middleware)
+
+
+def batch_app(state: ServerState) -> Starlette:
+    """What answers the requests of batches, which come from this process: the endpoints without keys, origins and
+    connections. `scope["state"]` may hold the key of a batch."""
+    routes = [route for route in _ROUTES if route.path in URLS]
+    middleware = [Middleware(UnexpectedErrors), Middleware(BodyLimit, bodies=state.bodies)]
+    return _application(state, routes, middleware)
+
+
+def _application(state: ServerState, routes: list[Route], middleware: list[Middleware]) -> Starlette:
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
