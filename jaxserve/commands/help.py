@@ -22,6 +22,7 @@ TOPICS = {  # title of each topic by its name; settings say which one is theirs
     "api": "What clients see",
     "keys": "Keys and access",
     "limits": "Limits of clients",
+    "files": "Files and batches of requests",
     "watching": "Logs, metrics, traces",
     "model": "Model and weights",
     "batches": "Lengths and batches",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -132,19 +132,28 @@ class Asker:
 async def answer_all(
     lines: AsyncIterable[BatchLine],
     asker: Asker,
-    places: Places,
+    places: Sequence[Places],
     take: Callable[[BatchLine, int, bytes], Awaitable[None]],
 ) -> None:
-    """Asks all requests, as many at a time as have places, and calls `take` with each answer as it comes."""
+    """Asks all requests, as many at a time as have all of `places`, and calls `take` with each answer as it comes."""
 
     async def one(line: BatchLine) -> None:
         await take(line, *await asker.answer(line))
 
     async with asyncio.TaskGroup() as group:
         async for line in lines:
-            await places.take(size := line.size)
-            group.create_task(one(line)).add_done_callback(partial(_give, places, size))
+            taken: list[Places] = []
+            size = line.size
+            try:
+                for some in places:
+                    await some.take(size)
+                    taken.append(some)
+            except asyncio.CancelledError:
+                _give(taken, size)
+                raise
+            group.create_task(one(line)).add_done_callback(partial(_give, taken, size))
 
 
-def _give(places: Places, size: int, task: asyncio.Task[None]) -> None:
-    places.give(size)
+def _give(places: Sequence[Places], size: int, _: object = None) -> None:
+    for some in places:
+        some.give(size)

@@ -160,7 +160,7 @@ class Generation:
         `EngineClient.generate` raises, and APIError (500) if the engine gives up on a completion.
         """
         client = self._state.client
-        timeout = self._state.settings.request_timeout
+        timeout = self._state.timeout(self._http)
         n = self.requests[0].params.n
         accepted = False
         if self._prompt_tokens >= LONG_PROMPT:

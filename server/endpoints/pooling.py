@@ -227,7 +227,7 @@ async def pool(
     http_body = body_of(http)
     try:
         with state.accounts.hold(key_of(http), len(requests), 1):
-            timeout = state.settings.request_timeout
+            timeout = state.timeout(http)
             noted = partial(note_weights, http)
             updates = state.client.generate(requests, timeout, noted)
             async with contextlib.aclosing(updates) as batches:

@@ -21,13 +21,14 @@ from jaxserve import __version__, heap
 from jaxserve.checkpoints import gguf
 from jaxserve.checkpoints.hub import local_folder
 from jaxserve.config import EngineConfig
+from jaxserve.server.batches.runner import BatchRunner
 from jaxserve.server.http.connections import RESERVE
 from jaxserve.server.http.protocol import accept
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.recorder import Recorder
-from jaxserve.server.process.app import build_app
+from jaxserve.server.process.app import batch_app, build_app
 from jaxserve.server.process.engine_process import FLUSH_SECONDS, EngineProcess
 from jaxserve.server.process.fingerprint import fingerprint
 from jaxserve.server.process.supervisor import Supervisor
@@ -161,6 +162,7 @@ class ApiServer(uvicorn.Server):
         self._settings = settings
         if (file := state.settings.record) is not None:
             state.recorder = Recorder(file, state.settings.record_max_bytes, settings)
+        self._batches = None if state.files is None else BatchRunner(state, state.files, batch_app(state))
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded = asyncio.Event()
@@ -170,7 +172,10 @@ class ApiServer(uvicorn.Server):
         """Serves HTTP at once, while the engine loads."""
         self._loop = asyncio.get_running_loop()
         self._spawn(self._run_engine())
+        if self._batches is not None:
+            self._spawn(self._batches.run())
         await self.listen(sockets)
+        await self._stop_batches()
         for task in self._tasks:
             task.cancel()
         await self._engine.leave(self._state)
@@ -190,6 +195,10 @@ class ApiServer(uvicorn.Server):
             os._exit(1)
         self._stopping = True
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+
+    async def _stop_batches(self) -> None:
+        if self._batches is not None:
+            await self._batches.stop()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._guard(work))
@@ -267,6 +276,7 @@ class ApiServer(uvicorn.Server):
             state.leaving = True
             await asyncio.sleep(state.settings.drain_delay)
         state.draining = True
+        await self._stop_batches()
         if self._shares_listener:
             for server in self.servers:
                 server.close()  # this process's copy of the socket; the next server's copy keeps listening

@@ -11,13 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.server.batches.lines import URLS
-from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
+from jaxserve.server.endpoints import adapters, batches, files, invocations, models, page, pooling, responses, weights
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
 from jaxserve.server.http.errors import APIError, handle_exception
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.middleware import (
+    FILES_PATH,
     ApiKeys,
     BodyLimit,
     ConnectionLimit,
@@ -47,6 +48,15 @@ _ROUTES = [
     Route("/v1/embeddings", pooling.create_embeddings, methods=["POST"]),
     *(Route(path, pooling.create_scores, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", pooling.COHERE_PATH)),
+    Route(FILES_PATH, files.upload_file, methods=["POST"]),
+    Route(FILES_PATH, files.list_files),
+    Route("/v1/files/{id}", files.get_file),
+    Route("/v1/files/{id}", files.delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", files.get_content),
+    Route("/v1/batches", batches.create_batch, methods=["POST"]),
+    Route("/v1/batches", batches.list_batches),
+    Route("/v1/batches/{id}", batches.get_batch),
+    Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/", models.list_models),
     Route("/invocations", invocations.invoke, methods=["POST"]),

@@ -136,7 +136,7 @@ async def _answer_all(
             lambda: fingerprint(info, config, __version__, tokenizer.chat_template)
         )
         asker = Asker(batch_app(state), client, {}, _ITS_MODEL)
-        places = Places(_AHEAD * config.max_num_seqs)
+        places = [Places(_AHEAD * config.max_num_seqs)]
         with tqdm(total=left, desc="answering", unit="request") as bar:
 
             async def take(line: BatchLine, status: int, body: bytes) -> None:

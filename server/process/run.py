@@ -27,6 +27,7 @@ from jaxserve.server.process.api_server import ApiServer, OwnEngine, allow_files
 from jaxserve.server.process.api_server_process import ApiServerLaunch
 from jaxserve.server.process.api_servers import MOST_FRONTS, serve_api_servers
 from jaxserve.server.process.engine_process import EngineProcess
+from jaxserve.setting import check_settings
 from jaxserve.text.chat_template import check_variables, read_chat_template
 
 
@@ -72,6 +73,7 @@ def serve(
         hosts=tuple(allowed_hosts) if is_local(given.host if given.fd is None else _host_of(given.fd)) else None,
     )
     check_variables(own.default_chat_template_kwargs, "default_chat_template_kwargs")
+    check_settings(own)
     if not 1 <= own.api_server_count <= MOST_FRONTS:
         raise ValueError(f"--api-server-count must be from 1 to {MOST_FRONTS}, got {own.api_server_count}")
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
