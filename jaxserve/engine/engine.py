@@ -58,6 +58,7 @@ from jaxserve.execution import memory
 from jaxserve.execution.cost import MeasuredChunk
 from jaxserve.execution.slots import NO_ADAPTER
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.pace import Pace
@@ -206,7 +207,7 @@ class Engine:
         for request in requests:
             room = self.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-            if self.config.scheduling_policy != "priority":
+            if self.config.scheduling_policy != "priority" and request.priority != BACKGROUND:
                 request.priority = 0
             self._arrivals += 1
             if params.use_beam_search:

@@ -105,6 +105,9 @@ def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBa
     if batch.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[batch.slot] | (known == total)
     prompts = (left > 0) & ~decodes & (known == total)
+    if running.steps_aside:
+        decodes &= ~batch.background
+        prompts &= ~batch.background
     if turns.stages > 1:
         decodes = turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any())
     return decodes, prompts
