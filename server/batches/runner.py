@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections import Counter
 from functools import partial
@@ -31,6 +32,7 @@ from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.state import ServerState
 
 _AT_ONCE = 8  # batches of one API server that are run at a time; the others wait for their turn
+_AHEAD = 1.25  # requests in work per sequence that the engine can run, so that the engine never waits for one
 _MOST_BYTES = 16 * 2**20  # of the requests in work
 _LOOK_SECONDS = 1.0  # between two looks for batches that others have created, or want cancelled
 _SAVE_SECONDS = 1.0  # between two times that the counts of a batch are written
@@ -68,7 +70,7 @@ class BatchRunner:
         while self._state.client.info is None or self._state.tokenizer is None:
             await asyncio.sleep(_LOOK_SECONDS / 10)
         servers = self._state.settings.api_server_count
-        usual = -(-self._state.client.info.max_num_seqs // servers)
+        usual = math.ceil(_AHEAD * self._state.client.info.max_num_seqs / servers)
         self._places = Places(self._state.settings.batch_concurrency or usual, _MOST_BYTES)
         tidy_at = 0.0
         while True:

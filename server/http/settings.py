@@ -247,8 +247,8 @@ class ServerSettings:
     )
     batch_concurrency: int | None = setting(
         None,
-        "most requests of batches in work at a time, of each API server; None: as many as the engine runs sequences, "
-        "divided among the API servers",
+        "most requests of batches in work at a time, of each API server; None: a quarter more than the engine runs "
+        "sequences, divided among the API servers",
         topic="files", rule=at_least(1), metavar="N",
     )  # fmt: skip
 

@@ -324,9 +324,11 @@ def key_of(request: Request) -> ApiKey | None:
 
 
 def tenant_of(request: Request) -> str:
-    """The tenant of a request: a name for its API key; "" if the server requires no keys."""
+    """The tenant of a request: a name for its API key; "" if the server requires no keys. Batches have tenants of their
+    own, so that texts of other requests need not wait for theirs."""
     key = key_of(request)
-    return "" if key is None else key.digest[:8].hex()
+    name = "" if key is None else key.digest[:8].hex()
+    return f"{name} batch" if is_background(request) else name
 
 
 def require_json(request: Request) -> None:
