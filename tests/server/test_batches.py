@@ -31,7 +31,8 @@ def client_of(server: ServerUnderTest, key: str = KEYS[0]) -> openai.OpenAI:
 
 
 def line(name: str, url: str = "/v1/completions", **body) -> str:
-    body = {"model": "test-model", "prompt": f"say {name}", "max_tokens": 5} | body
+    own = {"prompt": f"say {name}", "max_tokens": 5} if url == "/v1/completions" else {}
+    body = {"model": "test-model"} | own | body
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
 
 
