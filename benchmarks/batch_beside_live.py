@@ -2,11 +2,11 @@
 
     python benchmarks/batch_beside_live.py --requests 100
 
-Starts a server on a model of random weights (8 layers of 512, on CPU a prompt takes some 0.1 s). One client at a time
-streams a short answer to a prompt of 200 tokens that the cache does not have, with pauses at random. This is done in
-turns without and with a batch in progress, of `--batch` requests of 100 tokens that ask for 64 more. Prints the median
-and the 90th percentile of both in milliseconds, their ratios, and how many requests of the batch were answered
-meanwhile."""
+Starts a server on a model of random weights (8 layers of 512). Clients stream 32 tokens after a prompt of `--prompt`
+tokens that the cache does not have: one after the other with short pauses, or, with `--rate`, so many begin a second, at
+random. This is done in turns without and with a batch in progress, of `--batch` requests of 100 tokens that ask for 64
+more. Prints the median and the 90th percentile of both in milliseconds, their ratios, and how many requests of the batch
+were answered meanwhile."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,9 @@ def model_folder() -> Path:
     return folder
 
 
-def first_token(client: httpx.Client, rng: random.Random) -> float:
+def first_token(client: httpx.Client, prompt: list[int]) -> float:
     """Seconds until the first token of one request."""
-    prompt = [rng.randrange(50, 400) for _ in range(200)]
-    body = {"prompt": prompt, "max_tokens": 8, "stream": True, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": 32, "stream": True, "ignore_eos": True}
     began = time.perf_counter()
     first = None
     with client.stream("POST", "/v1/completions", json=body) as response:
@@ -51,6 +51,19 @@ def first_token(client: httpx.Client, rng: random.Random) -> float:
                 first = time.perf_counter() - began
     assert first is not None
     return first
+
+
+def live(client: httpx.Client, count: int, length: int, rate: float | None, rng: random.Random) -> list[float]:
+    """Seconds until the first token of each of `count` requests."""
+    with ThreadPoolExecutor(64) as threads:
+        started = []
+        for _ in range(count):
+            prompt = [rng.randrange(50, 400) for _ in range(length)]
+            started.append(threads.submit(first_token, client, prompt))
+            if rate is None:
+                started[-1].result()
+            time.sleep(rng.random() * 0.3 if rate is None else rng.expovariate(rate))
+        return [one.result() for one in started]
 
 
 def start_batch(client: httpx.Client, count: int, rng: random.Random) -> str:
@@ -81,6 +94,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="live requests of each kind")
     parser.add_argument("--batch", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=400, help="tokens of a prompt of a live request")
+    parser.add_argument("--rate", type=float, help="live requests a second; None: one after the other")
     args = parser.parse_args()
     rng = random.Random(1)
     folder = Path(tempfile.mkdtemp())
@@ -92,16 +107,13 @@ def main() -> None:
         found: dict[str, list[float]] = {"alone": [], "beside": []}
         answered = 0
         seconds = 0.0
-        for _ in range(5):
-            first_token(client, rng)
+        live(client, 5, args.prompt, None, rng)
         for _ in range(args.turns):
             for kind, times in found.items():
                 name = start_batch(client, args.batch, rng) if kind == "beside" else None
                 time.sleep(2.0 if name else 0.2)
                 began = time.perf_counter()
-                for _ in range(args.requests // args.turns):
-                    times.append(first_token(client, rng))
-                    time.sleep(rng.random() * 0.3)
+                times += live(client, args.requests // args.turns, args.prompt, args.rate, rng)
                 if name is not None:
                     seconds += time.perf_counter() - began
                     answered += status(client, name)["request_counts"]["completed"]

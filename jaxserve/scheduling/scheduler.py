@@ -76,6 +76,7 @@ class Scheduler:
         self.running, self.images = RunningTable(*sizes, sees=images is not None), images
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
+        self._is_background = False  # the next step may compute background sequences, and should be short
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
 
@@ -83,6 +84,8 @@ class Scheduler:
 
     @property
     def budget(self) -> TokenBudget:
+        if self._is_background:
+            return replace(self._budget, bursts=False, always=True)
         return self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
 
     def limit_chunk(self, tokens: int, least: int) -> None:
@@ -194,12 +197,14 @@ class Scheduler:
 
     def _step_aside(self) -> None:
         """Holds background sequences back while others wait or have a prompt to compute, and takes slots and pages from
-        them that a waiting one needs."""
+        them that a waiting one needs. Otherwise, if there are any, keeps steps short, because somebody may come."""
         running = self.running
+        has_background = len(running) > 0 and running.last.is_background
         running.steps_aside = self.waiting.has_foreground
-        if not running.steps_aside and len(running) and running.batch.background.any():
+        if not running.steps_aside and has_background:
             slot = running.batch.slot[~running.batch.background]
             running.steps_aside = bool((running.total[slot] - running.computed[slot] > 1).any())
+        self._is_background = not running.steps_aside and (has_background or bool(self.waiting))
         if not running.steps_aside or not len(running):
             return
         if running.proposes:
@@ -217,6 +222,8 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. If all rows decode and no new request can begin,
         each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
         self._step_aside()
+        if self._is_background:
+            tokens_per_call = 1
         running = self.running
         preemptions = self.num_preemptions
         if self._has_windows:
