@@ -3,10 +3,10 @@
     python benchmarks/batch_beside_live.py --requests 100
 
 Starts a server on a model of random weights (8 layers of 512). Clients stream 32 tokens after a prompt of `--prompt`
-tokens that the cache does not have: one after the other with short pauses, or, with `--rate`, so many begin a second, at
-random. This is done in turns without and with a batch in progress, of `--batch` requests of 100 tokens that ask for 64
-more. Prints the median and the 90th percentile of both in milliseconds, their ratios, and how many requests of the batch
-were answered meanwhile."""
+tokens that the cache does not have: one after the other with short pauses, or, with `--rate`, so many begin a second,
+at random. This is done in turns without and with a batch in progress, of `--batch` requests of 100 tokens that ask for
+64 more. Prints the median and the 90th percentile of both in milliseconds, their ratios, and how many requests of the
+batch were answered meanwhile."""
 
 from __future__ import annotations
 

@@ -308,7 +308,8 @@ class Engine:
             with self.timeline.phase("mask"):
                 if any(batch.deferred is not None for batch in self.in_flight[-1].batches):
                     self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
-            if plan is None or (len(self.in_flight) == most and not self._schedules_ahead):
+            ahead = self._schedules_ahead and not self.scheduler.is_interruptible
+            if plan is None or (len(self.in_flight) == most and not ahead):
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()

@@ -76,7 +76,7 @@ class Scheduler:
         self.running, self.images = RunningTable(*sizes, sees=images is not None), images
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
-        self._is_background = False  # the next step may compute background sequences, and should be short
+        self.is_interruptible = False  # background sequences are computed, and steps are short, because others may come
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
 
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def budget(self) -> TokenBudget:
-        if self._is_background:
+        if self.is_interruptible:
             return replace(self._budget, bursts=False, always=True)
         return self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
 
@@ -204,7 +204,7 @@ class Scheduler:
         if not running.steps_aside and has_background:
             slot = running.batch.slot[~running.batch.background]
             running.steps_aside = bool((running.total[slot] - running.computed[slot] > 1).any())
-        self._is_background = not running.steps_aside and (has_background or bool(self.waiting))
+        self.is_interruptible = not running.steps_aside and (has_background or bool(self.waiting))
         if not running.steps_aside or not len(running):
             return
         if running.proposes:
@@ -222,7 +222,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now. If all rows decode and no new request can begin,
         each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
         self._step_aside()
-        if self._is_background:
+        if self.is_interruptible:
             tokens_per_call = 1
         running = self.running
         preemptions = self.num_preemptions
