@@ -306,15 +306,14 @@ class _Run:
     async def _watch(self, answering: asyncio.Task[None]) -> Outcome | None:
         """Waits until all is answered (None) or the batch is over. Writes its counts meanwhile."""
         saved = msgspec.structs.replace(self._batch.request_counts)
-        while True:
+        while (outcome := await self._over()) is None:
             await asyncio.wait({answering}, timeout=_SAVE_SECONDS)
             if answering.done():
                 return None
-            if (outcome := await self._over()) is not None:
-                return outcome
             if self._batch.request_counts != saved:
                 saved = msgspec.structs.replace(self._batch.request_counts)
                 await self._save()
+        return outcome
 
     async def _end_unanswered(self, errors: AnswerFile, outcome: Outcome) -> int:
         """Writes an error for each request without an answer; returns their number."""

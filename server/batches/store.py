@@ -108,13 +108,12 @@ class FileStore:
 
     def check_room(self, owner: str, more: int) -> None:
         """Raises APIError (413) if an owner's files may not have `more` bytes."""
-        if (used := self.used_bytes(owner)) + more > self.max_bytes:
-            raise APIError(
-                413,
-                f"the file's {more} bytes do not fit: {used} of the {self.max_bytes} bytes that a key's files may have "
-                "are used; delete some (--max-files-bytes)",
-                code="files_too_large",
+        if (size := self.used_bytes(owner) + more) > self.max_bytes:
+            text = (
+                f"the files of a key may have {self.max_bytes} bytes together (--max-files-bytes); with this one they "
+                f"would have {size}; delete some"
             )
+            raise APIError(413, text, param="file", code="files_too_large")
 
     def file(self, owner: str, file_id: str, param: str | None = None) -> FileRecord:
         """Raises APIError (404) if the owner has no such file."""

@@ -53,6 +53,8 @@ class Form:
         """Raises APIError (400) for what is no form, or one that this endpoint does not take."""
         from python_multipart.exceptions import FormParserError
 
+        if self.complete:  # what follows the form
+            self._count(len(data))
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -64,6 +66,7 @@ class Form:
             raise APIError(400, f"the form has more than {_MOST_FORM} bytes besides its file")
 
     def _part_begin(self) -> None:
+        self._count(1)
         self._headers = {}
         self._text = b""
 
