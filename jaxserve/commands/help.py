@@ -23,6 +23,7 @@ TOPICS = {  # title of each topic by its name; settings say which one is theirs
     "models": "Several models in one server",
     "keys": "Keys and access",
     "limits": "Limits of clients",
+    "files": "Files and batches of requests",
     "watching": "Logs, metrics, traces",
     "model": "Model and weights",
     "batches": "Lengths and batches",

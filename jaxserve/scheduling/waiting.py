@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
@@ -107,6 +108,11 @@ class Waiting:
             level = self._levels[priority] = _Level(self._quantum)
             insort(self._priorities, priority)
         level.push(seq, resumed)
+
+    @property
+    def has_foreground(self) -> bool:
+        """Whether a sequence waits that may be served, and for which background sequences step aside."""
+        return bool(self._levels) and self._priorities[0] < BACKGROUND
 
     def peek(self) -> Sequence:
         """The next sequence. It stays the same until one is added or removed. Raises IndexError for an empty queue."""

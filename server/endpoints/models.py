@@ -273,7 +273,8 @@ async def openapi(http: Request) -> Response:
         fills_in = marker_ids(tokenizer) is not None
         model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), fills_in, info.task)
     names = [*state.settings.model_names, *state.client.adapters]
-    document = openapi_document(__version__, names, model, state.settings.trust_request_chat_template)
+    own_templates = state.settings.trust_request_chat_template
+    document = openapi_document(__version__, names, model, own_templates, has_files=state.files is not None)
     if state.settings.root_path:
         document["servers"] = [{"url": state.settings.root_path}]
     return _json(document)

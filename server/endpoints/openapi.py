@@ -16,6 +16,7 @@ from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
 from jaxserve.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
+from jaxserve.server.schemas.batches import BatchRequest
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
 from jaxserve.server.schemas.common import CompletionRequest, DetokenizeRequest, EngineFields
 from jaxserve.server.schemas.foreign_fields import NOT_SERVED
@@ -48,6 +49,8 @@ _POSTS = {
     "/infill": (InfillRequest, "Write the text between two others, in llama.cpp's shape"),
     "/apply-template": (ChatRequest, "The text of a conversation's prompt"),
 }
+# Of servers with a folder for files.
+_BATCH_POSTS = {"/v1/batches": (BatchRequest, "Answer a file of requests when there is time")}
 _ADMIN_POSTS = {
     "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter (admin)"),
     "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter (admin)"),
@@ -108,13 +111,14 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def openapi_document(
-    version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False
+    version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False, has_files: bool = False
 ) -> dict[str, Any]:
     """The document of /openapi.json for a model with these names; without its bounds if `model` is None.
 
-    `own_templates`: requests may bring a chat template.
+    `own_templates`: requests may bring a chat template. `has_files`: files and batches are served.
     """
     posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {}) | _ADMIN_POSTS
+    posts |= _BATCH_POSTS if has_files else {}
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
@@ -185,6 +189,9 @@ def openapi_document(
         "parameters": [name_of_response],
         "post": {"summary": "Stop a response that is made in the background", "responses": answers},
     }
+    if has_files:
+        paths["/v1/batches"]["get"] = {"summary": "The batches of this key", "responses": answers}
+        paths |= _file_paths(answers)
     paths["/reset_prefix_cache"] = {"post": {"summary": "Forget earlier prompts (admin)", "responses": answers}}
     return {
         "openapi": "3.1.0",
@@ -197,6 +204,33 @@ def openapi_document(
 def _harmless(field: str) -> dict[str, Any]:
     """The values that are accepted in a field that is not served."""
     return {"enum": [None, *NOT_SERVED[field].harmless]}
+
+
+def _file_paths(answers: dict[str, Any]) -> dict[str, Any]:
+    """The paths of files and batches that take no JSON."""
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"enum": ["batch"]},
+            "expires_after[anchor]": {"enum": ["created_at"]},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+        },
+    }
+    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    named = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+
+    def does(summary: str) -> dict[str, Any]:
+        return {"summary": summary, "responses": answers}
+
+    return {
+        "/v1/files": {"get": does("The files of this key"), "post": does("Upload a file") | {"requestBody": body}},
+        "/v1/files/{id}": {"parameters": named, "get": does("A file"), "delete": does("Delete a file")},
+        "/v1/files/{id}/content": {"parameters": named, "get": does("The bytes of a file")},
+        "/v1/batches/{id}": {"parameters": named, "get": does("A batch")},
+        "/v1/batches/{id}/cancel": {"parameters": named, "post": does("Cancel a batch")},
+    }
 
 
 def _with_bounds(node: Any, model: ModelFacts | None) -> Any:

@@ -26,6 +26,7 @@ WEIGHT_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/update
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS, *WEIGHT_PATHS})
 REPOSITORY_PATHS = "/v2/repository/models/"  # so do the handlers of the paths below this
 MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool", "/slots"})  # they reveal facts about the requests of all keys
+FILES_PATH = "/v1/files"  # where files are uploaded
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -219,14 +220,15 @@ class ApiKeys:
 
 class BodyLimit:
     """Answers 413 to a body that is too long, without reading all of it, and 503 to a long body while the bodies of
-    other requests take too much memory. Handlers find the body's account in `scope["state"]["body"]`."""
+    other requests take too much memory. Handlers find the body's account in `scope["state"]["body"]`. Uploads of files,
+    which are never whole in memory, have limits of their own."""
 
     def __init__(self, app: ASGIApp, bodies: Bodies):
         self.app = app
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == FILES_PATH:
             await self.app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")

@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.limits import MAX_COMPLETIONS, MAX_IMAGE_PIXELS
 from jaxserve.server import plugins
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.setting import documented, setting
+from jaxserve.setting import at_least, documented, setting
 
 
 def a_key(text: str) -> str:
@@ -227,6 +227,31 @@ class ServerSettings:
     client_timeout: float = setting(
         60.0, "time for a client to send a request's head, then its body, and to read some of the answer",
         topic="limits", metavar="SECONDS",
+    )  # fmt: skip
+
+    # Files and batches of requests
+
+    files_dir: str | None = setting(
+        None, "folder for the files of /v1/files and for batches, which belongs to this server alone; None: neither is "
+        "served",
+        topic="files", short="folder for files and batches", metavar="DIR",
+    )  # fmt: skip
+    max_files_bytes: int = setting(
+        10 * 2**30, "most bytes of all files of one key; the output of batches counts, and is never cut off",
+        topic="files", rule=at_least(1), metavar="BYTES",
+    )  # fmt: skip
+    max_file_bytes: int = setting(512 * 2**20, "longest file", topic="files", rule=at_least(1), metavar="BYTES")
+    max_batch_requests: int = setting(
+        50_000, "most requests of one batch", topic="files", rule=at_least(1), metavar="N"
+    )
+    max_batches_in_progress: int = setting(
+        16, "most batches of one key that have not ended", topic="files", rule=at_least(1), metavar="N"
+    )
+    batch_concurrency: int | None = setting(
+        None,
+        "most requests of batches in work at a time, of each API server; None: a quarter more than the engine runs "
+        "sequences, divided among the API servers",
+        topic="files", rule=at_least(1), metavar="N",
     )  # fmt: skip
 
     # Logs, metrics, traces

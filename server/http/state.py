@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ from starlette.requests import Request
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.images.patches import Processed
 from jaxserve.images.prompts import with_images
+from jaxserve.limits import BACKGROUND
 from jaxserve.server import plugins
+from jaxserve.server.batches.store import FileStore
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
@@ -85,6 +88,8 @@ class ServerState:
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
     connections: Connections = field(init=False)
+    files: FileStore | None = field(init=False)  # None: files and batches are not served
+    wake_batches: Callable[[], None] = field(default=lambda: None, init=False)  # a batch has been created
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -94,6 +99,10 @@ class ServerState:
         self.connections.refused = self.metrics.rejections.inc
         self.bodies = Bodies(settings.max_body_bytes, counts)
         self.accounts = Accounts(settings.max_completions_per_request, counts)
+        self.files = None
+        if settings.files_dir is not None:
+            sizes = {"max_bytes": settings.max_files_bytes, "longest": settings.max_file_bytes}
+            self.files = FileStore(Path(settings.files_dir), **sizes)
         self.client.on_stream = partial(counts.add, STREAMS)
         self.client.on_ready = self._tell_engine
 
@@ -276,6 +285,8 @@ class ServerState:
     def priority(self, http: Request, given: int | None) -> int:
         """The priority of a request; 0 if priorities are off. Raises InvalidRequestError if its key forbids it."""
         _, info = self.require_ready()
+        if is_background(http):
+            return BACKGROUND
         if info.scheduling_policy != "priority" or given is None:
             return 0
         key = key_of(http)
@@ -284,6 +295,15 @@ class ServerState:
                 f"priority must be at least {key.min_priority} under this key, got {given}", "priority"
             )
         return given
+
+    def timeout(self, http: Request) -> float | None:
+        """The longest time for a request, in seconds; None: there is no limit."""
+        return None if is_background(http) else self.settings.request_timeout
+
+
+def is_background(http: Request) -> bool:
+    """Whether a request comes from a batch, and steps aside for others."""
+    return http.scope.get("state", {}).get("background", False)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -318,9 +338,11 @@ def key_of(request: Request) -> ApiKey | None:
 
 
 def tenant_of(request: Request) -> str:
-    """The tenant of a request: a name for its API key; "" if the server requires no keys."""
+    """The tenant of a request: a name for its API key; "" if the server requires no keys. Batches have tenants of their
+    own, so that texts of other requests need not wait for theirs."""
     key = key_of(request)
-    return "" if key is None else key.digest[:8].hex()
+    name = "" if key is None else key.digest[:8].hex()
+    return f"{name} batch" if is_background(request) else name
 
 
 def require_json(request: Request) -> None:

@@ -357,7 +357,8 @@ class Metrics:
 
 
 class RequestTimes:
-    """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come.
+    """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come, unless the
+    request is one of a batch (`background`), which takes long because others come first.
 
     Attributes:
       adapter: name of the request's LoRA adapter; "": none.
@@ -368,8 +369,16 @@ class RequestTimes:
       finish_reasons: those of the completions that have ended.
     """
 
-    def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int, adapter: str = ""):
+    def __init__(
+        self,
+        metrics: Metrics,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        adapter: str = "",
+        background: bool = False,
+    ):
         self._metrics = metrics
+        self._is_timed = not background
         self.adapter = adapter
         self.params = params
         self.num_prompt_tokens = num_prompt_tokens
@@ -397,8 +406,9 @@ class RequestTimes:
         if self.first is None:
             self.first = now
             self.queued = queued
-            self._metrics.ttft.observe(now - self.arrival)
-        if (last := self._last.get(index)) is not None:
+            if self._is_timed:
+                self._metrics.ttft.observe(now - self.arrival)
+        if self._is_timed and (last := self._last.get(index)) is not None:
             self._metrics.itl.observe((now - last) / count)
         self._last[index] = self.latest = now
         self._tokens[index] = self._tokens.get(index, 0) + count
@@ -412,10 +422,11 @@ class RequestTimes:
         """Notes that all completions have ended."""
         metrics = self._metrics
         self.ended = True
-        metrics.e2e.observe(now - self.arrival)
         metrics.output_tokens.observe(self.num_output_tokens)
         metrics.max_output_tokens.observe(max(self._tokens.values(), default=0))
-        if self.first is not None:
+        if self._is_timed:
+            metrics.e2e.observe(now - self.arrival)
+        if self._is_timed and self.first is not None:
             metrics.queue.observe(self.queued)
             metrics.prefill.observe(max(self.first - self.arrival - self.queued, 0.0))
             metrics.inference.observe(max(now - self.arrival - self.queued, 0.0))

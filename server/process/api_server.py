@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 
+from jaxserve.server.batches.runner import BatchRunner
 from jaxserve.server.http.connections import RESERVE
 from jaxserve.server.http.protocol import accept
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
-from jaxserve.server.process.app import build_app
+from jaxserve.server.process.app import batch_app, build_app
 from jaxserve.server.process.engine_process import FLUSH_SECONDS
 from jaxserve.types import EngineDeadError
 
@@ -109,6 +110,7 @@ class ApiServer(uvicorn.Server):
         self._shares_listener = shares_listener
         self._state = state
         self._served = served
+        self._batches = None if state.files is None else BatchRunner(state, state.files, batch_app(state))
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references to tasks
@@ -117,7 +119,10 @@ class ApiServer(uvicorn.Server):
         """Serves HTTP at once, while the engine loads."""
         self._loop = asyncio.get_running_loop()
         self._spawn(self._served.run())
+        if self._batches is not None:
+            self._spawn(self._batches.run())
         await self.listen(sockets)
+        await self._stop_batches()
         for task in self._tasks:
             task.cancel()
         await self._served.leave()
@@ -133,6 +138,10 @@ class ApiServer(uvicorn.Server):
             os._exit(1)
         self._stopping = True
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+
+    async def _stop_batches(self) -> None:
+        if self._batches is not None:
+            await self._batches.stop()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._guard(work))
@@ -162,6 +171,7 @@ class ApiServer(uvicorn.Server):
                 state.leaving = True
             await asyncio.sleep(settings.drain_delay)
         self._served.refuse_new()
+        await self._stop_batches()
         if self._shares_listener:
             for server in self.servers:
                 server.close()  # this process's copy of the socket; the next server's copy keeps listening

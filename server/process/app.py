@@ -12,8 +12,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxserve.server.batches.lines import URLS
 from jaxserve.server.endpoints import (
     adapters,
+    batches,
+    files,
     invocations,
     llamacpp,
     models,
@@ -30,6 +33,7 @@ from jaxserve.server.endpoints.completions import create_completion
 from jaxserve.server.http.errors import APIError, handle_exception
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.middleware import (
+    FILES_PATH,
     ApiKeys,
     BodyLimit,
     ConnectionLimit,
@@ -59,6 +63,15 @@ _ROUTES = [
     Route("/v1/embeddings", pooling.create_embeddings, methods=["POST"]),
     *(Route(path, pooling.create_scores, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", pooling.COHERE_PATH)),
+    Route(FILES_PATH, files.upload_file, methods=["POST"]),
+    Route(FILES_PATH, files.list_files),
+    Route("/v1/files/{id}", files.get_file),
+    Route("/v1/files/{id}", files.delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", files.get_content),
+    Route("/v1/batches", batches.create_batch, methods=["POST"]),
+    Route("/v1/batches", batches.list_batches),
+    Route("/v1/batches/{id}", batches.get_batch),
+    Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
     *(Route(path, models.root) for path in ("/v1", "/v1/")),
     *(Route(path, models.list_models) for path in ("/v1/models", "/v1/models/", "/models")),
     Route("/invocations", invocations.invoke, methods=["POST"]),
@@ -125,6 +138,18 @@ def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middlew
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))
+    return _application(state, routes, middleware)
+
+
+def batch_app(state: ServerState) -> Starlette:
+    """What answers the requests of batches, which come from this process: the endpoints without keys, origins and
+    connections. `scope["state"]` may hold the key of a batch."""
+    routes = [route for route in _ROUTES if route.path in URLS]
+    middleware = [Middleware(UnexpectedErrors), Middleware(BodyLimit, bodies=state.bodies)]
+    return _application(state, routes, middleware)
+
+
+def _application(state: ServerState, routes: list[Route], middleware: list[Middleware]) -> Starlette:
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]

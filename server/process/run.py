@@ -29,6 +29,7 @@ from jaxserve.server.process.api_server_process import ApiServerLaunch
 from jaxserve.server.process.api_servers import MOST_FRONTS, serve_api_servers
 from jaxserve.server.process.engine_process import EngineProcess
 from jaxserve.server.process.served_model import OwnEngine, ServedModel
+from jaxserve.setting import check_settings
 from jaxserve.text.chat_template import check_variables, read_chat_template
 
 
@@ -114,6 +115,7 @@ def final_settings(
         hosts=tuple(allowed_hosts) if is_local(own.host if own.fd is None else _host_of(own.fd)) else None,
     )
     check_variables(own.default_chat_template_kwargs, "default_chat_template_kwargs")
+    check_settings(own)
     return own
 
 
