@@ -151,6 +151,7 @@ class Models:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._frozen = False
+        self._lost = 0  # engines that have died, of models that were stopped since
 
     # What handlers ask
 
@@ -238,6 +239,10 @@ class Models:
     @property
     def states(self) -> list[ServerState]:
         return [served.state for served in self._models.values() if served.state is not None]
+
+    @property
+    def losses(self) -> int:
+        return self._lost + sum(state.client.losses for state in self.states)
 
     async def run(self) -> None:
         """Never returns."""
@@ -630,6 +635,8 @@ class Models:
             served.state.client.fail_streams("the model is not in memory any more")
         await asyncio.to_thread(process.__exit__, None, None, None)
         served.metrics.totals.on_end()
+        if served.state is not None:
+            self._lost += served.state.client.losses
         served.state = None
         served.serving = None
         served.process = None

@@ -58,13 +58,14 @@ def serve_models(
     state = SeveralState(own, EngineClient(), Metrics("", own.metrics_prefix))
     served = Models(catalog, state, models, configure, engine_class)
     state.models = served
-    uvicorn_config = http_config(state, build_app(state, ROUTES, Middleware(Routing, models=served)))
+    routing = Middleware(Routing, models=served)
+    uvicorn_config = http_config(state, build_app(state, ROUTES, routing))
     log_to_stdout()
     allow_files(own)
     if (listener := listen(own)) is None:
         return 1
     with listener:
-        server = ApiServer(uvicorn_config, state, served, shares_listener=own.fd is not None)
+        server = ApiServer(uvicorn_config, state, served, shares_listener=own.fd is not None, routing=routing)
         server.run(sockets=[listener])
     if server.failure is not None:
         say(f"jaxserve: {server.failure}")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from jaxserve.server.batches.runner import BatchRunner
 from jaxserve.server.http.connections import RESERVE
@@ -79,10 +80,18 @@ class Served(Protocol):
 
     Attributes:
       states: those of the models that are in memory.
+      is_ready: whether a request would be taken.
+      losses: number of engines that have died.
     """
 
     @property
     def states(self) -> list[ServerState]: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def losses(self) -> int: ...
 
     async def run(self) -> None:
         """Starts, and goes on until the server stops. Raises an exception if the server cannot go on."""
@@ -104,13 +113,24 @@ class ApiServer(uvicorn.Server):
       failure: why the server stopped by itself; None if it did not.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, served: Served, *, shares_listener: bool):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        served: Served,
+        *,
+        shares_listener: bool,
+        routing: Middleware | None = None,
+    ):
+        """routing: finds the model of a request; None: there is one."""
         super().__init__(config)
         self.failure: str | None = None
         self._shares_listener = shares_listener
         self._state = state
         self._served = served
-        self._batches = None if state.files is None else BatchRunner(state, state.files, batch_app(state))
+        self._batches: BatchRunner | None = None
+        if state.files is not None:
+            self._batches = BatchRunner(state, state.files, batch_app(state, routing), served)
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references to tasks

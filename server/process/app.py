@@ -141,11 +141,13 @@ def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middlew
     return _application(state, routes, middleware)
 
 
-def batch_app(state: ServerState) -> Starlette:
+def batch_app(state: ServerState, routing: Middleware | None = None) -> Starlette:
     """What answers the requests of batches, which come from this process: the endpoints without keys, origins and
-    connections. `scope["state"]` may hold the key of a batch."""
+    connections. `scope["state"]` may hold the key of a batch. `routing` as for `build_app`."""
     routes = [route for route in _ROUTES if route.path in URLS]
     middleware = [Middleware(UnexpectedErrors), Middleware(BodyLimit, bodies=state.bodies)]
+    if routing is not None:
+        middleware.append(routing)
     return _application(state, routes, middleware)
 
 

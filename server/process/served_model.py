@@ -109,6 +109,14 @@ class ServedModel:
             if not self._state.draining:
                 raise
 
+    @property
+    def is_ready(self) -> bool:
+        return self._state.client.is_ready
+
+    @property
+    def losses(self) -> int:
+        return self._state.client.losses
+
     async def keep(self) -> None:
         await self._engine.keep(self._state)
 
