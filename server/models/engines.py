@@ -11,13 +11,14 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from starlette.requests import Request
 
 from jaxserve import heap
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.config import EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.server.http.counts import STREAMS
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
@@ -65,6 +66,7 @@ class _Served:
       config, settings, share: what it starts with; None before they are known.
       state, serving, process: None while it is not in memory.
       measuring: set when its size is known, or known not to be; None: nobody computes it.
+      path: its files, if the source is a path; None: they are in the hub's cache or bundled.
       gone: set when its process has ended.
       reason: why it failed, and `retry_at` when it may be tried again.
       info: what its latest engine said when it was ready.
@@ -72,6 +74,7 @@ class _Served:
 
     model: Model
     metrics: Metrics
+    path: Path | None = None
     place: Place | None = None
     config: EngineConfig | None = None
     settings: ServerSettings | None = None
@@ -311,7 +314,7 @@ class Models:
         if place is not None:
             if place.state in ("leaving", "stopping"):
                 kind = "unloading"
-            elif place.state != "unloaded":
+            elif place.state in ("starting", "ready"):
                 kind = place.state
             elif place.asked is not None:
                 kind = "waiting"
@@ -425,12 +428,15 @@ class Models:
 
     async def _compute_sizes(self, several: list[_Served]) -> None:
         try:
-            known = []
+            known: list[tuple[_Served, EngineConfig]] = []
             for served in several:
                 try:
                     configured = partial(self._configured, served.model)
-                    served.config, served.settings = await self._server.off_loop(configured)
-                    known.append((served, served.config))
+                    config, served.settings = await self._server.off_loop(configured)
+                    served.config = config
+                    path = Path(config.model).expanduser()
+                    served.path = path if path.exists() else None
+                    known.append((served, config))
                 except (ValueError, OSError) as error:
                     self._fail(served, str(error))
             if known:
@@ -542,6 +548,8 @@ class Models:
     async def _launch(self, served: _Served) -> None:
         """Starts a model's process, and waits until it is ready."""
         assert served.settings is not None
+        if served.path is not None and not served.path.exists():
+            raise ConfigError(f"no such model: {served.path} was there when the server started, and is gone")
         config = self._config(served)
         state = self._state(served, served.settings)
         environment = self._environment(served)

@@ -138,7 +138,7 @@ def test_metrics_and_log_have_the_names_of_models(server):
     assert 0 < used <= server.metric("models_memory_limit_bytes")
     lines = server.log.read_text()
     assert '"path":"/v1/completions","status":200,"model":"m-0"' in lines
-    assert "m-0: " in lines, "the engine's own lines begin with the name"
+    assert "INFO jaxserve.engine: m-0: this is number 100" in lines, "the engine's own lines begin with the name"
 
 
 def test_a_model_with_requests_is_not_stopped_and_others_wait(server):
@@ -155,6 +155,7 @@ def test_a_model_with_requests_is_not_stopped_and_others_wait(server):
         assert time.monotonic() - began > 0.4, "it waited for the others"
 
 
+@pytest.mark.slow
 def test_a_crash_is_seen_by_nobody_else(server):
     for number in (0, 1):
         ask(server, f"m-{number}")
@@ -173,6 +174,7 @@ def test_a_crash_is_seen_by_nobody_else(server):
     wait_until(lambda: ask(server, "m-0").status_code == 200, 20)
 
 
+@pytest.mark.slow
 def test_a_folder_that_vanishes_and_a_model_that_never_gets_ready(server, folder):
     wait_until(lambda: ask(server, "m-1").status_code == 200, 20)
     http = server.http()
@@ -245,6 +247,7 @@ def test_triton_s_endpoints(server):
         assert what in answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_tritonclient_controls_models(server):
     client_library = pytest.importorskip("tritonclient.http")
     client = client_library.InferenceServerClient(f"127.0.0.1:{server.port}")
@@ -264,6 +267,7 @@ def test_tritonclient_controls_models(server):
         client.load_model("m-9", headers=ADMIN)
 
 
+@pytest.mark.slow
 def test_load_and_unload_race_with_requests(server):
     http = server.http()
     stop = threading.Event()
@@ -288,6 +292,7 @@ def test_load_and_unload_race_with_requests(server):
     assert {number_of(answer) for answer in answers} == {1}
 
 
+@pytest.mark.slow
 def test_work_in_the_background_keeps_its_model(server):
     client = server.openai()
     response = client.responses.create(model="m-0", input="a", max_output_tokens=150, background=True)
@@ -299,6 +304,7 @@ def test_work_in_the_background_keeps_its_model(server):
     assert done.usage.output_tokens == 150
 
 
+@pytest.mark.slow
 def test_settings_of_a_file(folder, tmp_path):
     """A pinned model, an alias, times to keep models, keys, a model that is too large, and one that waits too long."""
     (tmp_path / "keys").write_text("all every\nsome limited - 0 first,m-2\n")
@@ -488,6 +494,7 @@ def test_times_and_keys_are_read(tmp_path):
     assert model.keep_alive == float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_the_page_offers_the_models_and_says_that_one_is_starting(server, folder, tmp_path):
     wait_until(lambda: ask(server, "m-0").status_code == 200, 20)
