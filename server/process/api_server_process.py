@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import uvicorn
 
 from jaxserve.config import EngineConfig
 from jaxserve.server.http.counts import BEATS, SharedCounts, names_of
@@ -130,8 +131,16 @@ class _SharedApiServer(ApiServer):
     """One of several API servers. If it replaces another one, it listens only when it can serve, because the others
     can: `after` is set then; None: it replaces none."""
 
-    def __init__(self, *args: Any, after: asyncio.Event | None, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        served: ServedModel,
+        *,
+        shares_listener: bool,
+        after: asyncio.Event | None,
+    ):
+        super().__init__(config, state, served, shares_listener=shares_listener)
         self._after = after
 
     async def listen(self, sockets: list[socket.socket] | None) -> None:
