@@ -407,16 +407,19 @@ class Models:
         return APIError(503, text, param="model", code="model_failed", headers={"Retry-After": str(wait)})
 
     def _fail(self, served: _Served, reason: str, *, too_large: bool = False) -> None:
-        """Notes that a model cannot be served, and tells the requests that wait for it."""
-        log.error("the model %s cannot be served: %s", served.name, reason)
-        served.reason = reason
-        served.too_large = too_large
-        served.retry_at = self._now() + (TOO_LARGE_SECONDS if too_large else FAILED_SECONDS)
+        """Notes that a model cannot be served, and tells the requests that the residency does not count any more."""
+        self._note_failure(served, reason, too_large)
         for waiter in served.waiters:
             waiter.state = "failed"
             if not waiter.done.done():
                 waiter.done.set_exception(self._refusal(served))
         served.waiters.clear()
+
+    def _note_failure(self, served: _Served, reason: str, too_large: bool = False) -> None:
+        log.error("the model %s cannot be served: %s", served.name, reason)
+        served.reason = reason
+        served.too_large = too_large
+        served.retry_at = self._now() + (TOO_LARGE_SECONDS if too_large else FAILED_SECONDS)
 
     # Sizes
 
@@ -610,7 +613,7 @@ class Models:
                 return
             self._residency.died(served.name)
             served.failures += 1
-            self._fail(served, str(error))
+            self._note_failure(served, str(error))  # requests that wait already get another engine
             served.keeping = None
             await self._end(served)
             self._residency.stopped(served.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,8 +22,14 @@ from browser import CHROMIUM, open_page
 from serving import DEMO, ServerUnderTest, server_of_models, wait_until
 
 from jaxserve.config import ConfigError
-from jaxserve.server.http.keys import read_keys
+from jaxserve.server.http.keys import ApiKey, read_keys
+from jaxserve.server.http.one_model import OneModel
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.models.catalog import models_in, models_of, seconds_of
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.process.app import build_app
 
 ADMIN = {"Authorization": "Bearer admin"}
 SIZE = 474  # MiB of one of the models, most of which is the process
@@ -513,3 +520,30 @@ def test_the_page_offers_the_models_and_says_that_one_is_starting(server, folder
         (folder / "m-3" / "hang").unlink()
         page.wait("document.querySelector('.assistant .facts').textContent.includes('first token')")
         assert page.run("document.querySelector('.assistant .who').textContent") == "m-3"
+
+
+def test_a_server_with_one_model_refuses_keys_for_others():
+    keys = tuple(ApiKey(name, models=models) for name, models in (("a", ("other",)), ("b", ("x", "y")), ("c", None)))
+    state = ServerState(ServerSettings(model_names=("x",), api_keys=keys), EngineClient(), Metrics("x"))
+    state.models = OneModel(state, "demo")
+
+    async def statuses() -> list[int]:
+        transport = httpx.ASGITransport(build_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}) for key in "abc"]
+            return [(await one).status_code for one in asked]
+
+    assert asyncio.run(statuses()) == [403, 200, 200]
+
+
+def test_triton_s_endpoints_of_a_server_with_one_model(parrot):
+    http = parrot.http()
+    assert http.get("/v2/health/ready").status_code == 200
+    assert http.post("/v2/repository/index").json() == [
+        {"name": "test-model", "version": "1", "state": "READY", "reason": ""}
+    ]
+    assert http.get("/v2/models/test-model/ready").status_code == 200
+    assert http.get("/v2/models/other").status_code == 404
+    body = {"text_input": "hello", "max_tokens": 2, "exclude_input_in_output": True}
+    assert http.post("/v2/models/test-model/generate", json=body).json()["text_output"]
+    assert http.post("/v2/repository/models/test-model/unload", headers=ADMIN).status_code == 404, "no admin key is set"
