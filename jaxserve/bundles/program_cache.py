@@ -56,15 +56,16 @@ class ProgramCache:
 
     @classmethod
     def of(cls, config: EngineConfig, runner: Any, cache: Path | None) -> ProgramCache | None:
-        """The programs for this runner below the folder of JAX's compilation cache. None where there is no private
-        folder, or for engines whose programs depend on more than is compared here: with drafts, adapters, weights in
-        host memory, or on several hosts."""
+        """The programs for this runner below the folder of JAX's compilation cache. None where that cache is off, as it
+        is while a bundle is made, where there is no private folder, or for engines whose programs depend on more than
+        is compared here: with drafts, adapters, weights in host memory, or on several hosts."""
         if not isinstance(runner, ModelRunner):
             return None
         plain = (
             num_groups(runner.mesh) == 1 and runner.drafter is None and runner.stacks is None and not runner.streamed
         )
-        if cache is None or os.environ.get(OFF) or not plain or config.num_hosts > 1:
+        off = cache is None or os.environ.get(OFF) or not jax.config.values["jax_enable_compilation_cache"]
+        if cache is None or off or not plain or config.num_hosts > 1:
             return None
         opened = open_cache(cache / "programs")
         if opened is None or not opened.is_private:

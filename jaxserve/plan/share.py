@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,7 +113,7 @@ def share_of(config: EngineConfig, most: int, given: int | None = None, devices:
     )
     pages = config.kv_pages
     if pages is None and is_bundle(config.model):
-        pages = Bundle.open(config.model, read_key(config.bundle_key_file)).manifest.pages
+        pages = Bundle.open(Path(config.model).expanduser(), read_key(config.bundle_key_file)).manifest.pages
     longest = memory.pages_of_longest(config, plan.longest, one_page.page_size, one_page.groups.windows)
     if pages is None:
         left = (most if given is None else given) - share.total

@@ -110,7 +110,7 @@ def _model(entry: Any, where: str, file: Path) -> Model:
         raise ConfigError(f"{where} must have {', '.join(_FIELDS)}, got {entry!r}")
     if unknown := [key for key in entry if key not in _FIELDS]:
         raise ConfigError(f"{where} must have only {', '.join(_FIELDS)}, got {unknown[0]!r}")
-    name = entry.get("name")
+    name: Any = entry.get("name")
     if not _is_name(name):
         raise ConfigError(f"{where}: {_NAMES}, got {name!r}")
     where = f"{file}: {name}"

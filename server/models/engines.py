@@ -11,13 +11,14 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from starlette.requests import Request
 
 from jaxserve import heap
 from jaxserve.checkpoints.errors import CheckpointError
-from jaxserve.config import EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.server.http.counts import STREAMS
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
@@ -65,6 +66,7 @@ class _Served:
       config, settings, share: what it starts with; None before they are known.
       state, serving, process: None while it is not in memory.
       measuring: set when its size is known, or known not to be; None: nobody computes it.
+      path: its files, if the source is a path; None: they are in the hub's cache or bundled.
       gone: set when its process has ended.
       reason: why it failed, and `retry_at` when it may be tried again.
       info: what its latest engine said when it was ready.
@@ -72,6 +74,7 @@ class _Served:
 
     model: Model
     metrics: Metrics
+    path: Path | None = None
     place: Place | None = None
     config: EngineConfig | None = None
     settings: ServerSettings | None = None
@@ -316,7 +319,7 @@ class Models:
         if place is not None:
             if place.state in ("leaving", "stopping"):
                 kind = "unloading"
-            elif place.state != "unloaded":
+            elif place.state in ("starting", "ready"):
                 kind = place.state
             elif place.asked is not None:
                 kind = "waiting"
@@ -409,16 +412,19 @@ class Models:
         return APIError(503, text, param="model", code="model_failed", headers={"Retry-After": str(wait)})
 
     def _fail(self, served: _Served, reason: str, *, too_large: bool = False) -> None:
-        """Notes that a model cannot be served, and tells the requests that wait for it."""
-        log.error("the model %s cannot be served: %s", served.name, reason)
-        served.reason = reason
-        served.too_large = too_large
-        served.retry_at = self._now() + (TOO_LARGE_SECONDS if too_large else FAILED_SECONDS)
+        """Notes that a model cannot be served, and tells the requests that the residency does not count any more."""
+        self._note_failure(served, reason, too_large)
         for waiter in served.waiters:
             waiter.state = "failed"
             if not waiter.done.done():
                 waiter.done.set_exception(self._refusal(served))
         served.waiters.clear()
+
+    def _note_failure(self, served: _Served, reason: str, too_large: bool = False) -> None:
+        log.error("the model %s cannot be served: %s", served.name, reason)
+        served.reason = reason
+        served.too_large = too_large
+        served.retry_at = self._now() + (TOO_LARGE_SECONDS if too_large else FAILED_SECONDS)
 
     # Sizes
 
@@ -430,12 +436,15 @@ class Models:
 
     async def _compute_sizes(self, several: list[_Served]) -> None:
         try:
-            known = []
+            known: list[tuple[_Served, EngineConfig]] = []
             for served in several:
                 try:
                     configured = partial(self._configured, served.model)
-                    served.config, served.settings = await self._server.off_loop(configured)
-                    known.append((served, served.config))
+                    config, served.settings = await self._server.off_loop(configured)
+                    served.config = config
+                    path = Path(config.model).expanduser()
+                    served.path = path if path.exists() else None
+                    known.append((served, config))
                 except (ValueError, OSError) as error:
                     self._fail(served, str(error))
             if known:
@@ -547,6 +556,8 @@ class Models:
     async def _launch(self, served: _Served) -> None:
         """Starts a model's process, and waits until it is ready."""
         assert served.settings is not None
+        if served.path is not None and not served.path.exists():
+            raise ConfigError(f"no such model: {served.path} was there when the server started, and is gone")
         config = self._config(served)
         state = self._state(served, served.settings)
         environment = self._environment(served)
@@ -607,7 +618,7 @@ class Models:
                 return
             self._residency.died(served.name)
             served.failures += 1
-            self._fail(served, str(error))
+            self._note_failure(served, str(error))  # requests that wait already get another engine
             served.keeping = None
             await self._end(served)
             self._residency.stopped(served.name)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -66,7 +66,9 @@ def size(count: float) -> str:
     return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
 
 
-async def ask(models: Sequence[tuple[EngineConfig, int | None]], most: int | None) -> AsyncIterator[Memory | Answer]:
+async def ask(
+    models: Sequence[tuple[EngineConfig, int | None]], most: int | None
+) -> AsyncGenerator[Memory | Answer, None]:
     """Yields the memory, then an answer for each model, as they come. Raises OSError if the process fails."""
     process = await asyncio.create_subprocess_exec(
         *entry.command("jaxserve.server.models.sizing"),

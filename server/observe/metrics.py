@@ -243,7 +243,7 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition text of /metrics."""
         text = self._own_text()
-        return text if self.prefix == "llamacpp" else text + _in_llamacpp_names(text, self._prefix)
+        return text if self.prefix == "llamacpp" else text + _in_llamacpp_names(text, self.prefix)
 
     def latest(self) -> EngineStats:
         """The engine's latest statistics."""

@@ -19,7 +19,7 @@ import pytest
 from engines import generate, request
 from tiny_models import build
 
-from jaxserve.bundles import environment, trees
+from jaxserve.bundles import environment, program_cache, trees
 from jaxserve.bundles.container import Bundle, BundleError, read_key, seal
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.commands.bundling import make_bundle
@@ -87,9 +87,12 @@ def made(tmp_path_factory) -> tuple[EngineConfig, Path, list[list[int]]]:
         loaded.append(load(*args, **options))
         return loaded[-1]
 
-    with mock.patch.object(selfcheck_stamps, "_passed", {STAMP}), mock.patch.object(Engine, "load", kept):
+    stamped = mock.patch.object(selfcheck_stamps, "_passed", {STAMP})
+    with stamped, mock.patch.object(Engine, "load", kept), mock.patch.dict(os.environ):
+        os.environ.pop(program_cache.OFF)
         make_bundle(config, folder / "bundle")
     (engine,) = loaded
+    assert engine.runner.kept is None, "programs that were kept by a start cannot be written into a bundle"
     return config, folder / "bundle", answers(engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from hashlib import sha256
@@ -253,6 +254,7 @@ class NumberedEngine(ParrotEngine):
     def __init__(self, config: EngineConfig):
         super().__init__(config)
         self._number = 100 + int(self.model_folder.name.rpartition("-")[2])
+        logging.getLogger("jaxserve.engine").info("this is number %d", self._number)
 
     @classmethod
     def load(cls, config: EngineConfig):
@@ -263,12 +265,8 @@ class NumberedEngine(ParrotEngine):
     def add_request(self, request: Request) -> None:
         if request.prompt_token_ids[0] == 66:
             os._exit(3)
-        super().add_request(request)
-
-    def _advance(self, key: tuple[str, int]) -> SequenceUpdate:
-        update = super()._advance(key)
-        update.token_ids = [self._number] * len(update.token_ids)
-        return update
+        same = [self._number] * len(request.prompt_token_ids)
+        super().add_request(msgspec.structs.replace(request, prompt_token_ids=same))
 
 
 class FailingEngine(ParrotEngine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,8 +22,14 @@ from browser import CHROMIUM, open_page
 from serving import DEMO, ServerUnderTest, server_of_models, wait_until
 
 from jaxserve.config import ConfigError
-from jaxserve.server.http.keys import read_keys
+from jaxserve.server.http.keys import ApiKey, read_keys
+from jaxserve.server.http.one_model import OneModel
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.models.catalog import models_in, models_of, seconds_of
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.process.app import build_app
 
 ADMIN = {"Authorization": "Bearer admin"}
 SIZE = 474  # MiB of one of the models, most of which is the process
@@ -138,7 +145,7 @@ def test_metrics_and_log_have_the_names_of_models(server):
     assert 0 < used <= server.metric("models_memory_limit_bytes")
     lines = server.log.read_text()
     assert '"path":"/v1/completions","status":200,"model":"m-0"' in lines
-    assert "m-0: " in lines, "the engine's own lines begin with the name"
+    assert "INFO jaxserve.engine: m-0: this is number 100" in lines, "the engine's own lines begin with the name"
 
 
 def test_a_model_with_requests_is_not_stopped_and_others_wait(server):
@@ -155,6 +162,7 @@ def test_a_model_with_requests_is_not_stopped_and_others_wait(server):
         assert time.monotonic() - began > 0.4, "it waited for the others"
 
 
+@pytest.mark.slow
 def test_a_crash_is_seen_by_nobody_else(server):
     for number in (0, 1):
         ask(server, f"m-{number}")
@@ -173,6 +181,7 @@ def test_a_crash_is_seen_by_nobody_else(server):
     wait_until(lambda: ask(server, "m-0").status_code == 200, 20)
 
 
+@pytest.mark.slow
 def test_a_folder_that_vanishes_and_a_model_that_never_gets_ready(server, folder):
     wait_until(lambda: ask(server, "m-1").status_code == 200, 20)
     http = server.http()
@@ -245,6 +254,7 @@ def test_triton_s_endpoints(server):
         assert what in answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_tritonclient_controls_models(server):
     client_library = pytest.importorskip("tritonclient.http")
     client = client_library.InferenceServerClient(f"127.0.0.1:{server.port}")
@@ -264,6 +274,7 @@ def test_tritonclient_controls_models(server):
         client.load_model("m-9", headers=ADMIN)
 
 
+@pytest.mark.slow
 def test_load_and_unload_race_with_requests(server):
     http = server.http()
     stop = threading.Event()
@@ -288,6 +299,7 @@ def test_load_and_unload_race_with_requests(server):
     assert {number_of(answer) for answer in answers} == {1}
 
 
+@pytest.mark.slow
 def test_work_in_the_background_keeps_its_model(server):
     client = server.openai()
     response = client.responses.create(model="m-0", input="a", max_output_tokens=150, background=True)
@@ -299,6 +311,7 @@ def test_work_in_the_background_keeps_its_model(server):
     assert done.usage.output_tokens == 150
 
 
+@pytest.mark.slow
 def test_settings_of_a_file(folder, tmp_path):
     """A pinned model, an alias, times to keep models, keys, a model that is too large, and one that waits too long."""
     (tmp_path / "keys").write_text("all every\nsome limited - 0 first,m-2\n")
@@ -488,6 +501,7 @@ def test_times_and_keys_are_read(tmp_path):
     assert model.keep_alive == float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_the_page_offers_the_models_and_says_that_one_is_starting(server, folder, tmp_path):
     wait_until(lambda: ask(server, "m-0").status_code == 200, 20)
@@ -506,3 +520,30 @@ def test_the_page_offers_the_models_and_says_that_one_is_starting(server, folder
         (folder / "m-3" / "hang").unlink()
         page.wait("document.querySelector('.assistant .facts').textContent.includes('first token')")
         assert page.run("document.querySelector('.assistant .who').textContent") == "m-3"
+
+
+def test_a_server_with_one_model_refuses_keys_for_others():
+    keys = tuple(ApiKey(name, models=models) for name, models in (("a", ("other",)), ("b", ("x", "y")), ("c", None)))
+    state = ServerState(ServerSettings(model_names=("x",), api_keys=keys), EngineClient(), Metrics("x"))
+    state.models = OneModel(state, "demo")
+
+    async def statuses() -> list[int]:
+        transport = httpx.ASGITransport(build_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}) for key in "abc"]
+            return [(await one).status_code for one in asked]
+
+    assert asyncio.run(statuses()) == [403, 200, 200]
+
+
+def test_triton_s_endpoints_of_a_server_with_one_model(parrot):
+    http = parrot.http()
+    assert http.get("/v2/health/ready").status_code == 200
+    assert http.post("/v2/repository/index").json() == [
+        {"name": "test-model", "version": "1", "state": "READY", "reason": ""}
+    ]
+    assert http.get("/v2/models/test-model/ready").status_code == 200
+    assert http.get("/v2/models/other").status_code == 404
+    body = {"text_input": "hello", "max_tokens": 2, "exclude_input_in_output": True}
+    assert http.post("/v2/models/test-model/generate", json=body).json()["text_output"]
+    assert http.post("/v2/repository/models/test-model/unload", headers=ADMIN).status_code == 404, "no admin key is set"
