@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
+from browser import needs_browser
 from PIL import Image, ImageDraw
 from serving import ROOT, running_server
 
@@ -165,6 +166,49 @@ def test_a_tools_result(server):
     ]
     made = server.openai().chat.completions.create(model=server.model, messages=messages, temperature=0)
     assert made.choices[0].message.content == "a red circle"
+
+
+@needs_browser
+def test_the_page(server, page, tmp_path):
+    """Pictures by button, drop and paste are shown and answered; the next turn has them, too."""
+    page.goto(server.url)
+    page.wait("document.body.dataset.state === 'ready' && !document.querySelector('#attach').hidden")
+    first, second, other = (tmp_path / name for name in ("first.png", "second.jpeg", "other.pdf"))
+    drawn(FIRST).save(first)
+    drawn(SECOND, (300, 240)).save(second)
+    other.write_bytes(b"%PDF-1.7")
+
+    def wait_for(chosen: int) -> None:
+        page.wait(f"document.querySelectorAll('#pictures img').length === {chosen}")
+
+    page.choose("#files", second)
+    wait_for(1)
+    page.run("document.querySelector('#pictures button').click()")
+    wait_for(0)
+    page.choose("#files", first)
+    wait_for(1)
+    page.drop("#messages", other, second)
+    wait_for(2)
+    page.wait("document.querySelector('#left-out').checkVisibility()")
+    assert "other.pdf" in page.run("document.querySelector('#left-out').textContent")
+    page.type("What do you see?")
+    page.press("Enter")
+
+    def answer(turn: int) -> str:
+        page.wait(f"document.querySelectorAll('.facts')[{turn}]?.textContent")
+        return page.run(f"document.querySelectorAll('.assistant .text')[{turn}].textContent")
+
+    assert answer(0) == BOTH
+    sizes = "[...document.querySelectorAll('.user img')].map(image => [image.naturalWidth, image.naturalHeight])"
+    assert page.run(sizes) == [[150, 120], [300, 240]]
+    page.type("Which is last?")
+    page.press("Enter")
+    assert answer(1) == "a blue square"
+    page.run("document.querySelector('#clear').click()")
+    page.paste_png(first.read_bytes())
+    wait_for(1)
+    page.press("Enter")  # without a text
+    assert answer(0) == "a red circle"
 
 
 @pytest.mark.compiles
