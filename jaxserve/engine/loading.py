@@ -143,7 +143,7 @@ def load_models(
     if (head := load_head(config, plan)) is not None:
         drafter, params["draft"], plan = head
     options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
-    options["encoder"] = load_encoder(config, plan, decoder.ops)
+    options["encoder"] = load_encoder(config, plan, decoder.ops, prepared)
     runner = ModelRunner(decoder, params, mesh, *rows, **options)
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
