@@ -1,5 +1,5 @@
-"""Steps of Gemma 3, whose tokens of a picture see each other, compiled for an H200 and a TPU v6e: their temporaries, and
-where they branch. Nothing runs here."""
+"""Steps of Gemma 3, whose tokens of a picture see each other, compiled for an H200 and a TPU v6e: their temporaries,
+and where they branch. Nothing runs here."""
 
 import json
 
