@@ -51,7 +51,7 @@ async def llama(server: Path, folder: Path, count: int, threads: int) -> list[fl
     """Milliseconds of each picture."""
     port = startup.free_port()
     given = {"-m": folder / "model.gguf", "--mmproj": folder / "mmproj.gguf", "--port": port, "-t": threads}
-    given |= {"-tb": threads, "-np": 1, "-c": 4096, "--cache-ram": 0}
+    given |= {"-tb": threads, "-np": 1, "-c": 4096, "--cache-ram": 0, "-lv": 4}  # with its times
     command = [str(server), *(str(part) for pair in given.items() for part in pair)]
     with startup.server_process(command, dict(os.environ)) as (process, log):
         while startup.status(port, "/health") != 200:
