@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 FILE = "video_preprocessor_config.json"
 MAX_FRAMES = 4096  # of an animation as it is sent
+MAX_SEEN = 2**26  # pixels that the model sees of all frames
 RATE = 2.0  # frames a second of a list of pictures, where the request does not say
 USUAL_DURATION = 100  # milliseconds of a frame of an animation that does not say
 PAIR = 2  # frames that are seen as one
@@ -195,14 +196,18 @@ class VideoProcessor:
     def __call__(self, clip: Clip) -> ProcessedVideo:
         """The frames that the model sees. Raises InvalidRequestError for a video that is none."""
         indices = list(range(clip.count)) if clip.chosen else self.indices(clip.count, clip.rate)
-        if not indices or len(indices) > self.settings.get("max_frames", MAX_FRAMES):
-            raise _refused(f"{len(indices)} frames of it would be seen; 1 to {self.settings['max_frames']} may be")
+        most = int(self.settings.get("max_frames", MAX_FRAMES))
+        if not 0 < len(indices) <= most:
+            raise _refused(f"{len(indices)} frames of it would be seen; 1 to {most} may be")
         seconds = [i / clip.rate for i in indices]
         interval = PAIR * clip.count / (len(indices) * clip.rate)
         size: tuple[int, int] | None = None
         shown = []
         for picture in clip.frames(indices):
             size = size or self.size(picture.height, picture.width, max(len(indices), PAIR))
+            if len(indices) * size[0] * size[1] > MAX_SEEN:
+                frames = f"{len(indices)} frames of {size[1]} x {size[0]} pixels"
+                raise _refused(f"{frames} would be seen; at most {MAX_SEEN} pixels may be")
             shown.append(resized(picture, size[1], size[0], int(self.settings.get("resample", 3))))
         if len(shown) % PAIR:
             shown.append(shown[-1])
