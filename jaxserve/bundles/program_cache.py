@@ -35,7 +35,7 @@ from jaxserve.devices import executables
 from jaxserve.devices.compile_cache import KEPT, without_compile_cache
 from jaxserve.devices.mesh import num_groups, on_one_cpu
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import ProgramName
+from jaxserve.execution.signatures import ProgramName, Signature
 from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, tuning
 from jaxserve.pallas_kernels.cache_folder import open_cache
 
@@ -83,7 +83,7 @@ class ProgramCache:
             described = msgspec.json.decode(head, type=Program)
             if hashlib.sha256(data).hexdigest() != described.file:
                 raise ValueError("it is damaged")
-            program = stored_programs.load_one(self.runner, name, described, data)
+            program = stored_programs.load_one(self.runner.mesh, str(name), self._signature(name), described, data)
             jax.monitoring.record_event(KEPT)
             return program
         except FileNotFoundError:
@@ -101,7 +101,8 @@ class ProgramCache:
         """Writes a program, unless that fails."""
         try:
             data = executables.serialize(compiled)
-            described = stored_programs.describe(self.runner, name, compiled, hashlib.sha256(data).hexdigest())
+            digest = hashlib.sha256(data).hexdigest()
+            described = stored_programs.describe(self.runner.mesh, self._signature(name), compiled, digest)
             self.folder.mkdir(mode=0o700, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 file.write(msgspec.json.encode(described) + b"\n" + data)
@@ -110,7 +111,10 @@ class ProgramCache:
             log.warning("the program %s is not kept: %s", name, error)
 
     def _file(self, name: ProgramName) -> Path:
-        return self.folder / f"{name}-{_digest(stored_programs.arguments(self.runner, name))}"
+        return self.folder / f"{name}-{_digest(stored_programs.arguments(self._signature(name)))}"
+
+    def _signature(self, name: ProgramName) -> Signature:
+        return self.runner.signatures.of(name)
 
 
 def _made_from(config: EngineConfig, runner: ModelRunner) -> list[Any]:

@@ -213,6 +213,7 @@ class ServerSettings:
     max_body_bytes: int = setting(32 * 2**20, "longest request body", topic="limits", metavar="BYTES")
     max_header_bytes: int = setting(64 * 2**10, "longest request head", topic="limits", metavar="BYTES")
     limit_images_per_request: int = setting(16, "most pictures in a request", topic="limits", metavar="N")
+    limit_videos_per_request: int = setting(4, "most videos in a request", topic="limits", metavar="N")
     max_image_pixels: int = setting(
         MAX_IMAGE_PIXELS, "most pixels of a picture as it is sent; the model's own settings say how many it sees",
         topic="limits", metavar="N",

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.images.patches import Processed
 from jaxserve.images.prompts import with_images
+from jaxserve.images.videos import ProcessedVideo
 from jaxserve.limits import BACKGROUND
 from jaxserve.server import plugins
 from jaxserve.server.batches.store import FileStore
@@ -35,6 +36,7 @@ from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.images.sources import Source
 from jaxserve.server.images.sources import read as read_source
+from jaxserve.server.images.video_sources import VideoSource, read_video
 from jaxserve.server.images.workers import ImageWorkers
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready, ServedWeights
@@ -220,8 +222,18 @@ class ServerState:
         key = key_of(http)
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
-    def check_images(self, sources: Sequence[Source], info: Ready) -> None:
-        """Raises InvalidRequestError for more pictures than are allowed, and for any if the model reads text only."""
+    def check_images(self, given: Sequence[Source | VideoSource], info: Ready) -> None:
+        """Raises InvalidRequestError for more pictures or videos than are allowed, and for any that the model does not
+        read."""
+        sources = [one for one in given if isinstance(one, Source)]
+        videos = [one for one in given if isinstance(one, VideoSource)]
+        if videos and (info.sees is None or info.sees.video is None):
+            raise InvalidRequestError(f"{videos[0].where} holds a video; this model sees none", "messages")
+        if len(videos) > (most := self.settings.limit_videos_per_request):
+            raise InvalidRequestError(
+                f"the request has {len(videos)} videos; at most {most} are allowed (--limit-videos-per-request)",
+                "messages",
+            )
         if sources and info.sees is None:
             raise InvalidRequestError(
                 f"{sources[0].where} holds a picture; this model is served for text only", "messages"
@@ -233,22 +245,28 @@ class ServerState:
             )
 
     async def with_images(
-        self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
+        self, ids: list[int], sources: Sequence[Source | VideoSource], info: Ready, *, truncates: bool
     ) -> tuple[list[int], list[Image]]:
-        """A prompt with its pictures, which `check_images` has allowed. They are fetched and processed; see
+        """A prompt with its pictures and videos, which `check_images` has allowed. They are fetched and processed; see
         `images.prompts.with_images`. Raises InvalidRequestError for pictures that cannot be read."""
         if truncates:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
 
-        async def one(source: Source) -> Processed:
+        async def one(source: Source | VideoSource) -> Processed | ProcessedVideo:
+            if isinstance(source, VideoSource):
+                files = await self.off_loop(partial(read_video, source, self.settings.allow_image_urls))
+                assert self.images is not None
+                return await self.images.process_video(files, source)
             data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None
             return await self.images.process(data, source)
 
-        pictures = await asyncio.gather(*map(one, sources))
+        made = await asyncio.gather(*map(one, sources))
+        pictures = [one for one in made if isinstance(one, Processed)]
+        videos = [one for one in made if isinstance(one, ProcessedVideo)]
         assert self.tokenizer is not None
         assert info.sees is not None  # `check_images` has seen to it
-        return with_images(ids, pictures, info.sees, self.tokenizer)
+        return with_images(ids, pictures, info.sees, self.tokenizer, videos)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""

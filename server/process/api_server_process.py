@@ -33,11 +33,7 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
-<<<<<<< HEAD
-from jaxserve.server.process.api_server import ApiServer, Served, allow_files, http_config
-=======
 from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
->>>>>>> h43-models
 from jaxserve.server.process.engine_process import end_with_parent, watch_parent
 from jaxserve.server.process.served_model import ServedModel
 from jaxserve.types import EngineDeadError
@@ -139,11 +135,7 @@ class _SharedApiServer(ApiServer):
         self,
         config: uvicorn.Config,
         state: ServerState,
-<<<<<<< HEAD
-        served: Served,
-=======
         served: ServedModel,
->>>>>>> h43-models
         *,
         shares_listener: bool,
         after: asyncio.Event | None,

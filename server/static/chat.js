@@ -209,7 +209,7 @@ form.onsubmit = (event) => {
   event.preventDefault();
   if (chat.running) return chat.running.abort();
   const text = $("prompt").value.trim();
-  if (!text || !form.reportValidity()) return;
+  if (!(text || pictures.areChosen()) || !form.reportValidity()) return;
   $("prompt").value = "";
   send(text, pictures.take());
 };

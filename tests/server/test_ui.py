@@ -9,7 +9,7 @@ import threading
 
 import httpx
 import pytest
-from browser import CHROMIUM, open_page
+from browser import needs_browser
 from fake_engine import ParrotEngine
 from serving import wait_until
 from test_engine_server import READY, connected, engine_at
@@ -28,7 +28,6 @@ from jaxserve.server.process.app import build_app
 from jaxserve.types import EngineDeadError
 
 PAGES = {"/", "/docs"}
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
 
 def test_files_of_the_page(http):
@@ -159,14 +158,6 @@ def test_pages_of_real_requests(demo_server):
         assert after["pages_used"] == 0
         assert after["cells"].count(CACHED) == after["pages_cached"] > 0
         assert after["generation_tokens"] >= during["generation_tokens"]
-
-
-@pytest.fixture
-def page(tmp_path):
-    with open_page(tmp_path / "profile") as page:
-        page.size(1280, 800)
-        yield page
-        assert not page.errors
 
 
 @needs_browser
