@@ -178,8 +178,6 @@ class GroupScheduler(Scheduler):
         """As in `Scheduler`, if some group has a slot, pages and tokens. The sequence's `group` then is the best of
         these. Others pass it if all groups that have a slot and tokens for it lack pages."""
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:
-            if self.running.steps_aside and seq.is_background:
-                break
             group, lacks_pages = self._choose_group(seq, share)
             if group is not None:
                 seq.group = group

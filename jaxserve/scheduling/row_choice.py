@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,10 @@ class TokenBudget:
     stages: int = 1  # of a pipeline: so many steps share `most` tokens of prompts, so that all stages have work
     always: bool = False  # `chunk` also limits steps in which nothing decodes
     whole: int = 0  # tokens of the largest picture, if its tokens are computed in one step
+
+    def short(self) -> TokenBudget:
+        """The same for steps that are to be short even if nothing decodes."""
+        return replace(self, bursts=False, always=True)
 
     def for_prompts(self, decodes: int, prompts: int, patches: int = 0) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.

@@ -105,7 +105,8 @@ class RunningTable:
         # checks them, `computed` and `total` are upper bounds.
         self.proposed = numbers()
         self.proposes = False  # whether any are proposed
-        self.steps_aside = False  # the next step computes nothing of background sequences
+        self.steps_aside = False  # the next step computes nothing of background sequences; see `step_aside`
+        self.short_steps = False  # the next step may compute some of them, and is to be a short one
         self.draft_reads = True  # a draft head, if there is one, reads the tokens of the next step
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)

@@ -5,7 +5,6 @@ The engine calls, once per step:
     plan = schedule()
         rows = every decoding sequence                           in order of (priority, arrival)
              + the next chunks of running prompts                while the token budget lasts
-             (of background sequences neither, while others wait or have a prompt to compute)
         while the rows need more pages than are available:
             preempt the last running sequence; choose the rows again
         rows += waiting sequences that find a slot and pages     while the token budget lasts; short ones borrow from
@@ -29,6 +28,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
+from jaxserve.scheduling.background import step_aside
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_loads import PageLoads
@@ -76,7 +76,6 @@ class Scheduler:
         self.running, self.images = RunningTable(*sizes, sees=images is not None), images
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
-        self.is_interruptible = False  # background sequences are computed, and steps are short, because others may come
         self._by_request: dict[str, list[Sequence]] = {}
         self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
 
@@ -84,9 +83,8 @@ class Scheduler:
 
     @property
     def budget(self) -> TokenBudget:
-        if self.is_interruptible:
-            return replace(self._budget, bursts=False, always=True)
-        return self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
+        budget = self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
+        return budget.short() if self.running.short_steps else budget
 
     def limit_chunk(self, tokens: int, least: int) -> None:
         """From now on, steps with prompts beside decodes have `tokens` tokens, and at least `least` of prompts."""
@@ -195,35 +193,10 @@ class Scheduler:
 
     # Schedule
 
-    def _step_aside(self) -> None:
-        """Holds background sequences back while others wait or have a prompt to compute, and takes slots and pages from
-        them that a waiting one needs. Otherwise, if there are any, keeps steps short, because somebody may come."""
-        running = self.running
-        has_background = len(running) > 0 and running.last.is_background
-        running.steps_aside = self.waiting.has_foreground
-        if not running.steps_aside and has_background:
-            slot = running.batch.slot[~running.batch.background]
-            running.steps_aside = bool((running.total[slot] - running.computed[slot] > 1).any())
-        self.is_interruptible = not running.steps_aside and (has_background or bool(self.waiting))
-        if not running.steps_aside or not len(running):
-            return
-        if running.proposes:
-            running.drop_proposals(running.batch.slot[running.batch.background])
-        while (
-            self.waiting.has_foreground
-            and len(running)
-            and running.last.is_background
-            and not self.waiting.peek().pending_tokens
-            and not self.can_admit()
-        ):
-            self._preempt(running.last)
-
     def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. If all rows decode and no new request can begin,
         each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
-        self._step_aside()
-        if self.is_interruptible:
-            tokens_per_call = 1
+        tokens_per_call = step_aside(self.running, self.waiting, self.can_admit, self._preempt, tokens_per_call)
         running = self.running
         preemptions = self.num_preemptions
         if self._has_windows:
@@ -297,8 +270,6 @@ class Scheduler:
         """The first waiting sequence that finds a slot, pages and, with `share`, tokens, if those before it wait for
         pages alone. These then are passed, until `Waiting.rejoin`. Sets those aside whose pages are to be loaded."""
         while self.waiting and not (seq := self.waiting.peek()).pending_tokens:  # else the last token is not known yet
-            if self.running.steps_aside and seq.is_background:
-                break
             if share is not None and share.room(seq, 0) <= 0:
                 break
             if self.running.num_places_for(seq) <= len(self.loads.active):

@@ -53,6 +53,7 @@ class Waiting:
         self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
         self._held: dict[Sequence, None] = {}
         self._passed: list[Sequence] = []  # those that have let others pass in this step
+        self.holds_background = False  # background sequences may not be served
         self._count = 0
         self.num_tokens = 0  # tokens of the waiting prompts
         self.num_completions = 0  # completions of the waiting requests, with siblings that fork later
@@ -61,8 +62,8 @@ class Waiting:
         return self._count
 
     def __bool__(self) -> bool:
-        """Whether a sequence waits that may be served: one that is neither parked nor set aside."""
-        return bool(self._levels)
+        """Whether a sequence waits that may be served: one that is neither parked nor set aside nor held back."""
+        return bool(self._levels) and not (self.holds_background and self._priorities[0] == BACKGROUND)
 
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences, in arbitrary order."""

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from jaxserve.server.batches.records import BatchErrorRecord
+from jaxserve.server.http.file_records import BatchErrorRecord
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 _MOST_ERRORS = 100  # that a batch tells

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp
 from jaxserve.server.batches.answers import AnswerFile, NotAnswersError, answer_line, recover, unanswered_line
 from jaxserve.server.batches.asking import Asker, Engines, Places, answer_all
 from jaxserve.server.batches.lines import BatchLine, check_lines, digest_of, lines_but
-from jaxserve.server.batches.records import BatchErrorRecord, BatchErrors, Outcome, new_id
-from jaxserve.server.batches.store import Claim, CorruptRecordError, FileStore, log, owner_of
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.file_records import BatchErrorRecord, BatchErrors, Outcome, new_id
+from jaxserve.server.http.file_store import Claim, CorruptRecordError, FileStore, log, owner_of
 from jaxserve.server.http.state import ServerState
 
 _AT_ONCE = 8  # batches of one API server that are run at a time; the others wait for their turn

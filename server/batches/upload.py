@@ -8,8 +8,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from jaxserve.server.batches.store import FileStore, Upload, too_large
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.file_store import FileStore, Upload, too_large
 
 _PIECE = 2**20  # bytes of the file that are written at a time
 _MOST_FIELD = 1024  # bytes of a field that is not the file

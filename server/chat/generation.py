@@ -19,7 +19,7 @@ from jaxserve.server.chat.output_parser import Piece
 from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.middleware import note_weights
-from jaxserve.server.http.state import ServerState, is_background, key_of, tenant_of
+from jaxserve.server.http.state import ServerState, key_of, tenant_of
 from jaxserve.server.ipc.messages import ServedWeights
 from jaxserve.server.observe.metrics import RequestTimes
 from jaxserve.server.schemas.common import SamplingFields
@@ -121,8 +121,7 @@ class Generation:
         self._recorded = None if state.recorder is None else state.recorder.begin(self.requests)
         stops = stops or StopStrings(params.stop)  # shared by all prompts
         self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
-        own = self.requests[0].adapter, is_background(http)
-        self.times = [RequestTimes(state.metrics, params, len(ids), *own) for ids in prompts]
+        self.times = [RequestTimes(state.metrics, request) for request in self.requests]
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
         self._held_logprobs = 0  # log-probabilities kept until an answer that is not streamed is complete

@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from jaxserve.server.batches.records import BatchRecord, new_id
-from jaxserve.server.batches.store import owner_of
 from jaxserve.server.endpoints.files import check_life, listing, on_disk, query_limit, store_of
 from jaxserve.server.http.errors import APIError, unavailable
+from jaxserve.server.http.file_records import BatchRecord, new_id
+from jaxserve.server.http.file_store import owner_of
 from jaxserve.server.http.state import key_of, read_body, state_of, to_json
 from jaxserve.server.schemas.batches import BatchRequest
 

@@ -13,10 +13,10 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 
-from jaxserve.server.batches.records import INPUT, OUTPUT, FileRecord
-from jaxserve.server.batches.store import CorruptRecordError, FileStore, log, owner_of
 from jaxserve.server.batches.upload import receive
 from jaxserve.server.http.errors import APIError, unavailable
+from jaxserve.server.http.file_records import INPUT, OUTPUT, FileRecord
+from jaxserve.server.http.file_store import CorruptRecordError, FileStore, log, owner_of
 from jaxserve.server.http.state import key_of, state_of, to_json
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from jaxserve.server.http.body import body_of
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.middleware import note_weights
 from jaxserve.server.http.sse import run_until_disconnect
-from jaxserve.server.http.state import ServerState, is_background, key_of, read_body, state_of, tenant_of, to_json
+from jaxserve.server.http.state import ServerState, key_of, read_body, state_of, tenant_of, to_json
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import RequestTimes
 from jaxserve.server.schemas.pooling import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
@@ -225,12 +225,7 @@ async def pool(
     requests = [
         Request(request_id=uuid.uuid4().hex, prompt_token_ids=ids, tenant=tenant_of(http), **shared) for ids in prompts
     ]
-    times = {
-        request.request_id: RequestTimes(
-            state.metrics, params, len(request.prompt_token_ids), background=is_background(http)
-        )
-        for request in requests
-    }
+    times = {request.request_id: RequestTimes(state.metrics, request) for request in requests}
     results: dict[str, np.ndarray] = {}
     cached = 0
     http_body = body_of(http)

@@ -23,12 +23,12 @@ from jaxserve.images.prompts import with_images
 from jaxserve.images.videos import ProcessedVideo
 from jaxserve.limits import BACKGROUND
 from jaxserve.server import plugins
-from jaxserve.server.batches.store import FileStore
 from jaxserve.server.http.body import body_of, read_bytes
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
+from jaxserve.server.http.file_store import FileStore
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.listing import ServerModels
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads

@@ -18,10 +18,11 @@ from prometheus_client import Histogram as ObservedHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.engine_stats import EngineStats, Histogram
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.request_record import note_generation
-from jaxserve.types import SamplingParams
+from jaxserve.types import Request
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -358,7 +359,7 @@ class Metrics:
 
 class RequestTimes:
     """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come, unless the
-    request is one of a batch (`background`), which takes long because others come first.
+    request is one of a batch, which takes long because others come first.
 
     Attributes:
       adapter: name of the request's LoRA adapter; "": none.
@@ -369,19 +370,12 @@ class RequestTimes:
       finish_reasons: those of the completions that have ended.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        params: SamplingParams,
-        num_prompt_tokens: int,
-        adapter: str = "",
-        background: bool = False,
-    ):
+    def __init__(self, metrics: Metrics, request: Request):
         self._metrics = metrics
-        self._is_timed = not background
-        self.adapter = adapter
-        self.params = params
-        self.num_prompt_tokens = num_prompt_tokens
+        self._is_timed = request.priority != BACKGROUND
+        self.adapter = request.adapter
+        self.params = params = request.params
+        self.num_prompt_tokens = num_prompt_tokens = len(request.prompt_token_ids)
         self.arrival = self.latest = time.monotonic()
         self.queued = 0.0
         self.first: float | None = None

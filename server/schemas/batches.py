@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from jaxserve.server.batches.records import OutputExpiry
+from jaxserve.server.http.file_records import OutputExpiry
 from jaxserve.types import InvalidRequestError
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

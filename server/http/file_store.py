@@ -28,7 +28,8 @@ from typing import TypeVar
 
 import msgspec
 
-from jaxserve.server.batches.records import (
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.file_records import (
     BATCH_ID,
     FILE_ID,
     INPUT,
@@ -38,7 +39,6 @@ from jaxserve.server.batches.records import (
     new_id,
     sync_folder,
 )
-from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.keys import ApiKey
 
 log = logging.getLogger("jaxserve.server")
