@@ -99,6 +99,15 @@ MOE_CASES: dict[str, DenseCase] = {
         intermediate_size=56, num_local_experts=8, num_experts_per_tok=2,
         rope_parameters={"rope_theta": 5000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
     ),
+    "minimax_m3_text": dense(
+        "MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", **_SHARED, norm=0.0, layers=3, head_dim=24,
+        intermediate_size=40, dense_intermediate_size=136, shared_intermediate_size=56, num_local_experts=7,
+        num_experts_per_tok=3, routed_scaling_factor=1.4, swiglu_alpha=1.702, swiglu_limit=1.5,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=20, index_block_size=8,
+        index_topk_blocks=3, index_local_blocks=1,
+        rope_parameters={"rope_theta": 7000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    ),
     "glm4_moe_lite_hub": dense(
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite", **_SHARED | {"num_key_value_heads": 4}, modern=False, layers=3,
         q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=28, n_routed_experts=9,

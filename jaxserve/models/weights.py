@@ -255,6 +255,19 @@ def _attention(
         layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
+    if (blocks := attention.blocks) is not None:
+        own = attention.num_kv_heads
+        repeated = Source(
+            "index_q.weight", (own * blocks.dim, hidden), lambda t: t.reshape(own, kv_heads // own, blocks.dim, -1),
+            (own, 1, blocks.dim, -1),
+        )  # fmt: skip
+        layer["attention/chooser/q/kernel"] = [repeated]
+        layer["attention/chooser/k/kernel"] = [Source("index_k.weight", (blocks.dim, hidden), whole)]
+        layer |= {
+            f"attention/chooser/{path}": some
+            for role in "qk"
+            for path, some in norm_sources(f"{role}_norm", blocks.norm, blocks.dim, f"index_{role}_norm").items()
+        }
     if attention.sinks:
         split = (kv_heads, attention.num_heads // kv_heads)
         layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, split)]
@@ -283,10 +296,12 @@ def _of_pairs(dim: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda t: t.reshape(-1, 2, dim, *t.shape[1:])[:, which].reshape(-1, *t.shape[1:])
 
 
-def norm_sources(name: str, spec: NormSpec, size: int) -> dict[str, list[Source]]:
+def norm_sources(name: str, spec: NormSpec, size: int, role: str | None = None) -> dict[str, list[Source]]:
+    """Path within the layer -> the sources of the norm `name`, whose role has the same name unless it is given."""
+    role = role or name
     offset = (lambda t: t.astype(np.float32) + spec.offset) if spec.offset else None
-    found = {"scale": Source(f"{name}.weight", (size,), whole, take=offset)} if spec.scale else {}
-    found |= {"bias": Source(f"{name}.bias", (size,), whole)} if spec.bias else {}
+    found = {"scale": Source(f"{role}.weight", (size,), whole, take=offset)} if spec.scale else {}
+    found |= {"bias": Source(f"{role}.bias", (size,), whole)} if spec.bias else {}
     return {f"{name}/{part}": [source] for part, source in found.items()}
 
 
