@@ -10,19 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.alibi import with_positions
+from jaxserve.models.block_choice import BlockChooser
 from jaxserve.models.layers import GATES, Linear, weight
 from jaxserve.models.norms import HeadNorm, normalize
 from jaxserve.models.rope import Angles
-from jaxserve.models.spec import AttentionSpec, BlockChoiceSpec, QKNormSpec
-from jaxserve.pallas_kernels.operands import (
-    ChoiceInputs,
-    CompressedHeads,
-    Heads,
-    LatentHeads,
-    Partials,
-    StateInputs,
-    value_of,
-)
+from jaxserve.models.spec import AttentionSpec, QKNormSpec
+from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads, Partials, StateInputs, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
 
@@ -35,31 +28,6 @@ class AttentionFn(Protocol):
     def __call__(self, heads: Heads | LatentHeads | CompressedHeads | StateInputs) -> jax.Array:
         """The results before the output projection. Of Heads: [tokens, kv_heads, group, head_dim]. Of LatentHeads and
         CompressedHeads: [tokens, heads, v_dim]. Of a recurrent layer's: float32 [tokens, *spec.results]."""
-
-
-class BlockChooser(nn.Module):
-    """The projections of what chooses blocks of tokens (`BlockChoiceSpec`). A head of keys and values that several
-    devices have gets the same query on each. Every device computes the keys."""
-
-    spec: BlockChoiceSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array, angles: Angles, ops: Ops) -> ChoiceInputs:
-        """x: the layer's input [tokens, hidden]."""
-        dim = self.spec.dim
-        pairs = self.spec.turned // 2
-
-        def rotated(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
-            y = Linear((self.hidden_size,), shape, (*axes, "embed"), False, self.dtype, name=name)(x, ops)
-            y = HeadNorm(self.spec.norm, (dim,), self.dtype, name=f"{name}_norm")(y, -1)
-            first, rest = jnp.split(y, [2 * pairs], axis=-1)
-            first = ops.rope(first, angles.cos[:, :pairs], angles.sin[:, :pairs])
-            return jnp.concatenate([first, rest], axis=-1)
-
-        return ChoiceInputs(rotated("q", (self.kv_heads, dim), ("kv_heads", None)), rotated("k", (dim,), (None,)))
 
 
 class Attention(nn.Module):
@@ -95,13 +63,14 @@ class Attention(nn.Module):
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
             heads = heads._replace(sinks=sinks)
         if spec.blocks is not None:
-            assert not isinstance(x, QuantRows), "rounded before the choice of blocks read it, see `DecoderLayer`"
             chooser = BlockChooser(spec.blocks, inputs, self.kv_heads, self.dtype, name="chooser")
             heads = heads._replace(choice=chooser(x, ropes[spec.rope], ops))
         result = attend(heads)[..., : spec.value_dim] * spec.value_scale
         if spec.out_gate is not None:
             gate = linear("gate", (inputs,), (self.kv_heads, group, spec.gate_channels), axes, spec.gate_bias)(x, ops)
             result = result * GATES[spec.out_gate](gate.reduce(self.dtype)).reshape(*result.shape[:-1], -1)
+        if spec.out_norm is not None:
+            result = HeadNorm(spec.out_norm, result.shape[1:], self.dtype, name="out_norm")(result, (-3, -2, -1))
         return linear("out", result.shape[1:], (self.hidden_size,), ("embed", *axes[:-1]), spec.out_bias)(result, ops)
 
     def _heads(self, qkv: Partials, angles: Angles, ops: Ops) -> Heads:

@@ -20,7 +20,7 @@ from jaxserve.models.spec import MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Partials, Row, value_of
-from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
+from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops, gate, rms_norm
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}  # of attention's results
@@ -259,7 +259,7 @@ def activation_of(model: ModelConfig, path: str) -> str:
     match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
     layer = model.layers[int(match[1])] if match else None
     mlp = None if layer is None or layer.memory is not None else layer.mlp
-    if match is None or mlp is None or mlp.bias or mlp.limit or mlp.sparsity or mlp.gate_scale != 1.0:
+    if match is None or mlp is None or mlp.bias or mlp.limit or mlp.sparsity or mlp.inner_eps or mlp.gate_scale != 1.0:
         return ""
     bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound
     return mlp.activation if bound is None else ""
@@ -313,6 +313,10 @@ class MLP(nn.Module):
         if self.spec.limit is not None or self.spec.bound is not None:
             both = linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2)
             hidden = ops.gate_of(activation, self.spec.limit, self.spec.bound, self.spec.bound_first)(both)
+        elif self.spec.inner_eps is not None:
+            both = linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2)
+            scale = weight(self, "inner_norm", nn.initializers.ones, ("mlp",), (size,), self.dtype)
+            hidden = rms_norm(gate(both, activation), value_of(scale), self.spec.inner_eps)
         elif self.spec.gated and (self.spec.sparsity or self.spec.gate_scale != 1.0):
             gates, ups = jnp.moveaxis(linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2), 2, 0)
             gates = times(gates, self.spec.gate_scale)

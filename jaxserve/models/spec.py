@@ -67,7 +67,8 @@ class BlockChoiceSpec:
     token of a block is the block's score.
 
     Attributes:
-      dim, turned: channels of these queries and keys, and how many of them turn as those of the attention do, the first.
+      dim: channels of these queries and keys.
+      turned: how many of them, the first, turn as those of the attention do.
       size: neighbouring tokens of a block.
       count: blocks that are chosen. A token sees all tokens as long as they are in no more blocks.
       local: of these, the block of the token itself and those right before it.
@@ -117,6 +118,8 @@ class AttentionSpec:
       gate_per_head: a head has one gate for all its channels, instead of one for each.
       qk_norm: the norms of queries and keys; None: there are none.
       v_norm: the norm of each head's value, without a scale; None: there is none.
+      out_norm: the norm of the results of all heads together, before the output projection (BitNet); None: there is
+        none.
       v_is_k: values are the results of the projection of keys, before these are normed and rotated (Gemma 4).
       shares_kv: the layer has no keys and values of its own. It reads those of an earlier layer, see
         `ModelConfig.kv_sources`.
@@ -143,6 +146,7 @@ class AttentionSpec:
     gate_per_head: bool = False
     qk_norm: QKNormSpec | None = None
     v_norm: NormSpec | None = None
+    out_norm: NormSpec | None = None
     v_is_k: bool = False
     shares_kv: bool = False
     blocks: BlockChoiceSpec | None = None
@@ -785,6 +789,7 @@ class MLPSpec:
       bound: activation(gate(x)) is at most this, and up(x) is within +-bound; None: they are not limited.
       bound_first: gate(x) is at most the bound, in the place of activation(gate(x)). A shared MLP has the same.
       gate_scale, out_scale: multiply the results of gate, before the activation, and those of down.
+      inner_eps: epsilon of an RMS norm before down (BitNet); None: there is none.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
       sparsity: before the activation, gates lose what a normal distribution with their mean and deviation exceeds with
@@ -800,6 +805,7 @@ class MLPSpec:
     bound_first: bool = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
+    inner_eps: float | None = None
     experts: ExpertsSpec | None = None
     stored_size: int | None = None
     sparsity: float = 0.0

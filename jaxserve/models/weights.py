@@ -251,6 +251,9 @@ def _attention(
         layer["attention/qkv/bias"] = _qkv(attention, kv_heads, order, names, "bias", ())
     if attention.out_bias:
         layer["attention/out/bias"] = [Source("o.bias", (hidden,), whole)]
+    if attention.out_norm is not None:
+        split = (kv_heads, attention.num_heads // kv_heads, attention.value_dim)
+        layer["attention/out_norm/scale"] = [Source("out_norm.weight", (width,), whole, split)]
     if attention.out_gate is not None:
         layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
@@ -324,6 +327,8 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
             ]
         down = (hidden, width) if kind == "weight" else (hidden,)
         both[f"mlp/down/{place}"] = [Source(f"down.{kind}", down, whole)]
+    if spec.inner_eps is not None:
+        both["mlp/inner_norm"] = [Source("inner_norm.weight", (width,), whole)]
     if spec.activation == "xielu":
         for name, shape in XIELU_SHAPES.items():
             both[f"mlp/xielu/{name}"] = [Source(name, shape, whole, take=lambda t: t.reshape(1))]
@@ -380,22 +385,24 @@ def _qkv(
         sizes["q"] *= 2
         of_queries = _of_pairs(dim, 0)
         takes["q"] = of_queries if order is None else lambda t: ordered(of_queries(t))
-    if not (_has(names, f"qkv.{kind}") or _has(names, f"qkv_grouped.{kind}")):
+    fused = [which for which in ("qkv", "qkv_grouped", "qkv_quarters") if _has(names, f"{which}.{kind}")]
+    if not fused:
         tensors = {"q": "q", "k": "k", "v": "k" if spec.v_is_k else "v"}
         return [
             Source(f"{tensors[role]}.{kind}", (sizes[role], *inputs), views[role], splits[role], take=takes[role])
             for role in roles
         ]
     shape = (sum(sizes.values()), *inputs)
-    if _has(names, f"qkv.{kind}"):
-        which = f"qkv.{kind}"
+    which = f"{fused[0]}.{kind}"
+    if fused[0] == "qkv":
         parts = {
             "q": rows(0, sizes["q"]),
             "k": rows(sizes["q"], sizes["k"]),
             "v": rows(sizes["q"] + sizes["k"], sizes["v"]),
         }
+    elif fused[0] == "qkv_quarters":
+        parts = {role: _of_quarters(place) for place, role in enumerate("qvk")}
     else:
-        which = f"qkv_grouped.{kind}"
         each = heads // own
         parts = {role: _of_groups(own, each, dim, role) for role in "qkv"}
 
@@ -405,6 +412,11 @@ def _qkv(
         return part if then is None else lambda t: then(part(t))
 
     return [Source(which, shape, views[role], splits[role], take=chosen(role)) for role in "qkv"]
+
+
+def _of_quarters(place: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Takes every third part, from number `place` on, of a tensor that has in each quarter of its rows three parts."""
+    return lambda t: t.reshape(4, 3, -1, *t.shape[1:])[:, place].reshape(-1, *t.shape[1:])
 
 
 def _of_groups(groups: int, each: int, dim: int, role: str) -> Callable[[np.ndarray], np.ndarray]:

@@ -3,8 +3,8 @@
 A choice compares a query of its own, for each head of keys and values, with one key per cached token. The score of a
 block of neighbouring tokens is the best product with a token that the query may see. For each token and head of keys
 and values the blocks with the highest scores are chosen, of equal scores the first; the token's own block and those
-right before it come before all others. The queries of the group then attend over the tokens of these blocks, and read no
-others.
+right before it come before all others. The queries of the group then attend over the tokens of these blocks, and read
+no others.
 
 Loops are bounded by the contents of the batch, and temporaries do not grow with the context:
 
