@@ -828,7 +828,7 @@ UNTIED = (
     "deepseek_v3", "deepseek_v4", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat", "dbrx", "persimmon", "axk1", "kolibri1",
-    "longcat_flash", "hy_v4", "aria_text", "bitnet", "codegen", "phi4_multimodal",
+    "longcat_flash", "hy_v4", "aria_text", "bitnet", "codegen", "phi4_multimodal", "axk2",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
     "falcon_h1", "mamba2", "jamba", "minimax",
 )  # fmt: skip

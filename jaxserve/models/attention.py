@@ -84,20 +84,15 @@ class Attention(nn.Module):
         if spec.shares_kv or (fused and plain and spec.v_norm is None):
             return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
         whole = qkv.reduce(self.dtype)
-        q = whole[:, :, :-2]
-        k = whole[:, :, -2:-1]
-        v = whole[:, :, -1:]
+        q, k, v = whole[:, :, :-2], whole[:, :, -2:-1], whole[:, :, -1:]
         cos = angles.cos
         sin = angles.sin
         if chosen is not None and chosen.after_rope:
-            q = ops.rope(q, cos, sin)
-            k = ops.rope(k, cos, sin)
-            cos = jnp.ones_like(cos)
-            sin = jnp.zeros_like(sin)
+            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+            cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)
         if chosen is not None and not fused:
             axes = (-3, -2, -1) if chosen.over == "width" else -1
-            q = norms[0](q, axes)
-            k = norms[1](k, axes)
+            q, k = norms[0](q, axes), norms[1](k, axes)
         if spec.v_norm is not None:
             v = normalize(v, spec.v_norm, None, None)
         if angles.query_scale is not None:

@@ -241,6 +241,20 @@ class Experts(nn.Module):
         return y * jax.nn.sigmoid(gate(x, ops)).astype(x.dtype)
 
 
+class NormGate(nn.Module):
+    """Multiplies x [tokens, size] by sigmoid gates that are projected from it through a latent of `rank` numbers."""
+
+    rank: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
+        size = x.shape[-1]
+        latent = Linear((size,), (self.rank,), (None, "embed"), False, self.dtype, name="down")(x, ops)
+        gates = Linear((self.rank,), (size,), ("embed", None), False, self.dtype, jnp.float32, name="up")
+        return (x * jax.nn.sigmoid(gates(jax.nn.silu(latent), ops))).astype(x.dtype)
+
+
 def times(x: jax.Array, scale: float) -> jax.Array:
     """x times a number, rounded once."""
     return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)

@@ -114,6 +114,8 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
             found["angle_logs"] = [Source("angle_logs", (spec.rope_dim // 2,), whole)]
     if spec.chooses:
         found |= _indexer_sources(spec, hidden)
+    if spec.latent_twice:
+        return {f"attention/{path}": some for path, some in (found | _twice_sources(spec, nope, place)).items()}
     if spec.head_gate:
         found["gate/kernel"] = [Source("head_gate.weight", (heads * spec.gates, hidden), whole)]
     if spec.sinks:
@@ -124,6 +126,22 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
     else:
         found["q_up/kernel"] = [Source("q_b.weight", (heads * dim, spec.q_rank), whole, take=queries)]
     return {f"attention/{path}": some for path, some in found.items()}
+
+
+def _twice_sources(spec: LatentAttentionSpec, nope: int, place: np.ndarray) -> dict[str, list[Source]]:
+    """The same of queries and gates that are projected from a latent and its norm: a head's query, then its gates."""
+    heads, dim, gates, inputs = spec.num_heads, spec.head_dim, spec.v_dim, 2 * (spec.q_rank or 0)
+    whole_head = dim + gates
+
+    def taken(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda t: t.reshape(heads, whole_head, -1)[:, rows].reshape(heads * len(rows), -1)
+
+    shape = "q_b.weight", (heads * whole_head, inputs)
+    queries = np.concatenate([np.arange(nope), nope + place])
+    return {
+        "q_up/kernel": [Source(*shape, whole, take=taken(queries))],
+        "gate/kernel": [Source(*shape, whole, take=taken(np.arange(dim, whole_head)))],
+    }
 
 
 def _indexer_sources(spec: LatentAttentionSpec, hidden: int) -> dict[str, list[Source]]:

@@ -230,6 +230,8 @@ class LatentAttentionSpec:
       head_gate: before the output projection, each head's result is multiplied by a sigmoid gate, projected from the
         layer's input.
       channel_gates: each channel of a head's result has a gate of its own.
+      latent_twice: queries and gates are projected from the latent behind its norm and, beside it, before its norm
+        (A.X K2). In files each head's query and its gates are one.
       sinks: as in `AttentionSpec`.
       rope, scale: see `AttentionSpec`.
       rotates: whether there are rotated keys; if not, all channels of a head's query are for the projected key.
@@ -249,6 +251,7 @@ class LatentAttentionSpec:
     bias: bool = False
     head_gate: bool = False
     channel_gates: bool = False
+    latent_twice: bool = False
     sinks: bool = False
     rope: str = "default"
     scale: float | None = None
@@ -881,6 +884,8 @@ class LayerSpec:
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
         `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba 2).
+      gated_norms: of the norms before attention and MLP, those whose results are multiplied by sigmoid gates, which are
+        projected from these results through a latent of `gate_rank` numbers (A.X K2).
       residual_scale: multiplies what attention and MLP add to x.
       shares: for the attention, and for the MLP, the numbers (kept, share), if `residual` is normed.
       altup, hyper: the streams, if `residual` is altup or hyper.
@@ -894,6 +899,8 @@ class LayerSpec:
     beside: BesideSpec | None = None
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
+    gated_norms: tuple[str, ...] = ()
+    gate_rank: int = 0
     residual_scale: float = 1.0
     shares: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
     altup: AltUpSpec | None = None

@@ -212,6 +212,10 @@ def layer_sources(
     for name in _NORMS[spec.residual]:
         wide = 2 * hidden if block and name == "attention_norm" else hidden
         layer |= norm_sources(name, spec.norm, wide) if has[name.partition("_")[0]] else {}
+    for name in spec.gated_norms:
+        sizes = {"down": (spec.gate_rank, hidden), "up": (hidden, spec.gate_rank)}
+        gates = {way: [Source(f"{name}_gate_{way}.weight", shape, whole)] for way, shape in sizes.items()}
+        layer |= {f"{name}_gate/{way}/kernel": some for way, some in gates.items()}
     if isinstance(attention, RecurrentSpec):
         layer |= recurrent_sources(attention, hidden, names)
     elif isinstance(attention, CompressedAttentionSpec):

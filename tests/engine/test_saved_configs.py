@@ -44,6 +44,7 @@ NEEDED = {
     "BambaForCausalLM": {"attn_layer_indices": [2]},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 3},
     "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
