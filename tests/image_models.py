@@ -462,6 +462,19 @@ IMAGE_CASES: dict[str, DenseCase] = {
         image_token_id=505, projector_hidden_act="gelu", vision_feature_layer=-1, spatial_merge_size=2,
         multimodal_projector_bias=False,
     ),
+    "cohere_compass_whole": seeing(
+        "CohereCompassForConditionalGeneration", "cohere_compass",
+        dense(
+            "", "cohere_compass_text", layers=3, num_key_value_heads=2, hidden_act="silu", layer_norm_eps=1e-3,
+            sliding_window=18, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False, logit_scale=0.4, pad_token_id=ABSENT,
+            rope_parameters={
+                "sliding_attention": {"rope_theta": 7000.0, "rope_type": "default", "mrope_section": [4, 2, 2]},
+                "full_attention": {"rope_theta": 9000.0, "rope_type": "default", "mrope_section": [4, 2, 2]},
+            },
+        ),
+        _QWEN3 | {"model_type": "cohere_compass_vision", "out_hidden_size": 64}, **_OF_QWEN,
+    ),
     "minimax_m3_hub": seeing(
         "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl",
         dense(

@@ -46,8 +46,8 @@ def _read(hf: HFConfig) -> ModelConfig:
 def _read_multimodal(hf: HFConfig) -> ModelConfig:
     """The language model of Phi-4 multimodal, without what its adapters for pictures and for speech add."""
     hf.ignore("vision_config", "audio_config")
-    defaults = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
-    for key, value in (defaults | {"eos_token_id": [199999, 200020]}).items():
+    sizes = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "num_key_value_heads": 8}
+    for key, value in (sizes | {"eos_token_id": [199999, 200020]}).items():
         hf.values.setdefault(key, value)
     return replace(_read(hf), family="phi4_multimodal")
 

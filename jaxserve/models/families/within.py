@@ -69,6 +69,7 @@ OF_IMAGES = (
     "image_grid_pinpoints", "vision_aspect_ratio", "use_image_newline_parameter", "spatial_pool_mode",
     "spatial_pool_stride", "video_seq_length", "projector_layernorm_eps", "scale_factor", "downsample_factor",
     "alignment_intermediate_size", "adapter_layer_norm_eps", "projector_hidden_size", "projector_use_layernorm",
+    "merged_hidden_size",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
