@@ -49,13 +49,14 @@ class ServerModels(Protocol):
         """The model that has this name, as its own, an alias or that of an adapter. Raises APIError (404) if there is
         none that the key may use."""
 
-    def hold(
-        self, http: Request, name: str, keep_alive: float | None = None
-    ) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Has a model in memory, which is started first if need be, until the context is left: its ServerState.
+    def hold(self, http: Request, name: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Has a model in memory, which is started first if need be, until the context is left: its ServerState. Raises
+        APIError: 404 for an unknown name, and 503 if the model cannot be started, or not within
+        `ModelsSettings.model_wait`."""
 
-        keep_alive: seconds for which it stays without a request; None: as before. Raises APIError: 404 for an unknown
-        name, and 503 if the model cannot be started, or not within `ModelsSettings.model_wait`."""
+    def keep(self, name: str, seconds: float) -> None:
+        """Sets for how long a model stays without a request; infinite: for good. Raises APIError (404) for an unknown
+        name."""
 
     async def load(self, name: str) -> None:
         """Starts a model, and returns when it is ready. Raises what `hold` raises."""

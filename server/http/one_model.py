@@ -36,9 +36,12 @@ class OneModel:
         return self.listed()[0]
 
     @contextlib.asynccontextmanager
-    async def hold(self, http: Request, name: str, keep_alive: float | None = None) -> AsyncIterator[ServerState]:
+    async def hold(self, http: Request, name: str) -> AsyncIterator[ServerState]:
         self.find(name, key_of(http))
         yield self._state
+
+    def keep(self, name: str, seconds: float) -> None:
+        self.find(name)
 
     async def load(self, name: str) -> None:
         self.find(name)

@@ -165,18 +165,21 @@ class Models:
         return self._listed(self._find(name, key))
 
     @contextlib.asynccontextmanager
-    async def hold(self, http: Request, name: str, keep_alive: float | None = None) -> AsyncIterator[ServerState]:
+    async def hold(self, http: Request, name: str) -> AsyncIterator[ServerState]:
         served = self._find(name, key_of(http))
         if not self._enters(served):
             await run_until_disconnect(http.receive, self._enter(served))
         try:
-            if served.state is None or served.place is None:  # it has died since
+            if served.state is None:  # it has died since
                 raise unavailable(f"the model {name!r} is gone; try again", "engine_unavailable")
-            if keep_alive is not None:
-                served.place.keep_alive = keep_alive
             yield served.state
         finally:
             self._leave(served)
+
+    def keep(self, name: str, seconds: float) -> None:
+        if (place := self._find(name, None).place) is not None:
+            place.keep_alive = seconds
+            self._changed.set()
 
     def resident(self, name: str, key: ApiKey | None) -> ServerState:
         """The state of a model that is in memory. Raises APIError: 404 for an unknown one, 503 for one that is not in
@@ -568,15 +571,16 @@ class Models:
         await served.serving.load()
 
     def _config(self, served: _Served) -> EngineConfig:
-        """A model's settings, with its share of the memory."""
+        """A model's settings, with its share of the memory. On a GPU the engine itself fits the cache into the share,
+        by what its programs turn out to need."""
         share = served.share
         assert served.config is not None
         assert share is not None
         limit = served.config.max_waiting or served.config.queue_limit
-        config = dataclasses.replace(served.config, kv_pages=share.pages, max_waiting=limit)
+        config = dataclasses.replace(served.config, max_waiting=limit)
         if share.utilization:
-            config = dataclasses.replace(config, memory_utilization=share.utilization)
-        return config
+            return dataclasses.replace(config, memory_utilization=share.utilization)
+        return dataclasses.replace(config, kv_pages=share.pages)
 
     def _state(self, served: _Served, settings: ServerSettings) -> ServerState:
         server = self._server
