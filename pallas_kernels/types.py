@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
@@ -42,6 +43,23 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     sinks: jax.Array | None
     decode_only: bool
+
+
+class PagedOptions(AttentionOptions, total=False):
+    """`AttentionOptions`, and where the layer's pages begin."""
+
+    first_page: jax.Array | int
+
+
+class RecurrentOptions(TypedDict, total=False):
+    """Options of the operations of recurrent layers; see `delta_net.reference` and `mamba2.reference`."""
+
+    key_dim: int
+    groups: int
+    per_group: int
+    activation: Callable[[jax.Array], jax.Array]
+    decode_only: bool
+    static: bool
 
 
 class LatentPages(NamedTuple):

@@ -86,8 +86,14 @@ def plan_ahead(config: EngineConfig, target: str) -> Planned:
         raise ConfigError("bundles are for models that generate; this one embeds or scores")
     forms = unflatten_dict(abstract_weights(plan.decoder, plan.folder, plan.mesh, config), sep="/")
     rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
-    options: Any = {"max_tokens_per_call": config.decode_steps, "proposals": config.num_proposals}
-    runner = ModelRunner(plan.decoder, forms, plan.mesh, *rows, **options)
+    runner = ModelRunner(
+        plan.decoder,
+        forms,
+        plan.mesh,
+        *rows,
+        max_tokens_per_call=config.decode_steps,
+        proposals=config.num_proposals,
+    )
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     cost = StepCost.of(forms, plan.model, devices[0], num_devices(plan.mesh), plan.dtype)

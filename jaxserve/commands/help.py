@@ -82,9 +82,7 @@ def _rows(actions: Sequence[argparse.Action]) -> Iterator[str]:
 class CommandParser(argparse.ArgumentParser):
     """A parser whose help is short where there are many flags."""
 
-    def __init__(self, *args: Any, **options: Any):
-        self.by_topic = False
-        super().__init__(*args, **options)
+    by_topic = False
 
     def use_topics(self) -> None:
         """To be called once the flags of settings are added."""

@@ -25,7 +25,6 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import wait
-from typing import Any
 
 import jax
 import msgspec
@@ -153,8 +152,8 @@ class Engine:
         `checks`: kernels are checked on the devices before they are used. Without, for benchmarks, those that the
         devices should run are used, right or wrong; a draft model's are checked all the same.
         """
-        options: Any = {"progress": progress, "static_steps": static_steps, "checks": checks}
-        return cls(config, load_parts(config, devices, **options))
+        parts = load_parts(config, devices, progress=progress, static_steps=static_steps, checks=checks)
+        return cls(config, parts)
 
     def compile(self) -> None:
         """Compiles every executable that serving can need. Without this call, each is compiled when it is first used.

@@ -196,9 +196,12 @@ class Latents:
 
     def _spec_of(self, heads: LatentHeads) -> LatentHeads:
         """How devices share the heads."""
-        split: Any = {"q": spec(None, "kv_heads"), "k_up": spec("kv_heads"), "v_up": spec("kv_heads")}
-        split["sinks"] = None if heads.sinks is None else spec("kv_heads")
-        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(**split)
+        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(
+            q=spec(None, "kv_heads"),
+            k_up=spec("kv_heads"),
+            v_up=spec("kv_heads"),
+            sinks=None if heads.sinks is None else spec("kv_heads"),
+        )
 
 
 @dataclass(frozen=True)

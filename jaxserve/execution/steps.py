@@ -284,13 +284,13 @@ def _sample(
     mesh: Mesh,
     before: jax.Array | None = None,
 ) -> Sampled:
-    def of_rows(logits, words, position, masks, before, seen) -> Sampled:
-        given = words, seen, position, masks
-        options: Any = {"before": before, "kernels": RowKernels.of(ops), "platform": platform}
-        return sample(logits, *given, sampler=sampler, **options)
-
     platform = mesh.devices.flat[0].platform
     ops = ops.adapted_by(slots.adapter(slot))
+    draw = partial(sample, sampler=sampler, kernels=RowKernels.of(ops), platform=platform)
+
+    def of_rows(logits, words, position, masks, before, seen) -> Sampled:
+        return draw(logits, words, seen, position, masks, before=before)
+
     seen = TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, ops, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 

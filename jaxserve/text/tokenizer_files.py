@@ -137,10 +137,11 @@ class KeptTokenizer:
                 self._renderer = _renderer(self._special)
             return self._renderer
 
-    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **variables: object) -> Any:
+        """As transformers' method, whose other arguments and the template's variables are `variables`."""
         renderer = self.warm()
         renderer.chat_template = self.chat_template
-        return renderer.apply_chat_template(*args, **options)
+        return renderer.apply_chat_template(conversation, **variables)
 
 
 def _renderer(special: dict[str, str]) -> Any:

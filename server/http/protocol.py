@@ -7,10 +7,12 @@ import os
 import socket
 import ssl
 import sys
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from jaxserve.server.http.connections import REFUSAL, RESERVE_SECONDS, Connections, Ticket
 from jaxserve.server.http.errors import APIError, unavailable
@@ -19,10 +21,23 @@ _PIECE = 16 * 2**10  # bytes parsed at a time, so that a head that is too long i
 _LINGER_SECONDS = 2.0  # time for a refused client, which may still be sending, to read the answer
 
 
+class UvicornOptions(TypedDict, total=False):
+    """What uvicorn gives a protocol; see `H11Protocol`."""
+
+    config: uvicorn.Config
+    server_state: ServerState
+    app_state: dict[str, Any]
+    _loop: asyncio.AbstractEventLoop | None
+
+
 def accept(
-    *, connections: Connections, client_timeout: float, tls: ssl.SSLContext | None, **options: Any
+    *,
+    connections: Connections,
+    client_timeout: float,
+    tls: ssl.SSLContext | None,
+    **options: Unpack[UvicornOptions],
 ) -> asyncio.Protocol:
-    """The protocol for a newly accepted socket. `options` come from uvicorn."""
+    """The protocol for a newly accepted socket."""
     connection = Connection(places=connections, client_timeout=client_timeout, **options)
     return connection if tls is None else Handshake(connection, connections, tls, client_timeout)
 
@@ -38,8 +53,8 @@ class Connection(H11Protocol):
       ticket: the connection's place; None before it has one.
     """
 
-    def __init__(self, *args: Any, places: Connections, client_timeout: float, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, *, places: Connections, client_timeout: float, **options: Unpack[UvicornOptions]):
+        super().__init__(**options)
         self._places = places
         self.ticket: Ticket | None = None
         self._client_timeout = client_timeout

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import uvicorn
 
 from jaxserve.config import EngineConfig
 from jaxserve.server.http.counts import BEATS, SharedCounts, names_of
@@ -31,7 +32,7 @@ from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
-from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
+from jaxserve.server.process.api_server import ApiServer, EngineOfFront, allow_files, http_config
 from jaxserve.server.process.engine_process import end_with_parent, watch_parent
 from jaxserve.types import EngineDeadError
 
@@ -128,8 +129,17 @@ class _SharedApiServer(ApiServer):
     """One of several API servers. If it replaces another one, it listens only when it can serve, because the others
     can."""
 
-    def __init__(self, *args: Any, again: bool, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        engine: EngineOfFront,
+        settings: EngineConfig,
+        *,
+        shares_listener: bool,
+        again: bool,
+    ):
+        super().__init__(config, state, engine, settings, shares_listener=shares_listener)
         self._again = again
 
     async def listen(self, sockets: list[socket.socket] | None) -> None:
