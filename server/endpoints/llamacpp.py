@@ -110,11 +110,8 @@ async def _answered(
     ends = middle.end_ids if middle else ()
     recommended = tokenizer.generation_defaults.sampling()
     request = body.completion(prompts, ends, encode, recommended, infills=middle is not None)
-    adapter = state.check_model(body.model)
-    request.check()
-    work = prepare_completion(state, http, request, adapter)
-    generation, _ = await run_until_disconnect(http.receive, work)
-    writer = _Writer(state, http, tokenizer, body, generation)
+    answer = await run_until_disconnect(http.receive, prepare_completion(state, http, request))
+    writer = _Writer(state, http, tokenizer, body, answer.generation)
     if body.stream:
         return EventStream(writer.stream(), closing=b"")
     answers = await run_until_disconnect(http.receive, writer.whole())

@@ -87,11 +87,8 @@ async def generate(http: HTTPRequest) -> Response:
         return _nothing(body, asked, {"response": ""})
     context = body.given_options.num_ctx
     if body.is_plain:
-        request = body.completion()
-        adapter = state.check_model(request.model)
-        request.check()
-        work = prepare_completion(state, http, request, adapter, context)
-        generation, _ = await run_until_disconnect(http.receive, work)
+        work = prepare_completion(state, http, body.completion(), context)
+        generation = (await run_until_disconnect(http.receive, work)).generation
         return await _answered(http, body, _Writer(_response, asked, _Plain(state, generation), body, started))
     before = body.context or ()
     chatting = prepare(state, http, body.chat(), form_field="format", before=before, context=context)
