@@ -85,7 +85,7 @@ def test_tokens_and_logprobs(case, tmp_path):
 
 @pytest.mark.parametrize("case", VIDEOS)
 def test_videos(case, tmp_path):
-    """Frames, their patches, the prompt and the answer; resized numbers differ by a step of 255 at most."""
+    """Frames, their patches, the prompt and the answer; resized numbers differ by two steps of 255 at most."""
     golden = np.load(GOLDENS / f"video_{case}.npz")
     assert str(golden["fingerprint"]) == fingerprint(case), "the weights differ from the recorded ones"
     engine = make_engine(build_for_videos(case, tmp_path / "model"), tokens=24)
@@ -98,7 +98,7 @@ def test_videos(case, tmp_path):
     processed = processor(clip)
     patches = np.concatenate([frame.patches for frame in processed.frames])
     assert [len(processed.frames), *processed.frames[0].grid[1:]] == golden["grid"].tolist()
-    assert np.abs(patches.astype(int) - golden["patches"]).max() <= 1
+    assert np.abs(patches.astype(int) - golden["patches"]).max() <= 2
     tokens, images = with_images(prompt_with_video(case, int(golden["seed"])), [], kind, Letters(), [processed])
     assert tokens == np.where(golden["prompt"] == kind.video.token, kind.token, golden["prompt"]).tolist()
     shown = [replace_patches(one, own) for one, own in zip(images, split(golden, images), strict=True)]

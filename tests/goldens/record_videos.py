@@ -4,6 +4,7 @@ Needs torch and torchvision; see README.md beside this file.
 """
 
 import argparse
+import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def placed(prompt: list[int], text: str) -> list[int]:
 @torch.inference_mode()
 def greedy(model: Any, ids: torch.Tensor, types: torch.Tensor, inputs: dict[str, Any]) -> tuple[Any, Any, float]:
     model.model.rope_deltas = None
+    kept = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     out = model(ids, **inputs, mm_token_type_ids=types, use_cache=True)
     tokens, logprobs, margins = [], [], []
     while True:
@@ -59,7 +61,7 @@ def greedy(model: Any, ids: torch.Tensor, types: torch.Tensor, inputs: dict[str,
         logprobs.append(float(torch.log_softmax(last, -1)[tokens[-1]]))
         if len(tokens) == TOKENS:
             return np.array(tokens, np.int32), np.array(logprobs, np.float32), min(margins)
-        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+        out = model(torch.tensor([[tokens[-1]]]), **{kept: getattr(out, kept)}, use_cache=True)
 
 
 def record(name: str, folder: Path) -> dict[str, np.ndarray]:
@@ -74,6 +76,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     inputs = dict(processor([video], video_metadata=[metadata], return_metadata=True, return_tensors="pt"))
     text = written(inputs, processor, writer)
     metadata = inputs.pop("video_metadata")[0]
+    chosen = range(count) if metadata.frames_indices is None else metadata.frames_indices
     if writer is Qwen2_5_VLProcessor and "qwen2_5" in name:
         inputs["second_per_grid_ts"] = torch.tensor([2 / metadata.sampled_fps])
     mean, std = (torch.tensor(settings[f"image_{which}"]).repeat_interleave(2 * 16) for which in ("mean", "std"))
@@ -90,7 +93,7 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     return {
         "fingerprint": np.array(tiny_models.fingerprint(name)), "seed": np.array(seed), "tokens": answer,
         "logprobs": logprobs, "grid": inputs["video_grid_thw"][0].numpy(), "patches": numbers,
-        "prompt": ids[0].numpy().astype(np.int32), "frames": np.array(metadata.frames_indices),
+        "prompt": ids[0].numpy().astype(np.int32), "frames": np.array([int(i) for i in chosen]),
     }  # fmt: skip
 
 
