@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.compiles, pytest.mark.slow]
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = (
-    "granite_moe_swa_older", "dbrx_hub", "longcat_hub", "hy_v4_hub", "zamba2_hub", "lara_mini_hub", "axk1_hub",
-    "kolibri_hub", "aria_text_hub", "persimmon_hub", "biogpt_hub", "xglm_hub", "deepseek_v4_hub", "minimax_m3_text",
-    "bitnet_hub", "codegen_hub", "cohere_compass_hub", "phi4_multimodal_long",
+    "granite_moe_swa_older", "dbrx_hub", "longcat_hub", "hy_v4_hub", "zamba2_hub", "lara_mini_types", "axk1_hub",
+    "kolibri_hub", "aria_text_hub", "persimmon_plain", "biogpt_untied", "xglm_untied", "deepseek_v4_hub",
+    "minimax_m3_text", "bitnet_hub", "codegen_hub", "cohere_compass_hub", "phi4_multimodal_long", "axk2_hub",
 )  # fmt: skip
 PROMPT = range(5, 60)
 
