@@ -73,14 +73,16 @@ def run_swaps(args: argparse.Namespace) -> None:
 
 
 def run_hot(args: argparse.Namespace) -> None:
-    """One client after the other, in turns between the two servers, so that the machine's mood is the same for both."""
+    """One request at a time, to either server by chance, so that the machine's mood is the same for both."""
+    choose = random.Random(1)
     models = ["--models", str(args.folder / "models.json")]
-    with several(models, models=4.5) as (port, _), one_model(args.folder / "m-0") as alone:
+    with several(models, models=4.5) as (port, _), one_model(args.folder / "models.json") as alone:
         for number in range(4):
             assert ask(port, f"m-{number}")[0] == 200
         times: dict[str, list[float]] = {"alone": [], "one of several": []}
         for turn in range(1200):
-            for name, where in (("alone", alone), ("one of several", port)):
+            servers = [("alone", alone), ("one of several", port)]
+            for name, where in choose.sample(servers, 2):
                 began = time.perf_counter()
                 status, _ = ask(where, "m-0", 16)
                 assert status == 200
@@ -166,9 +168,12 @@ def known(port: int) -> dict[str, dict]:
 
 
 @contextlib.contextmanager
-def one_model(folder: Path) -> Iterator[int]:
+def one_model(file: Path) -> Iterator[int]:
+    """A server with the first model of the file."""
     port = free_port()
-    with running([str(folder), "--served-model-name", "m-0", "--no-access-log"], port, "alone.log"):
+    model = json.loads(file.read_text())["models"][0]
+    flags = [word for name, value in model["settings"].items() for word in (f"--{name}", str(value))]
+    with running([model["source"], *flags, "--served-model-name", "m-0", "--no-access-log"], port, "alone.log"):
         yield port
 
 
