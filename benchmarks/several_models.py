@@ -104,9 +104,9 @@ def run_random(args: argparse.Namespace) -> None:
     with several(["--models", str(args.folder / "models.json")], models=4.5) as (port, process):
         expected = {}
         for number in range(COUNT):
-            status, text = ask(port, f"m-{number}", 8)
+            status, tokens = ask(port, f"m-{number}", 8)
             assert status == 200
-            expected[number] = text
+            expected[number] = tokens
         end = time.monotonic() + args.seconds
         assert len(set(expected.values())) == COUNT, "the models' answers tell them apart"
 
@@ -115,12 +115,12 @@ def run_random(args: argparse.Namespace) -> None:
                 seen["not asked"] += 1
                 return
             began = time.perf_counter()
-            status, text = ask(port, f"m-{number}", 8)
+            status, tokens = ask(port, f"m-{number}", 8)
             if status != 200:
-                seen[text] += 1
+                seen[tokens] += 1
                 return
             seen["answered"] += 1
-            seen["by the wrong model"] += text != expected[number]
+            seen["by the wrong model"] += tokens != expected[number]
             if number == 0:
                 hot.append(time.perf_counter() - began)
 
@@ -196,14 +196,15 @@ def running(flags: list[str], port: int, log: str) -> Iterator[subprocess.Popen]
 
 
 def ask(port: int, model: str, tokens: int = 1) -> tuple[int, str]:
-    """The status, and the text of the answer or the code of the error."""
+    """The status, and the tokens of the answer or the code of the error."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.load(answer)["choices"][0]["text"]
+            return answer.status, str(json.load(answer)["choices"][0]["token_ids"])
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["code"]
 
