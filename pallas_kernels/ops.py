@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
-from jaxserve.pallas_kernels.paged_attention import reference
+from jaxserve.pallas_kernels.paged_attention import chosen_blocks, reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.segment_attention.reference import segment_attention
 from jaxserve.pallas_kernels.selective_scan import selective_scan
@@ -435,6 +435,33 @@ class Ops:
             q = self.rms_norm(q, value_of(heads.q_norm), eps)
         q = self.rope(q, heads.cos, heads.sin)
         return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
+
+    def attend_blocks(
+        self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
+        *, size: int, most: int, local: int, eps: float, dtype: Any, **options: Unpack[AttentionOptions],
+    ) -> tuple[jax.Array, KVPages]:  # fmt: skip
+        """`attend` over the `most` blocks of `size` tokens that are chosen, or all where no row has more."""
+        keys = pages.index_keys
+        assert keys is not None
+        assert heads.choice is not None
+        keys = sparse.write_keys(keys, heads.choice.key, slots, first_page)
+        q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        pages = pages._replace(index_keys=keys)
+        scale = options["scale"]
+        decode_only = options["decode_only"]
+
+        def some_tokens() -> jax.Array:
+            how: Any = {"size": size, "most": most, "local": local, "decode_only": decode_only}
+            which = chosen_blocks.choose(heads.choice, keys, *rows, first_page=first_page, **how)
+            return chosen_blocks.attention_over(
+                q, pages, which, *rows[:3], scale=scale, size=size, first_page=first_page
+            )
+
+        def all_tokens() -> jax.Array:
+            plain = KVPages(pages.data, pages.scale)
+            return self.paged_attention(q, plain, *rows, first_page=first_page, **options)
+
+        return jax.lax.cond(jnp.max(rows[2]) <= size * most, all_tokens, some_tokens), pages
 
     def attend_latent(
         self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],

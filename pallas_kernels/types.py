@@ -17,10 +17,13 @@ class KVPages(NamedTuple):
     data: [pages, 2 (key, value), kv_heads, page_size, head_dim]; float32, bfloat16, float16, float8_e4m3fn or int8. A
       head's keys in a page are contiguous, and so are its values.
     scale: float32 [pages, 2, kv_heads, page_size], factors of the data; None: 1.
+    index_keys: [pages, page_size, dim], keys that blocks are chosen by (`paged_attention.chosen_blocks`); None: no
+      layer chooses any. In the data's dtype, or bfloat16 if data are codes.
     """
 
     data: jax.Array
     scale: jax.Array | None = None
+    index_keys: jax.Array | None = None
 
     @property
     def page_size(self) -> int:

@@ -150,7 +150,8 @@ def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], input
         tokens += [np.asarray(given) for given, _ in routed]
         chosen += [np.asarray(numbers) for _, numbers in routed]
     assert spec.mlp is not None, "see `products.check_calibration`"
-    gate = Ops().gate_of(spec.mlp.activation, spec.mlp.experts.limit if spec.mlp.experts else None, spec.mlp.bound)
+    mlp = spec.mlp
+    gate = Ops().gate_of(mlp.activation, mlp.limit, mlp.bound, mlp.bound_first)
     empty = [np.zeros((0, 0), np.float32)]
     return Measured(
         total, np.concatenate(tokens or empty), np.concatenate(chosen or empty), params.get("mlp/experts_gate_up"), gate

@@ -21,7 +21,7 @@ from jax.stages import Compiled, Lowered, Traced
 from jaxserve.adapters.adapter import Adapter
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
-from jaxserve.devices.command_buffers import compiler_options, why_static
+from jaxserve.devices.command_buffers import compiler_options, exchanges, why_static
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import num_groups, on_one_cpu, replicated
 from jaxserve.execution import runner_commands, steps
@@ -125,9 +125,10 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         if platform not in ("cpu", "tpu"):
             lowered_kernels.keep()
         static = why_static(mesh) is not None if static is None else static
+        self._exchanges = exchanges(mesh)
         self.programs = StepPrograms(
             static=static,
-            most=max_tokens_per_call,
+            most=1 if self._exchanges and not static else max_tokens_per_call,
             costly_filters=model.ops.draw is None,
             pools=pooling is not None,
             proposals=proposals,
@@ -552,7 +553,8 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
 
     def draft_programs(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The names of the programs that propose with a draft head; see `signatures.draft_programs`."""
-        return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, self.programs.static)
+        static = self.programs.static or self._exchanges
+        return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, static)
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs that need the most memory, one of each kind, and of some that bound others."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import ASGIApp
 
 from jaxserve.server.batches.lines import URLS, BatchLine
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.ipc.engine_client import EngineClient
 
 _AGAIN_SECONDS = 0.1  # before a request that could not be served is asked again; then twice as long, and so on
 _LONGEST_SECONDS = 2.0
@@ -45,15 +44,30 @@ class Places:
         self._freed.set()
 
 
+class Engines(Protocol):
+    """What answers the requests: a client of one engine, or several models.
+
+    Attributes:
+      is_ready: whether a request would be taken.
+      losses: number of engines that have died.
+    """
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def losses(self) -> int: ...
+
+
 class Asker:
     """Asks through `app`. `state`: what the handlers find in `scope["state"]`. `fields`: fields, as JSON, that replace
     those of each body."""
 
     def __init__(
-        self, app: ASGIApp, client: EngineClient, state: dict[str, Any], fields: dict[str, msgspec.Raw] | None = None
+        self, app: ASGIApp, engines: Engines, state: dict[str, Any], fields: dict[str, msgspec.Raw] | None = None
     ):
         self._app = app
-        self._client = client
+        self._engines = engines
         self._state = state
         self._fields = {"stream": _FALSE} | (fields or {})
         self._alone = asyncio.Lock()
@@ -77,11 +91,11 @@ class Asker:
         """Asks until the request can be served; None if the engine died while it computed the request."""
         wait = _AGAIN_SECONDS
         while True:
-            while not self._client.is_ready:
+            while not self._engines.is_ready:
                 await asyncio.sleep(_AGAIN_SECONDS)
-            losses = self._client.losses
+            losses = self._engines.losses
             status, body = await self._post(line)
-            if status != 200 and losses != self._client.losses:
+            if status != 200 and losses != self._engines.losses:
                 return None
             if status not in _TRANSIENT:
                 return status, body

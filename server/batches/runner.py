@@ -24,7 +24,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from jaxserve.server.batches.answers import AnswerFile, NotAnswersError, answer_line, recover, unanswered_line
-from jaxserve.server.batches.asking import Asker, Places, answer_all
+from jaxserve.server.batches.asking import Asker, Engines, Places, answer_all
 from jaxserve.server.batches.lines import BatchLine, check_lines, digest_of, lines_but
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.file_records import BatchErrorRecord, BatchErrors, Outcome, new_id
@@ -32,6 +32,7 @@ from jaxserve.server.http.file_store import Claim, CorruptRecordError, FileStore
 from jaxserve.server.http.state import ServerState
 
 _AT_ONCE = 8  # batches of one API server that are run at a time; the others wait for their turn
+_SEQUENCES = 64  # that an engine of a server with several models is taken to run at once
 _AHEAD = 1.25  # requests in work per sequence that the engine can run, so that the engine never waits for one
 _MOST_BYTES = 16 * 2**20  # of the requests in work
 _LOOK_SECONDS = 1.0  # between two looks for batches that others have created, or want cancelled
@@ -46,12 +47,13 @@ _UNANSWERED = {
 
 
 class BatchRunner:
-    """The batches of one API server. `app` answers their requests."""
+    """The batches of one API server. `app` answers their requests by `engines`."""
 
-    def __init__(self, state: ServerState, store: FileStore, app: ASGIApp):
+    def __init__(self, state: ServerState, store: FileStore, app: ASGIApp, engines: Engines):
         self._state = state
         self._store = store
         self._app = app
+        self._engines = engines
         keys = state.settings.api_keys or (None,)
         self._keys = {owner_of(key): key for key in keys}
         self._key_places = {
@@ -64,13 +66,14 @@ class BatchRunner:
         self._looking: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Runs batches once the engine is ready, until `stop`. The disk's errors are logged."""
+        """Runs batches once the server is ready, until `stop`. The disk's errors are logged."""
         self._looking = asyncio.current_task()
         self._state.wake_batches = self._woken.set
-        while self._state.client.info is None or self._state.tokenizer is None:
+        while self._state.status in ("loading", "restarting"):
             await asyncio.sleep(_LOOK_SECONDS / 10)
-        servers = self._state.settings.api_server_count
-        usual = math.ceil(_AHEAD * self._state.client.info.max_num_seqs / servers)
+        info = self._state.client.info
+        sequences = _SEQUENCES if info is None else info.max_num_seqs
+        usual = math.ceil(_AHEAD * sequences / self._state.settings.api_server_count)
         self._places = Places(self._state.settings.batch_concurrency or usual, _MOST_BYTES)
         tidy_at = 0.0
         while True:
@@ -166,7 +169,7 @@ class BatchRunner:
         found: dict[str, object] = {"background": True}
         if (key := self._keys[owner]) is not None:
             found["api_key"] = dataclasses.replace(key, max_concurrency=None)
-        return Asker(self._app, self._state.client, found)
+        return Asker(self._app, self._engines, found)
 
     def places(self, owner: str) -> list[Places]:
         return [*filter(None, [self._key_places.get(owner)]), self._places]

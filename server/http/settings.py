@@ -150,8 +150,8 @@ class ServerSettings:
     admin_key: str | None = setting(
         None,
         "bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter, /v1/unload_lora_adapter, /sleep, "
-        "/wake_up, /is_sleeping and /update_weights, and for /metrics, /load and /pool; also read from "
-        "JAXSERVE_ADMIN_KEY",
+        "/wake_up, /is_sleeping, /update_weights, and load and unload below /v2/repository/models, and for /metrics, "
+        "/load, /pool and /slots; also read from JAXSERVE_ADMIN_KEY",
         topic="keys", short="key of the administrator's endpoints", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     ssl_certfile: str | None = setting(
@@ -168,14 +168,16 @@ class ServerSettings:
         short="origin whose pages may call the server; *: all", action="extend", type=_origins, metavar="ORIGIN",
     )  # fmt: skip
     api_key_file: str | None = setting(
-        None, "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority]'",
+        None,
+        "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority] [models]', models with "
+        "commas between them",
         topic="keys", metavar="FILE",
     )  # fmt: skip
     admin_key_file: str | None = setting(None, "file that holds the admin key", topic="keys", metavar="FILE")
     metrics_key: str | None = setting(
         None,
-        "bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also read "
-        "from JAXSERVE_METRICS_KEY",
+        "bearer key for /metrics, /load, /pool and /slots, which API keys do not open when there are two or more; also "
+        "read from JAXSERVE_METRICS_KEY",
         topic="keys", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     open_metrics: bool = setting(False, "serve /metrics without a key", topic="keys")
@@ -211,6 +213,7 @@ class ServerSettings:
     max_body_bytes: int = setting(32 * 2**20, "longest request body", topic="limits", metavar="BYTES")
     max_header_bytes: int = setting(64 * 2**10, "longest request head", topic="limits", metavar="BYTES")
     limit_images_per_request: int = setting(16, "most pictures in a request", topic="limits", metavar="N")
+    limit_videos_per_request: int = setting(4, "most videos in a request", topic="limits", metavar="N")
     max_image_pixels: int = setting(
         MAX_IMAGE_PIXELS, "most pixels of a picture as it is sent; the model's own settings say how many it sees",
         topic="limits", metavar="N",

@@ -14,11 +14,13 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.images.patches import Processed
 from jaxserve.images.prompts import with_images
+from jaxserve.images.videos import ProcessedVideo
 from jaxserve.limits import BACKGROUND
 from jaxserve.server import plugins
 from jaxserve.server.http.body import body_of, read_bytes
@@ -28,11 +30,13 @@ from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.file_store import FileStore
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.listing import ServerModels
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.images.sources import Source
 from jaxserve.server.images.sources import read as read_source
+from jaxserve.server.images.video_sources import VideoSource, read_video
 from jaxserve.server.images.workers import ImageWorkers
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready, ServedWeights
@@ -44,6 +48,7 @@ from jaxserve.types import Image, InvalidRequestError
 
 T = TypeVar("T")
 
+ROUTED = "server"  # key in a request's state of the ServerState of its model, in a server with several
 _MOST_REPAIRED = 2**20  # characters; in longer bodies 16.0 is not accepted for 16
 _INLINE_BYTES = 2000  # texts of a body up to this size are tokenized on the event loop, longer ones in a thread
 _MOST_LISTED = 16  # names of models in an error
@@ -63,6 +68,7 @@ class ServerState:
       created: seconds since the epoch; the `created` of models.
       number: of this API server among several; None if it is the only one.
       counts: what limits count, over all API servers.
+      models: what there is to know of the server's models beside this one.
     """
 
     settings: ServerSettings
@@ -76,6 +82,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     number: int | None = None
     counts: Counts = field(default_factory=Counts)
+    models: ServerModels | None = None
     _known_engine: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
     images: ImageWorkers | None = field(default=None, init=False)  # None: the model reads text only
@@ -115,9 +122,14 @@ class ServerState:
         """Whether the engine's weights and cache are not on the devices until it is woken up."""
         return self.client.info is not None and self.client.info.sleep_level > 0
 
-    def require_ready(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""
+    def require_ready(self, context: int | None = None) -> tuple[Tokenizer, Ready]:
+        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served.
+
+        `context`: most tokens of prompt and output that the request asks for, if less than the model's.
+        """
         tokenizer, info = self.require_loaded()
+        if context is not None and context < info.max_model_len:
+            info = replace(info, max_model_len=context)
         if self.sleeps:
             raise unavailable("the engine sleeps, until POST /wake_up or /update_weights wakes it up", "sleeping")
         return tokenizer, info
@@ -164,6 +176,8 @@ class ServerState:
     async def all_api_servers_know(self, seconds: float = 1.0) -> None:
         """Waits until the other API servers know of the engine what this one knows. Those that are starting, or hang
         for `seconds`, are not waited for; they ask the engine before they serve."""
+        if self.number is None:
+            return
         deadline = time.monotonic() + seconds
         while set(self.counts.each(KNOWN)) - {0, self._known_engine} and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
@@ -208,8 +222,18 @@ class ServerState:
         key = key_of(http)
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
-    def check_images(self, sources: Sequence[Source], info: Ready) -> None:
-        """Raises InvalidRequestError for more pictures than are allowed, and for any if the model reads text only."""
+    def check_images(self, given: Sequence[Source | VideoSource], info: Ready) -> None:
+        """Raises InvalidRequestError for more pictures or videos than are allowed, and for any that the model does not
+        read."""
+        sources = [one for one in given if isinstance(one, Source)]
+        videos = [one for one in given if isinstance(one, VideoSource)]
+        if videos and (info.sees is None or info.sees.video is None):
+            raise InvalidRequestError(f"{videos[0].where} holds a video; this model sees none", "messages")
+        if len(videos) > (most := self.settings.limit_videos_per_request):
+            raise InvalidRequestError(
+                f"the request has {len(videos)} videos; at most {most} are allowed (--limit-videos-per-request)",
+                "messages",
+            )
         if sources and info.sees is None:
             raise InvalidRequestError(
                 f"{sources[0].where} holds a picture; this model is served for text only", "messages"
@@ -221,22 +245,28 @@ class ServerState:
             )
 
     async def with_images(
-        self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
+        self, ids: list[int], sources: Sequence[Source | VideoSource], info: Ready, *, truncates: bool
     ) -> tuple[list[int], list[Image]]:
-        """A prompt with its pictures, which `check_images` has allowed. They are fetched and processed; see
+        """A prompt with its pictures and videos, which `check_images` has allowed. They are fetched and processed; see
         `images.prompts.with_images`. Raises InvalidRequestError for pictures that cannot be read."""
         if truncates:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
 
-        async def one(source: Source) -> Processed:
+        async def one(source: Source | VideoSource) -> Processed | ProcessedVideo:
+            if isinstance(source, VideoSource):
+                files = await self.off_loop(partial(read_video, source, self.settings.allow_image_urls))
+                assert self.images is not None
+                return await self.images.process_video(files, source)
             data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None
             return await self.images.process(data, source)
 
-        pictures = await asyncio.gather(*map(one, sources))
+        made = await asyncio.gather(*map(one, sources))
+        pictures = [one for one in made if isinstance(one, Processed)]
+        videos = [one for one in made if isinstance(one, ProcessedVideo)]
         assert self.tokenizer is not None
         assert info.sees is not None  # `check_images` has seen to it
-        return with_images(ids, pictures, info.sees, self.tokenizer)
+        return with_images(ids, pictures, info.sees, self.tokenizer, videos)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""
@@ -315,7 +345,9 @@ def _in_turns(texts: list[str]) -> Iterator[list[str]]:
 
 
 def state_of(request: Request) -> ServerState:
-    return request.app.state.server
+    """The state of the model that serves a request: the one that `server.models.routing` has found, or the only one."""
+    routed: ServerState | None = request.scope.get("state", {}).get(ROUTED)
+    return request.app.state.server if routed is None else routed
 
 
 def key_of(request: Request) -> ApiKey | None:
@@ -338,17 +370,13 @@ def require_json(request: Request) -> None:
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded."""
-    require_json(request)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise APIError(
-            415,
-            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it as plain JSON, "
-            "without a content-encoding",
-            code="unsupported_content_encoding",
-        )
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T], *, any_type: bool = False) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded.
+
+    `any_type`: the request need not declare its body as JSON.
+    """
+    if not any_type:
+        require_json(request)
     try:
         body = (await read_bytes(request)).decode()  # msgspec would not check the UTF-8 of unknown fields
         return _decode(body, decoder)

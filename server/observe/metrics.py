@@ -98,6 +98,32 @@ _FROM_STATS = (
 )  # fmt: skip
 
 
+# The metrics of llama.cpp's server that have a counterpart here: name, kind, and the counterpart's sample.
+_LLAMACPP = (
+    ("prompt_tokens_total", "counter", "prompt_tokens_total"),
+    ("prompt_seconds_total", "counter", "request_prefill_time_seconds_sum"),
+    ("tokens_predicted_total", "counter", "generation_tokens_total"),
+    ("tokens_predicted_seconds_total", "counter", "request_decode_time_seconds_sum"),
+    ("n_decode_total", "counter", "iteration_tokens_total_count"),
+    ("requests_processing", "gauge", "num_requests_running"),
+    ("requests_deferred", "gauge", "num_requests_waiting"),
+    ("kv_cache_usage_ratio", "gauge", "kv_cache_usage_perc"),
+)
+
+
+def _in_llamacpp_names(text: bytes, prefix: str) -> bytes:
+    """Samples of an exposition under llama.cpp's names, for dashboards that ask for these."""
+    lines = text.splitlines(keepends=True)
+    found = []
+    for name, kind, ours in _LLAMACPP:
+        begin = f"{prefix}:{ours}{{".encode()
+        theirs = f"llamacpp:{name}{{".encode()
+        samples = [theirs + line.removeprefix(begin) for line in lines if line.startswith(begin)]
+        if samples:
+            found += [f"# HELP llamacpp:{name} {prefix}:{ours}\n# TYPE llamacpp:{name} {kind}\n".encode(), *samples]
+    return b"".join(found)
+
+
 class EngineTotals(msgspec.Struct):
     """Statistics of a server's engines together, those that have died included.
 
@@ -120,6 +146,10 @@ class EngineTotals(msgspec.Struct):
     def on_restart(self) -> None:
         """Another engine is being started. It counts from zero; the counters here continue from the earlier totals."""
         self.restarts += 1
+        self.on_end()
+
+    def on_end(self) -> None:
+        """The engine has ended. The next one counts from zero."""
         self.past = self.stats
         self.on_stats(EngineStats())
 
@@ -137,7 +167,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.totals = EngineTotals()
         self._shared = shared
-        self._prefix = prefix
+        self.prefix = prefix
         self._labels = (model_name, "0")
         self._info: Ready | None = None
         self.ttft = self._histogram(
@@ -201,7 +231,7 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
-        histogram = ObservedHistogram(f"{self._prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        histogram = ObservedHistogram(f"{self.prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._labels)
 
     def succeeded(self, reason: str) -> None:
@@ -213,9 +243,19 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition text of /metrics."""
+        text = self._own_text()
+        return text if self.prefix == "llamacpp" else text + _in_llamacpp_names(text, self.prefix)
+
+    def latest(self) -> EngineStats:
+        """The engine's latest statistics."""
+        if self._shared is not None:
+            self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        return self.totals.stats
+
+    def _own_text(self) -> bytes:
         if self._shared is None:
             return generate_latest(self.registry)
-        self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        self.latest()
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self._shared))  # type: ignore[no-untyped-call]
         registry.register(self)  # type: ignore[arg-type]
@@ -244,7 +284,7 @@ class Metrics:
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._family("gauge", "kv_cache_usage_perc", "KV pages in use, as a fraction from 0 to 1", used)
         accepted = CounterMetricFamily(
-            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            f"{self.prefix}:spec_decode_num_accepted_tokens_per_pos",
             "Tokens that speculative decoding proposed and the model kept, by position among the proposals of a row",
             labels=[*_LABELS, "position"],
         )
@@ -253,7 +293,7 @@ class Metrics:
         yield accepted
         if self._info is not None:
             info = GaugeMetricFamily(
-                f"{self._prefix}:cache_config_info",
+                f"{self.prefix}:cache_config_info",
                 "Always 1; the labels are tokens per KV page and the number of KV pages",
                 labels=[*_LABELS, "block_size", "num_gpu_blocks"],
             )
@@ -267,7 +307,7 @@ class Metrics:
         """The version of the weights in a label; how often they were replaced; and vLLM's state of an engine's sleep: 1
         for the state that it is in."""
         version = GaugeMetricFamily(
-            f"{self._prefix}:weight_version_info",
+            f"{self.prefix}:weight_version_info",
             "Always 1; the label is the version of the weights",
             labels=[*_LABELS, "weight_version"],
         )
@@ -275,7 +315,7 @@ class Metrics:
         yield version
         yield self._family("counter", "weight_updates", "Times that the weights were replaced", info.weights.updates)
         sleep = GaugeMetricFamily(
-            f"{self._prefix}:engine_sleep_state",
+            f"{self.prefix}:engine_sleep_state",
             "1 for the state of sleep that the engine is in, 0 for others",
             labels=[*_LABELS, "sleep_state"],
         )
@@ -287,7 +327,7 @@ class Metrics:
         """Which adapters requests use, in labels; the value is the time, so that the latest of several is known."""
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily(
-            f"{self._prefix}:lora_requests_info",
+            f"{self.prefix}:lora_requests_info",
             "Time of this scrape in seconds since 1970; the labels list LoRA adapters in use",
             labels=[*_LABELS, *labels],
         )
@@ -303,7 +343,7 @@ class Metrics:
         self, name: str, text: str, histograms: dict[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
     ) -> Metric:
         """A metric of the engine's histograms; the keys of `histograms` are the values of `labels`."""
-        family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
+        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=(*_LABELS, *labels))
         for values, histogram in histograms.items():
             counts = accumulate(histogram.counts)
             bounds = (*map(str, histogram.bounds), "+Inf")
@@ -312,7 +352,7 @@ class Metrics:
 
     def _family(self, kind: str, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-        metric = family(f"{self._prefix}:{name}", text, labels=_LABELS)
+        metric = family(f"{self.prefix}:{name}", text, labels=_LABELS)
         metric.add_metric(self._labels, value)
         return metric
 
@@ -366,6 +406,11 @@ class RequestTimes:
             self._metrics.itl.observe((now - last) / count)
         self._last[index] = self.latest = now
         self._tokens[index] = self._tokens.get(index, 0) + count
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds from the request's place in the batch to its first token, and from there to its latest token."""
+        first = self.latest if self.first is None else self.first
+        return max(first - self.arrival - self.queued, 0.0), self.latest - first
 
     def finished(self, now: float) -> None:
         """Notes that all completions have ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -11,7 +13,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.server.batches.lines import URLS
-from jaxserve.server.endpoints import adapters, batches, files, invocations, models, page, pooling, responses, weights
+from jaxserve.server.endpoints import (
+    adapters,
+    batches,
+    files,
+    invocations,
+    llamacpp,
+    models,
+    ollama,
+    page,
+    pooling,
+    repository,
+    responses,
+    weights,
+)
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
@@ -27,7 +42,7 @@ from jaxserve.server.http.middleware import (
     WithoutRootPath,
     WithRootPath,
 )
-from jaxserve.server.http.origin import OriginCheck
+from jaxserve.server.http.origin import OriginCheck, OriginHint
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
@@ -57,8 +72,8 @@ _ROUTES = [
     Route("/v1/batches", batches.list_batches),
     Route("/v1/batches/{id}", batches.get_batch),
     Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
-    Route("/v1/models", models.list_models),
-    Route("/v1/models/", models.list_models),
+    *(Route(path, models.root) for path in ("/v1", "/v1/")),
+    *(Route(path, models.list_models) for path in ("/v1/models", "/v1/models/", "/models")),
     Route("/invocations", invocations.invoke, methods=["POST"]),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -77,11 +92,16 @@ _ROUTES = [
     *(Route(path, run, methods=weights.METHODS.get(path, ["POST"])) for path, run in weights.HANDLERS.items()),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
+    *repository.ROUTES,
+    *ollama.ROUTES,
+    *llamacpp.ROUTES,
 ]
 
 
-def build_app(state: ServerState) -> Starlette:
-    """The application of one API server: the process that serves HTTP and passes requests to the engine's process."""
+def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middleware | None = None) -> Starlette:
+    """The application of one API server: the process that serves HTTP and passes requests to the engine's process.
+
+    With several models, `routing` finds that of a request, and `routes` go before those for one model."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
@@ -90,6 +110,7 @@ def build_app(state: ServerState) -> Starlette:
             Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, api_server=state.number
         )
         middleware.insert(0, watch)
+    middleware.append(Middleware(OriginHint, origins=settings.cors_origins))
     if not settings.api_keys:
         middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
     if settings.cors_origins:
@@ -102,22 +123,31 @@ def build_app(state: ServerState) -> Starlette:
         monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
         middleware.append(
             Middleware(
-                ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths, counts=state.counts
+                ApiKeys,
+                keys=settings.api_keys,
+                monitor_keys=monitors,
+                open_paths=open_paths,
+                counts=state.counts,
+                model_names=None if routing is not None else settings.model_names,
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
-    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    routes = [*routes, *_ROUTES, *(page.ROUTES if settings.ui else page.WITHOUT_PAGES)]
+    if routing is not None:
+        middleware.append(routing)
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))
     return _application(state, routes, middleware)
 
 
-def batch_app(state: ServerState) -> Starlette:
+def batch_app(state: ServerState, routing: Middleware | None = None) -> Starlette:
     """What answers the requests of batches, which come from this process: the endpoints without keys, origins and
-    connections. `scope["state"]` may hold the key of a batch."""
+    connections. `scope["state"]` may hold the key of a batch. `routing` as for `build_app`."""
     routes = [route for route in _ROUTES if route.path in URLS]
     middleware = [Middleware(UnexpectedErrors), Middleware(BodyLimit, bodies=state.bodies)]
+    if routing is not None:
+        middleware.append(routing)
     return _application(state, routes, middleware)
 
 
