@@ -20,8 +20,10 @@ _LONGEST_CHOICES = 30  # characters of the choices in a flag's head
 TOPICS = {  # title of each topic by its name; settings say which one is theirs
     "server": "Address and processes",
     "api": "What clients see",
+    "models": "Several models in one server",
     "keys": "Keys and access",
     "limits": "Limits of clients",
+    "files": "Files and batches of requests",
     "watching": "Logs, metrics, traces",
     "model": "Model and weights",
     "batches": "Lengths and batches",

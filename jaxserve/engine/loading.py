@@ -153,7 +153,7 @@ def load_models(
         proposals=config.num_proposals,
         drafter=drafter,
         adapters=plan.adapter_pool(config),
-        encoder=load_encoder(config, plan, decoder.ops),
+        encoder=load_encoder(config, plan, decoder.ops, prepared),
     )
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
