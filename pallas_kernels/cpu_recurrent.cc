@@ -2,10 +2,9 @@
 // the gated delta rule and Mamba-2 (short_conv, delta_net and mamba2 have a reference.py each), with states in place.
 //
 // A thread's piece is a row and some of its heads, with all tokens of the row. So a row's results have the same bits,
-// whatever else is in the batch. A row of one token takes one pass over its states: the rule's two products with a
-// matrix and its update are computed for a strip of columns while that is in the first-level cache. Longer rows are
-// computed in chunks of kChunk tokens by products of small matrices, with the state in the second-level cache. All sums
-// are float32.
+// whatever else is in the batch. A row of one token reads its states from memory once: the rule's update of a matrix,
+// or of a strip of its columns, follows its two products while that is in the cache. Longer rows are computed in chunks
+// of kChunk tokens by products of small matrices, with the state in the second-level cache. All sums are float32.
 
 #include <cmath>
 #include <cstring>
