@@ -12,6 +12,7 @@ from flax.traverse_util import unflatten_dict
 from jaxserve.config import EngineConfig
 from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.prepared import Prepared
 from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.mixing_encoder import MixingEncoder
 from jaxserve.images.area import most_features
@@ -29,22 +30,31 @@ PICTURES = 2  # largest pictures whose features have room at a time
 TILES = 4  # of a picture that go through the encoder together
 
 
-def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunner | None:
+def load_encoder(
+    config: EngineConfig, plan: ModelPlan, ops: Ops, prepared: Prepared | None = None
+) -> EncoderRunner | None:
     """The encoder on the devices of a plan, with the operations of its decoder, which have been checked; None for a
-    model that reads text only. Raises CheckpointError."""
-    vision = plan.model.vision
-    if vision is None:
+    model that reads text only. prepared: the bundle that has the weights. Raises CheckpointError."""
+    if plan.model.vision is None:
         return None
     start = time.perf_counter()
     encoder = encoder_of(plan, ops)
-    files = None
-    if config.load_format != "dummy":
-        opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
-        files = EncoderFiles.of(opened, named_in(opened, vision))
-    own = replace(config, quantization="auto")
-    params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=files)  # type: ignore[arg-type]
+    if prepared is not None:
+        params = prepared.encoder(plan.mesh)
+    else:
+        own: Any = replace(config, quantization="auto")
+        files: Any = encoder_files(config, plan)
+        params = make_params(cast(Any, encoder), plan.folder, plan.mesh, own, progress=False, source=files)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     return _runner(plan, encoder, params)
+
+
+def encoder_files(config: EngineConfig, plan: ModelPlan) -> EncoderFiles | None:
+    """The files of the encoder's weights; None: these are made up."""
+    if config.load_format == "dummy":
+        return None
+    opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
+    return EncoderFiles.of(opened, named_in(opened, plan.model.vision))
 
 
 def abstract_encoder(plan: ModelPlan) -> EncoderRunner | None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from jaxserve.bundles.container import ENCODER, is_bundle
 from jaxserve.config import EngineConfig
 from jaxserve.execution.memory import max_batched_tokens
 from jaxserve.images.processing import FILES, ImageProcessor
@@ -26,7 +27,10 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
     if model.vision is None:
         return model
     reason = why_blind(config, joint=bool(model.vision.joint))
-    if reason is None and config.load_format != "dummy":
+    if reason is None and is_bundle(config.model):
+        if not (Path(config.model).expanduser() / ENCODER).is_file():
+            reason = "the bundle has no image encoder"
+    elif reason is None and config.load_format != "dummy":
         files = Checkpoint.open(folder, ignored=config.ignore_config_keys)
         if named_in(files, model.vision)["patch.weight"] not in files.tensors:
             reason = "the files have no image encoder"

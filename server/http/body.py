@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import Iterator
 
 import msgspec
@@ -21,6 +22,8 @@ _FREE_FIELDS = (
 )  # fmt: skip
 _LISTS = ("tools", "functions")
 _PIECE = 2**18  # bytes that are examined before other tasks run
+_GZIP = ("gzip", "x-gzip")
+_WITH_GZIP_HEADER = zlib.MAX_WBITS | 16
 _READ = "body_read"  # key in a request's state of a body that was put back
 _FEW = MAX_NESTING  # so few opening brackets cannot be nested too deeply
 # approximate memory of each as a Python object
@@ -41,16 +44,32 @@ def put_back(request: Request, data: bytes) -> None:
     request.scope.setdefault("state", {})[_READ] = data
 
 
+def taken_back(request: Request) -> bytes | None:
+    """What `put_back` was given, once; None if there is nothing."""
+    return request.scope.get("state", {}).pop(_READ, None)
+
+
 async def read_bytes(request: Request) -> bytes:
-    """A request's JSON body. Raises APIError (400 or 503) if decoding it would take too much memory.
+    """A request's JSON body, which may be compressed with gzip. Raises APIError (400, 413, 415 or 503) for another
+    encoding, and if decoding it would take too much memory.
 
     Only the caller keeps a reference to it, unless it calls `put_back`.
     """
-    if (data := request.scope.get("state", {}).pop(_READ, None)) is not None:
+    if (data := taken_back(request)) is not None:
         return data
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", *_GZIP):
+        raise APIError(
+            415,
+            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it plain, without a "
+            "content-encoding, or as gzip",
+            code="unsupported_content_encoding",
+        )
     parts = [part async for part in request.stream()]
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     del parts
+    if encoding in _GZIP:
+        data = await _inflated(data, body_of(request))
     brackets = data.count(b"{") + data.count(b"[")
     strings = data.count(b'"') // 2
     if brackets > _FEW or strings > MAX_STRINGS:  # count exactly, without brackets and quotes inside strings
@@ -68,6 +87,34 @@ async def read_bytes(request: Request) -> bytes:
         values = data.count(b",")
         body.expand(_VALUE_BYTES * values + _STRING_BYTES * strings + _CONTAINER_BYTES * brackets)
     return data
+
+
+async def _inflated(data: bytes, body: Body | None) -> bytes:
+    """The contents of gzip data, whose size the body's account checks piece by piece. Raises APIError (400, 413 or
+    503)."""
+    if body is not None:
+        body.size = 0  # from here on, the limit is for what was compressed
+    pieces = []
+    stream = zlib.decompressobj(_WITH_GZIP_HEADER)
+    for start in range(0, len(data), _PIECE):
+        rest = data[start : start + _PIECE]
+        is_full = False  # more may follow of what the stream has read
+        while rest or is_full:
+            if stream.eof:  # another member, as of files that were joined
+                stream = zlib.decompressobj(_WITH_GZIP_HEADER)
+            try:
+                piece = stream.decompress(rest, _PIECE)
+            except zlib.error:
+                raise APIError(400, "the body is declared as gzip, but its data are damaged or none of gzip") from None
+            rest = stream.unused_data or stream.unconsumed_tail
+            is_full = len(piece) == _PIECE and not stream.eof
+            if body is not None:
+                body.grow(len(piece))
+            pieces.append(piece)
+            await asyncio.sleep(0)
+    if not stream.eof:
+        raise APIError(400, "the body is declared as gzip, and its data end too early")
+    return b"".join(pieces)
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
