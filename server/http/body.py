@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.long_strings import Cutter
 from jaxserve.server.http.request_limits import Body
 
 # Fields that hold a schema or another free form, each bounded by MAX_SCHEMA. In _LISTS every element is bounded.
@@ -21,8 +22,8 @@ _FREE_FIELDS = (
 )  # fmt: skip
 _LISTS = ("tools", "functions")
 _PIECE = 2**18  # bytes that are examined before other tasks run
-_READ = "body_read"  # key in a request's state of a body that was put back
 _FEW = MAX_NESTING  # so few opening brackets cannot be nested too deeply
+_READ = "body_read"  # key in a request's state of a body that was put back
 # approximate memory of each as a Python object
 _VALUE_BYTES = 40
 _STRING_BYTES = 60
@@ -36,60 +37,81 @@ def body_of(request: Request) -> Body | None:
     return request.scope.get("state", {}).get("body")
 
 
-def put_back(request: Request, data: bytes) -> None:
-    """Makes the next `read_bytes` return `data`, so that the handler that was chosen by the body can read it again."""
-    request.scope.setdefault("state", {})[_READ] = data
+def put_back(request: Request, received: Cutter) -> None:
+    """Makes the next `receive` return `received`, so that the handler that was chosen by the body can read it again."""
+    request.scope.setdefault("state", {})[_READ] = received
 
 
-async def read_bytes(request: Request) -> bytes:
+async def receive(request: Request) -> Cutter:
     """A request's JSON body. Raises APIError (400 or 503) if decoding it would take too much memory.
 
     Only the caller keeps a reference to it, unless it calls `put_back`.
     """
-    if (data := request.scope.get("state", {}).pop(_READ, None)) is not None:
-        return data
-    parts = [part async for part in request.stream()]
-    data = parts[0] if len(parts) == 1 else b"".join(parts)
-    del parts
-    brackets = data.count(b"{") + data.count(b"[")
-    strings = data.count(b'"') // 2
-    if brackets > _FEW or strings > MAX_STRINGS:  # count exactly, without brackets and quotes inside strings
-        shape = _Shape()
-        for piece in _pieces(data):
-            shape.add(piece)
-            await asyncio.sleep(0)
-        brackets = shape.containers
-        strings = shape.quotes // 2
-    if len(data) > MAX_SCHEMA:  # between passes over a long body, other tasks run
-        await asyncio.sleep(0)
-        _check_forms(data)
-        await asyncio.sleep(0)
+    if (received := request.scope.get("state", {}).pop(_READ, None)) is not None:
+        return received
+    received = Cutter()
+    shape = _Shape()
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) <= MAX_SCHEMA:
+        data = b"".join([part async for part in request.stream()])
+        received.add(data, within=False)
+        shape.estimate(data)
+    else:
+        async for piece in _pieces(request.stream()):
+            received.add(piece, within=shape.add(piece))
+        await check_forms(received.text())
     if (body := body_of(request)) is not None:
-        values = data.count(b",")
-        body.expand(_VALUE_BYTES * values + _STRING_BYTES * strings + _CONTAINER_BYTES * brackets)
-    return data
+        strings = shape.quotes // 2
+        body.expand(_VALUE_BYTES * shape.values + _STRING_BYTES * strings + _CONTAINER_BYTES * shape.containers)
+    return received
 
 
-def _pieces(data: bytes) -> Iterator[bytes]:
-    """The data in pieces, none of which ends within an escape."""
-    start = 0
-    while start < len(data):
-        end = start + _PIECE
-        while data[end - 1 : end] == b"\\":
-            end += _PIECE
-        yield data[start:end]
-        start = end
+async def _pieces(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data in pieces, none of which ends within an escape. Other tasks run in between."""
+    held = b""
+    async for part in parts:
+        data = held + part if held else part
+        held = b""
+        if data.endswith(b"\\") and (len(data) - len(data.rstrip(b"\\"))) % 2:
+            data, held = data[:-1], data[-1:]
+        if len(data) <= _PIECE:
+            yield data
+            continue
+        start = 0
+        while start < len(data):
+            end = start + _PIECE
+            while data[end - 1 : end] == b"\\":
+                end += _PIECE
+            yield data[start:end]
+            start = end
+            await asyncio.sleep(0)
+    yield held
 
 
 class _Shape:
-    """Counts brackets and quotes of growing JSON text, outside its strings. `add` raises APIError (400) if there are
-    too many, or if brackets are nested too deeply."""
+    """Counts brackets, quotes and commas of growing JSON text; brackets outside its strings only."""
 
     def __init__(self) -> None:
-        self.containers = self.quotes = self._depth = 0
+        self.containers = self.quotes = self.values = self._depth = 0
 
-    def add(self, piece: bytes) -> None:
-        if b"\\" in piece:
+    def estimate(self, data: bytes) -> None:
+        """Counts in a whole short text, also within strings where these are too few for what `add` raises."""
+        containers = data.count(b"{") + data.count(b"[")
+        if containers > _FEW:
+            self.add(data)
+            return
+        self.containers = containers
+        self.quotes = data.count(b'"')
+        self.values = data.count(b",")
+
+    def add(self, piece: bytes) -> bool:
+        """Returns whether the piece lies within one string, without an escape. Raises APIError (400) if there are too
+        many brackets or strings, or if brackets are nested too deeply."""
+        escapes = b"\\" in piece
+        if not escapes and b'"' not in piece and (self.quotes % 2 or not piece):
+            return True
+        self.values += piece.count(b",")
+        if escapes:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         data = np.frombuffer(piece, np.uint8)
         quote = data == ord('"')
@@ -111,11 +133,15 @@ class _Shape:
             raise APIError(400, f"the body holds more than {MAX_CONTAINERS} objects and lists")
         if self.quotes > 2 * MAX_STRINGS:
             raise APIError(400, f"the body holds more than {MAX_STRINGS} strings")
+        return False
 
 
-def _check_forms(data: bytes) -> None:
+async def check_forms(data: bytes) -> None:
     """Raises APIError (400) for a field in a free form that is too long. Ignores invalid JSON, which the caller's
-    decoder reports."""
+    decoder reports. Other tasks run before and behind this pass over a long body."""
+    if len(data) <= MAX_SCHEMA:
+        return
+    await asyncio.sleep(0)
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = _read_fields(data)
         for name in _FREE_FIELDS:
@@ -125,6 +151,7 @@ def _check_forms(data: bytes) -> None:
             if name in fields and bytes(memoryview(fields[name])[:1]) == b"[":
                 for i, one in enumerate(_read_list(fields[name])):
                     _check_form(f"{name}[{i}]", name, one)
+    await asyncio.sleep(0)
 
 
 def _check_form(where: str, param: str, raw: msgspec.Raw) -> None:

@@ -19,12 +19,13 @@ from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.images.patches import Processed
 from jaxserve.images.prompts import with_images
 from jaxserve.server import plugins
-from jaxserve.server.http.body import body_of, read_bytes
+from jaxserve.server.http.body import body_of, check_forms, receive
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.long_strings import for_json
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
@@ -220,9 +221,9 @@ class ServerState:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
 
         async def one(source: Source) -> Processed:
-            data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
+            file = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None
-            return await self.images.process(data, source)
+            return await self.images.process(file, source)
 
         pictures = await asyncio.gather(*map(one, sources))
         assert self.tokenizer is not None
@@ -328,8 +329,15 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
             code="unsupported_content_encoding",
         )
     try:
-        body = (await read_bytes(request)).decode()  # msgspec would not check the UTF-8 of unknown fields
-        return _decode(body, decoder)
+        received = await receive(request)
+        body = received.text().decode()  # msgspec would not check the UTF-8 of unknown fields
+        value = _decode(body, decoder)
+        if received.aside and not received.claim(value):
+            data = received.whole()
+            await check_forms(data)
+            body = data.decode()
+            value = _decode(body, decoder)
+        return value
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not valid UTF-8: {error}") from None
     except msgspec.ValidationError as error:
@@ -403,4 +411,4 @@ def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int
 
 
 def to_json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
+    return msgspec.json.encode(value, enc_hook=for_json)

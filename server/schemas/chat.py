@@ -34,6 +34,10 @@ class ImageURL(msgspec.Struct):
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
+    @property
+    def long_fields(self) -> tuple[str, ...]:
+        return ("url",)
+
 
 class Part(msgspec.Struct):
     type: str | None = "text"
@@ -41,6 +45,10 @@ class Part(msgspec.Struct):
     refusal: str | None = None
     image_url: ImageURL | str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None  # beside an `image_url` that is a string
+
+    @property
+    def long_fields(self) -> tuple[str, ...]:
+        return ("image_url",)
 
     def picture(self, where: str) -> Source | None:
         """The picture; None for a part of another type."""
