@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.images.layouts import Texts, tokens_of
+from jaxserve.images.layouts import Texts, place_of, tokens_of
 from jaxserve.images.patches import Processed
 from jaxserve.types import Image, ImageTokens, InvalidRequestError
 
@@ -19,9 +19,7 @@ def with_images(
 
     Raises InvalidRequestError if the prompt has more or fewer tokens for pictures.
     """
-    place = kind.token if kind.placeholder is None else kind.placeholder
-    if "place" in kind.texts:
-        place = texts.token_of(kind.texts["place"])
+    place = place_of(kind, texts)
     if (count := sum(token == place for token in prompt)) != len(pictures):
         raise InvalidRequestError(
             f"the prompt has {count} places for pictures (token {place}), and {len(pictures)} pictures are given",

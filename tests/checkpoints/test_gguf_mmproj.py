@@ -1,6 +1,7 @@
 """The file with the image encoder beside a GGUF file: which one counts, and what is not understood."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from picture_prompts import QWEN, build
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.gguf_mmproj import find_mmproj, image_settings
 from jaxserve.checkpoints.gguf_model import open_gguf
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.images.processing import ImageProcessor
-from jaxserve.models.load import read_model
+from jaxserve.models.load import find_files, read_model
 
 gguf = pytest.importorskip("gguf")
 gguf_families = pytest.importorskip("gguf_families")
@@ -95,10 +97,35 @@ def test_which_of_several(folder, caplog):
     assert read_model(folder / "model.gguf").vision is None
 
 
+def test_a_file_that_is_named(folder, tmp_path, monkeypatch):
+    """It need not be beside the model; one that does not fit is an error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    away = tmp_path / "elsewhere"
+    away.mkdir()
+    encoder = (folder / "mmproj-f32.gguf").rename(away / "eyes.gguf")
+    config = EngineConfig(model=str(folder / "model.gguf"), mmproj=str(encoder))
+    assert read_model(find_files(config)[0]).vision == read_model(find_files(config)[0]).vision is not None
+    wide = copied(encoder, away / "wide.gguf", **{"clip.vision.projection_dim": 48})
+    with pytest.raises(CheckpointError, match=r"wide\.gguf is no encoder for .*model\.gguf: their embeddings differ"):
+        find_files(replace(config, mmproj=str(wide)))
+    other = copied(encoder, away / "other.gguf", **{"clip.projector_type": "pixtral"})
+    with pytest.raises(CheckpointError, match=r"its encoder is for LlamaForCausalLM, .*, not for Qwen3ForCausalLM"):
+        find_files(replace(config, mmproj=str(other)))
+    with pytest.raises(CheckpointError):
+        find_files(replace(config, mmproj=__file__))
+    with pytest.raises(ConfigError, match=r"gone\.gguf is no file"):
+        find_files(replace(config, mmproj=str(away / "gone.gguf")))
+    with pytest.raises(ConfigError, match="must be None unless the model is a GGUF file"):
+        find_files(replace(config, model="demo-vision"))
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"clip.projector_type": "ldp"}, r"clip\.projector_type='ldp' is not supported \(only glm4v, lightonocr, "),
+        (
+            {"clip.projector_type": "ldp"},
+            r"clip\.projector_type='ldp' is not supported \(only gemma3, glm4v, idefics3, ",
+        ),
         ({"clip.projector_type": "pixtral"}, r"its encoder is for LlamaForCausalLM, .*, not for Qwen3ForCausalLM"),
         ({"clip.vision.sharpness": 3}, r"settings that are not understood: clip\.vision\.sharpness=3"),
         ({"clip.vision.image_mean": [0.5]}, r"clip\.vision\.image_mean=.* must be three numbers"),
