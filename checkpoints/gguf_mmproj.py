@@ -260,6 +260,11 @@ def _shape(keys: Keys, tensor: str) -> tuple[int, ...]:
     return stored.shape
 
 
+def _inner(keys: Keys) -> int:
+    """Channels between the two products of a layer."""
+    return _shape(keys, f"v.blk.0.ffn_{'down' if _swaps(keys.file) else 'up'}.weight")[0]
+
+
 def _colours(keys: Keys) -> Config:
     """Mean and deviation of each colour."""
     found = {f"image_{name}": keys.left.get(f"vision.image_{name}") for name in ("mean", "std")}
@@ -286,7 +291,7 @@ def _qwen(keys: Keys, usual: str, gelu: str = "gelu") -> Config:
         "patch_size": keys.size("vision.patch_size"),
         "spatial_merge_size": keys.size("vision.spatial_merge_size", 2),
         "out_hidden_size": keys.size("vision.projection_dim"),
-        "intermediate_size": _shape(keys, "v.blk.0.ffn_up.weight")[0],
+        "intermediate_size": _inner(keys),
         "hidden_act": _activation(keys, usual, gelu),
     }
 
@@ -366,7 +371,7 @@ def _pixtral(keys: Keys) -> Config:
         "vision_config": {
             "model_type": "pixtral",
             "hidden_size": hidden,
-            "intermediate_size": _shape(keys, "v.blk.0.ffn_up.weight")[0],
+            "intermediate_size": _inner(keys),
             "num_hidden_layers": keys.size("vision.block_count"),
             "num_attention_heads": keys.size("vision.attention.head_count"),
             "patch_size": keys.size("vision.patch_size"),
@@ -417,7 +422,7 @@ def _siglip(keys: Keys, kind: str) -> Config:
     return {
         "model_type": kind,
         "hidden_size": keys.size("vision.embedding_length"),
-        "intermediate_size": max(_shape(keys, "v.blk.0.ffn_up.weight")),
+        "intermediate_size": _inner(keys),
         "num_hidden_layers": keys.size("vision.block_count"),
         "num_attention_heads": keys.size("vision.attention.head_count"),
         "image_size": side * patch,
@@ -505,7 +510,7 @@ def _internvl(keys: Keys) -> Config:
     vision = {
         "model_type": "internvl_vision",
         "hidden_size": keys.size("vision.embedding_length"),
-        "intermediate_size": max(_shape(keys, "v.blk.0.ffn_up.weight")),
+        "intermediate_size": _inner(keys),
         "num_hidden_layers": keys.size("vision.block_count"),
         "num_attention_heads": keys.size("vision.attention.head_count"),
         "image_size": isqrt(_shape(keys, "v.position_embd.weight")[-2] - 1) * patch,

@@ -14,23 +14,27 @@ from typing import Any
 import msgspec
 
 LONG = 2**17  # bytes of a string that are put aside, at least
+_BEGINNING = 1024  # bytes of a LongString's value, at least
 _MOST_STRUCTS = 4096  # in which strings are looked for
 _NESTED = list, msgspec.Struct
-_TOKEN = f"{secrets.token_hex(16)}-"  # no client can know it
-_MARK = re.compile(rf"{_TOKEN}(\d+)\.")
-_BYTES_MARK = re.compile(_MARK.pattern.encode())
 
 
 class LongString(str):
-    """A string in the pieces in which it came. Its value is only its beginning, until the first mark."""
+    """A string in the pieces in which it came. Its value is only its beginning, which is the first piece."""
 
     __slots__ = ("pieces",)
     pieces: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, beginning: str, pieces: Sequence[bytes]) -> LongString:
-        made = cls(beginning)
-        made.pieces = tuple(pieces)
+    def of(cls, pieces: Sequence[bytes]) -> LongString:
+        """`pieces`: of UTF-8, none of which ends within a character."""
+        first = b""
+        count = 0
+        while len(first) < _BEGINNING and count < len(pieces):
+            first += pieces[count]
+            count += 1
+        made = cls(first.decode())
+        made.pieces = (first, *pieces[count:])
         return made
 
     @property
@@ -40,9 +44,7 @@ class LongString(str):
 
 def behind(beginning: str, text: str) -> str:
     """A text behind another one."""
-    if isinstance(text, LongString):
-        return LongString.of(beginning + text, (beginning.encode(), *text.pieces))
-    return beginning + text
+    return LongString.of((beginning.encode(), *text.pieces)) if isinstance(text, LongString) else beginning + text
 
 
 def pieces_of(text: str) -> tuple[bytes, ...]:
@@ -66,6 +68,7 @@ class Cutter:
 
     def __init__(self) -> None:
         self.aside: list[list[bytes]] = []
+        self._mark = secrets.token_hex(16)  # no client can know it
         self._text: list[bytes] = []
         self._run: list[bytes] = []
         self._size = 0  # of the run
@@ -81,7 +84,7 @@ class Cutter:
 
     def _close(self) -> None:
         if self._size >= LONG:
-            self._text.append(f"{_TOKEN}{len(self.aside)}.".encode())
+            self._text.append(f"{self._mark}-{len(self.aside)}.".encode())
             self.aside.append(self._run)
         else:
             self._text += self._run
@@ -97,7 +100,7 @@ class Cutter:
     def whole(self) -> bytes:
         """The body as it came."""
         parts: list[bytes] = []
-        for i, part in enumerate(_BYTES_MARK.split(self.text())):
+        for i, part in enumerate(re.split(rf"{self._mark}-(\d+)\.".encode(), self.text())):
             parts += self.aside[int(part)] if i % 2 else [part]
         return b"".join(parts)
 
@@ -109,20 +112,19 @@ class Cutter:
         while left and structs < _MOST_STRUCTS:
             one = left.pop()
             if isinstance(one, list):
-                left += one
+                left += [x for x in one if isinstance(x, _NESTED)]
             elif isinstance(one, msgspec.Struct):
                 structs += 1
                 for name in getattr(one, "long_fields", ()):
                     text = getattr(one, name)
-                    if isinstance(text, str) and (marks := _MARK.findall(text)):
-                        found += len(marks)
+                    if isinstance(text, str) and (count := text.count(self._mark)):
+                        found += count
                         setattr(one, name, self._restored(text))
                 left += [x for name in one.__struct_fields__ if isinstance(x := getattr(one, name), _NESTED)]
         return found == len(self.aside)
 
     def _restored(self, text: str) -> LongString:
-        beginning, *rest = _MARK.split(text)
-        pieces = [beginning.encode()]
-        for i, part in enumerate(rest):
-            pieces += [part.encode()] if i % 2 else self.aside[int(part)]
-        return LongString.of(beginning, pieces)
+        pieces: list[bytes] = []
+        for i, part in enumerate(re.split(rf"{self._mark}-(\d+)\.", text)):
+            pieces += self.aside[int(part)] if i % 2 else [part.encode()]
+        return LongString.of(pieces)

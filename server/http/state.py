@@ -331,9 +331,11 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         received = await receive(request)
         body = received.text().decode()  # msgspec would not check the UTF-8 of unknown fields
+        cut = received if received.aside else None
+        del received  # which has the body, too
         value = _decode(body, decoder)
-        if received.aside and not received.claim(value):
-            data = received.whole()
+        if cut is not None and not cut.claim(value):
+            data = cut.whole()
             await check_forms(data)
             body = data.decode()
             value = _decode(body, decoder)

@@ -1,5 +1,6 @@
 """The file with the image encoder beside a GGUF file: which one counts, and what is not understood."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -40,8 +41,11 @@ def folder(written, tmp_path):
     return tmp_path
 
 
-def copied(source, target, *, tensors=lambda name, values: (values, Kind.F32), more=None, **settings):
-    """A copy of an encoder's file with other settings and `more` tensors. `tensors` changes numbers and types."""
+def copied(
+    source, target, *, tensors=lambda name, values: (values, Kind.F32), named=lambda name: name, more=None, **settings
+):
+    """A copy of an encoder's file with other settings and `more` tensors. `tensors` changes numbers and types, `named`
+    their names."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "clip")
     for name, field in reader.fields.items():
@@ -54,7 +58,7 @@ def copied(source, target, *, tensors=lambda name, values: (values, Kind.F32), m
         writer.add_key_value(name, value, kind)
     for tensor in reader.tensors:
         values, kind = tensors(tensor.name, tensor.data)
-        writer.add_tensor(tensor.name, values, raw_dtype=kind)
+        writer.add_tensor(named(tensor.name), values, raw_dtype=kind)
     for name, values in (more or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -152,6 +156,20 @@ def test_tensors_that_are_not_known(folder, caplog):
     copied(source, folder / "mmproj.gguf", more={"v.blk.0.ls1.weight": np.ones(16, np.float32)})
     assert read_model(folder / "model.gguf").vision is None
     assert "tensor 'v.blk.0.ls1.weight' is of a kind that is not supported" in caplog.text
+
+
+def test_products_with_each_others_names(folder):
+    """As older files have them."""
+    wanted = {name: tensor.read() for name, tensor in open_gguf(folder / "model.gguf").tensors.items()}
+    source = (folder / "mmproj-f32.gguf").rename(folder / "source.gguf")
+    swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    pattern = re.compile("|".join(swapped))
+    copied(source, folder / "mmproj.gguf", named=lambda name: pattern.sub(lambda found: swapped[found[0]], name))
+    read = {name: tensor.read() for name, tensor in open_gguf(folder / "model.gguf").tensors.items()}
+    assert read.keys() == wanted.keys()
+    assert any("linear_fc1" in name for name in read)
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(read[name], values, err_msg=name)
 
 
 def test_quantized_encoders_become_floats(folder):
