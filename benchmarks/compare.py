@@ -3,14 +3,16 @@
   python benchmarks/compare.py                                  jaxserve alone; names the peers that are missing
   python benchmarks/compare.py --torch-python PATH --llama-server PATH --gguf-python PATH --repeat 3 --json
   python benchmarks/compare.py --llama-server PATH --shape Qwen3-0.6B --quantize Q4_K_M --repeat 5
+  python benchmarks/compare.py --llama-server PATH --shape LFM2-1.2B --quantize Q8_0 --concurrency 1 8 --repeat 5
   python benchmarks/compare.py --llama-server PATH --gguf FILE.gguf
 
 The load is a number of requests of so many random prompt tokens and so many greedy output tokens, of which
 `--concurrency` are under way at any time. All engines get the same weights. These are random ones which this script
 makes: of a Llama of 100 million parameters in float32, or of the `--shape` of a published model or a config.json; with
-`--quantize` they are brought into a GGUF file by llama.cpp's llama-quantize, which ours and llama.cpp then read. Or
-they are those of any `--gguf` file. Each engine is started, warmed up, measured and stopped, and no two run at the same
-time. With `--repeat` the engines take turns, and medians are quoted.
+`--quantize` they are brought into a GGUF file by llama.cpp's llama-quantize, which ours and llama.cpp then read. The
+shapes of `peers/gguf_shapes.py` are only made as such files. Or the weights are those of any `--gguf` file. Each engine
+is started, warmed up, measured and stopped, and no two run at the same time. With `--repeat` the engines take turns,
+and medians are quoted.
 
   output tok/s   output tokens over the time of the whole load, prefill included
   decode tok/s   the same over those times in which all requests were between their first and last token
@@ -48,7 +50,7 @@ from typing import Any
 
 import numpy as np
 from peers import figures as figures_of
-from peers import files
+from peers import files, gguf_shapes
 from peers.engines import EngineFailed, Jaxserve, LlamaCpp, Outcome, PeerEngine, PeerLoad, Transformers
 from peers.model import SHAPES, make_model, parameters
 
@@ -92,7 +94,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     engines.add_argument("--llama-flags", default="", metavar="FLAGS", help="added to llama-server")
     model = parser.add_argument_group("model")
     model.add_argument("--shape", "--config", default="100M", metavar="NAME|JSON",
-                       help=f"{', '.join(SHAPES)}; or config.json (Llama, Qwen3, Qwen3-MoE), tied")  # fmt: skip
+                       help=f"{', '.join(SHAPES)}; or config.json (Llama, Qwen3, Qwen3-MoE), tied; "
+                       f"with --quantize {', '.join(gguf_shapes.SHAPES)}")  # fmt: skip
     model.add_argument("--quantize", metavar="TYPE", help="as a GGUF file of this type: Q4_K_M, Q8_0, F16, BF16")
     model.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file instead")
     model.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "jaxserve-compare"),
@@ -103,8 +106,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min([args.requests, args.waves, args.input_len, args.output_len, args.repeat, *args.concurrency]) < 1:
         parser.error("requests, waves, lengths, repeats and concurrencies must be at least 1")
-    if args.shape not in SHAPES and not Path(args.shape).is_file():
-        parser.error(f"--shape must be one of {', '.join(SHAPES)} or a config.json, not {args.shape}")
+    if args.shape not in (*SHAPES, *gguf_shapes.SHAPES) and not Path(args.shape).is_file():
+        names = ", ".join((*SHAPES, *gguf_shapes.SHAPES))
+        parser.error(f"--shape must be one of {names} or a config.json, not {args.shape}")
+    if args.shape in gguf_shapes.SHAPES and not args.gguf and not args.quantize:
+        parser.error(f"--shape {args.shape} needs --quantize: it is only made as a GGUF file")
     if args.gguf and not args.gguf.is_file():
         parser.error(f"there is no {args.gguf}")
     if args.quantize and not args.gguf and not (args.llama_quantize or args.llama_server):
@@ -129,11 +135,16 @@ def find_model(args: argparse.Namespace) -> Model:
     if args.gguf:
         counts = files.vocabulary_size(args.gguf), files.parameter_count(args.gguf)
         return Model(args.gguf, args.gguf.name, *counts, None)
+    tool = args.llama_quantize or (args.llama_server and args.llama_server.with_name("llama-quantize"))
+    if args.shape in gguf_shapes.SHAPES:
+        shape = gguf_shapes.SHAPES[args.shape]
+        path = files.quantized_shape(args.shape, args.folder, args.quantize, tool, args.gguf_python)
+        name = f"{args.shape}, {args.quantize}"
+        return Model(path, name, shape.vocab_size, files.parameter_count(path), shape.keys)
     name = args.shape if args.shape in SHAPES else Path(args.shape).parent.name or "model"
     config = SHAPES[name] if args.shape in SHAPES else json.loads(Path(args.shape).read_text())
     folder = path = make_model(args.folder / name, config)
     if args.quantize:
-        tool = args.llama_quantize or args.llama_server.with_name("llama-quantize")
         path = files.quantized_gguf(folder, args.quantize, tool, args.gguf_python)
     name = f"{name}, {args.quantize or config['torch_dtype']}"
     return Model(path, name, config["vocab_size"], parameters(config), config, folder if args.quantize else None)

@@ -68,6 +68,11 @@ PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "size": {"shortest_edge": 4096, "longest_edge": 6400},
 }  # fmt: skip
+# Limits are of all frames together.
+VIDEO_PROCESSOR = {key: value for key, value in PROCESSOR.items() if key != "image_processor_type"} | {
+    "video_processor_type": "Qwen3VLVideoProcessor", "size": {"shortest_edge": 4096, "longest_edge": 409600},
+    "fps": 2, "min_frames": 4, "max_frames": 32,
+}  # fmt: skip
 MOST_PATCHES = 100  # of a picture with so many pixels
 TEXT = CONFIG["text_config"]
 VISION = CONFIG["vision_config"]
@@ -366,6 +371,7 @@ def export_settings(out: Path) -> None:
     """The tokenizer and the configuration files."""
     out.mkdir(parents=True, exist_ok=True)
     files = {"config.json": CONFIG, "preprocessor_config.json": PROCESSOR}
+    files["video_preprocessor_config.json"] = VIDEO_PROCESSOR
     files["tokenizer_config.json"] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOT,

@@ -22,6 +22,7 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_WORDS = 128  # bad words as text; each becomes two token sequences
 MAX_WORD_LENGTH = 256  # characters of one of them
 MAX_INT = 2**31 - 1
+BACKGROUND = MAX_INT  # the priority of requests that step aside for all others, such as those of batches
 MAX_SEED = 2**63 - 1
 MAX_NAME_LENGTH = 256  # characters of a cache salt
 

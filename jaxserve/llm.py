@@ -18,6 +18,7 @@ from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.hosts.host_environment import found_hosts
 from jaxserve.images.prompts import with_images
 from jaxserve.images.reading import as_picture
+from jaxserve.images.videos import VideoProcessor, as_clip
 from jaxserve.models.pooling import Pooler, probability, unit
 from jaxserve.offline import (
     CompletionOutput,
@@ -25,6 +26,7 @@ from jaxserve.offline import (
     LoRARequest,
     Prompt,
     RequestOutput,
+    Video,
     encode_prompt,
     images_of,
     load_engine,
@@ -171,8 +173,9 @@ class LLM:
         """Answers one conversation, or each of several, through the model's chat template.
 
         A conversation is a list of {"role": ..., "content": ...}. A content is a text, or a list of parts: {"type":
-        "text", "text": ...}, and pictures as {"type": "image", "image": ...} (see `images.reading.as_picture`) or as
-        requests to the server have them. `template` are variables of the chat template, and so are those in
+        "text", "text": ...}, pictures as {"type": "image", "image": ...} (see `images.reading.as_picture`), and videos
+        as {"type": "video", "video": ..., "fps": ...} (see `images.videos.as_clip`), or all as requests to the server
+        have them. `template` are variables of the chat template, and so are those in
         `chat_template_kwargs`.
         """
         template |= chat_template_kwargs or {}
@@ -331,8 +334,14 @@ class LLM:
             raise InvalidRequestError("this model reads text only, no pictures", "images")
         process = self.engine.image_processor
         assert process is not None  # else the model would not see
-        processed = [process(as_picture(one)) for one in pictures]
-        return with_images(ids, processed, vision.tokens, self.tokenizer)
+        clips = [as_clip(*one) for one in pictures if isinstance(one, Video)]
+        processed = [process(as_picture(one)) for one in pictures if not isinstance(one, Video)]
+        if clips and vision.tokens.video is None:
+            raise InvalidRequestError("this model sees no videos", "images")
+        seen = []
+        if clips:
+            seen = list(map(VideoProcessor.of(self.engine.model_folder, process, vision.tokens.video), clips))
+        return with_images(ids, processed, vision.tokens, self.tokenizer, seen)
 
     def _run(
         self, requests: list[Request], processors: dict[str, OutputProcessor], bar: tqdm | None = None

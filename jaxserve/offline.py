@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -124,20 +124,35 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, lis
     )
 
 
+class Video(NamedTuple):
+    """A video, see `images.videos.as_clip`, and its frames a second, if these are known."""
+
+    given: Any
+    rate: float | None = None
+
+
 def images_of(prompt: Prompt) -> Sequence[Any]:
-    """The pictures of a prompt: its "images", or in vLLM's form {"multi_modal_data": {"image": ...}}."""
+    """The pictures and videos of a prompt: its "images", among which a video is a `Video`, or in vLLM's form
+    {"multi_modal_data": {"image": ..., "video": ...}}."""
     if not isinstance(prompt, Mapping):
         return []
     data = prompt.get("multi_modal_data") or {}
     found = prompt.get("images") or data.get("image") or []
-    return found if isinstance(found, list | tuple) else [found]
+    found = list(found) if isinstance(found, list | tuple) else [found]
+    if (video := data.get("video")) is not None:
+        found.append(Video(video))
+    return found
 
 
 def taken_pictures(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """The messages with {"type": "image"} in the place of each picture, as templates expect it, and the pictures."""
-    pictures = []
+    """The messages with {"type": "image"} or {"type": "video"} in the place of each picture or video, as templates
+    expect it, and the pictures and videos."""
+    pictures: list[Any] = []
 
     def without(part: Any) -> Any:
+        if isinstance(part, Mapping) and part.get("type") in ("video", "video_url"):
+            pictures.append(_video(part))
+            return {"type": "video"}
         if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url", "input_image"):
             return part
         given = part.get("image", part.get("image_url"))
@@ -152,6 +167,15 @@ def taken_pictures(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[
         content = message.get("content")
         made.append({**message, "content": list(map(without, content))} if isinstance(content, list) else message)
     return made, pictures
+
+
+def _video(part: Mapping[str, Any]) -> Video:
+    given = part.get("video", part.get("video_url"))
+    given = given.get("url") if isinstance(given, Mapping) else given
+    if isinstance(given, str) and given.startswith("data:"):
+        files = [base64.b64decode(one) for one in given.partition(",")[2].split(",")]
+        given = files[0] if len(files) == 1 else files
+    return Video(given, part.get("fps"))
 
 
 def serve_adapter(adapters: Adapters | None, wanted: LoRARequest | None) -> ServedAdapter | None:

@@ -6,14 +6,16 @@ Classes of settings are dataclasses whose fields `setting` makes. The flags and 
 
 from __future__ import annotations
 
+import argparse
+import builtins
 import dataclasses
 import functools
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -89,6 +91,21 @@ A_WHOLE_NUMBER = Rule("an integer", lambda value: type(value) is int)
 PLAIN = (SOME_TEXT, A_FOLDER, A_WHOLE_NUMBER)  # say no more than the type
 
 
+class FlagOptions(TypedDict, total=False):
+    """Arguments of argparse's `add_argument`.
+
+    type: also "tokens", which reads 32k and 32K.
+    choices: also a function that returns them.
+    """
+
+    metavar: str
+    type: Callable[[str], Any] | Literal["tokens"]
+    nargs: str
+    action: str | builtins.type[argparse.Action]
+    choices: Sequence[str] | Callable[[], Sequence[str]]
+    const: Any
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What is known of a setting.
@@ -106,8 +123,7 @@ class Setting:
       rule: what values must be; None: the type says it. None as the default is always allowed.
       secret: the value is a key, which no file, record or log may hold.
       other_values: vLLM's other names of values.
-      options: further arguments of argparse's `add_argument`; `choices` may be a function that returns them, and `type`
-        "tokens" reads 32k and 32K.
+      options: further arguments of argparse's `add_argument`.
     """
 
     name: str = ""
@@ -123,7 +139,7 @@ class Setting:
     rule: Rule | None = None
     secret: bool = False
     other_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: FlagOptions = dataclasses.field(default_factory=lambda: FlagOptions())
 
     def check(self, value: Any, of: str = "") -> None:
         """Raises ConfigError if the value is not allowed; `of` stands before the setting's name."""
@@ -150,7 +166,7 @@ def setting(
     rule: Rule | None = None,
     secret: bool = False,
     other_values: Mapping[str, str] | None = None,
-    **options: Any,
+    **options: Unpack[FlagOptions],
 ) -> Any:
     """A field of a dataclass of settings; see `Setting`. With a topic, it has a flag: `--` and the field's name, or
     `flag`; a switch that is on by default has the flag --no-NAME. `also` are other flags for the same, separated by

@@ -258,6 +258,21 @@ class Area(NamedTuple):
     columns: int
 
 
+class VideoTokens(msgspec.Struct, frozen=True):
+    """How the tokens of a model's videos are written and numbered. In a prompt, features of frames have the places of
+    pictures' (`ImageTokens.token`).
+
+    Attributes:
+      token: the id of the token that stands for a video in the prompts of chat templates.
+      processor: transformers' processor of such videos; `images.videos` says what it does.
+      per_second: positions of a second, where frames follow each other without a text; 0: a position each.
+    """
+
+    token: int
+    processor: str
+    per_second: float = 0.0
+
+
 class ImageTokens(msgspec.Struct, frozen=True):
     """How the tokens of a model's pictures are found and numbered.
 
@@ -274,6 +289,7 @@ class ImageTokens(msgspec.Struct, frozen=True):
       newlines: so many stand before and behind these.
       fixed: side in pixels of all pictures, which are square; 0: pictures have any shape.
       whole: all tokens of a picture are computed in one step, because they see each other in both directions.
+      video: of videos; None: the model sees none.
     """
 
     token: int
@@ -288,6 +304,7 @@ class ImageTokens(msgspec.Struct, frozen=True):
     newlines: int = 0
     fixed: int = 0
     whole: bool = False
+    video: VideoTokens | None = None
 
 
 class Image(msgspec.Struct, frozen=True):
@@ -300,6 +317,8 @@ class Image(msgspec.Struct, frozen=True):
       patches: uint8 [patches, numbers of a patch], as the model's processing makes them before they are scaled.
       digest: identifies the picture's contents and its processing, 32 bytes.
       area: for models that have such.
+      later: of a frame of a video that follows another one without a text between them, by how much the first of its
+        three positions exceeds that of the video's first frame; None: it is no such frame.
     """
 
     first: int
@@ -308,6 +327,7 @@ class Image(msgspec.Struct, frozen=True):
     patches: bytes
     digest: bytes
     area: Area | None = None
+    later: int | None = None
 
     @property
     def num_patches(self) -> int:

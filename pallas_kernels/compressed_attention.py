@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,8 +259,9 @@ def _seen_entries(
         assert heads.keys is not None
         assert heads.index_q is not None
         assert heads.index_weights is not None
+        assert top_k is not None
         dim = heads.keys.scale.shape[0]
-        span = min(max(KV_BLOCK, top_k or 0), longest)
+        span = min(max(KV_BLOCK, top_k), longest)
 
         def find(table: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
             entry = block * span + jnp.arange(span)
@@ -268,8 +269,17 @@ def _seen_entries(
             page = table[jnp.minimum(last // size, len(table) - 1)]
             return _numbers(flat, layout.of_entry(page, last, rate, rows), KEY, dim), entry
 
-        options: Any = {"span": span, "top_k": top_k, "rate": rate, "decode_only": decode_only}
-        return best_of(heads.index_q, heads.index_weights, find, places.entry_tables, *of_batch, **options)
+        return best_of(
+            heads.index_q,
+            heads.index_weights,
+            find,
+            places.entry_tables,
+            *of_batch,
+            span=span,
+            top_k=top_k,
+            rate=rate,
+            decode_only=decode_only,
+        )
 
     if top_k is None or top_k >= longest:
         seen = first(longest)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.pallas_kernels import cpu, cpu_panels, experts, tuning
-from jaxserve.pallas_kernels.experts import ExpertWeights
+from jaxserve.pallas_kernels.experts import ExpertWeights, MixtureOptions
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.lora import cpu as lora_cpu
 from jaxserve.pallas_kernels.lora import reference as lora
 from jaxserve.pallas_kernels.operands import ConvInputs, DeltaHeads, MambaInputs, Partials
-from jaxserve.pallas_kernels.ops import Ops
+from jaxserve.pallas_kernels.ops import Gate, Ops
 from jaxserve.pallas_kernels.quant_matmul import w8a8, ways
 from jaxserve.pallas_kernels.registry import (
     BACKENDS,
@@ -40,9 +40,11 @@ from jaxserve.pallas_kernels.types import (
     DeltaState,
     KVPages,
     MambaState,
+    PagedOptions,
     PanelArray,
     QuantArray,
     QuantRows,
+    RecurrentOptions,
     State,
 )
 
@@ -185,20 +187,25 @@ def adapters_of(device: Device, *, partitioned: bool = False) -> Callable[..., j
 def mixture_of(device: Device, backend: str = "auto", *, partitioned: bool = False) -> Callable[..., jax.Array]:
     """Returns `experts.mixture` for `device`."""
     multiply = grouped_matmul_of(device, backend, partitioned=partitioned)
+    own = device.platform == "cpu" and not partitioned
+    add_adapters = lora_cpu.add_expert_adapters if own else lora.add_expert_adapters
 
-    def mixture(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Any) -> jax.Array:
+    def mixture(
+        x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Unpack[MixtureOptions]
+    ) -> jax.Array:
         # The kernel has no room for adapters between its products, and knows gated experts without a bound only.
-        fused = options.get("stacks") is None and w.gated and options["gate"].bound is None
+        gate = cast(Gate, options["gate"])
+        fused = options.get("stacks") is None and w.gated and gate.bound is None
         if fused and isinstance(w.gate_up, PanelArray) and isinstance(w.down, PanelArray):
-            return cpu_panels.mixture(x, chosen, weights, w, **options)
-        if device.platform == "cpu" and not partitioned:
-            options["add_adapters"] = lora_cpu.add_expert_adapters
-        return experts.mixture(x, chosen, weights, w, multiply=multiply, **options)
+            count = options.get("count")
+            weighs = options.get("weighs_inputs", False)
+            return cpu_panels.mixture(x, chosen, weights, w, gate=gate, count=count, weighs_inputs=weighs)
+        return experts.mixture(x, chosen, weights, w, multiply=multiply, add_adapters=add_adapters, **options)
 
     return mixture
 
 
-def recurrent_problem(inputs: KernelInputs, state: State, options: Mapping[str, Any]) -> RecurrentProblem:
+def recurrent_problem(inputs: KernelInputs, state: State, options: RecurrentOptions) -> RecurrentProblem:
     """The problem of an operation of recurrent layers with these arguments."""
     dtype = np.dtype(inputs[0].dtype)
     channels, width = inputs.conv.shape[-2:]
@@ -213,7 +220,13 @@ def recurrent_problem(inputs: KernelInputs, state: State, options: Mapping[str, 
 
 
 def run_recurrent(
-    device: Device, operation: str, inputs: KernelInputs, state: State, rows: StateRows, first: Any = 0, **options: Any
+    device: Device,
+    operation: str,
+    inputs: KernelInputs,
+    state: State,
+    rows: StateRows,
+    first: jax.Array | int = 0,
+    **options: Unpack[RecurrentOptions],
 ) -> tuple[jax.Array, State]:
     """An operation of recurrent layers, by the first backend that can run it on `device`."""
     problem = recurrent_problem(inputs, state, options)
@@ -266,15 +279,15 @@ def with_shape(ops: Ops, other: Ops, problem: AttentionProblem | LatentProblem) 
         return ops
     shape = problem.kv_heads, problem.head_dim
 
-    def paged_attention(q: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    def attend(q: jax.Array, pages: KVPages, *rows: jax.Array, **options: Unpack[PagedOptions]) -> jax.Array:
         chosen = other if (q.shape[1], q.shape[3]) == shape else ops
-        return chosen.paged_attention(q, *args, **options)
+        return chosen.paged_attention(q, pages, *rows, **options)
 
-    def write_kv_of(pages: KVPages, *args: Any, **options: Any) -> KVPages:
+    def write(pages: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array, first_page: jax.Array | int = 0) -> KVPages:
         chosen = other if (pages.kv_heads, pages.head_dim) == shape else ops
-        return chosen.write_kv(pages, *args, **options)
+        return chosen.write_kv(pages, k, v, slots, first_page)
 
-    return replace(ops, paged_attention=paged_attention, write_kv=write_kv_of)
+    return replace(ops, paged_attention=attend, write_kv=write)
 
 
 def _decoding(device: Device, problem: AttentionProblem, module: ModuleType) -> ModuleType | None:
@@ -295,10 +308,15 @@ def attention_key(problem: AttentionProblem) -> str:
 
 
 def _attend(
-    attend: Callable[..., jax.Array], decode: Callable[..., jax.Array], *args: Any, **options: Any
+    attend: Callable[..., jax.Array],
+    decode: Callable[..., jax.Array],
+    q: jax.Array,
+    pages: KVPages,
+    *rows: jax.Array,
+    **options: Unpack[PagedOptions],
 ) -> jax.Array:
     """Attention by `decode` in steps that only decode, by `attend` in others."""
-    return (decode if options.get("decode_only") else attend)(*args, **options)
+    return (decode if options.get("decode_only") else attend)(q, pages, *rows, **options)
 
 
 def _with_triton(ops: Ops, device: Device, dtype: Any) -> Ops:

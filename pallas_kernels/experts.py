@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,16 @@ class ExpertStacks:
 
     gate_up: AdapterStack
     down: AdapterStack
+
+
+class MixtureOptions(TypedDict, total=False):
+    """Options of `mixture` that do not depend on the backend."""
+
+    gate: Callable[..., jax.Array]
+    count: jax.Array | None
+    weighs_inputs: bool
+    stacks: ExpertStacks | None
+    places: jax.Array | None
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array | QuantArray | BlockArray, group_sizes: jax.Array) -> jax.Array:

@@ -254,9 +254,9 @@ if _Parameters is not None:
 
 
 @contextmanager
-def interpreter(**options: Any) -> Iterator[Any]:
+def interpreter(*, detect_races: bool = False) -> Iterator[Any]:
     """Yields an Interpreter for the kernels' `interpret`. At the end it raises RuleError for recorded violations."""
-    one = Interpreter(**options)
+    one = Interpreter(detect_races=detect_races)
     yield one
     if one.violations:
         raise RuleError("\n".join(dict.fromkeys(one.violations)))

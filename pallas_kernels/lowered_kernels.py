@@ -149,12 +149,12 @@ def _keeping(lower: Callable[..., Any]) -> Callable[..., Any]:
 def _same_bytes(serialize: Callable[..., Any]) -> Callable[..., Any]:
     """`_run_serde_pass` without what depends on other kernels and on the program."""
 
-    def serialized(module: Any, **options: Any) -> Any:
+    def serialized(module: Any, **passes_options: object) -> Any:
         from jax._src.lib.mlir import ir, passmanager
 
         passes = passmanager.PassManager.parse("builtin.module(strip-debuginfo)", module.context)
         passes.run(module.operation)
-        made = serialize(module, **options)
+        made = serialize(module, **passes_options)
         attributes = made.operation.attributes
         if DUMPED in attributes:
             name = ir.StringAttr(attributes[DUMPED]).value

@@ -39,6 +39,17 @@ class Partials(NamedTuple):
         return y if self.bias is None else y + value_of(self.bias)
 
 
+class ChoiceInputs(NamedTuple):
+    """New tokens' inputs of a choice of blocks (MiniMax-M3), after norms and rotary positions.
+
+    q: [tokens, kv_heads, dim].
+    key: [tokens, dim].
+    """
+
+    q: jax.Array
+    key: jax.Array
+
+
 class Heads(NamedTuple):
     """Queries, keys and values of new tokens before norms and rotary positions.
 
@@ -47,6 +58,7 @@ class Heads(NamedTuple):
     cos, sin: float32 [tokens, head_dim / 2].
     q_norm, k_norm: scales [head_dim] of RMS norms, or None.
     sinks: logits [kv_heads, group], one for each query head, that join the softmax's denominator; or None.
+    choice: what chooses the blocks of tokens that the queries see; None: they see all.
     """
 
     qkv: Partials
@@ -55,6 +67,7 @@ class Heads(NamedTuple):
     q_norm: jax.Array | Row | None = None
     k_norm: jax.Array | Row | None = None
     sinks: jax.Array | Row | None = None
+    choice: ChoiceInputs | None = None
 
 
 class IndexInputs(NamedTuple):

@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels import experts
 from jaxserve.pallas_kernels.delta_net import reference as delta
 from jaxserve.pallas_kernels.delta_net.kimi import kimi_delta
 from jaxserve.pallas_kernels.expert_routing import Router, route
-from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
+from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights, MixtureOptions
 from jaxserve.pallas_kernels.kv_write import write_kv
 from jaxserve.pallas_kernels.latent_attention import reference as latent
 from jaxserve.pallas_kernels.latent_attention import sparse
@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.mamba2.reference import mamba2
 from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
-from jaxserve.pallas_kernels.paged_attention import reference
+from jaxserve.pallas_kernels.paged_attention import chosen_blocks, reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.segment_attention.reference import segment_attention
 from jaxserve.pallas_kernels.selective_scan import selective_scan
@@ -45,6 +45,7 @@ from jaxserve.pallas_kernels.types import (
     LightningState,
     MambaState,
     MixedArray,
+    PagedOptions,
     PanelArray,
     QuantArray,
     QuantRows,
@@ -371,10 +372,10 @@ class Ops:
             weights = weights * scales[chosen]
         if note is not None:
             note(chosen)
-        options: dict[str, Any] = {}
+        options: MixtureOptions = {"gate": gate, "count": self.count, "weighs_inputs": router.weighs_inputs}
         if stacks is not None and self.places is not None:
-            options = {"stacks": stacks, "places": self.places}
-        options |= {"gate": gate, "count": self.count, "weighs_inputs": router.weighs_inputs}
+            options["stacks"] = stacks
+            options["places"] = self.places
         y = self.mixture(x, chosen, weights, w, **options)
         if zero_from is not None:
             own = jnp.sum(jnp.where(chosen < zero_from, 0.0, weights), axis=1, keepdims=True)
@@ -426,7 +427,7 @@ class Ops:
 
     def attend_shared(
         self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
-        *, eps: float, dtype: Any, **options: Any,
+        *, eps: float, dtype: Any, **options: Unpack[AttentionOptions],
     ) -> tuple[jax.Array, KVPages]:  # fmt: skip
         """`attend` for a layer that has queries only: the keys and values are in the pages already."""
         q = heads.qkv.reduce(dtype)
@@ -434,6 +435,33 @@ class Ops:
             q = self.rms_norm(q, value_of(heads.q_norm), eps)
         q = self.rope(q, heads.cos, heads.sin)
         return self.paged_attention(q, pages, *rows, first_page=first_page, **options), pages
+
+    def attend_blocks(
+        self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
+        *, size: int, most: int, local: int, eps: float, dtype: Any, **options: Unpack[AttentionOptions],
+    ) -> tuple[jax.Array, KVPages]:  # fmt: skip
+        """`attend` over the `most` blocks of `size` tokens that are chosen, or all where no row has more."""
+        keys = pages.index_keys
+        assert keys is not None
+        assert heads.choice is not None
+        keys = sparse.write_keys(keys, heads.choice.key, slots, first_page)
+        q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        pages = pages._replace(index_keys=keys)
+        scale = options["scale"]
+        decode_only = options["decode_only"]
+
+        def some_tokens() -> jax.Array:
+            how: Any = {"size": size, "most": most, "local": local, "decode_only": decode_only}
+            which = chosen_blocks.choose(heads.choice, keys, *rows, first_page=first_page, **how)
+            return chosen_blocks.attention_over(
+                q, pages, which, *rows[:3], scale=scale, size=size, first_page=first_page
+            )
+
+        def all_tokens() -> jax.Array:
+            plain = KVPages(pages.data, pages.scale)
+            return self.paged_attention(q, plain, *rows, first_page=first_page, **options)
+
+        return jax.lax.cond(jnp.max(rows[2]) <= size * most, all_tokens, some_tokens), pages
 
     def attend_latent(
         self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],
@@ -467,29 +495,64 @@ class Ops:
         def chosen_tokens() -> tuple[jax.Array, jax.Array]:
             which = seen
             if heads.indexer is not None:
-                options: Any = {"top_k": top_k, "first_page": first_page, "decode_only": decode_only}
-                which = sparse.choose(heads.indexer, keys, *rows, **options)
+                which = sparse.choose(
+                    heads.indexer, keys, *rows, top_k=top_k, first_page=first_page, decode_only=decode_only
+                )
             q = absorb(heads.q, heads.k_up)
-            own: Any = {"rank": rank, "first_page": first_page, "sinks": _sinks_of(heads)}
-            out = sparse.attention_over(q, pages, which, *rows[:2], scale=scale, **own)
+            out = sparse.attention_over(
+                q,
+                pages,
+                which,
+                *rows[:2],
+                scale=scale,
+                rank=rank,
+                first_page=first_page,
+                sinks=_sinks_of(heads),
+            )
             return project_values(out, heads.v_up), which
 
         out, which = jax.lax.cond(jnp.max(rows[2]) <= top_k, all_tokens, chosen_tokens)
         return out, pages, which
 
     def _over_latents(
-        self, heads: LatentHeads, pages: LatentPages, rows: tuple[jax.Array, ...], **options: Any
+        self,
+        heads: LatentHeads,
+        pages: LatentPages,
+        rows: tuple[jax.Array, ...],
+        *,
+        first_page: jax.Array | int,
+        scale: float,
+        decode_only: bool,
     ) -> jax.Array:
         """The heads' results over all latents that a row has in the pages."""
         (_, nope, rank), v_dim = heads.k_up.shape, heads.v_up.shape[1]
         if heads.sinks is not None:  # which the kernels do not know
             q = absorb(heads.q, heads.k_up)
-            out = latent.latent_attention(q, pages, *rows, rank=rank, sinks=_sinks_of(heads), **options)
+            out = latent.latent_attention(
+                q,
+                pages,
+                *rows,
+                scale=scale,
+                rank=rank,
+                first_page=first_page,
+                decode_only=decode_only,
+                sinks=_sinks_of(heads),
+            )
             return project_values(out, heads.v_up)
         sizes = LatentSizes(rank, heads.row.shape[-1] - rank, nope, v_dim)
         plain = self.latent_attention is latent.latent_attention
-        options["expand"] = expands_prompts(len(heads.q), len(rows[0]), sizes, plain=plain)
-        return attention_of_heads(self.latent_attention, heads.q, pages, heads.k_up, heads.v_up, *rows, **options)
+        return attention_of_heads(
+            self.latent_attention,
+            heads.q,
+            pages,
+            heads.k_up,
+            heads.v_up,
+            *rows,
+            scale=scale,
+            first_page=first_page,
+            decode_only=decode_only,
+            expand=expands_prompts(len(heads.q), len(rows[0]), sizes, plain=plain),
+        )
 
     def adapted_by(self, places: jax.Array) -> Ops:
         """Returns operations that add what adapters at these places of the pool, int32 [tokens], change of the tokens'
@@ -500,7 +563,9 @@ class Ops:
         """Returns operations whose attention lets tokens see up to the positions `limits`, int32 [tokens], where these
         are behind their own; 0: there is none. If there are any, plain XLA computes the attention."""
 
-        def paged_attention(q: jax.Array, pages: KVPages, *rows: jax.Array, **options: Any) -> jax.Array:
+        def paged_attention(
+            q: jax.Array, pages: KVPages, *rows: jax.Array, **options: Unpack[PagedOptions]
+        ) -> jax.Array:
             usual = partial(self.paged_attention, q, pages, *rows, **options)
             joint = partial(reference.paged_attention, q, pages, *rows, limits=limits, **options)
             return jax.lax.cond(jnp.any(limits > 0), joint, usual)

@@ -52,8 +52,16 @@ def attend_latent(
     rank = heads.k_up.shape[-1]
     pages = ops.write_latent(pages, heads.row, slots, first_page, rank=rank)
     every = lax.all_gather(absorb(heads.q, heads.k_up), axis, axis=1, tiled=True)
-    options: Any = {"scale": scale, "rank": rank, "decode_only": decode_only}
-    made = latent.latent_attention(every, pages, *rows, first_page=first_page, share=share, **options)
+    made = latent.latent_attention(
+        every,
+        pages,
+        *rows,
+        scale=scale,
+        rank=rank,
+        first_page=first_page,
+        decode_only=decode_only,
+        share=share,
+    )
     sinks = None
     if heads.sinks is not None:
         sinks = lax.all_gather(value_of(heads.sinks).astype(jnp.float32), axis, tiled=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
@@ -16,10 +17,13 @@ class KVPages(NamedTuple):
     data: [pages, 2 (key, value), kv_heads, page_size, head_dim]; float32, bfloat16, float16, float8_e4m3fn or int8. A
       head's keys in a page are contiguous, and so are its values.
     scale: float32 [pages, 2, kv_heads, page_size], factors of the data; None: 1.
+    index_keys: [pages, page_size, dim], keys that blocks are chosen by (`paged_attention.chosen_blocks`); None: no
+      layer chooses any. In the data's dtype, or bfloat16 if data are codes.
     """
 
     data: jax.Array
     scale: jax.Array | None = None
+    index_keys: jax.Array | None = None
 
     @property
     def page_size(self) -> int:
@@ -42,6 +46,23 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     sinks: jax.Array | None
     decode_only: bool
+
+
+class PagedOptions(AttentionOptions, total=False):
+    """`AttentionOptions`, and where the layer's pages begin."""
+
+    first_page: jax.Array | int
+
+
+class RecurrentOptions(TypedDict, total=False):
+    """Options of the operations of recurrent layers; see `delta_net.reference` and `mamba2.reference`."""
+
+    key_dim: int
+    groups: int
+    per_group: int
+    activation: Callable[[jax.Array], jax.Array]
+    decode_only: bool
+    static: bool
 
 
 class LatentPages(NamedTuple):

@@ -87,6 +87,67 @@ MPT = BLOOM | {"hidden_size": ABSENT, "max_seq_len": 512}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 0.5}
 
 DENSE_CASES: dict[str, DenseCase] = {
+    "bitnet_hub": dense(
+        "BitNetForCausalLM", "bitnet", modern=False, hidden=72, num_key_value_heads=2, hidden_act="relu2",
+        rms_norm_eps=1e-3, rope_theta=7000.0, attention_bias=False,
+    ),
+    "bitnet_saved": dense(
+        "BitNetForCausalLM", "bitnet", heads=6, hidden=96, num_key_value_heads=3, hidden_act="silu", rms_norm_eps=1e-5,
+        attention_bias=True, tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 9000.0, "rope_type": "linear", "factor": 2.0},
+    ),
+    "codegen_hub": dense(
+        "CodeGenForCausalLM", "codegen", **GPT2, modern=False, n_embd=96, n_head=6, n_layer=3, n_inner=None,
+        n_ctx=512, rotary_dim=8, tie_word_embeddings=False,
+    ),
+    "codegen_saved": dense(
+        "CodeGenForCausalLM", "codegen", **GPT2 | {"activation_function": "relu"}, n_embd=64, n_head=4, n_layer=2,
+        n_inner=100, n_ctx=2048, rotary_dim=16,
+    ),
+    "cohere_compass_hub": dense(
+        "CohereCompassForCausalLM", "cohere_compass_text", modern=False, layers=4, num_key_value_heads=2,
+        hidden_act="silu", layer_norm_eps=1e-3, sliding_window=20, layer_types=THREE_TO_ONE, logit_scale=0.7,
+        rope_parameters={
+            "sliding_attention": {"rope_theta": 7000.0, "rope_type": "default", "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    ),
+    "cohere_compass_saved": dense(
+        "CohereCompassForCausalLM", "cohere_compass_text", hidden=72, heads=6, num_key_value_heads=3,
+        hidden_act="gelu", layer_norm_eps=1e-5, attention_bias=True, tie_word_embeddings=False,
+        rope_parameters={"full_attention": {"rope_theta": 5000.0, "rope_type": "default"}},
+    ),
+    "phi4_multimodal_long": dense(
+        "Phi4MultimodalForCausalLM", "phi4_multimodal", modern=False, num_key_value_heads=2, hidden_act="silu",
+        rms_norm_eps=1e-3, original_max_position_embeddings=64, prompts=(66, 75, 100, 130),
+        partial_rotary_factor=0.75, rope_theta=7000.0,
+        rope_scaling={
+            "type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)],
+            "long_factor": [2.0 + 0.5 * i for i in range(6)],
+        },
+        tie_word_embeddings=True,
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14, "crop_size": 28,
+        },
+        audio_config={
+            "hidden_size": 16, "intermediate_size": 24, "num_blocks": 1, "num_attention_heads": 2,
+            "ext_pw_out_channel": 16, "nemo_conv_channels": 16, "depthwise_separable_out_channel": 16,
+        },
+    ),
+    "phi4_multimodal_window": dense(
+        "Phi4MultimodalForCausalLM", "phi4_multimodal", hidden=96, heads=6, num_key_value_heads=3, hidden_act="silu",
+        rms_norm_eps=1e-5, sliding_window=22,
+        rope_parameters={"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14, "crop_size": 28,
+        },
+        audio_config={
+            "hidden_size": 16, "intermediate_size": 24, "num_blocks": 1, "num_attention_heads": 2,
+            "ext_pw_out_channel": 16, "nemo_conv_channels": 16, "depthwise_separable_out_channel": 16,
+        },
+    ),
     "gemma_mqa": dense(
         "GemmaForCausalLM", "gemma", modern=False, norm=0.0, head_dim=32, num_key_value_heads=1, hidden_act="gelu",
         hidden_activation=None, rms_norm_eps=1e-5, rope_theta=10000.0, hidden=72,
@@ -767,7 +828,7 @@ UNTIED = (
     "deepseek_v3", "deepseek_v4", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat", "dbrx", "persimmon", "axk1", "kolibri1",
-    "longcat_flash", "hy_v4", "aria_text",
+    "longcat_flash", "hy_v4", "aria_text", "bitnet", "codegen", "phi4_multimodal", "axk2",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
     "falcon_h1", "mamba2", "jamba", "minimax",
 )  # fmt: skip

@@ -462,6 +462,38 @@ IMAGE_CASES: dict[str, DenseCase] = {
         image_token_id=505, projector_hidden_act="gelu", vision_feature_layer=-1, spatial_merge_size=2,
         multimodal_projector_bias=False,
     ),
+    "cohere_compass_whole": seeing(
+        "CohereCompassForConditionalGeneration", "cohere_compass",
+        dense(
+            "", "cohere_compass_text", layers=3, num_key_value_heads=2, hidden_act="silu", layer_norm_eps=1e-3,
+            sliding_window=18, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False, logit_scale=0.4, pad_token_id=ABSENT,
+            rope_parameters={
+                "sliding_attention": {"rope_theta": 7000.0, "rope_type": "default", "mrope_section": [4, 2, 2]},
+                "full_attention": {"rope_theta": 9000.0, "rope_type": "default", "mrope_section": [4, 2, 2]},
+            },
+        ),
+        _QWEN3 | {"model_type": "cohere_compass_vision", "out_hidden_size": 64}, **_OF_QWEN,
+    ),
+    "minimax_m3_hub": seeing(
+        "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl",
+        dense(
+            "", "minimax_m3_vl_text", **_SHARED | {"hidden_act": "swigluoai"}, modern=False, norm=0.0, hidden=96,
+            heads=6, layers=3, head_dim=16, tie_word_embeddings=False, intermediate_size=48,
+            dense_intermediate_size=120, shared_intermediate_size=40, num_local_experts=6, num_experts_per_tok=2,
+            routed_scaling_factor=2.0, swiglu_alpha=1.702, swiglu_limit=2.0, moe_layer_freq=[0, 1, 1],
+            rope_theta=5000.0, partial_rotary_factor=0.5, rotary_dim=8,
+            sparse_attention_config={
+                "use_sparse_attention": True, "sparse_attention_freq": [1, 0, 1], "sparse_num_index_heads": 2,
+                "sparse_index_dim": 16, "sparse_block_size": 4, "sparse_topk_blocks": 5, "sparse_local_block": 2,
+            },
+        ),
+        {
+            "model_type": "minimax_m3_vl_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+        },
+        image_token_index=505, projector_hidden_size=24,
+    ),
     "mistral_large4_older": seeing(
         "MistralLarge4ForConditionalGeneration", "mistral_large4",
         dense(

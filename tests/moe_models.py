@@ -99,6 +99,33 @@ MOE_CASES: dict[str, DenseCase] = {
         intermediate_size=56, num_local_experts=8, num_experts_per_tok=2,
         rope_parameters={"rope_theta": 5000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
     ),
+    "axk2_hub": dense(
+        "AXK2ForCausalLM", "axk2", **_SHARED | {"num_key_value_heads": 4}, modern=False, layers=3, q_lora_rank=36,
+        kv_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=3, moe_intermediate_size=40, first_k_dense_replace=1, norm_topk_prob=True,
+        routed_scaling_factor=1.5, gated_norm_rank=6, index_topk=11, index_n_heads=6, index_head_dim=16,
+        rope_theta=7000.0, rope_scaling=None, attention_bias=False,
+    ),
+    "axk2_types": dense(
+        "AXK2ForCausalLM", "axk2", **_SHARED | {"num_key_value_heads": 6}, hidden=72, heads=6, layers=3, q_lora_rank=24,
+        kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=12, v_head_dim=24, n_routed_experts=6,
+        n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=48,
+        mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False, routed_scaling_factor=0.8,
+        gated_norm_rank=10, index_topk=9, index_n_heads=12, index_head_dim=12, attention_bias=True,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 0.7, "mscale_all_dim": 0.9,
+        },
+    ),
+    "minimax_m3_text": dense(
+        "MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", **_SHARED, norm=0.0, layers=3, head_dim=24,
+        intermediate_size=40, dense_intermediate_size=136, shared_intermediate_size=56, num_local_experts=7,
+        num_experts_per_tok=3, routed_scaling_factor=1.4, swiglu_alpha=1.702, swiglu_limit=1.5,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=20, index_block_size=8,
+        index_topk_blocks=3, index_local_blocks=1,
+        rope_parameters={"rope_theta": 7000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    ),
     "glm4_moe_lite_hub": dense(
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite", **_SHARED | {"num_key_value_heads": 4}, modern=False, layers=3,
         q_lora_rank=36, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=28, n_routed_experts=9,

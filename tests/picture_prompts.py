@@ -214,3 +214,58 @@ def build_whole(name: str, folder: Path) -> Path:
     """`build`, with a tokenizer and a chat template."""
     build(name, folder)
     return tiny_models.build_tokenizer(folder, 512, marks=MARKS, chat_template=TEMPLATE)
+
+
+# Videos. Case -> the settings of its processor of them.
+_CLIPS = {
+    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.4, 0.5, 0.45],
+    "image_std": [0.3, 0.25, 0.2], "do_rescale": True, "do_normalize": True, "do_resize": True, "do_convert_rgb": True,
+    "rescale_factor": 1 / 255, "resample": 3,
+}  # fmt: skip
+_OF_FRAMES = {"size": {"shortest_edge": 64, "longest_edge": 64 * 12}}
+_OF_ALL = {"size": {"shortest_edge": 64, "longest_edge": 64 * 40}}
+VIDEOS: dict[str, dict[str, Any]] = {
+    "qwen2_vl_whole": _CLIPS | _OF_FRAMES | {"video_processor_type": "Qwen2VLVideoProcessor"},
+    "qwen2_5_vl_yarn": _CLIPS | _OF_FRAMES
+    | {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2, "do_sample_frames": True, "min_frames": 2},
+    "qwen3_vl_wide": _CLIPS | _OF_ALL | {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2, "min_frames": 3},
+    "qwen3_5_whole": _CLIPS | _OF_ALL | {"video_processor_type": "Qwen3VLVideoProcessor", "max_frames": 6},
+    "glm4v_whole": _CLIPS | _OF_ALL | {"video_processor_type": "Glm4vVideoProcessor", "fps": 1, "max_duration": 30},
+    "glm46v_dense": _CLIPS | _OF_ALL | {"video_processor_type": "Glm46VVideoProcessor"},
+}  # fmt: skip
+MARKS_OF_VIDEOS = {
+    "<|image_pad|>": 505, "<|video_pad|>": 506, "<|vision_start|>": 507, "<|vision_end|>": 508, "<|image|>": 505,
+    "<|video|>": 506, "<|begin_of_image|>": 507, "<|end_of_image|>": 508,
+}  # fmt: skip
+CLIP = 11, (30, 42), 3.0  # frames, their height and width, and how many there are in a second
+
+
+class Letters:
+    """A tokenizer with a token for each letter."""
+
+    def token_of(self, text: str) -> int:
+        return MARKS_OF_VIDEOS[text]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        parts = re.findall(r"<\|\w+\|>|.", text)
+        return [MARKS_OF_VIDEOS[one] if one in MARKS_OF_VIDEOS else 40 + ord(one) % 128 for one in parts]
+
+
+def build_for_videos(name: str, folder: Path) -> Path:
+    build(name, folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS[name]))
+    return folder
+
+
+def video_of(name: str) -> np.ndarray:
+    count, size, _ = CLIP
+    return np.stack([picture(name, 9, i, size) for i in range(count)])
+
+
+def prompt_with_video(name: str, seed: int) -> list[int]:
+    """Text, a picture's marks with a video between them, as templates have it, and text."""
+    raw = tiny_models.stream(name, "video text", seed).random_raw(20)
+    low = len(tiny_models.SPECIAL_TOKENS)
+    text = (low + raw % np.uint64(500 - low)).astype(int).tolist()
+    marks = [506] if name.startswith("glm") else [507, 506, 508]
+    return [*text[:7], *marks, *text[7:]]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.commands.cli import main
-from jaxserve.server.process.batch_files import BatchError, model_of
+from jaxserve.server.batches.lines import BatchError
+from jaxserve.server.process.batch_files import model_of
 
 ROOT = Path(__file__).parent.parent
 CASE = "llama3_gqa"

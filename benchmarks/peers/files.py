@@ -34,6 +34,18 @@ def quantized_gguf(model: Path, kind: str, llama_quantize: Path, python: str = s
     return path
 
 
+def quantized_shape(name: str, folder: Path, kind: str, llama_quantize: Path, python: str = sys.executable) -> Path:
+    """One of the shapes of `gguf_shapes` as `kind`, beside a float16 file in `folder`. Raises NoFile."""
+    path = folder / f"{name}-{kind}.gguf"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = folder / f"{name}.gguf"
+        if not plain.is_file():
+            _make([python, str(HERE / "gguf_shapes.py"), name, str(plain)], plain)
+        _make([str(llama_quantize), str(plain), str(path), kind], path)
+    return path
+
+
 def vocabulary_size(path: Path) -> int:
     """How many tokens a GGUF file's tokenizer has."""
     return len(known_gguf(path).metadata["tokenizer.ggml.tokens"])

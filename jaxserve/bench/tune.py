@@ -159,8 +159,16 @@ class Tuning:
 
     def race(self, problems: Mapping[MatmulProblem, str]) -> dict[MatmulProblem, Race]:
         """Times products in every way, and writes the fastest."""
-        options: Any = {"until": self.until, "measure": self.measure, "clock": self.clock}
-        found = products.run(self.device, problems, products.ROWS, plain=True, checks=True, **options)
+        found = products.run(
+            self.device,
+            problems,
+            products.ROWS,
+            until=self.until,
+            measure=self.measure,
+            plain=True,
+            checks=True,
+            clock=self.clock,
+        )
         for race in found:
             print("\n".join(table_of(race, self.bandwidth)), flush=True)
             if (chosen := race.choice()) is not None:

@@ -35,11 +35,12 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Writer:
-    """Writes shards to files of about PART bytes in `folder`/weights."""
+    """Writes shards to files of about PART bytes in `folder`/`place`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, place: str):
         self._folder = folder
-        (folder / "weights").mkdir()
+        self._place = place
+        (folder / place).mkdir()
         self._file: Any = None
         self._name = ""
         self._count = 0
@@ -59,7 +60,7 @@ class Writer:
         raw = data.reshape(-1).view(np.uint8)
         if self._file is None or (self._file.tell() and self._file.tell() + raw.nbytes > PART):
             self.close()
-            self._name = f"weights/{self._count:05}.bin"
+            self._name = f"{self._place}/{self._count:05}.bin"
             self._file = (self._folder / self._name).open("wb")
             self._count += 1
         offset = -(-self._file.tell() // ALIGNED) * ALIGNED

@@ -6,6 +6,7 @@
     model/           config.json, tokenizer, chat template and other settings of the model
     weights.json     the form of the weights: trees, shapes, shardings, and where each shard lies
     weights/         the bytes of shards, each aligned to 64 bytes, so that they are mapped and not read
+    encoder.json     the form of the image encoder's weights, for a model that sees; their shards are in encoder/
     programs.json    the arguments and results of compiled programs
     programs/        XLA's serialized executables
     checks.json      stamps of the checks that the kernels have passed, if it was made on the devices that it is for
@@ -36,6 +37,7 @@ FORMAT = 1
 DIGEST = "bundle.sha256"
 MAC = "bundle.mac"
 WEIGHTS = "weights.json"
+ENCODER = "encoder.json"
 PROGRAMS = "programs.json"
 STAMPS = "checks.json"
 MODEL = BUNDLE_MODEL

@@ -35,7 +35,7 @@ from jaxserve.devices import executables
 from jaxserve.devices.compile_cache import KEPT, without_compile_cache
 from jaxserve.devices.mesh import num_groups, on_one_cpu
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import ProgramName
+from jaxserve.execution.signatures import ProgramName, Signature
 from jaxserve.pallas_kernels import cpu, cpu_build, cpu_panels, tuning
 from jaxserve.pallas_kernels.cache_folder import open_cache
 
@@ -56,15 +56,16 @@ class ProgramCache:
 
     @classmethod
     def of(cls, config: EngineConfig, runner: Any, cache: Path | None) -> ProgramCache | None:
-        """The programs for this runner below the folder of JAX's compilation cache. None where there is no private
-        folder, or for engines whose programs depend on more than is compared here: with drafts, adapters, weights in
-        host memory, or on several hosts."""
+        """The programs for this runner below the folder of JAX's compilation cache. None where that cache is off, as it
+        is while a bundle is made, where there is no private folder, or for engines whose programs depend on more than
+        is compared here: with drafts, adapters, weights in host memory, or on several hosts."""
         if not isinstance(runner, ModelRunner):
             return None
         plain = (
             num_groups(runner.mesh) == 1 and runner.drafter is None and runner.stacks is None and not runner.streamed
         )
-        if cache is None or os.environ.get(OFF) or not plain or config.num_hosts > 1:
+        off = cache is None or os.environ.get(OFF) or not jax.config.values["jax_enable_compilation_cache"]
+        if cache is None or off or not plain or config.num_hosts > 1:
             return None
         opened = open_cache(cache / "programs")
         if opened is None or not opened.is_private:
@@ -82,7 +83,7 @@ class ProgramCache:
             described = msgspec.json.decode(head, type=Program)
             if hashlib.sha256(data).hexdigest() != described.file:
                 raise ValueError("it is damaged")
-            program = stored_programs.load_one(self.runner, name, described, data)
+            program = stored_programs.load_one(self.runner.mesh, str(name), self._signature(name), described, data)
             jax.monitoring.record_event(KEPT)
             return program
         except FileNotFoundError:
@@ -100,7 +101,8 @@ class ProgramCache:
         """Writes a program, unless that fails."""
         try:
             data = executables.serialize(compiled)
-            described = stored_programs.describe(self.runner, name, compiled, hashlib.sha256(data).hexdigest())
+            digest = hashlib.sha256(data).hexdigest()
+            described = stored_programs.describe(self.runner.mesh, self._signature(name), compiled, digest)
             self.folder.mkdir(mode=0o700, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 file.write(msgspec.json.encode(described) + b"\n" + data)
@@ -109,7 +111,10 @@ class ProgramCache:
             log.warning("the program %s is not kept: %s", name, error)
 
     def _file(self, name: ProgramName) -> Path:
-        return self.folder / f"{name}-{_digest(stored_programs.arguments(self.runner, name))}"
+        return self.folder / f"{name}-{_digest(stored_programs.arguments(self._signature(name)))}"
+
+    def _signature(self, name: ProgramName) -> Signature:
+        return self.runner.signatures.of(name)
 
 
 def _made_from(config: EngineConfig, runner: ModelRunner) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The weights of a runner in a bundle, in the very form in which its programs take them."""
+"""The weights of a runner, and of its image encoder, in a bundle, in the very form in which programs take them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,28 @@ class Described(msgspec.Struct, frozen=True):
     arrays: list[Stored]
 
 
-def write(folder: Path, forms: Any, arrays: Sequence[jax.Array]) -> None:
-    """forms: the parameters as shapes with shardings. arrays: `ModelRunner.weights`."""
-    writer = Writer(folder)
+def write(folder: Path, forms: Any, arrays: Sequence[jax.Array], description: str = WEIGHTS) -> None:
+    """forms: the parameters as shapes with shardings. arrays: `ModelRunner.weights`, or the leaves of the parameters of
+    an encoder. description: WEIGHTS or ENCODER, the file that tells of them; its stem is the folder of the shards."""
+    writer = Writer(folder, Path(description).stem)
     stored = [writer.write(x) for x in arrays]
     writer.close()
     leaves, structure = jax.tree.flatten(forms)
     described = Described(trees.describe(structure), [leaf_of(x, x.sharding) for x in leaves], stored)
-    (folder / WEIGHTS).write_bytes(msgspec.json.encode(described))
+    (folder / description).write_bytes(msgspec.json.encode(described))
 
 
 class StoredWeights:
     """The weights of a bundle, whose files were checked."""
 
-    def __init__(self, bundle: Bundle):
+    def __init__(self, bundle: Bundle, description: str = WEIGHTS):
         self._bundle = bundle
-        self._described = bundle.json(WEIGHTS, Described)
+        self._path = bundle.path / description
+        self._described = bundle.json(description, Described)
 
     def forms(self, mesh: Mesh) -> Any:
         """The parameters as shapes with shardings."""
-        with contents_of(self._bundle.path / WEIGHTS, BundleError):
+        with contents_of(self._path, BundleError):
             leaves = [
                 jax.ShapeDtypeStruct(tuple(x.shape), jax.numpy.dtype(x.dtype), sharding=sharding_of(x, mesh))
                 for x in self._described.leaves
@@ -54,7 +56,15 @@ class StoredWeights:
             return trees.build(self._described.tree, leaves, CLASSES)
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
-        """The arrays of `ModelRunner.weights`, mapped from the files where the devices allow it."""
-        known = self._bundle.names("weights")
-        with contents_of(self._bundle.path / WEIGHTS, BundleError):
+        """The arrays that were written, mapped from the files where the devices allow it."""
+        known = self._bundle.names(self._path.stem)
+        with contents_of(self._path, BundleError):
             return Reader(self._bundle.path, known).read(self._described.arrays, mesh)
+
+    def params(self, mesh: Mesh) -> Any:
+        """The parameters, where each array is one leaf of them, as an encoder's are. Raises BundleError."""
+        arrays = self.arrays(mesh)
+        leaves, structure = jax.tree.flatten(self.forms(mesh))
+        if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in arrays]:
+            raise BundleError(f"{self._path}: the arrays are not the leaves of the parameters")
+        return jax.tree.unflatten(structure, arrays)

@@ -14,11 +14,13 @@ from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_devices, target_memory
+from jaxserve.engine.encoder_loading import abstract_encoder
 from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
 from jaxserve.execution import memory
 from jaxserve.execution.cost import StepCost
+from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.signatures import CREATE_CACHE, CREATE_SLOTS
 from jaxserve.execution.step_shape import StepShape
@@ -33,12 +35,14 @@ from jaxserve.pallas_kernels.types import QuantArray
 @dataclass(frozen=True)
 class Ahead:
     """What `compile_ahead` made. `runner` has shapes for weights, and all programs; `arrays` are its weights on this
-    host. `config` has the settings that depend on the target."""
+    host, and `eyes` the parameters of its encoder, if it has one. `config` has the settings that depend on the
+    target."""
 
     config: EngineConfig
     folder: Path
     runner: ModelRunner
     arrays: list[jax.Array]
+    eyes: Any
     shapes: list[StepShape]
     longest: int
 
@@ -68,7 +72,11 @@ def compile_ahead(config: EngineConfig, target: str) -> Ahead:
     sizing.finish(made.shapes)
     runner.compile([CREATE_SLOTS, CREATE_CACHE])
     arrays = runner.bundled(_weights(made.config, made.plan, made.forms))
-    return Ahead(made.config, made.plan.folder, runner, arrays, made.shapes, sizing.longest)
+    eyes = None
+    if runner.encoder is not None:
+        runner.encoder.compile()
+        eyes = _eyes(made.config, made.plan, runner.encoder)
+    return Ahead(made.config, made.plan.folder, runner, arrays, eyes, made.shapes, sizing.longest)
 
 
 def plan_ahead(config: EngineConfig, target: str) -> Planned:
@@ -86,8 +94,15 @@ def plan_ahead(config: EngineConfig, target: str) -> Planned:
         raise ConfigError("bundles are for models that generate; this one embeds or scores")
     forms = unflatten_dict(abstract_weights(plan.decoder, plan.folder, plan.mesh, config), sep="/")
     rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
-    options: Any = {"max_tokens_per_call": config.decode_steps, "proposals": config.num_proposals}
-    runner = ModelRunner(plan.decoder, forms, plan.mesh, *rows, **options)
+    runner = ModelRunner(
+        plan.decoder,
+        forms,
+        plan.mesh,
+        *rows,
+        max_tokens_per_call=config.decode_steps,
+        proposals=config.num_proposals,
+        encoder=abstract_encoder(plan),
+    )
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     cost = StepCost.of(forms, plan.model, devices[0], num_devices(plan.mesh), plan.dtype)
@@ -105,11 +120,7 @@ def _weights(config: EngineConfig, plan: ModelPlan, forms: Any) -> Any:
 
     Raises ConfigError if there are too few CPU devices, or if forms differ from those that the target would make.
     """
-    count = num_devices(plan.mesh)
-    hosts = jax.devices("cpu")
-    if len(hosts) < count:
-        raise ConfigError(f"a bundle for {count} devices needs as many here; set JAX_NUM_CPU_DEVICES={count}")
-    mesh = mesh_of(config, hosts[:count])
+    mesh = _here(config, plan)
     rounding = Rounding(config.rounding, Device.of(plan.mesh.devices.flat[0]), plan.decoder.dtype)
     if config.load_format == "dummy":
         scheme = None if config.quantization == "auto" or config.dequantize else config.quantization
@@ -131,6 +142,25 @@ def _weights(config: EngineConfig, plan: ModelPlan, forms: Any) -> Any:
     if _forms(made) != _forms(forms):
         raise ConfigError("weights of this format can be prepared only on the target's devices; make the bundle there")
     return made
+
+
+def _here(config: EngineConfig, plan: ModelPlan) -> Mesh:
+    """A mesh of CPU devices like the target's. Raises ConfigError if there are too few of them."""
+    count = num_devices(plan.mesh)
+    hosts = jax.devices("cpu")
+    if len(hosts) < count:
+        raise ConfigError(f"a bundle for {count} devices needs as many here; set JAX_NUM_CPU_DEVICES={count}")
+    return mesh_of(config, hosts[:count])
+
+
+def _eyes(config: EngineConfig, plan: ModelPlan, runner: EncoderRunner) -> Any:
+    """The parameters of the image encoder on CPU devices, as `_weights`."""
+    mesh = _here(config, plan)
+    encoder: Any = runner.encoder
+    files: Any = plan.eyes and plan.eyes.files
+    if files is None:
+        return unflatten_dict(dummy_params(encoder, mesh, config.seed, None), sep="/")
+    return load_params(encoder, plan.folder, mesh, ignored_keys=config.ignore_config_keys, source=files, progress=False)
 
 
 def _shuffled(params: Any, forms: Any, mesh: Mesh) -> Any:

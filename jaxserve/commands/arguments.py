@@ -43,9 +43,9 @@ def add_command(commands: Any, name: str, run: Callable, summary: str) -> argpar
     return command
 
 
-def add_model(command: argparse.ArgumentParser, **options: Any) -> None:
+def add_model(command: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
     what = "a folder in Hugging Face format, a bundle, a hub id such as org/name, or 'demo'"
-    command.add_argument("model", help=what, **options)
+    command.add_argument("model", help=what, nargs=nargs)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.stages import Compiled
 
 from jaxserve.bundles import environment, stored_programs, stored_weights
 from jaxserve.bundles.container import (
+    ENCODER,
     FORMAT,
     KERNELS,
     MODEL,
@@ -38,7 +40,7 @@ from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.model_plan import find_files
 from jaxserve.execution.runner import ModelRunner
-from jaxserve.execution.signatures import ProgramName
+from jaxserve.execution.signatures import Signature
 from jaxserve.models.load import read_hf_config, read_model
 from jaxserve.pallas_kernels import cpu_build, cpu_panels, selfcheck_stamps, tuning
 from jaxserve.text.tokenizer_files import KEPT, KeptTokenizer
@@ -80,8 +82,9 @@ def make_bundle(
     """
     refuse_settings(config, out)
     options = dict(flags or {})
-    if read_model(find_files(config)[0], config.ignore_config_keys).vision is not None:
-        log.info("bundles hold no image encoders: this one serves text only")
+    source = find_files(config)[0]
+    if source.suffix == ".gguf" and read_model(source, config.ignore_config_keys).vision is not None:
+        log.info("bundles of GGUF files hold no image encoders: this one serves text only")
         config = replace(config, language_model_only=True)
         options["language-model-only"] = True
     with without_compile_cache():
@@ -93,6 +96,7 @@ def make_bundle(
             folder = engine.model_folder
             runner = engine.runner
             arrays = engine.runner.weights
+            eyes = None if runner.encoder is None else runner.encoder.params
             shapes = engine.shapes
             longest = engine.max_model_len
         else:
@@ -101,15 +105,19 @@ def make_bundle(
             folder = made.folder
             runner = made.runner
             arrays = made.arrays
+            eyes = made.eyes
             shapes = made.shapes
             longest = made.longest
-    names = stored_programs.names_of(runner, shapes)
     known = runner.executables
-    compiled = {text: known[name] for text, name in names.items()}
+    compiled = {text: known[name] for text, name in stored_programs.names_of(runner, shapes).items()}
+    if runner.encoder is not None:
+        compiled |= runner.encoder.compiled
     if target != HERE:
         options["max-num-batched-tokens"] = config.max_num_batched_tokens
         options["tensor-parallel-size"] = config.tensor_parallel_size
-    return Making(config, target, folder, runner, names, compiled, longest, arrays, options).write(out, key)
+    signatures = stored_programs.signatures_of(runner, shapes)
+    made_of = folder, runner, signatures, compiled, longest, arrays, eyes
+    return Making(config, target, *made_of, options).write(out, key)
 
 
 @dataclass
@@ -120,10 +128,11 @@ class Making:
     target: str
     model: Path
     runner: ModelRunner
-    names: Mapping[str, ProgramName]
+    signatures: Mapping[str, Signature]
     compiled: Mapping[str, Compiled]
     longest: int
     arrays: list[Any]
+    eyes: Any  # parameters of the image encoder; None: there is none
     flags: dict[str, Any] = field(default_factory=dict)
 
     def write(self, out: Path, key: bytes | None) -> str:
@@ -146,7 +155,11 @@ class Making:
     def _fill(self, folder: Path, key: bytes | None) -> str:
         copy_model(self.model, folder / MODEL, self.config)
         stored_weights.write(folder, self.runner.forms, self.arrays)
-        stored_programs.write(folder, self.runner, self.compiled, self.names)
+        if self.eyes is not None:
+            arrays, structure = jax.tree.flatten(self.eyes)
+            forms = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays]
+            stored_weights.write(folder, jax.tree.unflatten(structure, forms), arrays, ENCODER)
+        stored_programs.write(folder, self.runner.mesh, self.compiled, self.signatures)
         device = self.runner.mesh.devices.flat[0]
         panels = on_one_cpu(self.runner.mesh) and cpu_panels.available()
         if device.platform == "cpu":

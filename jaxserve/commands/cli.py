@@ -166,9 +166,16 @@ def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     from jaxserve.server.process.flags import server_options
-    from jaxserve.server.process.run import serve
 
     options = server_options(args)
+    if args.several is not None:
+        from jaxserve.server.models.flags import serve_catalog
+
+        if args.engine is not None:  # it waits to be told of one model
+            args.engine.stdin.close()
+        return serve_catalog(args.several, options)
+    from jaxserve.server.process.run import serve
+
     config = engine_config(args)
     options |= {"deployment": deployment.locked(args), "engine": args.engine}
     return _follow(config) if config.host_id else serve(config, **options)

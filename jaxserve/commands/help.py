@@ -20,8 +20,10 @@ _LONGEST_CHOICES = 30  # characters of the choices in a flag's head
 TOPICS = {  # title of each topic by its name; settings say which one is theirs
     "server": "Address and processes",
     "api": "What clients see",
+    "models": "Several models in one server",
     "keys": "Keys and access",
     "limits": "Limits of clients",
+    "files": "Files and batches of requests",
     "watching": "Logs, metrics, traces",
     "model": "Model and weights",
     "batches": "Lengths and batches",
@@ -82,9 +84,7 @@ def _rows(actions: Sequence[argparse.Action]) -> Iterator[str]:
 class CommandParser(argparse.ArgumentParser):
     """A parser whose help is short where there are many flags."""
 
-    def __init__(self, *args: Any, **options: Any):
-        self.by_topic = False
-        super().__init__(*args, **options)
+    by_topic = False
 
     def use_topics(self) -> None:
         """To be called once the flags of settings are added."""

@@ -7,11 +7,14 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.checkpoints.hub import BUNDLED
 from jaxserve.commands.arguments import add_command, add_engine_flags, add_model, engine_config
 from jaxserve.config import ConfigError, EngineConfig
+
+if TYPE_CHECKING:
+    from jaxserve.plan.report import PlanOptions
 
 
 def add_plan(commands: Any) -> None:
@@ -65,8 +68,14 @@ def run_plan(args: argparse.Namespace) -> int:
         target, changes = _wanted(wanted)
         config = _on_all_devices(replace(base, **changes), target)
         price = prices.get(target.split("x")[0].split("-")[0], args.price)
-        options: Any = {"estimate": args.estimate, "all_layers": args.all_layers, "constants": known}
-        options |= {"shape": shape, "price": price, "goal": goal}
+        options: PlanOptions = {
+            "estimate": args.estimate,
+            "all_layers": args.all_layers,
+            "constants": known,
+            "shape": shape,
+            "price": price,
+            "goal": goal,
+        }
         made = _planned(config, target, path if args.measure else None, options)
         plans.append(made | {"label": ",".join(f"{key}={value}" for key, value in changes.items())})
     result: Any = plans if args.compare else plans[0]
@@ -82,14 +91,14 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(config: EngineConfig, target: str, rates: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+def _planned(config: EngineConfig, target: str, rates: Path | None, options: PlanOptions) -> dict[str, Any]:
     """A plan with these options of `make_plan`. rates: the device that is here is measured, and its rates are kept in
     this file; None: nothing is measured."""
     from jaxserve.plan import constants, measuring, report
 
     try:
         if rates is not None:
-            options = options | {"measured": measuring.measure(config, target, rates)}
+            options["measured"] = measuring.measure(config, target, rates)
             options["constants"] = constants.read(rates, required=True)
         return report.make_plan(config, target, **options)
     except ConfigError as error:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.commands.arguments import add_settings
 from jaxserve.commands.config_file import ServeParser, is_bundle, read_config
@@ -38,11 +38,20 @@ class RecordSettings:
     )  # fmt: skip
 
 
+class ServeFlags(NamedTuple):
+    """What reads the flags of `serve`, and the command line with the flags of a file."""
+
+    parser: argparse.ArgumentParser
+    reader: ServeParser
+    argv: list[str]
+
+
 def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The flags of `serve` from all sources; `parser` is that of the command, and `argv` its part of the command line.
 
-    The namespace has two more names: `flags`, those that are not defaults, and `lock`, the record to be verified, or
-    None. Raises ConfigError.
+    The namespace has more names: `flags`, those that are not defaults; `lock`, the record to be verified, or None; and
+    `several`, with which a server with several models reads the flags of each, or None; then the others are missing.
+    Raises ConfigError.
     """
     from jaxserve.deployment.record import is_record
 
@@ -68,10 +77,20 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
             raise ConfigError(f"{args.config} is a record of the model {named}, but {args.model} was given beside it")
         model = args.model or named
         before = reader.arguments(values, args.config, above)
+    if args.models is not None or args.model_dir is not None:
+        if not parser.prog.endswith(" serve"):
+            raise ConfigError(f"{parser.prog} is for one model; leave out --models and --model-dir")
+        if model is not None or lock is not None:
+            raise ConfigError(f"--models and --model-dir name the models; leave out {model or args.config}")
+        args.several = ServeFlags(parser, reader, [*argv, *before])
+        return args
     if model is None and (words := _model_after_name(argv)):
         return read_serve(parser, words)
     if not isinstance(model, str) or not model:
-        raise ConfigError("jaxserve serve needs a model: as its argument, or as `model` in the file of --config")
+        raise ConfigError(
+            "jaxserve serve needs a model: as its argument, or as `model` in the file of --config; or several, in the "
+            "file of --models or the folder of --model-dir"
+        )
     if is_bundle(model):
         from jaxserve.bundles.container import Bundle, read_key
 
@@ -83,6 +102,7 @@ def read_serve(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     args.model = model
     args.flags = reader.chosen(args)
     args.lock = lock
+    args.several = None
     return args
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxserve.devices.mesh import make_mesh
 from jaxserve.execution.cache_kinds import cache_kind
 from jaxserve.models.decoder import Decoder, added, angles
 from jaxserve.models.spec import LayerSpec
-from jaxserve.pallas_kernels.experts import mixture
+from jaxserve.pallas_kernels.experts import ExpertWeights, MixtureOptions, mixture
 from jaxserve.pallas_kernels.ops import Gate, Ops, matmul
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -150,7 +150,8 @@ def measure(decoder: Decoder, layer: int, params: Mapping[str, jax.Array], input
         tokens += [np.asarray(given) for given, _ in routed]
         chosen += [np.asarray(numbers) for _, numbers in routed]
     assert spec.mlp is not None, "see `products.check_calibration`"
-    gate = Ops().gate_of(spec.mlp.activation, spec.mlp.experts.limit if spec.mlp.experts else None, spec.mlp.bound)
+    mlp = spec.mlp
+    gate = Ops().gate_of(mlp.activation, mlp.limit, mlp.bound, mlp.bound_first)
     empty = [np.zeros((0, 0), np.float32)]
     return Measured(
         total, np.concatenate(tokens or empty), np.concatenate(chosen or empty), params.get("mlp/experts_gate_up"), gate
@@ -196,9 +197,11 @@ def _forward(
         seen[paths[id(w)]] = _statistics(x)
         return matmul(x, w)
 
-    def mixing(x: jax.Array, chosen: jax.Array, *rest: Any, **options: Any) -> jax.Array:
+    def mixing(
+        x: jax.Array, chosen: jax.Array, weights: jax.Array, w: ExpertWeights, **options: Unpack[MixtureOptions]
+    ) -> jax.Array:
         routed.append((x, chosen))
-        return mixture(x, chosen, *rest, **options)
+        return mixture(x, chosen, weights, w, **options)
 
     def attend(heads: Any) -> jax.Array:
         kind = cache_kind(decoder.config, decoder.kv_heads, x.dtype, "cpu")

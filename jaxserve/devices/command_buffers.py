@@ -10,6 +10,9 @@ one launch. In programs compiled for an H200, not yet run on one, XLA (jaxlib 0.
 Then a program may decide on the device what it computes. Outside of a command buffer the host waits for the predicate
 of each conditional, in the middle of the step; so otherwise the host chooses among programs without any (`why_static`).
 
+Where devices do exchange something, XLA records what lies between. There a program may decide what a device computes by
+itself, such as which sampler its rows need, but not how often the model runs.
+
 A recording has the addresses of arrays in it. By XLA's source, before it runs again XLA compares them with those of the
 call's arrays, and records those operations again that use an array which lies elsewhere (all those with temporaries,
 which are one array). So that these are few:
@@ -46,13 +49,15 @@ OPTIONS: dict[str, str | bool] = {
 RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 
+def exchanges(mesh: Mesh) -> bool:
+    """Whether these are GPUs that exchange something within a step."""
+    return mesh.devices.size > 1 and mesh.devices.flat[0].platform not in ("cpu", "tpu")
+
+
 def why_static(mesh: Mesh) -> str | None:
-    """Why programs for these devices must not decide on the device; None: they may."""
-    devices = mesh.devices.flat
-    if devices[0].platform in ("cpu", "tpu"):
+    """Why programs for these devices must not decide on the device; None: they may, except for what is exchanged."""
+    if mesh.devices.flat[0].platform in ("cpu", "tpu"):
         return None
-    if mesh.devices.size > 1:
-        return "XLA does not record what devices exchange"
     driver = driver_version()
     if driver is not None and driver < LEAST_DRIVER:
         return f"the driver is of CUDA {driver // 1000}.{driver % 1000 // 10}, and graphs with conditionals need 12.3"

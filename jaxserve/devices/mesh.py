@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -148,8 +149,14 @@ def for_each_group(function: Callable, mesh: Mesh, arguments: tuple) -> Callable
         assert isinstance(x.sharding, NamedSharding)
         return _along(GROUPS, x.sharding.spec)
 
-    specs: Any = {"in_specs": jax.tree.map(of_group, arguments), "out_specs": PartitionSpec(GROUPS)}
-    return jax.shard_map(function, mesh=mesh, axis_names=set(GROUPS), check_vma=False, **specs)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=jax.tree.map(of_group, arguments),
+        out_specs=PartitionSpec(GROUPS),
+        axis_names=set(GROUPS),
+        check_vma=False,
+    )
 
 
 def within_group(axes: PartitionSpec) -> PartitionSpec:
@@ -166,11 +173,10 @@ def _along(wanted: tuple[str, ...], axes: PartitionSpec) -> PartitionSpec:
 def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
     """`function` for each device's parts of the arguments. In what `for_each_group` runs, these are parts of what the
     group has."""
+    mapped = functools.partial(jax.shard_map, function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     if num_groups(mesh) == 1:
-        where: Any = {"mesh": mesh}
-    else:
-        where = {"axis_names": set(AXES).difference(GROUPS)}  # in the program's mesh, where groups are split already
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
+        return mapped(mesh=mesh)
+    return mapped(axis_names=set(AXES).difference(GROUPS))  # in the program's mesh, where groups are split already
 
 
 def constrained(x: Any, mesh: Mesh, axes: PartitionSpec) -> Any:

@@ -59,8 +59,8 @@ class MeshLink:
             if self.frozen:
                 raise RuntimeError(f"the transfer of {key} was not compiled before the engine was ready")
             given = [jax.ShapeDtypeStruct(_both(shape), dtype, sharding=self._place) for shape, dtype in key]
-            where: Any = {"mesh": self._place.mesh, "in_specs": _ENDS, "out_specs": _ENDS, "check_vma": False}
-            self._programs[key] = jax.jit(jax.shard_map(_transfer, **where)).lower(given).compile()
+            mapped = jax.shard_map(_transfer, mesh=self._place.mesh, in_specs=_ENDS, out_specs=_ENDS, check_vma=False)
+            self._programs[key] = jax.jit(mapped).lower(given).compile()
         return self._programs[key]
 
     def _run(self, forms: Sequence[Any], parts: list[dict[jax.Device, jax.Array]]) -> list[jax.Array]:

@@ -150,10 +150,19 @@ def matmul_sharded(mesh: Mesh, x: jax.Array, w: jax.Array, axes: tuple[str | Non
 
 
 def experts_sharded(
-    mesh: Mesh, mixture: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array,
-    w: ExpertWeights, *, count: jax.Array | None = None, stacks: ExpertStacks | None = None,
-    places: jax.Array | None = None, **options: Any,
-) -> jax.Array:  # fmt: skip
+    mesh: Mesh,
+    mixture: Callable[..., jax.Array],
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    w: ExpertWeights,
+    *,
+    gate: Callable[..., jax.Array],
+    count: jax.Array | None = None,
+    weighs_inputs: bool = False,
+    stacks: ExpertStacks | None = None,
+    places: jax.Array | None = None,
+) -> jax.Array:
     """`jaxserve.pallas_kernels.experts.mixture` when each device has some of the experts, and a part of the width of
     each of these. The devices' partial results are added in the dtype of x. Groups of devices with different tokens
     give all their tokens to all devices, and get the results of their own."""
@@ -173,7 +182,7 @@ def experts_sharded(
             chosen = chosen - jax.lax.axis_index(RULES["expert"]) * own
             chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
         adapted = {} if stacks is None else {"stacks": stacks, "places": places}
-        y = mixture(x, chosen, weights, w, count=count, **adapted, **options)
+        y = mixture(x, chosen, weights, w, gate=gate, count=count, weighs_inputs=weighs_inputs, **adapted)
         y = y.astype(x.dtype)
         if groups > 1:
             y = jax.lax.psum_scatter(y, GROUPS, tiled=True)
@@ -201,9 +210,11 @@ def stack_specs(stacks: ExpertStacks | None) -> Any:
     everywhere = PartitionSpec()
     by_expert = spec(None, "expert")
     by_width = spec(None, "expert", None, "expert_mlp")
-    gate_up: Any = {"a": by_expert, "b": by_width, "ranks": everywhere}
-    down: Any = {"a": by_width, "b": by_expert, "ranks": everywhere}
-    return ExpertStacks(replace(stacks.gate_up, **gate_up), replace(stacks.down, **down))
+    specs: Any = replace  # with specifications in the places of arrays
+    return ExpertStacks(
+        specs(stacks.gate_up, a=by_expert, b=by_width, ranks=everywhere),
+        specs(stacks.down, a=by_width, b=by_expert, ranks=everywhere),
+    )
 
 
 @dataclass(frozen=True)

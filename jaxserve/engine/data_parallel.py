@@ -1,17 +1,10 @@
-"""Data parallelism: which settings and models it is made for, and the scheduler of its groups."""
+"""Data parallelism: which settings and models it is made for."""
 
 from __future__ import annotations
-
-import logging
-from typing import Any
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.combinations import check_combined, check_lookup
 from jaxserve.models.spec import ModelConfig
-from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler
-from jaxserve.scheduling.scheduler import Scheduler
-
-log = logging.getLogger(__name__)
 
 NOT_COMBINED = {  # settings that must have these values beside several groups
     "role": "both",
@@ -33,12 +26,3 @@ def check_model(config: EngineConfig, model: ModelConfig, *, pools: bool) -> Non
     if config.data_parallel_size > 1 and (pools or model.recurrent is not None):
         kind = "embed or score" if pools else "have recurrent layers"
         raise ConfigError(f"data_parallel_size must be 1 for models that {kind}, got {config.data_parallel_size}")
-
-
-def group_scheduler(
-    groups: int, num_pages: int, page_size: int, pages: dict[str, Any], sizes: dict[str, Any]
-) -> Scheduler:
-    """The scheduler of several groups, each with `num_pages` pages. pages: options of `BlockManager`. sizes: options of
-    `Scheduler` for each group."""
-    log.info("%d groups of devices; each has %d sequences and %d pages", groups, sizes["max_num_seqs"], num_pages)
-    return GroupScheduler(GroupBlocks(groups, num_pages, page_size, **pages), **sizes)

@@ -62,6 +62,10 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
         yield f"speculation by {config.speculative_config.method} is not tested for it (ngram and suffix are allowed)"
     if any(getattr(layer.attention, "v_norm", None) for layer in decoder.config.layers):
         yield "norms of values add in plain XLA"
+    if any(getattr(layer.attention, "out_norm", None) for layer in decoder.config.layers):
+        yield "norms of the results of attention and within MLPs add in plain XLA"
+    if any(layer.blocks is not None for layer in decoder.config.layers):
+        yield "attention over chosen blocks adds in plain XLA"
     if any(layer.norm.kind != "rms" or not layer.norm.scale or layer.norm.bias for layer in decoder.config.layers):
         yield "only RMS norms with a scale are C++ kernels; other norms add in plain XLA"
     norms = {spec.qk_norm for spec in decoder.config.attentions if isinstance(spec, AttentionSpec)} - {None}

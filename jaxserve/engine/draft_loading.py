@@ -79,9 +79,16 @@ def load_head(config: EngineConfig, target: ModelPlan) -> tuple[Drafter, dict[st
     else:
         folder = target.folder
         shape, spec, files = open_mtp(folder, target.model, config.ignore_config_keys)
-    settings: Any = {"page_size": layout.page_size, "kv_dtype": layout.dtype, "attention": config.attention_backend}
-    settings |= {"matmul": config.matmul_backend, "checks": True}
-    like = make_decoder(shape.limited_to(target.longest), mesh, target.dtype, **settings)
+    like = make_decoder(
+        shape.limited_to(target.longest),
+        mesh,
+        target.dtype,
+        page_size=layout.page_size,
+        kv_dtype=layout.dtype,
+        attention=config.attention_backend,
+        matmul=config.matmul_backend,
+        checks=True,
+    )
     sizes = like.kv_heads, like.vocab_rows, target.model.vocab_size, target.decoder.vocab_rows
     drafter = Drafter(spec, like.config, *sizes, like.dtype, like.ops)
     own = replace(config, quantization="auto") if given.method == "eagle3" else config

@@ -11,6 +11,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_plan import ModelPlan
+from jaxserve.engine.prepared import Prepared
 from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.mixing_encoder import MixingEncoder
 from jaxserve.images.area import most_features
@@ -25,16 +26,21 @@ PICTURES = 2  # largest pictures whose features have room at a time
 TILES = 4  # of a picture that go through the encoder together
 
 
-def load_encoder(config: EngineConfig, plan: ModelPlan, ops: Ops) -> EncoderRunner | None:
+def load_encoder(
+    config: EngineConfig, plan: ModelPlan, ops: Ops, prepared: Prepared | None = None
+) -> EncoderRunner | None:
     """The encoder on the devices of a plan, with the operations of its decoder, which have been checked; None for a
-    model that reads text only. Raises CheckpointError."""
+    model that reads text only. prepared: the bundle that has the weights. Raises CheckpointError."""
     if plan.eyes is None:
         return None
     start = time.perf_counter()
     encoder = encoder_of(plan, ops)
-    own = replace(config, quantization="auto")
-    source: Any = plan.eyes.files
-    params = make_params(encoder, plan.folder, plan.mesh, own, progress=False, source=source)  # type: ignore[arg-type]
+    if prepared is not None:
+        params = prepared.encoder(plan.mesh)
+    else:
+        own: Any = replace(config, quantization="auto")
+        files: Any = plan.eyes.files
+        params = make_params(cast(Any, encoder), plan.folder, plan.mesh, own, progress=False, source=files)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     return _runner(plan, encoder, params)
 

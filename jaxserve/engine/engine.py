@@ -25,7 +25,6 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import wait
-from typing import Any
 
 import jax
 import msgspec
@@ -154,8 +153,8 @@ class Engine:
         `checks`: kernels are checked on the devices before they are used. Without, for benchmarks, those that the
         devices should run are used, right or wrong; a draft model's are checked all the same.
         """
-        options: Any = {"progress": progress, "static_steps": static_steps, "checks": checks}
-        return cls(config, load_parts(config, devices, **options))
+        parts = load_parts(config, devices, progress=progress, static_steps=static_steps, checks=checks)
+        return cls(config, parts)
 
     def compile(self) -> None:
         """Compiles every executable that serving can need. Without this call, each is compiled when it is first used.
@@ -207,8 +206,7 @@ class Engine:
         for request in requests:
             room = self.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-            if self.config.scheduling_policy != "priority":
-                request.priority = 0
+            request.priority = self._admission.priority(request)
             self._arrivals += 1
             if params.use_beam_search:
                 self.beams.start(request, max_tokens, stop_ids, self._arrivals, adapter)
@@ -308,7 +306,8 @@ class Engine:
             with self.timeline.phase("mask"):
                 if any(batch.deferred is not None for batch in self.in_flight[-1].batches):
                     self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
-            if plan is None or (len(self.in_flight) == most and not self._schedules_ahead):
+            waits = self.scheduler.running.short_steps or not self._schedules_ahead
+            if plan is None or (len(self.in_flight) == most and waits):
                 output.extend(self._commit_oldest())
         self.pace.end()
         self.timeline.end_step()

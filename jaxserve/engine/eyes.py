@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxserve.bundles.container import ENCODER, is_bundle
 from jaxserve.config import EngineConfig
 from jaxserve.execution.memory import max_batched_tokens
 from jaxserve.images.processing import FILES, ImageProcessor
@@ -38,7 +39,10 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[M
     vision: VisionConfig = model.vision
     reason = why_blind(config, joint=bool(vision.joint))
     files = None
-    if reason is None and config.load_format != "dummy":
+    if reason is None and is_bundle(config.model):
+        if not (Path(config.model).expanduser() / ENCODER).is_file():
+            reason = "the bundle has no image encoder"
+    elif reason is None and config.load_format != "dummy":
         opened = Checkpoint.open(folder, ignored=config.ignore_config_keys)
         files = EncoderFiles.of(opened, named_in(opened, vision))
         if files.names["patch.weight"] not in files.tensors:

@@ -128,8 +128,15 @@ class KernelTiming:
     def _run(self) -> None:
         try:
             missing = {one: name_of(one) for one in self._find() if self._is_missing(one)}
-            options: Any = {"until": self._until, "measure": self._measure, "clock": self._clock}
-            for race in products.run(self._device, missing, products.DECODE_ROWS, **options):
+            races = products.run(
+                self._device,
+                missing,
+                products.DECODE_ROWS,
+                until=self._until,
+                measure=self._measure,
+                clock=self._clock,
+            )
+            for race in races:
                 if (chosen := race.choice()) is None:
                     log.warning("no time was left to measure products with weights %s", race.name)
                     continue

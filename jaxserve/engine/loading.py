@@ -42,6 +42,7 @@ from jaxserve.models.quantized import arranged
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.block_manager import BlockManager, StateSnapshots
+from jaxserve.scheduling.groups import GroupBlocks, GroupScheduler, SchedulerSizes
 from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_tiers import PageTiers
 from jaxserve.scheduling.scheduler import Scheduler
@@ -138,13 +139,22 @@ def load_models(
     log.info("%s", memory.describe_weights(params))
     rows = config.max_num_seqs, memory.penalty_rows(config, model)
     pooling = None if plan.pooler is None else plan.pooler.method
-    options: Any = {"max_tokens_per_call": config.decode_steps, "static": static_steps, "pooling": pooling}
     drafter = None
     if (head := load_head(config, plan)) is not None:
         drafter, params["draft"], plan = head
-    options |= {"proposals": config.num_proposals, "drafter": drafter, "adapters": plan.adapter_pool(config)}
-    options["encoder"] = load_encoder(config, plan, decoder.ops)
-    runner = ModelRunner(decoder, params, mesh, *rows, **options)
+    runner = ModelRunner(
+        decoder,
+        params,
+        mesh,
+        *rows,
+        max_tokens_per_call=config.decode_steps,
+        static=static_steps,
+        pooling=pooling,
+        proposals=config.num_proposals,
+        drafter=drafter,
+        adapters=plan.adapter_pool(config),
+        encoder=load_encoder(config, plan, decoder.ops, prepared),
+    )
     if prepared is not None:
         runner.weights = prepared.arrays(mesh)
     runner.copies_pages = config.kv_offload_gib > 0
@@ -234,9 +244,8 @@ def load_parts(
 def load_runners(config: EngineConfig) -> tuple[list[Any], HeldWeights]:
     """The runners and the weights of a host that is not the first one, which repeat the calls of the first host's."""
     check_platform(config)
-    options: Any = {"progress": False, "static_steps": None}
     if config.pipeline_parallel_size == 1:
-        models = load_models(config, None, **options)
+        models = load_models(config, None, progress=False, static_steps=None)
         return list(models.runners), models.held(config)
     enable_compile_cache()
     loaded = LoadedPipeline.load(config, None, progress=False, static=None)
@@ -302,10 +311,11 @@ def make_scheduler(
             log.info("%s", memory.describe_snapshots(layout.states, interval))
     # Tokens found in the prefix cache have no hidden states, so prefixes are reused only for pooling by last token.
     caches = caches and (parts.plan.pooler is None or parts.plan.pooler.method == "last")
-    pages: Any = {"prefix_caching": caches, "windows": layout.groups.windows}
-    sizes: Any = {
+    windows = layout.groups.windows
+    max_batched = memory.max_batched_tokens(config)
+    sizes: SchedulerSizes = {
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": memory.max_batched_tokens(config),
+        "max_num_batched_tokens": max_batched,
         "prefill_chunk": prefill_chunk(config, parts.cost),
         "prefill_bursts": parts.cost is None,
         "prompts_first": config.prompts_first and parts.cost is not None and config.prefill_chunk is None,
@@ -313,17 +323,25 @@ def make_scheduler(
         "penalty_rows": runner.penalty_rows,
         "stages": runner.num_stages,
     }
+    groups = config.data_parallel_size
+    if groups > 1:
+        each = config.max_num_seqs, layout.num_pages
+        log.info("%d groups of devices; each has %d sequences and %d pages", groups, *each)
+        blocks = GroupBlocks(groups, layout.num_pages, layout.page_size, prefix_caching=caches, windows=windows)
+        return GroupScheduler(blocks, **sizes)
     encoder = runner.encoder
     images = None
     if encoder is not None:
-        of_steps = sizes["max_num_batched_tokens"], whole_tokens(parts.plan)
-        images = ImageRows(encoder.rows, encoder.sizes[-1], *of_steps)
-    if config.data_parallel_size > 1:
-        return data_parallel.group_scheduler(
-            config.data_parallel_size, layout.num_pages, layout.page_size, pages, sizes
-        )
+        images = ImageRows(encoder.rows, encoder.sizes[-1], max_batched, whole_tokens(parts.plan))
     return Scheduler(
-        BlockManager(layout.num_pages, layout.page_size, states=states, tiers=tiers, **pages),
+        BlockManager(
+            layout.num_pages,
+            layout.page_size,
+            prefix_caching=caches,
+            windows=windows,
+            states=states,
+            tiers=tiers,
+        ),
         recurrent=parts.plan.model.recurrent is not None,
         adapters=adapters,
         images=images,
@@ -337,10 +355,16 @@ def buckets(config: EngineConfig, plan: ModelPlan, cost: StepCost | None) -> lis
     if cost is not None:
         tokens = min(tokens, config.max_num_seqs * plan.longest)
     free = on_one_cpu(plan.mesh) and plan.dtype == np.float32 and cpu_build.possible()
-    sizes = config.max_num_seqs, tokens, plan.one_page.page_size
-    options: Any = {"cost": cost, "chunk": prefill_chunk(config, cost), "padding_is_free": free}
     vision = plan.model.vision
-    options["three_positions"] = vision is not None and vision.tokens.has_three_positions
-    options["least"] = whole_tokens(plan)
-    shapes = step_shapes(*sizes, num_groups=plan.one_page.groups.num_groups, **options)
+    shapes = step_shapes(
+        config.max_num_seqs,
+        tokens,
+        plan.one_page.page_size,
+        cost=cost,
+        chunk=prefill_chunk(config, cost),
+        num_groups=plan.one_page.groups.num_groups,
+        padding_is_free=free,
+        three_positions=vision is not None and vision.tokens.has_three_positions,
+        least=whole_tokens(plan),
+    )
     return shapes if plan.pooler is None else [shape for shape in shapes if not shape.decode_only]

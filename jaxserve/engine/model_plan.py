@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +134,16 @@ def decoder_and_page(
     platform = mesh.devices.flat[0].platform
     shares = config.decode_context_parallel_size
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
-    backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend, "checks": checks}
-    decoder = make_decoder(model, mesh, dtype, page_size=page_size, kv_dtype=kv_dtype, **backends)
+    decoder = make_decoder(
+        model,
+        mesh,
+        dtype,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        attention=config.attention_backend,
+        matmul=config.matmul_backend,
+        checks=checks,
+    )
     if config.deterministic:
         decoder = ordered(decoder, config, mesh, pools=pools)
     decoder = with_adapters(decoder, mesh) if config.enable_lora else decoder

@@ -143,18 +143,32 @@ def _load_stage(
 ) -> tuple[ModelRunner, dict[str, Any]]:
     """The runner of a stage on its devices, with a cache of a single page, and its parameters."""
     mesh = mesh_of(config, devices)
-    sizes: Any = {"page_size": plan.one_page.page_size, "kv_dtype": plan.one_page.dtype}
-    backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend}
-    backends["checks"] = _is_here(devices)
-    decoder = make_decoder(plan.model, mesh, plan.dtype, **sizes, **backends).clone(stage=stage)
+    decoder = make_decoder(
+        plan.model,
+        mesh,
+        plan.dtype,
+        page_size=plan.one_page.page_size,
+        kv_dtype=plan.one_page.dtype,
+        attention=config.attention_backend,
+        matmul=config.matmul_backend,
+        checks=_is_here(devices),
+    ).clone(stage=stage)
     if _is_here(devices):
         params = make_params(decoder, plan.folder, mesh, config, progress=progress)
         decoder, params = check_kernels(decoder, params, mesh, config.matmul_backend, progress=progress)
     else:
         params = unflatten_dict(abstract_weights(decoder, plan.folder, mesh, config), sep="/")
     rows = memory.penalty_rows(config, plan.model) if stage.is_last else 0
-    options: Any = {"max_tokens_per_call": 1, "static": static, "proposals": config.num_proposals}
-    runner = ModelRunner(decoder, params, mesh, config.max_num_seqs, rows, **options)
+    runner = ModelRunner(
+        decoder,
+        params,
+        mesh,
+        config.max_num_seqs,
+        rows,
+        max_tokens_per_call=1,
+        static=static,
+        proposals=config.num_proposals,
+    )
     one_page = replace(plan.one_page, groups=plan.one_page.groups.of_stage(stage.layers))
     runner.set_cache_size(one_page, -(-plan.longest // one_page.page_size))
     return runner, params

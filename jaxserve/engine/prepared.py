@@ -12,7 +12,17 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.bundles import environment, stored_programs
-from jaxserve.bundles.container import KERNELS, MODEL, STAMPS, WEIGHTS, Bundle, BundleError, is_bundle, read_key
+from jaxserve.bundles.container import (
+    ENCODER,
+    KERNELS,
+    MODEL,
+    STAMPS,
+    WEIGHTS,
+    Bundle,
+    BundleError,
+    is_bundle,
+    read_key,
+)
 from jaxserve.bundles.stored_weights import StoredWeights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import on_one_cpu
@@ -53,7 +63,7 @@ class Prepared:
                 f"the weights of the bundle {path} were prepared for other settings: {'; '.join(changed)}. Start "
                 f"without these flags, or make a bundle of {bundle.manifest.model} with them"
             )
-        bundle.check(bundle.names(WEIGHTS, "weights", MODEL))
+        bundle.check(bundle.names(WEIGHTS, "weights", ENCODER, "encoder", MODEL))
         log.info("checked the weights of %s in %.2f s", path, time.perf_counter() - start)
         found = cls(bundle, StoredWeights(bundle))
         found.reasons += filter(None, [bundle.distrust()])
@@ -127,12 +137,15 @@ class Prepared:
         start = time.perf_counter()
         try:
             self._register_kernels(runner.mesh.devices.flat[0].platform == "cpu")
-            found = stored_programs.load(self.bundle, runner, stored_programs.names_of(runner, shapes))
+            signatures = stored_programs.signatures_of(runner, shapes)
+            found = stored_programs.load(self.bundle, runner.mesh, signatures)
         except BundleError as error:
             self.reasons.append(str(error))
             self.refuse()
             return
-        runner.executables |= found
+        runner.executables |= {name: found[text] for text, name in stored_programs.names_of(runner, shapes).items()}
+        if runner.encoder is not None:
+            runner.encoder.compiled = found
         if not budget.holds(runner.needs(shapes), runner.layout.num_pages * page_bytes):
             self.reasons.append(f"its {runner.layout.num_pages} KV pages do not fit the memory that is free")
             self.refuse()
@@ -156,3 +169,7 @@ class Prepared:
 
     def arrays(self, mesh: Mesh) -> list[jax.Array]:
         return self.weights.arrays(mesh)
+
+    def encoder(self, mesh: Mesh) -> Any:
+        """The parameters of the image encoder. Raises BundleError if there are none."""
+        return StoredWeights(self.bundle, ENCODER).params(mesh)

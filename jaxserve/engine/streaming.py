@@ -163,8 +163,15 @@ def load_streaming(
     decoder, read = parts.read(resident, progress=progress)
     log.info("%s", memory.describe_weights(read))
     rows = config.max_num_seqs, memory.penalty_rows(config, plan.model)
-    options: Any = {"max_tokens_per_call": 1, "static": static, "streamed": StreamedLayers(layers)}
-    runner = ModelRunner(decoder.clone(stage=resident), read, plan.mesh, *rows, **options)
+    runner = ModelRunner(
+        decoder.clone(stage=resident),
+        read,
+        plan.mesh,
+        *rows,
+        max_tokens_per_call=1,
+        static=static,
+        streamed=StreamedLayers(layers),
+    )
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     log.info(
         "%d of %d layers are in host memory, %s per device; %d of them are on the devices at a time",

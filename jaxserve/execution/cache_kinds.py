@@ -52,6 +52,12 @@ def _shaped(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def _index_keys(count: int, page_size: int, dim: int, dtype: np.dtype) -> Any:
+    """The shape of the keys of `count` pages that tokens or blocks are chosen by; None where `dim` is 0."""
+    kept = jnp.bfloat16 if has_scale(dtype) else dtype
+    return _shaped((count, page_size, dim), kept) if dim else None
+
+
 @dataclass(frozen=True)
 class KeysAndValues:
     """Keys and values of all heads: pages [pages, 2 (key, value), kv_heads, page_size, head_dim]; see `KVPages`.
@@ -62,6 +68,8 @@ class KeysAndValues:
 
     A TPU lays out the last two axes in tiles, and could only copy the whole array into a shape that has others. So
     there a head of such models is several heads of 128 numbers (`in_parts`), and shapes differ in the axes before.
+
+    `index_dim` is the size of the keys that blocks are chosen by; 0: there are none.
     """
 
     kv_heads: int
@@ -69,6 +77,7 @@ class KeysAndValues:
     dtype: np.dtype
     mixed: int = 0
     in_parts: bool = False
+    index_dim: int = 0
 
     def fit(self, attention: Any, kv_heads: int) -> int:
         """How many layers with this attention a part of a page holds; `kv_heads` as in `cache_kind`."""
@@ -81,7 +90,8 @@ class KeysAndValues:
         """The shapes of `count` pages of one layer. Codes of int8 or fp8 have a scale per token and head."""
         scales = (count, 2 * (self.mixed or 1), self.kv_heads, page_size)
         scale = _shaped(scales, jnp.float32) if has_scale(self.dtype) else None
-        return KVPages(_shaped((*scales, self.head_dim), self.dtype), scale)
+        keys = _index_keys(count, page_size, self.index_dim, self.dtype)
+        return KVPages(_shaped((*scales, self.head_dim), self.dtype), scale, keys)
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -92,7 +102,8 @@ class KeysAndValues:
     def specs(self) -> KVPages:
         """How devices share pages."""
         split: Any = spec(*self.axes)
-        return KVPages(split, split if has_scale(self.dtype) else None)
+        keys: Any = EVERYWHERE
+        return KVPages(split, split if has_scale(self.dtype) else None, keys if self.index_dim else None)
 
     def attend(
         self, layer: Layer, ops: Ops, heads: Heads, pages: KVPages, where: tuple, mesh: Mesh, dtype: Any,
@@ -101,7 +112,11 @@ class KeysAndValues:
         """`Ops.attend` for the heads of each device."""
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
-        attend = ops.attend_shared if chosen.shares_kv else ops.attend
+        attend: Callable[..., Any] = ops.attend_shared if chosen.shares_kv else ops.attend
+        if (blocks := chosen.blocks) is not None:
+            attend = partial(ops.attend_blocks, size=blocks.size, most=blocks.count, local=blocks.local)
+        elif self.index_dim:
+            attend = partial(_beside_index_keys, attend)
         if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend, ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
@@ -122,7 +137,10 @@ class KeysAndValues:
         """How devices share the heads."""
         of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
         of_sinks = None if heads.sinks is None else spec("kv_heads")
-        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
+        found = jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
+        if found.choice is None:
+            return found
+        return found._replace(choice=found.choice._replace(q=spec(None, "kv_heads")))
 
 
 @dataclass(frozen=True)
@@ -143,10 +161,7 @@ class Latents:
     def pages(self, count: int, page_size: int) -> LatentPages:
         """The shapes of `count` pages of one layer."""
         scale = _shaped((count, 2, page_size), jnp.float32) if has_scale(self.dtype) else None
-        keys = None
-        if self.index_dim:
-            keys_dtype = jnp.bfloat16 if has_scale(self.dtype) else self.dtype
-            keys = _shaped((count, page_size, self.index_dim), keys_dtype)
+        keys = _index_keys(count, page_size, self.index_dim, self.dtype)
         return LatentPages(_shaped((count, page_size, self.width), self.dtype), scale, keys)
 
     @property
@@ -196,9 +211,12 @@ class Latents:
 
     def _spec_of(self, heads: LatentHeads) -> LatentHeads:
         """How devices share the heads."""
-        split: Any = {"q": spec(None, "kv_heads"), "k_up": spec("kv_heads"), "v_up": spec("kv_heads")}
-        split["sinks"] = None if heads.sinks is None else spec("kv_heads")
-        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(**split)
+        return jax.tree.map(lambda _: EVERYWHERE, heads)._replace(
+            q=spec(None, "kv_heads"),
+            k_up=spec("kv_heads"),
+            v_up=spec("kv_heads"),
+            sinks=None if heads.sinks is None else spec("kv_heads"),
+        )
 
 
 @dataclass(frozen=True)
@@ -305,7 +323,9 @@ def cache_kind(
             f"decode_context_parallel_size must be 1 for a model whose layers share keys and values, got {shares}"
         )
     if not model.several_shapes:
-        return KeysAndValues(kv_heads // shares, stored_head_dim(attention.cached_dim, platform), np.dtype(dtype))
+        head_dim = stored_head_dim(attention.cached_dim, platform)
+        index_dim = max((layer.blocks.dim for layer in model.layers if layer.blocks is not None), default=0)
+        return KeysAndValues(kv_heads // shares, head_dim, np.dtype(dtype), index_dim=index_dim)
     several = "for a model whose layers differ in their heads of keys and values"
     if shares > 1:
         raise ConfigError(f"decode_context_parallel_size must be 1 {several}, got {shares}")
@@ -321,6 +341,14 @@ def cache_kind(
 def _numbers(attention: Any, kv_heads: int, unit: int) -> int:
     """Numbers of a token's keys in a layer, with repeated heads, each of a multiple of `unit` numbers."""
     return max(attention.num_kv_heads, kv_heads) * -(-attention.cached_dim // unit) * unit
+
+
+def _beside_index_keys(
+    attend: Callable, heads: Heads, pages: KVPages, *where: Any, **options: Any
+) -> tuple[jax.Array, KVPages]:
+    """Calls `attend` for a layer that chooses no blocks, among layers that do."""
+    out, updated = attend(heads, pages._replace(index_keys=None), *where, **options)
+    return out, updated._replace(index_keys=pages.index_keys)
 
 
 def _in_own_shape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from jaxserve.devices.command_buffers import compiler_options
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution.image_packing import Frame, pack
 from jaxserve.execution.memory import Needs
+from jaxserve.execution.signatures import Signature
 from jaxserve.models.vision.encoder import ImageEncoder, Patches, encode
 from jaxserve.scheduling.image_prompts import EncoderJob
 
@@ -130,6 +131,29 @@ class EncoderRunner:
 
     def lower(self, size: int) -> jax.stages.Lowered:
         """Traces and lowers the program for so many patches, for which shapes suffice."""
+        function, donated, arguments, results = self.signature(size)
+        precision = "highest" if self.encoder.dtype == jnp.float32 else "default"
+        with jax.default_matmul_precision(precision), jax.set_mesh(self.mesh):
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, keep_unused=True)
+            return jitted.trace(*arguments).lower()
+
+    @property
+    def signatures(self) -> dict[str, Signature]:
+        """Of all programs, by their names."""
+        made = [self.signature(size) for size in self.programs]
+        return {one.function.__name__: one for one in made}
+
+    @property
+    def compiled(self) -> dict[str, Compiled]:
+        """All programs by the names of `signatures`. They must have been compiled."""
+        return {name: self.executables[size] for name, size in zip(self.signatures, self.programs, strict=True)}
+
+    @compiled.setter
+    def compiled(self, given: Mapping[str, Compiled]) -> None:
+        self.executables = {size: given[name] for name, size in zip(self.signatures, self.programs, strict=True)}
+
+    def signature(self, size: int) -> Signature:
+        """Describes the program for so many patches."""
         encoder = self.encoder
         everywhere = replicated(self.mesh)
 
@@ -146,9 +170,7 @@ class EncoderRunner:
         patches, targets = pack(encoder.config, [], size, self.written_shape[0])
         images = jax.ShapeDtypeStruct(self.written_shape, encoder.dtype, sharding=everywhere)
         arguments = jax.tree.map(like, (self.params, images, patches, targets, np.int32(0)))
-        precision = "highest" if encoder.dtype == jnp.float32 else "default"
-        with jax.default_matmul_precision(precision), jax.set_mesh(self.mesh):
-            return jax.jit(program, donate_argnums=1, out_shardings=everywhere).trace(*arguments).lower()
+        return Signature(program, (1,), arguments, everywhere)
 
 
 def frames_of(job: EncoderJob) -> list[Frame]:

@@ -166,8 +166,16 @@ def forward(
         given = before(features, pending, q_start, placed.row), inputs.tokens, entries.position
         slot = _kv_slots(entries, table, context.layout.page_size)
         where = slot, table, q_start, placed.kv_len, batch.num_decodes, jnp.int32(0)
-        head: Any = {"drafter": drafter, "ops": ops, "layout": context.layout, "mesh": context.mesh}
-        cache[-1] = write_entries(params, cache[-1], *given, where, **head)
+        cache[-1] = write_entries(
+            params,
+            cache[-1],
+            *given,
+            where,
+            drafter=drafter,
+            ops=ops,
+            layout=context.layout,
+            mesh=context.mesh,
+        )
     return Output(hidden, last, placed.kv_len, checked, features, expert_load(chosen, model, count)), cache
 
 

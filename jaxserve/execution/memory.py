@@ -29,7 +29,7 @@ RESERVE_BYTES = 2**29  # per accelerator: collectives, fragments of the allocato
 OFFLOAD_BYTES = 2**29  # the same for pages on their way to the host, with `kv_offload_gib`
 STEPS_IN_FLIGHT = 2  # steps with results on the device: one runs while the host reads the results of another
 CODE_ALLOWANCE = 1.25  # estimated code of a program that is not compiled yet, relative to a larger one
-PAGE_GRID = 128  # page counts between a power of two and the next that `_on_grid` allows, on an accelerator
+PAGE_GRID = 128  # page counts between a power of two and the next that `on_grid` allows, on an accelerator
 CPU_PAGE_GRID = 8  # the same on CPU, where free memory differs more from start to start
 
 
@@ -176,8 +176,8 @@ def fitting_pages(config: EngineConfig, most: int, page_bytes: int, budget: Budg
     fitting = max(budget.left(needs), 0) // page_bytes
     useful = most * config.max_num_seqs + 1
     if budget.counts_programs:
-        return min(useful, _on_grid(fitting, PAGE_GRID))
-    return min(useful, fitting if budget.most_cache is None else _on_grid(fitting, CPU_PAGE_GRID))
+        return min(useful, on_grid(fitting, PAGE_GRID))
+    return min(useful, fitting if budget.most_cache is None else on_grid(fitting, CPU_PAGE_GRID))
 
 
 def fitting_tokens(config: EngineConfig, layout: CacheLayout, longest: int) -> int:
@@ -231,7 +231,7 @@ def plan_pages(
     return pages, fits
 
 
-def _on_grid(pages: int, grid: int) -> int:
+def on_grid(pages: int, grid: int) -> int:
     """Rounds a number of pages down to few significant bits. Compiled programs depend on the number of pages. With the
     rounding, starts with slightly different free memory find the same programs in the compilation cache. It costs 0.4%
     of the cache on average, and 6% on CPU."""

@@ -7,7 +7,9 @@ it. Where the area has fewer rows and columns than its tiles, each feature lies 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxserve.devices.mesh import replicated
 from jaxserve.execution.encoder_runner import EncoderRunner
+from jaxserve.execution.signatures import Signature
 from jaxserve.models.vision.encoder import ImageEncoder
 from jaxserve.pallas_kernels.operands import value_of
 from jaxserve.scheduling.image_prompts import EncoderJob
@@ -37,8 +40,7 @@ class MixingEncoder(EncoderRunner):
         assert encoder.config.table is not None
         self._side = encoder.config.table
         self._of_tiles = tiles * self._side**2
-        made = jax.jit(lambda: jnp.zeros(self.written_shape, encoder.dtype), out_shardings=replicated(mesh))
-        self._tiles = made()
+        self._tiles: jax.Array | None = None
 
     @property
     def written_shape(self) -> tuple[int, int]:
@@ -50,9 +52,12 @@ class MixingEncoder(EncoderRunner):
 
     @property
     def weight_bytes(self) -> int:
-        return super().weight_bytes + self._tiles.addressable_shards[0].data.nbytes
+        return super().weight_bytes + math.prod(self.written_shape) * np.dtype(self.encoder.dtype).itemsize
 
     def encode(self, images: jax.Array, jobs: Sequence[EncoderJob]) -> jax.Array:
+        if self._tiles is None:
+            zeros = partial(jnp.zeros, self.written_shape, self.encoder.dtype)
+            self._tiles = jax.jit(zeros, out_shardings=replicated(self.mesh))()
         for job in jobs:
             area = job.image.area
             assert area is not None
@@ -65,9 +70,9 @@ class MixingEncoder(EncoderRunner):
                 images = self._get(MIXING)(self.params, images, self._tiles, *given)
         return images
 
-    def lower(self, size: int) -> jax.stages.Lowered:
+    def signature(self, size: int) -> Signature:
         if size != MIXING:
-            return super().lower(size)
+            return super().signature(size)
         everywhere = replicated(self.mesh)
         dtype = self.encoder.dtype
 
@@ -84,8 +89,7 @@ class MixingEncoder(EncoderRunner):
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params)
         arrays = like(self.rows_shape, dtype), like(self.written_shape, dtype)
         given = like((FEATURES, 4), jnp.int32), like((FEATURES, 4), jnp.float32), like((FEATURES,), jnp.int32)
-        with jax.set_mesh(self.mesh):
-            return jax.jit(mix, donate_argnums=1, out_shardings=everywhere).trace(params, *arrays, *given).lower()
+        return Signature(mix, (1,), (params, *arrays, *given), everywhere)
 
 
 def filled(x: np.ndarray, value: int) -> np.ndarray:

@@ -9,6 +9,9 @@ know. But the host knows the needs of every row. There it chooses a `static` pro
 (`Sampler`), the tokens that a call samples, and whether hidden states are returned. A more capable sampler replaces one
 that is not compiled. Only small batches have programs of several tokens a call: with more rows they take longer for one
 token than the host takes to prepare the next call meanwhile.
+
+GPUs that exchange something within a step decide on the device, too, but a call samples one token of a row: a loop of
+calls could not be recorded. The two sums of each layer take longer than the host takes to prepare the next call.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from jax.stages import Compiled, Lowered, Traced
 from jaxserve.adapters.adapter import Adapter
 from jaxserve.config import MAX_TOKENS_PER_CALL
 from jaxserve.devices import layouts
-from jaxserve.devices.command_buffers import compiler_options, why_static
+from jaxserve.devices.command_buffers import compiler_options, exchanges, why_static
 from jaxserve.devices.jax_versions import with_int4_arguments
 from jaxserve.devices.mesh import num_groups, on_one_cpu, replicated
 from jaxserve.execution import runner_commands, steps
@@ -125,10 +125,15 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         if platform not in ("cpu", "tpu"):
             lowered_kernels.keep()
         static = why_static(mesh) is not None if static is None else static
-        costly = model.ops.draw is None
-        pools = pooling is not None
-        kinds: Any = {"costly_filters": costly, "pools": pools, "proposals": proposals, "has_head": drafter is not None}
-        self.programs = StepPrograms(static=static, most=max_tokens_per_call, **kinds)
+        self._exchanges = exchanges(mesh)
+        self.programs = StepPrograms(
+            static=static,
+            most=1 if self._exchanges and not static else max_tokens_per_call,
+            costly_filters=model.ops.draw is None,
+            pools=pooling is not None,
+            proposals=proposals,
+            has_head=drafter is not None,
+        )
         self.pooling = pooling
         self._proposals = proposals
         self.drafter = drafter
@@ -548,7 +553,8 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
 
     def draft_programs(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The names of the programs that propose with a draft head; see `signatures.draft_programs`."""
-        return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, self.programs.static)
+        static = self.programs.static or self._exchanges
+        return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, static)
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs that need the most memory, one of each kind, and of some that bound others."""
@@ -672,12 +678,23 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
 
         slots = jax.tree.map(on_all_devices, jax.eval_shape(self._make_slots))
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layouts.place_of(x)) for x in self._arrays]
-        model = self.model, self.mesh, self.layout, params, self._unbundle
-        kinds: Any = {"proposals": self._proposals, "drafter": self.drafter, "stacks": self.stacks}
-        kinds |= {"pooling": self.pooling, "streamed": self.streamed}
         lazily = {"zeros": cpu.zeros} if on_one_cpu(self.mesh) else {}
-        kinds["make_slots"] = partial(self._make_slots, **lazily)
-        return Signatures(*model, slots, static=self.programs.static, on_cpu=self._on_cpu, **kinds)
+        return Signatures(
+            self.model,
+            self.mesh,
+            self.layout,
+            params,
+            self._unbundle,
+            slots,
+            static=self.programs.static,
+            on_cpu=self._on_cpu,
+            proposals=self._proposals,
+            drafter=self.drafter,
+            stacks=self.stacks,
+            pooling=self.pooling,
+            streamed=self.streamed,
+            make_slots=partial(self._make_slots, **lazily),
+        )
 
 
 def stage_program(shape: StepShape) -> StepProgram:

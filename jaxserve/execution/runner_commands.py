@@ -206,8 +206,8 @@ class Commanded:
 
     listener: Callable[[Command], None] | None = None
 
-    def __init_subclass__(cls, calls: Sequence[Any], **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls, calls: Sequence[Any]) -> None:
+        super().__init_subclass__()
         for kind in calls:
             setattr(cls, kind.method, _announced(kind, vars(cls)[kind.method]))
 

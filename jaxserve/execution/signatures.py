@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.devices.command_buffers import exchanges
 from jaxserve.devices.mesh import by_group, for_each_group, num_groups, replicated, spans_hosts
 from jaxserve.execution import drafting, stage_steps, steps
 from jaxserve.execution.adapter_stacks import AdapterStacks
@@ -197,7 +198,7 @@ class Signatures:
             mesh=self.mesh,
             sampler=sampler,
             passes=passes,
-            static=self.static,
+            static=self.static or exchanges(self.mesh),
         )
         arguments = self.params, self.cache[-1], self.slots, self.host(2 + rows)
         results = self.everywhere, self.cache_sharding[-1]

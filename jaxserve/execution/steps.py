@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.config import MAX_TOKENS_PER_CALL
+from jaxserve.devices.command_buffers import exchanges
 from jaxserve.devices.mesh import num_groups
 from jaxserve.execution.drafting import remember
 from jaxserve.execution.forward import ForwardContext, ModelInput, forward, keep_states
@@ -168,7 +169,7 @@ def _advance(
     out, cache = forward(params, cache, slots, batch, context)
     ops = model.ops.counting(jnp.sum(batch.q_start[1:] > batch.q_start[:-1], dtype=jnp.int32))
     drawn = partial(_sample, model, ops, params, out.last, slots, batch.slot, out.kv_len, None, sampler, context.mesh)
-    sampled = _if_any(batch.keeps_token, drawn, sampler)
+    sampled = _if_any(batch.keeps_token, drawn, sampler, context.mesh)
     sampled = sampled._replace(expert_load=out.expert_load)
     # Rows that keep nothing must not change their slot, so they write to the padding slot.
     slot = batch.slot
@@ -208,7 +209,7 @@ def _verify(
     later = jnp.where(batch.deferred[draws.row] & (jnp.arange(len(owner)) < count), owner, padding_slot)
     given = params, hidden, slots, owner, draws.position, None, sampler, context.mesh, draws.before
     drawn = partial(_sample, model, ops, *given)
-    sampled = _if_any((num_new > 0)[draws.row], drawn, sampler)
+    sampled = _if_any((num_new > 0)[draws.row], drawn, sampler, context.mesh)
     ends = _unless_stopped(sampled, slots, owner)
     kept = draws.kept(sampled.tokens, ends < 0, jnp.maximum(num_new, 0))
     num_kept = kept.sum(axis=1)
@@ -233,12 +234,12 @@ def _verify(
     return StepResult(Sampled(jnp.where(kept, tokens, -1).T, scores, load), None, cache, slots)
 
 
-def _if_any(wanted: jax.Array, drawn: Callable[[], Sampled], sampler: Sampler) -> Sampled:
+def _if_any(wanted: jax.Array, drawn: Callable[[], Sampled], sampler: Sampler, mesh: Mesh) -> Sampled:
     """The draws, of which some are wanted, bool [draws]. The others have no meaning. A program that decides at run time
-    draws nothing if none is wanted."""
+    draws nothing if none is wanted, unless GPUs exchange logits, which they could not record in a conditional."""
     if sampler is Sampler.NONE:
         return Sampled(jnp.full(len(wanted), -1, jnp.int32), None)
-    if sampler is not Sampler.ANY:
+    if sampler is not Sampler.ANY or exchanges(mesh):
         return drawn()
     nothing = Sampled(jnp.zeros(len(wanted), jnp.int32), jnp.zeros((len(wanted), SCORE_WORDS), jnp.int32))
     return lax.cond(jnp.any(wanted), drawn, lambda: nothing)
@@ -284,13 +285,13 @@ def _sample(
     mesh: Mesh,
     before: jax.Array | None = None,
 ) -> Sampled:
-    def of_rows(logits, words, position, masks, before, seen) -> Sampled:
-        given = words, seen, position, masks
-        options: Any = {"before": before, "kernels": RowKernels.of(ops), "platform": platform}
-        return sample(logits, *given, sampler=sampler, **options)
-
     platform = mesh.devices.flat[0].platform
     ops = ops.adapted_by(slots.adapter(slot))
+    draw = partial(sample, sampler=sampler, kernels=RowKernels.of(ops), platform=platform)
+
+    def of_rows(logits, words, position, masks, before, seen) -> Sampled:
+        return draw(logits, words, seen, position, masks, before=before)
+
     seen = TokenCounts(slots.counts, slots.in_prompt)
     return from_logits(of_rows, model, ops, params, hidden, (slots.params[slot], position, masks, before), seen, mesh)
 

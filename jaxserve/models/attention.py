@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.alibi import with_positions
+from jaxserve.models.block_choice import BlockChooser
 from jaxserve.models.layers import GATES, Linear, weight
 from jaxserve.models.norms import HeadNorm, normalize
 from jaxserve.models.rope import Angles
@@ -61,10 +62,15 @@ class Attention(nn.Module):
             init = nn.initializers.normal(1.0)
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
             heads = heads._replace(sinks=sinks)
+        if spec.blocks is not None:
+            chooser = BlockChooser(spec.blocks, inputs, self.kv_heads, self.dtype, name="chooser")
+            heads = heads._replace(choice=chooser(x, ropes[spec.rope], ops))
         result = attend(heads)[..., : spec.value_dim] * spec.value_scale
         if spec.out_gate is not None:
             gate = linear("gate", (inputs,), (self.kv_heads, group, spec.gate_channels), axes, spec.gate_bias)(x, ops)
             result = result * GATES[spec.out_gate](gate.reduce(self.dtype)).reshape(*result.shape[:-1], -1)
+        if spec.out_norm is not None:
+            result = HeadNorm(spec.out_norm, result.shape[1:], self.dtype, name="out_norm")(result, (-3, -2, -1))
         return linear("out", result.shape[1:], (self.hidden_size,), ("embed", *axes[:-1]), spec.out_bias)(result, ops)
 
     def _heads(self, qkv: Partials, angles: Angles, ops: Ops) -> Heads:
@@ -78,20 +84,15 @@ class Attention(nn.Module):
         if spec.shares_kv or (fused and plain and spec.v_norm is None):
             return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
         whole = qkv.reduce(self.dtype)
-        q = whole[:, :, :-2]
-        k = whole[:, :, -2:-1]
-        v = whole[:, :, -1:]
+        q, k, v = whole[:, :, :-2], whole[:, :, -2:-1], whole[:, :, -1:]
         cos = angles.cos
         sin = angles.sin
         if chosen is not None and chosen.after_rope:
-            q = ops.rope(q, cos, sin)
-            k = ops.rope(k, cos, sin)
-            cos = jnp.ones_like(cos)
-            sin = jnp.zeros_like(sin)
+            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+            cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)
         if chosen is not None and not fused:
             axes = (-3, -2, -1) if chosen.over == "width" else -1
-            q = norms[0](q, axes)
-            k = norms[1](k, axes)
+            q, k = norms[0](q, axes), norms[1](k, axes)
         if spec.v_norm is not None:
             v = normalize(v, spec.v_norm, None, None)
         if angles.query_scale is not None:

@@ -42,7 +42,12 @@ _OBJECT = "a JSON object", lambda value: type(value) is dict
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": _TEXTS,
     **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), _TEXTS),
-    **dict.fromkeys(("index_topk", "index_head_dim"), _SIZE),
+    **dict.fromkeys(("index_topk", "index_head_dim", "index_block_size", "index_topk_blocks"), _SIZE),
+    **dict.fromkeys(("dense_intermediate_size", "sparse_index_dim", "sparse_block_size", "sparse_topk_blocks"), _SIZE),
+    **dict.fromkeys(("index_local_blocks", "sparse_local_block"), _count(2**12, least=0)),
+    "sparse_attention_freq": _SWITCHES,
+    "moe_layer_freq": ("an integer, or a list of 0 and 1", lambda value: type(value) is int or _SWITCHES[1](value)),
+    "sparse_attention_config": _OBJECT,
     "index_n_heads": _HEADS,
     "compress_ratios": ("a list of integers", lambda value: type(value) is list and all(type(x) is int for x in value)),
     **dict.fromkeys(("compress_rates", "main", "compress"), _OBJECT),

@@ -17,7 +17,7 @@ from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.hyper import HyperLayer
 from jaxserve.models.layer_parts import attention_of, mlp_of
-from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
+from jaxserve.models.layers import Embedding, LearnedPositions, Linear, NormGate, reader, weighed
 from jaxserve.models.memory import MemoryLayer
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
@@ -65,7 +65,11 @@ class DecoderLayer(nn.Module):
         scale = self.spec.residual_scale
 
         def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
-            return Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)(x, ops, y, reader)
+            made = Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)
+            if name not in self.spec.gated_norms:
+                return made(x, ops, y, reader)
+            x, normed = made(x, ops, y)
+            return x, NormGate(self.spec.gate_rank, self.dtype, name=f"{name}_gate")(normed, ops)
 
         def normed(name: str, y: Partials) -> Partials:
             return scaled(Partials(norm(name, y.reduce(x.dtype))[1][None]))
@@ -117,7 +121,7 @@ class DecoderLayer(nn.Module):
         match self.spec:
             case LayerSpec(attention=LatentAttentionSpec(chooses=False, head_gate=False)):
                 return "down"
-            case LayerSpec(attention=AttentionSpec(out_gate=None), beside=None):
+            case LayerSpec(attention=AttentionSpec(out_gate=None, blocks=None), beside=None):
                 return "qkv"
         return ""
 

@@ -101,8 +101,10 @@ class LatentAttention(nn.Module):
         if spec.q_rank is None:
             q = linear("q", (hidden,), q_shape, (*q_axes, "embed"), False)(x, ops)
         else:
+            before = of_queries
             of_queries = norm("q_norm", of_queries)
-            q = linear("q_up", (spec.q_rank,), q_shape, (*q_axes, None), False)(of_queries, ops)
+            read = jnp.concatenate([of_queries, before], axis=-1) if spec.latent_twice else of_queries
+            q = linear("q_up", (read.shape[-1],), q_shape, (*q_axes, None), False)(read, ops)
         angles = ropes[spec.rope]
         if angles.unlearned is not None and spec.rotates:
             zeros = nn.initializers.zeros
@@ -129,7 +131,9 @@ class LatentAttention(nn.Module):
             sinks = weight(self, "sinks", nn.initializers.normal(1.0), ("kv_heads",), (heads,), jnp.float32)
         out = attend(LatentHeads(q_whole, row, k_up, v_up, index_inputs, sinks))
         if spec.head_gate:
-            gate = linear("gate", (hidden,), (heads, spec.gates), ("kv_heads", None, "embed"), False)(x, ops)
+            given = read if spec.latent_twice else x
+            axes = ("kv_heads", None, None if spec.latent_twice else "embed")
+            gate = linear("gate", (given.shape[-1],), (heads, spec.gates), axes, False)(given, ops)
             out = out * jax.nn.sigmoid(gate.reduce(self.dtype)).reshape(-1, heads, spec.gates)
         return linear("out", (heads, spec.v_dim), (hidden,), ("embed", "kv_heads", None), spec.bias)(out, ops)
 

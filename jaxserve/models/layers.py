@@ -20,7 +20,7 @@ from jaxserve.models.spec import MLPSpec, ModelConfig
 from jaxserve.pallas_kernels.experts import ExpertStacks, ExpertWeights
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Partials, Row, value_of
-from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops, bounded_gate
+from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops, gate, rms_norm
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}  # of attention's results
@@ -205,7 +205,7 @@ class Experts(nn.Module):
             router(x if routed is None else routed, ops),
             ExpertWeights(gate_up, down, first_bias),
             experts.router,
-            ops.gate_of(self.spec.activation, experts.limit, self.spec.bound, self.spec.bound_first),
+            ops.gate_of(self.spec.activation, self.spec.limit, self.spec.bound, self.spec.bound_first),
             correction=None if correction is None else value_of(correction),
             scales=scales,
             chosen=chosen,
@@ -241,6 +241,20 @@ class Experts(nn.Module):
         return y * jax.nn.sigmoid(gate(x, ops)).astype(x.dtype)
 
 
+class NormGate(nn.Module):
+    """Multiplies x [tokens, size] by sigmoid gates that are projected from it through a latent of `rank` numbers."""
+
+    rank: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
+        size = x.shape[-1]
+        latent = Linear((size,), (self.rank,), (None, "embed"), False, self.dtype, name="down")(x, ops)
+        gates = Linear((self.rank,), (size,), ("embed", None), False, self.dtype, jnp.float32, name="up")
+        return (x * jax.nn.sigmoid(gates(jax.nn.silu(latent), ops))).astype(x.dtype)
+
+
 def times(x: jax.Array, scale: float) -> jax.Array:
     """x times a number, rounded once."""
     return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)
@@ -259,7 +273,7 @@ def activation_of(model: ModelConfig, path: str) -> str:
     match = re.fullmatch(r"layers_(\d+)/mlp/(shared/)?gate_up/kernel", path)
     layer = model.layers[int(match[1])] if match else None
     mlp = None if layer is None or layer.memory is not None else layer.mlp
-    if match is None or mlp is None or mlp.bias or mlp.sparsity or mlp.gate_scale != 1.0:
+    if match is None or mlp is None or mlp.bias or mlp.limit or mlp.sparsity or mlp.inner_eps or mlp.gate_scale != 1.0:
         return ""
     bound = mlp.experts.shared_bound if match[2] and mlp.experts else mlp.bound
     return mlp.activation if bound is None else ""
@@ -310,9 +324,13 @@ class MLP(nn.Module):
             return Linear(in_shape, out_shape, axes, self.spec.bias, self.dtype, None, name=name, **options)
 
         inner = (self.hidden_size,), (size, 2), ("mlp", None, "embed")
-        if self.spec.bound is not None:
-            both = linear("gate_up", *inner)(x, ops).reduce(x.dtype)
-            hidden = bounded_gate(both.reshape(-1, size, 2), activation, self.spec.bound, self.spec.bound_first)
+        if self.spec.limit is not None or self.spec.bound is not None:
+            both = linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2)
+            hidden = ops.gate_of(activation, self.spec.limit, self.spec.bound, self.spec.bound_first)(both)
+        elif self.spec.inner_eps is not None:
+            both = linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2)
+            scale = weight(self, "inner_norm", nn.initializers.ones, ("mlp",), (size,), self.dtype)
+            hidden = rms_norm(gate(both, activation), value_of(scale), self.spec.inner_eps)
         elif self.spec.gated and (self.spec.sparsity or self.spec.gate_scale != 1.0):
             gates, ups = jnp.moveaxis(linear("gate_up", *inner)(x, ops).reduce(x.dtype).reshape(-1, size, 2), 2, 0)
             gates = times(gates, self.spec.gate_scale)

@@ -216,9 +216,15 @@ def make_decoder(
         if checks and device.platform != "cpu" and mesh.devices.flat[0] in jax.devices():
             recurrent = recurrent_problem(model, num_shards(mesh, "kv_heads"), dtype)
             segments = segment_problem(model, num_shards(mesh, "kv_heads"), dtype)
-            more: Any = {"windows": model.has_windows, "vocab": model.vocab_size}
-            more |= {"recurrent": recurrent, "segments": segments}
-            ops = on_trial(ops, problem, attention, **more)
+            ops = on_trial(
+                ops,
+                problem,
+                attention,
+                windows=model.has_windows,
+                vocab=model.vocab_size,
+                recurrent=recurrent,
+                segments=segments,
+            )
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if is_split(mesh):

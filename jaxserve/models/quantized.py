@@ -205,10 +205,13 @@ def _shuffler(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(local, donate_argnums=0)
 
 
+PLAIN = ("router/kernel", "shared_gate/kernel", "head_weights/kernel")
+
+
 def is_quantizable(path: str) -> bool:
-    """Whether a weight may be quantized: the matrices of layers and of experts. Embeddings, output head, routers and
-    the weights of an indexer's heads stay floats, because they are few and matter more to the results."""
-    if not path.startswith("layers_") or path.endswith(("router/kernel", "shared_gate/kernel", "head_weights/kernel")):
+    """Whether a weight may be quantized: the matrices of layers and of experts. Embeddings, output head, routers, gates
+    of norms and the weights of an indexer's heads stay floats, because they are few and matter more to the results."""
+    if not path.startswith("layers_") or path.endswith(PLAIN) or "norm_gate/" in path:
         return False
     return path.endswith(("/kernel", *STACKS))
 

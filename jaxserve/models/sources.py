@@ -16,15 +16,16 @@ from jaxserve.models.spec import LatentAttentionSpec
 # experts expert_gate, expert_up, expert_down, or fused expert_gate_up and expert_fused_down (`expert_weights`). Weights
 # add ".weight", biases ".bias". "sinks" is the role of sinks, "correction" that of the routers' correction bias
 # [experts], "correction_row" of one that is [1, experts]; those of `layers.XIELU` have its names.
-# Fused tensors: qkv has q, k and v one after the other; qkv_grouped has for each key-value head its queries, its key
-# and its value; gate_up and shared_gate_up have gate and up one after the other. Roles of matrices [in, out] end in
-# ".T". A file may stack experts: the stack's name is the expert's without "{e}.". Latent attention has q_a, q_b, kv_a,
-# kv_b, kv_norm and head_gate; an indexer has index_q, index_q_norm, index_k, index_k_norm and index_weights; with
-# learned scales there are slope, start, index_slope, index_start and angle_logs. Recurrent layers have roles of their
-# own, see `recurrent.KINDS`. With an output gate that is not named out_gate, q has for each head its query, then its
-# gate. Layers with inputs of their own have the roles of `per_layer`; experts with norms of their own have those of
-# `normed_experts`, and expert_scales. Where layers are parts of a file's blocks, or several have the same tensor, the
-# role of a layer's tensor may begin with the layer's number, "3/q.weight" (`name_of`).
+# Fused tensors: qkv has q, k and v one after the other, qkv_quarters has q, v and k in each quarter of its rows;
+# qkv_grouped has for each key-value head its queries, its key and its value; gate_up and shared_gate_up have gate and
+# up one after the other. Roles of matrices [in, out] end in ".T". A file may stack experts: the stack's name is the
+# expert's without "{e}.". Latent attention has q_a, q_b, kv_a, kv_b, kv_norm and head_gate; an indexer has index_q,
+# index_q_norm, index_k, index_k_norm and index_weights; with learned scales there are slope, start, index_slope,
+# index_start and angle_logs. Recurrent layers have roles of their own, see `recurrent.KINDS`. With an output gate
+# that is not named out_gate, q has for each head its query, then its gate. Layers with inputs of their own have the
+# roles of `per_layer`; experts with norms of their own have those of `normed_experts`, and expert_scales. Where
+# layers are parts of a file's blocks, or several have the same tensor, the role of a layer's tensor may begin with
+# the layer's number, "3/q.weight" (`name_of`).
 Names = Mapping[str, str]
 
 
@@ -113,6 +114,8 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
             found["angle_logs"] = [Source("angle_logs", (spec.rope_dim // 2,), whole)]
     if spec.chooses:
         found |= _indexer_sources(spec, hidden)
+    if spec.latent_twice:
+        return {f"attention/{path}": some for path, some in (found | _twice_sources(spec, nope, place)).items()}
     if spec.head_gate:
         found["gate/kernel"] = [Source("head_gate.weight", (heads * spec.gates, hidden), whole)]
     if spec.sinks:
@@ -123,6 +126,22 @@ def latent_sources(spec: LatentAttentionSpec, order: np.ndarray | None, hidden: 
     else:
         found["q_up/kernel"] = [Source("q_b.weight", (heads * dim, spec.q_rank), whole, take=queries)]
     return {f"attention/{path}": some for path, some in found.items()}
+
+
+def _twice_sources(spec: LatentAttentionSpec, nope: int, place: np.ndarray) -> dict[str, list[Source]]:
+    """The same of queries and gates that are projected from a latent and its norm: a head's query, then its gates."""
+    heads, dim, gates, inputs = spec.num_heads, spec.head_dim, spec.v_dim, 2 * (spec.q_rank or 0)
+    whole_head = dim + gates
+
+    def taken(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda t: t.reshape(heads, whole_head, -1)[:, rows].reshape(heads * len(rows), -1)
+
+    shape = "q_b.weight", (heads * whole_head, inputs)
+    queries = np.concatenate([np.arange(nope), nope + place])
+    return {
+        "q_up/kernel": [Source(*shape, whole, take=taken(queries))],
+        "gate/kernel": [Source(*shape, whole, take=taken(np.arange(dim, whole_head)))],
+    }
 
 
 def _indexer_sources(spec: LatentAttentionSpec, hidden: int) -> dict[str, list[Source]]:

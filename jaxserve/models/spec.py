@@ -61,6 +61,40 @@ class QKNormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockChoiceSpec:
+    """Chooses the blocks of tokens that a layer's attention sees (MiniMax-M3), for each head of keys and values by
+    itself. A query of its own for each such head is compared with one key per cached token; the best product with a
+    token of a block is the block's score.
+
+    Attributes:
+      dim: channels of these queries and keys.
+      turned: how many of them, the first, turn as those of the attention do.
+      size: neighbouring tokens of a block.
+      count: blocks that are chosen. A token sees all tokens as long as they are in no more blocks.
+      local: of these, the block of the token itself and those right before it.
+      norm: of the queries and of the keys.
+    """
+
+    dim: int
+    turned: int
+    size: int
+    count: int
+    local: int
+    norm: NormSpec
+
+    def __post_init__(self) -> None:
+        if self.dim < self.turned:
+            raise ConfigError(f"index_head_dim={self.dim} is below the {self.turned} channels that turn")
+        if not 0 <= self.local <= self.count:
+            raise ConfigError(f"index_local_blocks={self.local} must be from 0 to index_topk_blocks={self.count}")
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a token sees."""
+        return self.size * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of one layer.
 
@@ -84,9 +118,12 @@ class AttentionSpec:
       gate_per_head: a head has one gate for all its channels, instead of one for each.
       qk_norm: the norms of queries and keys; None: there are none.
       v_norm: the norm of each head's value, without a scale; None: there is none.
+      out_norm: the norm of the results of all heads together, before the output projection (BitNet); None: there is
+        none.
       v_is_k: values are the results of the projection of keys, before these are normed and rotated (Gemma 4).
       shares_kv: the layer has no keys and values of its own. It reads those of an earlier layer, see
         `ModelConfig.kv_sources`.
+      blocks: how blocks of tokens are chosen; None: the layer sees all of them.
     """
 
     num_heads: int
@@ -109,8 +146,10 @@ class AttentionSpec:
     gate_per_head: bool = False
     qk_norm: QKNormSpec | None = None
     v_norm: NormSpec | None = None
+    out_norm: NormSpec | None = None
     v_is_k: bool = False
     shares_kv: bool = False
+    blocks: BlockChoiceSpec | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -191,6 +230,8 @@ class LatentAttentionSpec:
       head_gate: before the output projection, each head's result is multiplied by a sigmoid gate, projected from the
         layer's input.
       channel_gates: each channel of a head's result has a gate of its own.
+      latent_twice: queries and gates are projected from the latent behind its norm and, beside it, before its norm
+        (A.X K2). In files each head's query and its gates are one.
       sinks: as in `AttentionSpec`.
       rope, scale: see `AttentionSpec`.
       rotates: whether there are rotated keys; if not, all channels of a head's query are for the projected key.
@@ -210,6 +251,7 @@ class LatentAttentionSpec:
     bias: bool = False
     head_gate: bool = False
     channel_gates: bool = False
+    latent_twice: bool = False
     sinks: bool = False
     rope: str = "default"
     scale: float | None = None
@@ -701,7 +743,6 @@ class ExpertsSpec:
       count: experts of a layer.
       router: how a token's experts are chosen and weighted.
       router_bias: whether the router's logits have a learned bias.
-      limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `MLPSpec.activation`.
       latent_size: size of a latent that is projected from the token. Experts compute with latents, and a further matrix
         projects the sum of their results back. None: experts compute with tokens.
       shared_size: inner size of a shared MLP, which every token also goes through; 0: there is none.
@@ -718,7 +759,6 @@ class ExpertsSpec:
     count: int
     router: Router
     router_bias: bool = False
-    limit: float | None = None
     latent_size: int | None = None
     shared_size: int = 0
     shared_gate: bool = False
@@ -747,9 +787,12 @@ class MLPSpec:
       size: inner size of the MLP, or of each expert.
       gated: True: down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). False: down(activation(up(x))).
         xielu, an activation with learned numbers, is for MLPs without a gate.
+      limit: the activation is `ops.clamped_gate` with this limit (gpt-oss); None: it is `activation`. A shared MLP has
+        the same.
       bound: activation(gate(x)) is at most this, and up(x) is within +-bound; None: they are not limited.
       bound_first: gate(x) is at most the bound, in the place of activation(gate(x)). A shared MLP has the same.
       gate_scale, out_scale: multiply the results of gate, before the activation, and those of down.
+      inner_eps: epsilon of an RMS norm before down (BitNet); None: there is none.
       experts: the mixture; None: there is one MLP for all tokens.
       stored_size: inner size of each expert on the devices (`wide_experts`); None: `size`.
       sparsity: before the activation, gates lose what a normal distribution with their mean and deviation exceeds with
@@ -760,10 +803,12 @@ class MLPSpec:
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    limit: float | None = None
     bound: float | None = None
     bound_first: bool = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
+    inner_eps: float | None = None
     experts: ExpertsSpec | None = None
     stored_size: int | None = None
     sparsity: float = 0.0
@@ -839,6 +884,8 @@ class LayerSpec:
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
         `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba 2).
+      gated_norms: of the norms before attention and MLP, those whose results are multiplied by sigmoid gates, which are
+        projected from these results through a latent of `gate_rank` numbers (A.X K2).
       residual_scale: multiplies what attention and MLP add to x.
       shares: for the attention, and for the MLP, the numbers (kept, share), if `residual` is normed.
       altup, hyper: the streams, if `residual` is altup or hyper.
@@ -852,6 +899,8 @@ class LayerSpec:
     beside: BesideSpec | None = None
     norm: NormSpec = NormSpec()
     residual: Residual = "pre"
+    gated_norms: tuple[str, ...] = ()
+    gate_rank: int = 0
     residual_scale: float = 1.0
     shares: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
     altup: AltUpSpec | None = None
@@ -876,9 +925,21 @@ class LayerSpec:
         """The indexer that chooses what the layer's attention sees."""
         return self.attention.indexer if isinstance(self.attention, LatentAttentionSpec) else None
 
+    @property
+    def blocks(self) -> BlockChoiceSpec | None:
+        """How the blocks are chosen that the layer's attention sees."""
+        return self.attention.blocks if isinstance(self.attention, AttentionSpec) else None
+
+    @property
+    def most_seen(self) -> int | None:
+        """The most tokens that a token may see by what is chosen for it; None: it sees all."""
+        return self.indexer.top_k if self.indexer is not None else self.blocks.tokens if self.blocks else None
+
     def without_indexer(self) -> LayerSpec:
         """The layer with attention that sees all tokens."""
         attention: Any = self.attention
+        if self.blocks is not None:
+            return replace(self, attention=replace(attention, blocks=None))
         return self if self.indexer is None else replace(self, attention=replace(attention, indexer=None))
 
 
@@ -987,7 +1048,7 @@ class ModelConfig:
             return replace(rope, long_factors=factors) if rope.scaling == "longrope" else rope
 
         def seeing(layer: LayerSpec) -> LayerSpec:
-            return layer if layer.indexer is None or layer.indexer.top_k < length else layer.without_indexer()
+            return layer if layer.most_seen is None or layer.most_seen < length else layer.without_indexer()
 
         ropes = {name: limited(rope) for name, rope in self.ropes.items()}
         return replace(self, ropes=ropes, layers=tuple(map(seeing, self.layers)))

@@ -33,11 +33,11 @@ def sharded_kv_heads(
             f"{groups}tensor_parallel_size {tensor_parallel_size} does not divide {' and '.join(found)}; this model "
             f"allows {allowed}"
         )
-    indexers = [layer.indexer for layer in config.layers if layer.indexer is not None]
-    if context_parallel_size > 1 and indexers:
+    seen = [layer.most_seen for layer in config.layers if layer.most_seen is not None]
+    if context_parallel_size > 1 and seen:
         raise ConfigError(
             f"decode_context_parallel_size must be 1, not {context_parallel_size}, for a model with indexers, unless "
-            f"max_model_len is at most the {indexers[0].top_k} tokens that they choose"
+            f"max_model_len is at most the {seen[0]} tokens that they choose"
         )
     if context_parallel_size > 1 and isinstance(config.attention, CompressedAttentionSpec):
         raise ConfigError(

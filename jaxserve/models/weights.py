@@ -212,6 +212,10 @@ def layer_sources(
     for name in _NORMS[spec.residual]:
         wide = 2 * hidden if block and name == "attention_norm" else hidden
         layer |= norm_sources(name, spec.norm, wide) if has[name.partition("_")[0]] else {}
+    for name in spec.gated_norms:
+        sizes = {"down": (spec.gate_rank, hidden), "up": (hidden, spec.gate_rank)}
+        gates = {way: [Source(f"{name}_gate_{way}.weight", shape, whole)] for way, shape in sizes.items()}
+        layer |= {f"{name}_gate/{way}/kernel": some for way, some in gates.items()}
     if isinstance(attention, RecurrentSpec):
         layer |= recurrent_sources(attention, hidden, names)
     elif isinstance(attention, CompressedAttentionSpec):
@@ -251,10 +255,26 @@ def _attention(
         layer["attention/qkv/bias"] = _qkv(attention, kv_heads, order, names, "bias", ())
     if attention.out_bias:
         layer["attention/out/bias"] = [Source("o.bias", (hidden,), whole)]
+    if attention.out_norm is not None:
+        split = (kv_heads, attention.num_heads // kv_heads, attention.value_dim)
+        layer["attention/out_norm/scale"] = [Source("out_norm.weight", (width,), whole, split)]
     if attention.out_gate is not None:
         layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
+    if (blocks := attention.blocks) is not None:
+        own = attention.num_kv_heads
+        repeated = Source(
+            "index_q.weight", (own * blocks.dim, hidden), lambda t: t.reshape(own, kv_heads // own, blocks.dim, -1),
+            (own, 1, blocks.dim, -1),
+        )  # fmt: skip
+        layer["attention/chooser/q/kernel"] = [repeated]
+        layer["attention/chooser/k/kernel"] = [Source("index_k.weight", (blocks.dim, hidden), whole)]
+        layer |= {
+            f"attention/chooser/{path}": some
+            for role in "qk"
+            for path, some in norm_sources(f"{role}_norm", blocks.norm, blocks.dim, f"index_{role}_norm").items()
+        }
     if attention.sinks:
         split = (kv_heads, attention.num_heads // kv_heads)
         layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, split)]
@@ -283,10 +303,12 @@ def _of_pairs(dim: int, which: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda t: t.reshape(-1, 2, dim, *t.shape[1:])[:, which].reshape(-1, *t.shape[1:])
 
 
-def norm_sources(name: str, spec: NormSpec, size: int) -> dict[str, list[Source]]:
+def norm_sources(name: str, spec: NormSpec, size: int, role: str | None = None) -> dict[str, list[Source]]:
+    """Path within the layer -> the sources of the norm `name`, whose role has the same name unless it is given."""
+    role = role or name
     offset = (lambda t: t.astype(np.float32) + spec.offset) if spec.offset else None
-    found = {"scale": Source(f"{name}.weight", (size,), whole, take=offset)} if spec.scale else {}
-    found |= {"bias": Source(f"{name}.bias", (size,), whole)} if spec.bias else {}
+    found = {"scale": Source(f"{role}.weight", (size,), whole, take=offset)} if spec.scale else {}
+    found |= {"bias": Source(f"{role}.bias", (size,), whole)} if spec.bias else {}
     return {f"{name}/{part}": [source] for part, source in found.items()}
 
 
@@ -309,6 +331,8 @@ def _mlp(spec: MLPSpec, hidden: int, names: Names) -> dict[str, list[Source]]:
             ]
         down = (hidden, width) if kind == "weight" else (hidden,)
         both[f"mlp/down/{place}"] = [Source(f"down.{kind}", down, whole)]
+    if spec.inner_eps is not None:
+        both["mlp/inner_norm"] = [Source("inner_norm.weight", (width,), whole)]
     if spec.activation == "xielu":
         for name, shape in XIELU_SHAPES.items():
             both[f"mlp/xielu/{name}"] = [Source(name, shape, whole, take=lambda t: t.reshape(1))]
@@ -365,22 +389,24 @@ def _qkv(
         sizes["q"] *= 2
         of_queries = _of_pairs(dim, 0)
         takes["q"] = of_queries if order is None else lambda t: ordered(of_queries(t))
-    if not (_has(names, f"qkv.{kind}") or _has(names, f"qkv_grouped.{kind}")):
+    fused = [which for which in ("qkv", "qkv_grouped", "qkv_quarters") if _has(names, f"{which}.{kind}")]
+    if not fused:
         tensors = {"q": "q", "k": "k", "v": "k" if spec.v_is_k else "v"}
         return [
             Source(f"{tensors[role]}.{kind}", (sizes[role], *inputs), views[role], splits[role], take=takes[role])
             for role in roles
         ]
     shape = (sum(sizes.values()), *inputs)
-    if _has(names, f"qkv.{kind}"):
-        which = f"qkv.{kind}"
+    which = f"{fused[0]}.{kind}"
+    if fused[0] == "qkv":
         parts = {
             "q": rows(0, sizes["q"]),
             "k": rows(sizes["q"], sizes["k"]),
             "v": rows(sizes["q"] + sizes["k"], sizes["v"]),
         }
+    elif fused[0] == "qkv_quarters":
+        parts = {role: _of_quarters(place) for place, role in enumerate("qvk")}
     else:
-        which = f"qkv_grouped.{kind}"
         each = heads // own
         parts = {role: _of_groups(own, each, dim, role) for role in "qkv"}
 
@@ -390,6 +416,11 @@ def _qkv(
         return part if then is None else lambda t: then(part(t))
 
     return [Source(which, shape, views[role], splits[role], take=chosen(role)) for role in "qkv"]
+
+
+def _of_quarters(place: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Takes every third part, from number `place` on, of a tensor that has in each quarter of its rows three parts."""
+    return lambda t: t.reshape(4, 3, -1, *t.shape[1:])[:, place].reshape(-1, *t.shape[1:])
 
 
 def _of_groups(groups: int, each: int, dim: int, role: str) -> Callable[[np.ndarray], np.ndarray]:

@@ -242,10 +242,16 @@ def make_runner(config: EngineConfig, plan: ModelPlan, params: dict[str, Any]) -
         decoder, tree = check_kernels(decoder, tree, plan.mesh, config.matmul_backend)
     stage: Any = decoder.stage
     penalized = memory.penalty_rows(config, plan.model) if stage is None or stage.is_last else 0
-    most = config.decode_steps if stage is None else 1
-    options: Any = {"max_tokens_per_call": most, "adapters": plan.adapter_pool(config)}
-    options["encoder"] = abstract_encoder(plan)
-    runner = ModelRunner(decoder, tree, plan.mesh, config.max_num_seqs, penalized, **options)
+    runner = ModelRunner(
+        decoder,
+        tree,
+        plan.mesh,
+        config.max_num_seqs,
+        penalized,
+        max_tokens_per_call=config.decode_steps if stage is None else 1,
+        adapters=plan.adapter_pool(config),
+        encoder=abstract_encoder(plan),
+    )
     runner.copies_pages = config.kv_offload_gib > 0
     runner.set_cache_size(plan.one_page, -(-plan.longest // plan.one_page.page_size))
     return runner

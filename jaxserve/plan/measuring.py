@@ -104,12 +104,20 @@ def _engine_steps(deployment: Deployment, points: list[Point], clock: Clock) -> 
     config = deployment.config
     pages = pages_for(points, layout.page_size, layout.groups.num_groups)
     longest = max(point.context for point in points) + STEPS
-    sizes: Any = {"kv_pages": pages, "max_model_len": longest, "max_num_seqs": max(point.batch for point in points)}
-    off: Any = {"prefix_caching": False, "kv_offload_gib": 0.0, "kv_offload_dir": None, "role": "both"}
+    own = replace(
+        config,
+        kv_pages=pages,
+        max_model_len=longest,
+        max_num_seqs=max(point.batch for point in points),
+        prefix_caching=False,
+        kv_offload_gib=0.0,
+        kv_offload_dir=None,
+        role="both",
+    )
     if jax.default_backend() == "cpu":  # `--target cpu` asks for it
-        off["platform"] = "cpu"
+        own = replace(own, platform="cpu")
     log.info("loading %s", config.model)
-    return DecodeSteps(Engine.load(replace(config, **sizes, **off), progress=False), points, clock)
+    return DecodeSteps(Engine.load(own, progress=False), points, clock)
 
 
 def lines(measured: Mapping[str, Any]) -> Iterator[str]:

@@ -117,10 +117,17 @@ def fit(start: Constants, probes: Mapping[str, Roofline], times: Mapping[str, Ma
     bandwidth, matmul = (
         1 / max(one, NOISE * taken[0] / max(part, 1)) for one, part in zip(each, parts[0], strict=True)
     )
-    rates: Any = {"bandwidth": float(bandwidth), "cache": float(cache), "call": call, "layer": layer}
-    if not start.overlaps:
-        rates["matmul"] = float(matmul)
-    return replace(start, launch=0.0, source="measured", when=date.today().isoformat(), **rates)
+    return replace(
+        start,
+        launch=0.0,
+        source="measured",
+        when=date.today().isoformat(),
+        bandwidth=float(bandwidth),
+        cache=float(cache),
+        call=call,
+        layer=layer,
+        matmul=start.matmul if start.overlaps else float(matmul),
+    )
 
 
 def _beside(probes: Mapping[str, Roofline], times: Mapping[str, Mapping[Point, Timed]]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.execution import memory
@@ -19,6 +19,18 @@ SCHEMA = 1  # grows when a key changes its meaning or goes
 BATCHES = (1, 8, 32, 128)
 CONTEXTS = (1024, 8192, 32768)
 PARTS = ("weights", "products", "attention", "communication", "overhead", "waiting")
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options of `make_plan`."""
+
+    shape: tuple[int, int]
+    estimate: bool
+    all_layers: bool
+    price: float | None
+    goal: Goal | None
+    constants: Known | None
+    measured: Measured | None
 
 
 def make_plan(

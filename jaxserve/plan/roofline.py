@@ -192,13 +192,19 @@ class Roofline:
         width = 2 * spec.head_dim
         self._indexers = 0  # layers that compare the keys of all cached tokens
         self._key_bytes = self._compare_flops = 0
+        compared = 0  # numbers of the keys that are compared
         if isinstance(spec, LatentAttentionSpec):
             width = 2 * spec.rank + spec.rope_dim
             if (indexer := spec.indexer) is not None:
                 self._indexers = sum(one.chooses for one in specs if isinstance(one, LatentAttentionSpec))
-                self._key_bytes = indexer.dim * (2 if has_scale(layout.dtype) else layout.dtype.itemsize)
-                self._row_bytes -= self._key_bytes
+                compared = indexer.dim
                 self._compare_flops = 2 * indexer.heads * indexer.dim
+        elif blocks := [layer.blocks for layer in model.layers if layer.blocks is not None]:
+            self._indexers = len(blocks)
+            compared = blocks[0].dim
+            self._compare_flops = 2 * spec.num_kv_heads * blocks[0].dim
+        self._key_bytes = compared * (2 if has_scale(layout.dtype) else layout.dtype.itemsize)
+        self._row_bytes -= self._key_bytes
         self._pair_flops = 2 * spec.num_heads * width
 
     def work(self, tokens: int, rows: int, contexts: Any, counts: Any = 1) -> Work:
@@ -264,6 +270,8 @@ def _sight(spec: AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec) 
     """The most tokens that a token of a layer sees. Compressed entries are not counted."""
     if isinstance(spec, LatentAttentionSpec):
         return 2**40 if spec.indexer is None else spec.indexer.top_k
+    if isinstance(spec, AttentionSpec) and spec.blocks is not None:
+        return spec.blocks.tokens
     return spec.window or getattr(spec, "chunk", None) or 2**40
 
 

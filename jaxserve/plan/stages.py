@@ -69,7 +69,13 @@ def _of_stage(config: EngineConfig, whole: ModelPlan, stage: Stage, devices: lis
     mesh = mesh_of(config, devices)
     model = replace(whole.model, layers=whole.model.layers[stage.begin : stage.end])
     one_page = replace(whole.one_page, groups=whole.one_page.groups.of_stage(stage.layers))
-    sizes: Any = {"page_size": one_page.page_size, "kv_dtype": one_page.dtype}
-    backends: Any = {"attention": config.attention_backend, "matmul": config.matmul_backend}
-    decoder = make_decoder(whole.model, mesh, whole.dtype, **sizes, **backends).clone(stage=stage)
+    decoder = make_decoder(
+        whole.model,
+        mesh,
+        whole.dtype,
+        page_size=one_page.page_size,
+        kv_dtype=one_page.dtype,
+        attention=config.attention_backend,
+        matmul=config.matmul_backend,
+    ).clone(stage=stage)
     return replace(whole, mesh=mesh, model=model, decoder=decoder, one_page=one_page)

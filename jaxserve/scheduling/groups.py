@@ -9,7 +9,7 @@ it loses its slot. Slots and pages are numbered through all groups: those of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
@@ -102,20 +102,41 @@ class GroupBlocks:
             part.check_integrity([pages for pages in held if self._of(pages) is part])
 
 
+class SchedulerSizes(TypedDict):
+    """Settings of a `Scheduler` that one for several groups has for each of them: what steps may hold, and how prompts
+    share them with decodes."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    prefill_chunk: NotRequired[int | None]
+    prefill_bursts: NotRequired[bool]
+    prompts_first: NotRequired[bool]
+    penalty_rows: int
+    stages: NotRequired[int]
+
+
 class GroupScheduler(Scheduler):
     """A `Scheduler` for several groups. `max_num_seqs`, `max_num_batched_tokens` and `penalty_rows` are those of
     each."""
 
     blocks: Any  # GroupBlocks
 
-    def __init__(
-        self, blocks: GroupBlocks, *, max_num_seqs: int, penalty_rows: int, max_model_len: int, **options: Any
-    ):
-        super().__init__(blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options)  # type: ignore
+    def __init__(self, blocks: GroupBlocks, **sizes: Unpack[SchedulerSizes]):
+        super().__init__(blocks, **sizes)  # type: ignore[arg-type]
         groups = len(blocks.parts)
-        sizes = (blocks.page_size, max_model_len)
+        max_num_seqs = sizes["max_num_seqs"]
+        max_model_len = sizes["max_model_len"]
+        penalty_rows = sizes["penalty_rows"]
         windows = blocks.windows
-        self.running = RunningTable(groups * max_num_seqs, *sizes, groups * penalty_rows, windows, groups)
+        self.running = RunningTable(
+            groups * max_num_seqs,
+            blocks.page_size,
+            max_model_len,
+            groups * penalty_rows,
+            windows,
+            groups,
+        )
         self.turns = MicroBatches(self.turns.stages, groups * max_num_seqs, groups)
         self._own_prefixes = [Prefixes(part) for part in blocks.parts]
         self._further = max(1, max_num_seqs // FURTHER)

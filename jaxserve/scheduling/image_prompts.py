@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -98,7 +99,8 @@ def read_prompt(prompt: Sequence[int], images: Sequence[Image], salt: str | None
     if not kind.has_three_positions:
         return ImagePrompt(tokens, tuple(found), small, None, 0)
     grids = [(one.first, _merged(one.image.grid, kind.side)) for one in found]
-    return ImagePrompt(tokens, tuple(found), small, *positions_of(len(tokens), grids))
+    later = [one.image.later for one in found]
+    return ImagePrompt(tokens, tuple(found), small, *positions_of(len(tokens), grids, later))
 
 
 def tokens_of(image: Image) -> np.ndarray:
@@ -112,21 +114,26 @@ def _merged(grid: tuple[int, int, int], side: int) -> tuple[int, int, int]:
     return frames, rows // side, columns // side
 
 
-def positions_of(length: int, pictures: Sequence[tuple[int, tuple[int, int, int]]]) -> tuple[np.ndarray, int]:
+def positions_of(
+    length: int, pictures: Sequence[tuple[int, tuple[int, int, int]]], later: Sequence[int | None] = ()
+) -> tuple[np.ndarray, int]:
     """The positions int32 [3, length] of a prompt's tokens, and by how much those of later tokens exceed their places.
 
     pictures: for each, in order, the place of its first feature in the prompt, and the frames, rows and columns of its
-    features, which follow each other.
+    features, which follow each other. later: of each, `Image.later`.
     """
     positions = np.empty((3, length), np.int32)
     done = 0  # tokens that have their positions
     begin = 0  # of the next token
-    for first, (frames, rows, columns) in pictures:
+    origin = 0  # of the last picture, or video
+    for (first, (frames, rows, columns)), time in zip_longest(pictures, later):
         count = frames * rows * columns
-        positions[:, done:first] = begin + np.arange(first - done)
-        begin += first - done
-        positions[:, first : first + count] = begin + np.indices((frames, rows, columns)).reshape(3, count)
-        begin += max(rows, columns)
+        if time is None:
+            positions[:, done:first] = begin + np.arange(first - done)
+            origin = begin + first - done
+        positions[:, first : first + count] = origin + np.indices((frames, rows, columns)).reshape(3, count)
+        positions[0, first : first + count] += time or 0
+        begin = origin + max(rows, columns)
         done = first + count
     positions[:, done:] = begin + np.arange(length - done)
     return positions, begin - done

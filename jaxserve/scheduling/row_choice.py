@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,12 @@ class TokenBudget:
     bursts: bool = True  # many prompts may use more than `chunk`
     least: int = 0  # tokens that prompts get beside any number of decodes, if `most` has room for them
     stages: int = 1  # of a pipeline: so many steps share `most` tokens of prompts, so that all stages have work
+    always: bool = False  # `chunk` also limits steps in which nothing decodes
     whole: int = 0  # tokens of the largest picture, if its tokens are computed in one step
+
+    def short(self) -> TokenBudget:
+        """The same for steps that are to be short even if nothing decodes."""
+        return replace(self, bursts=False, always=True)
 
     def for_prompts(self, decodes: int, prompts: int, patches: int = 0) -> int:
         """Tokens for prompts beside `decodes` rows; `prompts` is the number of other sequences, waiting ones included.
@@ -28,7 +33,7 @@ class TokenBudget:
         prompts keep at least an eighth of it, or half of it with bursts. With bursts the chunk grows when prompts
         outnumber a quarter of the decodes, and prompts get at least as many tokens as there are decodes: where
         arithmetic takes the time, this doubles that of a step."""
-        if not decodes or (chunk := self.chunk) is None:
+        if (chunk := self.chunk) is None or not (decodes or self.always):
             return max(-(-self.most // self.stages), min(decodes + 1, self.most)) - decodes
         if self.bursts:
             chunk *= max(1, 4 * prompts // decodes)
@@ -105,6 +110,9 @@ def _decodes_and_prompts(running: RunningTable, num_waiting: int, turns: MicroBa
     if batch.any_beams:  # a beam waits until all beams of its request have sampled and were rearranged
         decodes &= ~running.beams[batch.slot] | (known == total)
     prompts = (left > 0) & ~decodes & (known == total)
+    if running.steps_aside:
+        decodes &= ~batch.background
+        prompts &= ~batch.background
     if turns.stages > 1:
         decodes = turns.choose(running, decodes, may_wait=not num_waiting and not prompts.any())
     return decodes, prompts

@@ -41,6 +41,7 @@ class RunningBatch:
     one_at_a_time: np.ndarray  # bool [sequences]: the host must see a token before the next can be sampled
     any_masked: bool
     any_beams: bool
+    background: np.ndarray  # bool [sequences]: they step aside for all others
     sampler: Sampler  # the least capable one that serves all sequences
 
 
@@ -104,6 +105,8 @@ class RunningTable:
         # checks them, `computed` and `total` are upper bounds.
         self.proposed = numbers()
         self.proposes = False  # whether any are proposed
+        self.steps_aside = False  # the next step computes nothing of background sequences; see `step_aside`
+        self.short_steps = False  # the next step may compute some of them, and is to be a short one
         self.draft_reads = True  # a draft head, if there is one, reads the tokens of the next step
         self.sampler = numbers()  # the least capable `Sampler` that serves it
         self.stop_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), NO_TOKEN, np.int32)
@@ -181,6 +184,7 @@ class RunningTable:
                 self.masked[slot] | self.beams[slot],
                 bool(self.masked[slot].any()),
                 bool(self.beams[slot].any()),
+                np.fromiter((seq.is_background for seq in seqs), bool, len(seqs)),
                 Sampler(self.sampler[slot].max(initial=Sampler.GREEDY)),
             )
         return self._batch

@@ -28,6 +28,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxserve.scheduling.adapter_pool import AdapterPool
+from jaxserve.scheduling.background import step_aside
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.image_rows import ImageRows
 from jaxserve.scheduling.page_loads import PageLoads
@@ -82,7 +83,8 @@ class Scheduler:
 
     @property
     def budget(self) -> TokenBudget:
-        return self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
+        budget = self._budget if self._whole_steps is None or self.num_streaming else self._whole_steps
+        return budget.short() if self.running.short_steps else budget
 
     def limit_chunk(self, tokens: int, least: int) -> None:
         """From now on, steps with prompts beside decodes have `tokens` tokens, and at least `least` of prompts."""
@@ -194,6 +196,7 @@ class Scheduler:
     def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. If all rows decode and no new request can begin,
         each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
+        tokens_per_call = step_aside(self.running, self.waiting, self.can_admit, self._preempt, tokens_per_call)
         running = self.running
         preemptions = self.num_preemptions
         if self._has_windows:

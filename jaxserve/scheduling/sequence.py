@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.grammars.grammar import Matcher
 from jaxserve.grammars.token_mask import TokenMask
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.block_manager import HASH_BYTES, NULL_PAGE, page_hash, root_hash
 from jaxserve.scheduling.image_prompts import ImageInPrompt, ImagePrompt
 from jaxserve.types import NO_PENALTY_ROW, FinishReason, Request, TokenLogprob
@@ -95,6 +96,11 @@ class Sequence:
         self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it steps aside for every sequence that does not."""
+        return self.order[0] == BACKGROUND
 
     @property
     def lookup(self) -> Lookup | None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.adapter_pool import AdapterPool
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence, Status
 
@@ -52,6 +53,7 @@ class Waiting:
         self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
         self._held: dict[Sequence, None] = {}
         self._passed: list[Sequence] = []  # those that have let others pass in this step
+        self.holds_background = False  # background sequences may not be served
         self._count = 0
         self.num_tokens = 0  # tokens of the waiting prompts
         self.num_completions = 0  # completions of the waiting requests, with siblings that fork later
@@ -60,8 +62,8 @@ class Waiting:
         return self._count
 
     def __bool__(self) -> bool:
-        """Whether a sequence waits that may be served: one that is neither parked nor set aside."""
-        return bool(self._levels)
+        """Whether a sequence waits that may be served: one that is neither parked nor set aside nor held back."""
+        return bool(self._levels) and not (self.holds_background and self._priorities[0] == BACKGROUND)
 
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences, in arbitrary order."""
@@ -107,6 +109,11 @@ class Waiting:
             level = self._levels[priority] = _Level(self._quantum)
             insort(self._priorities, priority)
         level.push(seq, resumed)
+
+    @property
+    def has_foreground(self) -> bool:
+        """Whether a sequence waits that may be served, and for which background sequences step aside."""
+        return bool(self._levels) and self._priorities[0] < BACKGROUND
 
     def peek(self) -> Sequence:
         """The next sequence. It stays the same until one is added or removed. Raises IndexError for an empty queue."""

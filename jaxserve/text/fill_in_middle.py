@@ -37,12 +37,18 @@ _ENDS = (
 )
 
 
+# What stands before another file's name, in prompts that show several files.
+_FILES = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
+
 _LEAD = "☺"  # a character that no tokenizer joins with what follows
 
 
 def marker_ids(tokenizer: Tokenizer) -> list[int] | None:
-    """Token ids of the markers, in the order of `_Form`; None if the tokenizer has none of the known ones."""
-    found = ([tokenizer.token_id(marker) for marker in form if marker] for form in _FORMS)
+    """Token ids of the markers, in the order of `_Form`: those that the model's files name, or known ones. None if
+    there are none."""
+    named = [tokenizer.fim_tokens.get(role) for role in _Form._fields]
+    forms = [_Form(*cast("list[str]", named)), *_FORMS] if all(named) else _FORMS
+    found = ([tokenizer.token_id(marker) for marker in form if marker] for form in forms)
     return cast("list[int] | None", next((ids for ids in found if None not in ids), None))
 
 
@@ -69,12 +75,19 @@ class FillInMiddle:
         lead = tokenizer.encode(_LEAD, add_special_tokens=False)
         spaced = tokenizer.token_bytes(lead[0]).startswith(b" ")
         self.lead, self._lead = (_LEAD, len(lead)) if spaced else ("", 0)
-        self.end_ids = tuple(i for text in _ENDS if (i := tokenizer.token_id(text)) is not None)
+        named = [text for role in ("pad", "repo", "file") if (text := tokenizer.fim_tokens.get(role))]
+        ends = dict.fromkeys((*_ENDS, *named))
+        self.end_ids = tuple(i for text in ends if (i := tokenizer.token_id(text)) is not None)
+        separators = (tokenizer.fim_tokens.get("file"), *_FILES)
+        found = (tokenizer.token_id(text) for text in separators if text)
+        self._file = [i for i in found if i is not None][:1]
 
-    def prompt(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+    def prompt(self, prefix: Sequence[int], suffix: Sequence[int], files: Sequence[Sequence[int]] = ()) -> list[int]:
         """The prompt's token ids. `prefix` and `suffix` are the ids of the two texts without special tokens, with
-        `lead` before the suffix."""
+        `lead` before the suffix; `files` are those of other files, each with its name in the first line."""
         before = [self._prefix, *prefix]
         after = [self._suffix, *suffix[self._lead :]]
         parts = [*before, *after, *self._middle] if self._middle else [*after, *before]
-        return [*self._opening, *parts]
+        if files:
+            parts = [*self._file, *parts]
+        return [*self._opening, *(token for file in files for token in (*self._file, *file)), *parts]

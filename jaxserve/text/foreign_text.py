@@ -24,12 +24,12 @@ class ForeignText:
       hidden: the given value (a string, or lists and mappings of strings) with stand-ins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, value: Any):
-        """If the tokenizer does not escape special tokens, `hidden` is `value`."""
+    def __init__(self, tokenizer: Tokenizer, value: Any, escapes: bool | None = None):
+        """If special tokens are not escaped, `hidden` is `value`. `escapes`: None: as the tokenizer says."""
         self._tokenizer = tokenizer
         self.hidden = value
         self._originals: dict[str, str] = {}  # stand-in -> original character
-        if not tokenizer.escape_special_tokens or not tokenizer.markers:
+        if not (tokenizer.escape_special_tokens if escapes is None else escapes) or not tokenizer.markers:
             return
         used = {char for text in _strings(value) if not text.isascii() for char in text}
         escaped = "".join(text for text in _strings(value) if "\\u" in text).lower()
@@ -44,13 +44,17 @@ class ForeignText:
         """Token ids of a text that was rendered from `hidden`."""
         return self._tokenizer.encode_separated(*self._separate(text), add_special_tokens)
 
+    def plain(self, text: str) -> str:
+        """A text that was rendered from `hidden`, with the original characters."""
+        return text.translate({ord(stand_in): start for stand_in, start in self._originals.items()})
+
     def _separate(self, text: str) -> tuple[str, list[int]]:
         """The text with the original characters and separators, and the separators' positions."""
         if not self._originals:
             return text, []
         for stand_in in self._originals:  # a template may write JSON with ASCII escapes
             text = text.replace(f"\\u{ord(stand_in):04x}", stand_in)
-        plain = text.translate({ord(stand_in): start for stand_in, start in self._originals.items()})
+        plain = self.plain(text)
         begins = re.finditer(f"[{''.join(self._originals)}]", text)
         cuts = [found.end() for found in begins if self._markers.match(plain, found.start())]
         parts = [plain[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)]

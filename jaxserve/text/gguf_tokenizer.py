@@ -122,6 +122,15 @@ _KINDS = {
     _Pre((_GPT4O,)): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
     _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
 }
+# Metadata keys of the tokens for filling in the middle, without "tokenizer.ggml." and "_token_id"; older ones last.
+_FIM_KEYS = {
+    "prefix": ("fim_pre", "prefix"),
+    "suffix": ("fim_suf", "suffix"),
+    "middle": ("fim_mid", "middle"),
+    "pad": ("fim_pad",),
+    "repo": ("fim_rep",),
+    "file": ("fim_sep",),
+}
 _PRE_TOKENIZERS = {name: pre for pre, names in _KINDS.items() for name in names}
 
 
@@ -150,12 +159,14 @@ def make_tokenizer(metadata: Mapping[str, Any], patterns: tuple[str, ...] | None
             special_tokens=[(token, vocabulary.ids[token]) for token in edges.values()],
         )
     named = {f"{role}_token": token for role, token in roles.items() if token}
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=_chat_template(metadata),
         clean_up_tokenization_spaces=False,
         **named,
     )
+    made.init_kwargs["fim_tokens"] = vocabulary.fim_tokens()
+    return made
 
 
 def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +230,16 @@ class _Vocabulary:
         if type(token) is not int or not 0 <= token < len(self.tokens):
             raise ValueError(f"the {role} token {token!r:.80} is none of {len(self.tokens)} tokens")
         return self.tokens[token] or None
+
+    def fim_tokens(self) -> dict[str, str]:
+        """The tokens for filling in the middle that the file names, by role; see `Tokenizer.fim_tokens`."""
+        found: dict[str, str] = {}
+        for role, keys in _FIM_KEYS.items():
+            for key in keys:
+                token = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+                if type(token) is int and 0 <= token < len(self.tokens):
+                    found.setdefault(role, self.tokens[token])
+        return found
 
     def adds(self, role: str) -> bool:
         sentencepiece = self.take("model", "") in ("llama", "t5", "gemma4")

@@ -40,6 +40,8 @@ class Tokenizer:
         them in.
       escape_special_tokens: encode special tokens in the text of users and tools as text (see `foreign_text`).
       longest_token: most characters of one token; None if an unknown token can stand for any number of them.
+      fim_tokens: texts of the tokens that the model's files name for filling in the middle, by role: prefix, suffix,
+        middle, pad, repo, file (see `fill_in_middle`).
     """
 
     def __init__(self, hf_tokenizer: Any, generation_defaults: GenerationDefaults | None = None):
@@ -52,6 +54,7 @@ class Tokenizer:
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.adds_eos = bool(hf_tokenizer.init_kwargs.get("add_eos_token"))  # see `score_prompt.ended`
         own_eos = [] if hf_tokenizer.eos_token_id is None else [hf_tokenizer.eos_token_id]
+        self.fim_tokens: dict[str, str] = hf_tokenizer.init_kwargs.get("fim_tokens") or {}
         added = hf_tokenizer.added_tokens_decoder
         ends = [*own_eos, *self.generation_defaults.eos_token_ids, *_answer_ends(added)]
         self.eos_token_ids = tuple(dict.fromkeys(ends))

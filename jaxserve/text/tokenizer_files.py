@@ -68,7 +68,9 @@ def _read_with_transformers(path: Path) -> Any:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         backend.no_truncation()  # tokenizer.json may hold the lengths to which a trainer cut or padded its texts
         backend.no_padding()
-    tokenizer.init_kwargs["add_eos_token"] = _settings(path).get("add_eos_token")  # transformers 5 drops it
+    settings = _settings(path)
+    tokenizer.init_kwargs["add_eos_token"] = settings.get("add_eos_token")  # transformers 5 drops it
+    tokenizer.init_kwargs["fim_tokens"] = _fim_tokens(settings)
     return tokenizer
 
 
@@ -85,7 +87,7 @@ class KeptTokenizer:
     def __init__(self, values: dict[str, Any]):
         for name in (*_KEPT_VALUES, "class_name", "options"):
             setattr(self, name, values[name])
-        self.init_kwargs = {"add_eos_token": values["add_eos_token"]}
+        self.init_kwargs = {name: values.get(name) for name in ("add_eos_token", "fim_tokens")}
         self.backend_tokenizer = Backend.from_str(values["backend"])
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
         self._size = values["size"]
@@ -121,7 +123,7 @@ class KeptTokenizer:
             values = {name: getattr(whole, name) for name in _KEPT_VALUES}
             values |= {"transformers": version("transformers"), "class_name": type(whole).__name__, "backend": text}
             values |= {"size": len(whole), "add_eos_token": bool(whole.init_kwargs.get("add_eos_token"))}
-            values |= {"special_tokens_map": special}
+            values |= {"special_tokens_map": special, "fim_tokens": whole.init_kwargs.get("fim_tokens")}
             values["options"] = list(inspect.signature(whole.apply_chat_template).parameters)
             file.write_text(json.dumps(values))
 
@@ -135,10 +137,11 @@ class KeptTokenizer:
                 self._renderer = _renderer(self._special)
             return self._renderer
 
-    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **variables: object) -> Any:
+        """As transformers' method, whose other arguments and the template's variables are `variables`."""
         renderer = self.warm()
         renderer.chat_template = self.chat_template
-        return renderer.apply_chat_template(*args, **options)
+        return renderer.apply_chat_template(conversation, **variables)
 
 
 def _renderer(special: dict[str, str]) -> Any:
@@ -173,6 +176,17 @@ def _settings(folder: Path) -> dict[str, Any]:
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = read_text(path)
     return settings
+
+
+def _fim_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """The tokens for filling in the middle that the settings name, by role, as Code Llama's do."""
+    found = {}
+    for role in ("prefix", "suffix", "middle"):
+        token = settings.get(f"fim_{role}_token", settings.get(f"{role}_token"))
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[role] = text
+    return found
 
 
 def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]]:

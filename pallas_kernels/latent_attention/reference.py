@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +113,13 @@ def latent_attention(
     def finish(state: Softmax) -> jax.Array:
         return state.result(sinks).astype(q.dtype) if share is None else state.part()
 
-    options: Any = {"scale": scale, "rank": rank, "share": share or WHOLE, "finish": finish}
-    out = _decode_rows(q, pages, tables, kv_len, num_decodes, **options)
-    return out if decode_only else _prompt_rows(out, q, pages, tables, q_start, kv_len, num_decodes, **options)
+    share_of = share or WHOLE
+    out = _decode_rows(q, pages, tables, kv_len, num_decodes, scale=scale, rank=rank, share=share_of, finish=finish)
+    if decode_only:
+        return out
+    return _prompt_rows(
+        out, q, pages, tables, q_start, kv_len, num_decodes, scale=scale, rank=rank, share=share_of, finish=finish
+    )
 
 
 def block_tokens(pages: LatentPages, tables: jax.Array, most: int = KV_BLOCK) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +66,18 @@ def choose(
     def find(table: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         return gather(keys, dim, dim, table, block, most)
 
-    options: Any = {"span": block_tokens(keys, tables, most), "top_k": top_k, "decode_only": decode_only}
-    return best_of(inputs.q, inputs.weights, find, tables, q_start, kv_len, num_decodes, **options)
+    return best_of(
+        inputs.q,
+        inputs.weights,
+        find,
+        tables,
+        q_start,
+        kv_len,
+        num_decodes,
+        span=block_tokens(keys, tables, most),
+        top_k=top_k,
+        decode_only=decode_only,
+    )
 
 
 def best_of(

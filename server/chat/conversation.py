@@ -7,7 +7,7 @@ module yields to their own answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -36,23 +36,33 @@ _PROMPT_END = 16  # tokens of a prompt's end in which a mark that opens or close
 
 
 async def prepare(
-    state: ServerState, http: HTTPRequest, body: ChatRequest, *, form_field: str | None = None
+    state: ServerState,
+    http: HTTPRequest,
+    body: ChatRequest,
+    *,
+    form_field: str | None = None,
+    before: Sequence[int] = (),
+    context: int | None = None,
 ) -> ChatRun:
     """Renders, tokenizes and checks a conversation. Raises APIError or InvalidRequestError.
 
     `form_field`: the field for the answer's form in the client's body, for error messages; None for a chat request.
+    `before`: token ids that the prompt begins with; a conversation with pictures has none. `context`: the most tokens
+    of prompt and answer, where that is less than the model's.
     """
     adapter = state.check_model(body.model)
     body.check()
     if body.chat_template is not None:
         state.check_template()
-    tokenizer, info = state.require_ready()
+    tokenizer, info = state.require_ready(context)
     body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
     conversation = body.conversation()
     state.check_images(sources := conversation.pictures, info)
     given = conversation, body.truncate_prompt_tokens, body.truncation_side
     ids = await state.text_work(http, partial(encode_chat, tokenizer, info, *given))
+    if before:
+        ids = [*before, *(ids[1:] if ids[:1] == [tokenizer.bos_token_id] else ids)]
     images: list[Image] = []
     if sources:
         ids, images = await state.with_images(ids, sources, info, truncates=body.truncate_prompt_tokens is not None)
@@ -112,6 +122,14 @@ def encode_chat(
 
     Raises InvalidRequestError if the template refuses it (`histories.rendered`), or if `fit_text` does.
     """
+    text, foreign = rendered_chat(tokenizer, conversation)
+    text = fit_text(text, tokenizer, info, truncate, "messages", side)
+    return foreign.encode(text, conversation.add_special_tokens)
+
+
+def rendered_chat(tokenizer: Tokenizer, conversation: Conversation) -> tuple[str, ForeignText]:
+    """The text of a conversation's prompt, rendered from the `hidden` parts of its foreign text. Slow, as above; raises
+    InvalidRequestError if the template refuses it."""
     template = conversation.chat_template or tokenizer.chat_template or ""
     tools = tools_for_template(conversation.template_tools(), template) if conversation.tools else None
     messages = for_template(conversation.template_messages(), tools, template)
@@ -128,9 +146,7 @@ def encode_chat(
         "chat_template": conversation.chat_template,
         **kwargs,
     }
-    text = rendered(tokenizer, messages, options)
-    text = fit_text(text, tokenizer, info, truncate, "messages", side)
-    return foreign.encode(text, conversation.add_special_tokens)
+    return rendered(tokenizer, messages, options), foreign
 
 
 class ChatRun:

@@ -121,7 +121,7 @@ class Generation:
         self._recorded = None if state.recorder is None else state.recorder.begin(self.requests)
         stops = stops or StopStrings(params.stop)  # shared by all prompts
         self.processors = [OutputProcessor(tokenizer, request, stops) for request in self.requests]
-        self._times = [RequestTimes(state.metrics, params, len(ids), self.requests[0].adapter) for ids in prompts]
+        self.times = [RequestTimes(state.metrics, request) for request in self.requests]
         self._prompt_tokens = sum(map(len, prompts))
         self._output_tokens = self._cached_tokens = 0
         self._held_logprobs = 0  # log-probabilities kept until an answer that is not streamed is complete
@@ -160,7 +160,7 @@ class Generation:
         `EngineClient.generate` raises, and APIError (500) if the engine gives up on a completion.
         """
         client = self._state.client
-        timeout = self._state.settings.request_timeout
+        timeout = self._state.timeout(self._http)
         n = self.requests[0].params.n
         accepted = False
         if self._prompt_tokens >= LONG_PROMPT:
@@ -197,7 +197,7 @@ class Generation:
         if self._recorded is not None:
             self._recorded.take(update)
         processor = self.processors[position]
-        times = self._times[position]
+        times = self.times[position]
         if not processor.request.streams:
             self._count_logprobs(update, processor.request.params)
         before = processor.num_output_tokens
@@ -227,9 +227,9 @@ class Generation:
         if delta.finish_reason is None:
             return
         self._state.metrics.succeeded(delta.finish_reason)
-        self._times[position].finish_reasons.append(delta.finish_reason)
+        self.times[position].finish_reasons.append(delta.finish_reason)
         if self.processors[position].finished:
-            self._times[position].finished(now)
+            self.times[position].finished(now)
         if delta.abort:
             self._state.client.abort(self.requests[position].request_id, delta.index)
         if delta.finish_reason in ("error", "abort"):

@@ -39,6 +39,7 @@ class BudgetedGeneration:
     ):
         self.requests = first.requests
         self.processors = first.processors
+        self.times = first.times
         self._first = first
         self._generate = generate
         self._budget = budget

@@ -12,10 +12,9 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.server.chat.generation import Generation, Turn, json_logprob, name_tokens, prompt_logprobs_json
 from jaxserve.server.http.sse import ChunkWriter, EventStream, run_until_disconnect
-from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, fit_prompt, key_of, read_body, room_for, state_of, to_json
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.text.detokenizer import ChoiceDelta, Detokenizer
 from jaxserve.text.fill_in_middle import FillInMiddle
@@ -29,19 +28,19 @@ async def create_completion(http: HTTPRequest) -> Response:
     """Answers with one JSON object, or with a stream of chunks."""
     state = state_of(http)
     body = await read_body(http, _decoder)
-    adapter = state.check_model(body.model)
-    body.check()
-    answer = await run_until_disconnect(http.receive, _prepare(state, http, body, adapter))
+    answer = await run_until_disconnect(http.receive, prepare_completion(state, http, body))
     if body.stream:
         return EventStream(answer.stream())
     return await run_until_disconnect(http.receive, answer.whole())
 
 
-async def _prepare(
-    state: ServerState, http: HTTPRequest, body: CompletionRequest, adapter: ServedAdapter | None
+async def prepare_completion(
+    state: ServerState, http: HTTPRequest, body: CompletionRequest, context: int | None = None
 ) -> _Answer:
-    """Tokenizes and checks the prompts."""
-    tokenizer, info = state.require_ready()
+    """Tokenizes and checks the prompts. `context`: see `conversation.prepare`."""
+    adapter = state.check_model(body.model)
+    body.check()
+    tokenizer, info = state.require_ready(context)
     prompts = body.prompts()
     state.accounts.check(key_of(http), len(prompts), body.n)
     body.count_logprobs(info.vocab_size, info.max_logprobs)
@@ -70,6 +69,7 @@ async def _prepare(
             tokenizer,
             info.vocab_size,
             max_tokens=max_tokens,
+            room=None if context is None else room_for(max_tokens, max(map(len, ids)), info),
             logprobs=body.logprobs,
             prompt_logprobs=prompt_logprobs,
             stop_token_ids=ends,
@@ -132,7 +132,7 @@ class _Answer:
         self._http = http
         self._tokenizer = tokenizer
         self._body = body
-        self._generation = generation
+        self.generation = generation
         self._echoes = echoes
         self._n = generation.requests[0].params.n
         self._top = len(body.logprob_token_ids or ()) or body.logprobs or 0
@@ -146,10 +146,10 @@ class _Answer:
     @property
     def _facts(self) -> dict[str, Any]:
         """What whole answers and chunks begin with; known once the engine has accepted the prompts."""
-        return {**self._head, "system_fingerprint": self._generation.fingerprint}
+        return {**self._head, "system_fingerprint": self.generation.fingerprint}
 
     async def whole(self) -> Response:
-        deltas = await self._generation.collect()
+        deltas = await self.generation.collect()
         long = self._body.logprobs is not None or self._body.prompt_logprobs is not None
         data = await self._state.text_work(self._http, lambda: self._encoded(deltas), short=not long)
         return Response(data, media_type="application/json")
@@ -159,17 +159,17 @@ class _Answer:
         choices = []
         for delta in deltas:
             choice = self._choice(delta, first=True)
-            processor = self._generation.processors[delta.index // self._n]
+            processor = self.generation.processors[delta.index // self._n]
             if self._body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, processor.prompt_logprobs)
             choices.append(choice)
-        return to_json({**self._facts, "choices": choices, "usage": self._generation.usage()})
+        return to_json({**self._facts, "choices": choices, "usage": self.generation.usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         mode = self._body.usage_mode
         writer: ChunkWriter | None = None
         started: set[int] = set()
-        async with contextlib.aclosing(self._generation.deltas()) as batches:
+        async with contextlib.aclosing(self.generation.deltas()) as batches:
             async for deltas in batches:
                 writer = writer or ChunkWriter(self._facts, mode)
                 chunks = []
@@ -177,14 +177,14 @@ class _Answer:
                 for delta in deltas:
                     choice = self._choice(delta, first=delta.index not in started)
                     started.add(delta.index)
-                    usage = self._generation.usage() if mode == "always" else None
+                    usage = self.generation.usage() if mode == "always" else None
                     chunks.append(writer.choice(to_json(choice), usage))
                     if turn.is_over:
                         yield b"".join(chunks)
                         chunks = []
                         await turn.give()
                 yield b"".join(chunks)
-        if writer is not None and (last := writer.last(self._generation.usage())):
+        if writer is not None and (last := writer.last(self.generation.usage())):
             yield last
 
     def _choice(self, delta: ChoiceDelta, first: bool) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class _Answer:
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if first:
-                choice["prompt_token_ids"] = self._generation.requests[delta.index // self._n].prompt_token_ids
+                choice["prompt_token_ids"] = self.generation.requests[delta.index // self._n].prompt_token_ids
         return choice
 
     def _logprobs(self, delta: ChoiceDelta, echo: _Echo | None, first: bool) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class _Answer:
         ids = delta.token_ids
         offsets = [base + offset for offset in delta.text_offsets]
         if echo and first:
-            processor = self._generation.processors[delta.index // self._n]
+            processor = self.generation.processors[delta.index // self._n]
             entries = (processor.prompt_logprobs or [None] * len(echo.ids)) + entries
             ids = echo.ids + ids
             offsets = echo.offsets + offsets

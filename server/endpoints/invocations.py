@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
-from jaxserve.server.http.body import put_back, receive
+from jaxserve.server.http.body import put_back, receive_body
 from jaxserve.server.http.state import read_body
 from jaxserve.types import InvalidRequestError
 
@@ -27,7 +27,7 @@ _decoder = msgspec.json.Decoder(Invocation)
 
 async def invoke(http: HTTPRequest) -> Response:
     """Answers with a chat completion if the body has messages, with a completion if it has a prompt."""
-    received = await receive(http)
+    received = await receive_body(http)
     put_back(http, received)
     body = await read_body(http, _decoder)
     put_back(http, received)

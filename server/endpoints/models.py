@@ -14,11 +14,12 @@ from jaxserve import __version__
 from jaxserve.deployment.record import with_kernels
 from jaxserve.limits import MAX_DETOKENIZED
 from jaxserve.server.chat.conversation import encode_chat
+from jaxserve.server.endpoints.llamacpp import tokens_of
 from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
 from jaxserve.server.http.counts import STREAMS
 from jaxserve.server.http.errors import APIError, own_path
 from jaxserve.server.http.keys import ApiKey, find_key
-from jaxserve.server.http.state import ServerState, read_body, require_json, state_of, to_json
+from jaxserve.server.http.state import ServerState, fit_text, read_body, require_json, state_of, to_json
 from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
 from jaxserve.server.schemas.common import DetokenizeRequest
 from jaxserve.text.fill_in_middle import marker_ids
@@ -31,6 +32,13 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(to_json(value), status, media_type="application/json")
+
+
+async def root(http: Request) -> Response:
+    """GET /v1: what is here, for who tries the base URL of a client in a browser."""
+    state = state_of(http)
+    names = [*state.settings.model_names, *state.client.adapters]
+    return _json({"server": "jaxserve", "version": __version__, "models": names, "description": "/openapi.json"})
 
 
 async def list_models(http: Request) -> Response:
@@ -70,8 +78,11 @@ async def tokenize(http: Request) -> Response:
     body = await read_body(http, _tokenize_decoder)
     state.check_model(body.model)
     tokenizer, info = state.require_ready()
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("give either prompt or messages", "prompt")
+    if [body.prompt, body.messages, body.content].count(None) != 2:
+        raise InvalidRequestError("give either prompt, messages or content", "prompt")
+    if body.content is not None:
+        text = fit_text(body.content, tokenizer, info, None, "content")
+        return _json({"tokens": await state.text_work(http, lambda: tokens_of(tokenizer, text, body), short=True)})
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         (ids,) = await state.encode(http, [body.prompt], special)
@@ -105,7 +116,7 @@ async def detokenize(http: Request) -> Response:
     if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= info.vocab_size):
         raise InvalidRequestError(f"tokens must be ids between 0 and {info.vocab_size - 1}", "tokens")
     text = await state.text_work(http, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), short=True)
-    return _json({"prompt": text})
+    return _json({"prompt": text, "content": text})  # the second is llama.cpp's name
 
 
 async def health(http: Request) -> Response:
@@ -256,13 +267,14 @@ async def openapi(http: Request) -> Response:
     """GET /openapi.json."""
     state = state_of(http)
     model = None
-    if state.status == "ready":
+    if state.status == "ready" and state.tokenizer is not None:
         tokenizer, info = state.require_ready()
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
         fills_in = marker_ids(tokenizer) is not None
         model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), fills_in, info.task)
     names = [*state.settings.model_names, *state.client.adapters]
-    document = openapi_document(__version__, names, model, state.settings.trust_request_chat_template)
+    own_templates = state.settings.trust_request_chat_template
+    document = openapi_document(__version__, names, model, own_templates, has_files=state.files is not None)
     if state.settings.root_path:
         document["servers"] = [{"url": state.settings.root_path}]
     return _json(document)

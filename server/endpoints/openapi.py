@@ -16,9 +16,18 @@ from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
 from jaxserve.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
+from jaxserve.server.schemas.batches import BatchRequest
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
 from jaxserve.server.schemas.common import CompletionRequest, DetokenizeRequest, EngineFields
 from jaxserve.server.schemas.foreign_fields import NOT_SERVED
+from jaxserve.server.schemas.llamacpp import REFUSED, InfillRequest, LlamaCompletionRequest
+from jaxserve.server.schemas.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaNameRequest,
+)
 from jaxserve.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
 from jaxserve.server.schemas.weights import UpdateWeightsRequest
@@ -32,7 +41,16 @@ _POSTS = {
     "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of such a conversation"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
+    "/api/chat": (OllamaChatRequest, "Answer a conversation, in Ollama's shape"),
+    "/api/generate": (OllamaGenerateRequest, "Answer a prompt, in Ollama's shape"),
+    "/api/show": (OllamaNameRequest, "Facts about a model, in Ollama's shape"),
+    "/api/pull": (OllamaNameRequest, "Whether a model is served, in Ollama's shape"),
+    "/completion": (LlamaCompletionRequest, "Continue a prompt, in llama.cpp's shape"),
+    "/infill": (InfillRequest, "Write the text between two others, in llama.cpp's shape"),
+    "/apply-template": (ChatRequest, "The text of a conversation's prompt"),
 }
+# Of servers with a folder for files.
+_BATCH_POSTS = {"/v1/batches": (BatchRequest, "Answer a file of requests when there is time")}
 _ADMIN_POSTS = {
     "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter (admin)"),
     "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter (admin)"),
@@ -40,7 +58,11 @@ _ADMIN_POSTS = {
 }
 # Of models that do not generate, by `Ready.task`.
 _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
-    "embed": {"/v1/embeddings": (EmbeddingRequest, "Embeddings of texts or tokens")},
+    "embed": {
+        "/v1/embeddings": (EmbeddingRequest, "Embeddings of texts or tokens"),
+        "/api/embed": (OllamaEmbedRequest, "The same, in Ollama's shape"),
+        "/api/embeddings": (OllamaEmbeddingsRequest, "The same of one text, in Ollama's older shape"),
+    },
     "score": {
         "/v1/score": (ScoreRequest, "How well pairs of texts fit each other"),
         "/v1/rerank": (RerankRequest, "Documents in the order in which they fit a query"),
@@ -48,7 +70,14 @@ _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
     },
 }
 _GETS = {
+    "/v1": "What is here",
     "/v1/models": "The models that are served",
+    "/models": "The same, for clients without /v1",
+    "/api/tags": "The models that are served, in Ollama's shape",
+    "/api/ps": "The models that are loaded, in Ollama's shape",
+    "/api/version": "The version of Ollama's API",
+    "/props": "Facts about the model, in llama.cpp's shape",
+    "/slots": "Places in the batch, in llama.cpp's shape",
     "/load": "How many requests are being answered",
     "/server_info": "What is served, and with which settings",
     "/tokenizer_info": "What a client that tokenizes has to know",
@@ -59,6 +88,7 @@ _GETS = {
     "/metrics": "Prometheus metrics",
     "/pool": "Who owns which KV page",
     "/openapi.json": "This document",
+    "/docs": "This document as a page",
 }
 
 
@@ -81,22 +111,25 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def openapi_document(
-    version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False
+    version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False, has_files: bool = False
 ) -> dict[str, Any]:
     """The document of /openapi.json for a model with these names; without its bounds if `model` is None.
 
-    `own_templates`: requests may bring a chat template.
+    `own_templates`: requests may bring a chat template. `has_files`: files and batches are served.
     """
     posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {}) | _ADMIN_POSTS
+    posts |= _BATCH_POSTS if has_files else {}
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
         components[name]["allOf"] = rules
     for name, better in FIELDS.items():
         components[name]["properties"] |= better
-    for kind in types:
+    for kind in dict.fromkeys(types):
         fields = components[kind.__name__]["properties"]
-        if "model" in fields:
+        if "model" in components[kind.__name__].get("required", ()):
+            fields["model"] = {"enum": [*names, *(f"{name}:latest" for name in names)]}
+        elif "model" in fields:
             fields["model"] = {"enum": [None, *names], "default": None}
         if issubclass(kind, EngineFields):
             for name in NOT_SERVED:
@@ -104,10 +137,13 @@ def openapi_document(
             components[kind.__name__]["description"] += " Fields of NotServed are accepted with its values only."
         if "chat_template" in fields and not own_templates:
             fields["chat_template"] = {"type": "null", "description": "Needs --trust-request-chat-template"}
+    for name in ("OllamaOptions", "LlamaCompletionRequest", "InfillRequest"):
+        refused = {field: _harmless(field) for field in REFUSED if field in components[name]["properties"]}
+        components[name]["properties"] |= refused
     components["NotServed"] = {
         "description": "Fields of other servers, with the values that are accepted because they ask for nothing",
         "type": "object",
-        "properties": {name: {"enum": [None, *field.harmless]} for name, field in NOT_SERVED.items()},
+        "properties": {name: _harmless(name) for name in NOT_SERVED},
     }
     if model is not None and not model.fills_in:
         components["CompletionRequest"]["properties"]["suffix"] = {
@@ -122,6 +158,14 @@ def openapi_document(
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
     either = {"anyOf": [references[1], references[0]]}
+    llama = {"anyOf": [references[list(posts).index("/completion")], references[0]]}
+    paths["/completions"] = {
+        "post": {
+            "summary": "llama.cpp's /completion, or /v1/completions by fields such as max_tokens",
+            "requestBody": {"required": True, "content": {"application/json": {"schema": llama}}},
+            "responses": answers,
+        }
+    }
     paths["/invocations"] = {
         "post": {
             "summary": "A chat completion, or a completion, by its body",
@@ -145,12 +189,47 @@ def openapi_document(
         "parameters": [name_of_response],
         "post": {"summary": "Stop a response that is made in the background", "responses": answers},
     }
+    if has_files:
+        paths["/v1/batches"]["get"] = {"summary": "The batches of this key", "responses": answers}
+        paths |= _file_paths(answers)
     paths["/reset_prefix_cache"] = {"post": {"summary": "Forget earlier prompts (admin)", "responses": answers}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},
         "paths": paths,
         "components": {"schemas": components},
+    }
+
+
+def _harmless(field: str) -> dict[str, Any]:
+    """The values that are accepted in a field that is not served."""
+    return {"enum": [None, *NOT_SERVED[field].harmless]}
+
+
+def _file_paths(answers: dict[str, Any]) -> dict[str, Any]:
+    """The paths of files and batches that take no JSON."""
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"enum": ["batch"]},
+            "expires_after[anchor]": {"enum": ["created_at"]},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+        },
+    }
+    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    named = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+
+    def does(summary: str) -> dict[str, Any]:
+        return {"summary": summary, "responses": answers}
+
+    return {
+        "/v1/files": {"get": does("The files of this key"), "post": does("Upload a file") | {"requestBody": body}},
+        "/v1/files/{id}": {"parameters": named, "get": does("A file"), "delete": does("Delete a file")},
+        "/v1/files/{id}/content": {"parameters": named, "get": does("The bytes of a file")},
+        "/v1/batches/{id}": {"parameters": named, "get": does("A batch")},
+        "/v1/batches/{id}/cancel": {"parameters": named, "post": does("Cancel a batch")},
     }
 
 

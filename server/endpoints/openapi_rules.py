@@ -25,6 +25,14 @@ def _either(*rules: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": list(rules)}
 
 
+def _one_given(**fields: str) -> dict[str, Any]:
+    """One of these fields is present, and has the given type; the others are absent or null."""
+    absent: dict[str, Any] = {name: {"type": "null"} for name in fields}
+    return _either(
+        *({"properties": absent | {name: {"type": kind}}, "required": [name]} for name, kind in fields.items())
+    )
+
+
 _NO_FORM = ({"type": "text"},)  # the response_format that allows any text
 _NOT_ZERO = {"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"const": -1}, {"minimum": 1}]}}}
 _BEAM_SEARCH = {
@@ -131,12 +139,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
             {"properties": {"stream": {"enum": [None, False]}, "store": {"enum": [None, True]}}},
         ),
     ],
-    "TokenizeRequest": [
-        _either(
-            {"properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}, "required": ["prompt"]},
-            {"properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}, "required": ["messages"]},
-        )
-    ],
+    "TokenizeRequest": [_one_given(prompt="string", messages="array", content="string")],
 }
 
 

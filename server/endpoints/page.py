@@ -1,4 +1,4 @@
-"""The page at `/`: static files, and GET /pool, the data for its picture of the KV pages."""
+"""The pages at `/` and `/docs`: static files, and GET /pool, the data for the picture of the KV pages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from jaxserve.server.http.state import state_of, to_json
 _FOLDER = Path(__file__).parent.parent / "static"
 _FILES = {
     "/": ("index.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
     "/ui/app.css": ("app.css", "text/css"),
-} | {f"/ui/{name}": (name, "text/javascript") for name in ("page.js", "chat.js", "pictures.js", "pool.js")}
+    "/ui/docs.css": ("docs.css", "text/css"),
+} | {f"/ui/{name}": (name, "text/javascript") for name in ("page.js", "chat.js", "pictures.js", "pool.js", "docs.js")}
 PATHS = frozenset(_FILES)  # open without a key, because they hold no data; the page's own requests need one
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -32,7 +34,7 @@ async def _file(http: Request) -> Response:
     data = (_FOLDER / name).read_bytes()
     headers = dict(_HEADERS)
     policy = _HEADERS["Content-Security-Policy"]
-    if name == "index.html" and (root := state_of(http).settings.root_path):  # the page's links are relative to it
+    if kind == "text/html" and (root := state_of(http).settings.root_path):  # the page's links are relative to it
         data = data.replace(b"<head>", f'<head>\n  <base href="{root}/">'.encode(), 1)
         headers["Content-Security-Policy"] = policy.replace("base-uri 'none'", "base-uri 'self'")
     headers["ETag"] = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
@@ -48,4 +50,10 @@ async def pool(http: Request) -> Response:
     return Response(to_json(await state.client.pool()), media_type="application/json")
 
 
+async def _plain(http: Request) -> Response:
+    """What Ollama answers at its root. Its clients ask there whether a server runs."""
+    return Response("Ollama is running", media_type="text/plain")
+
+
 ROUTES = [Route(path, _file) for path in _FILES]
+WITHOUT_PAGES = [Route("/", _plain)]

@@ -56,7 +56,10 @@ async def rerank(http: HTTPRequest) -> Response:
     return await run_until_disconnect(http.receive, _reranked(state, http, body))
 
 
-async def _embeddings(state: ServerState, http: HTTPRequest, body: EmbeddingRequest) -> Response:
+async def embed(
+    state: ServerState, http: HTTPRequest, body: EmbeddingRequest
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The embedding of each input, float32 with as many numbers as asked for, and the usage."""
     tokenizer, info = _prepare(state, body, "embed")
     if body.dimensions is not None and body.dimensions > info.result_size:
         raise InvalidRequestError(
@@ -69,10 +72,15 @@ async def _embeddings(state: ServerState, http: HTTPRequest, body: EmbeddingRequ
     ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     ids = [fit(tokenizer, one, info, body.truncate_prompt_tokens, "input") for one in ids]
     vectors, cached = await pool(state, http, ids, body)
+    if body.dimensions is not None:
+        vectors = [unit(vector[: body.dimensions]).astype("<f4") for vector in vectors]
+    return vectors, usage_of(ids, cached)
+
+
+async def _embeddings(state: ServerState, http: HTTPRequest, body: EmbeddingRequest) -> Response:
+    vectors, usage = await embed(state, http, body)
     head = {"object": "list", "model": body.model or state.settings.model_name}
-    data = await state.text_work(
-        http, partial(_embeddings_json, head, vectors, body, usage_of(ids, cached)), short=len(ids) == 1
-    )
+    data = await state.text_work(http, partial(_embeddings_json, head, vectors, body, usage), short=len(vectors) == 1)
     return Response(data, media_type="application/json")
 
 
@@ -82,8 +90,6 @@ def _embeddings_json(
     """The answer. Slow for many vectors of floats: call it in a thread."""
     data = []
     for index, vector in enumerate(vectors):
-        if body.dimensions is not None:
-            vector = unit(vector[: body.dimensions]).astype("<f4")
         encoded = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": index, "embedding": encoded})
     return to_json({**head, "data": data, "usage": usage})
@@ -219,15 +225,13 @@ async def pool(
     requests = [
         Request(request_id=uuid.uuid4().hex, prompt_token_ids=ids, tenant=tenant_of(http), **shared) for ids in prompts
     ]
-    times = {
-        request.request_id: RequestTimes(state.metrics, params, len(request.prompt_token_ids)) for request in requests
-    }
+    times = {request.request_id: RequestTimes(state.metrics, request) for request in requests}
     results: dict[str, np.ndarray] = {}
     cached = 0
     http_body = body_of(http)
     try:
         with state.accounts.hold(key_of(http), len(requests), 1):
-            timeout = state.settings.request_timeout
+            timeout = state.timeout(http)
             noted = partial(note_weights, http)
             updates = state.client.generate(requests, timeout, noted)
             async with contextlib.aclosing(updates) as batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -22,6 +23,8 @@ _FREE_FIELDS = (
 )  # fmt: skip
 _LISTS = ("tools", "functions")
 _PIECE = 2**18  # bytes that are examined before other tasks run
+_GZIP = ("gzip", "x-gzip")
+_WITH_GZIP_HEADER = zlib.MAX_WBITS | 16
 _FEW = MAX_NESTING  # so few opening brackets cannot be nested too deeply
 _READ = "body_read"  # key in a request's state of a body that was put back
 # approximate memory of each as a Python object
@@ -38,26 +41,42 @@ def body_of(request: Request) -> Body | None:
 
 
 def put_back(request: Request, received: Cutter) -> None:
-    """Makes the next `receive` return `received`, so that the handler that was chosen by the body can read it again."""
+    """Makes the next `receive_body` return `received`, so that the handler that the body chose can read it again."""
     request.scope.setdefault("state", {})[_READ] = received
 
 
-async def receive(request: Request) -> Cutter:
-    """A request's JSON body. Raises APIError (400 or 503) if decoding it would take too much memory.
+def taken_back(request: Request) -> Cutter | None:
+    """What `put_back` was given, once; None if there is nothing."""
+    found: Cutter | None = request.scope.get("state", {}).pop(_READ, None)
+    return found
+
+
+async def receive_body(request: Request) -> Cutter:
+    """A request's JSON body, which may be compressed with gzip. Raises APIError (400, 413, 415 or 503) for another
+    encoding, and if decoding it would take too much memory.
 
     Only the caller keeps a reference to it, unless it calls `put_back`.
     """
-    if (received := request.scope.get("state", {}).pop(_READ, None)) is not None:
+    if (received := taken_back(request)) is not None:
         return received
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", *_GZIP):
+        raise APIError(
+            415,
+            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it plain, without a "
+            "content-encoding, or as gzip",
+            code="unsupported_content_encoding",
+        )
     received = Cutter()
     shape = _Shape()
+    parts = _inflated(request.stream(), body_of(request)) if encoding in _GZIP else request.stream()
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) <= MAX_SCHEMA:
-        data = b"".join([part async for part in request.stream()])
+    if length.isdecimal() and int(length) <= MAX_SCHEMA and encoding not in _GZIP:
+        data = b"".join([part async for part in parts])
         received.add(data, within=False)
         shape.estimate(data)
     else:
-        async for piece in _pieces(request.stream()):
+        async for piece in _pieces(parts):
             received.add(piece, within=shape.add(piece))
         await check_forms(received.text())
     if (body := body_of(request)) is not None:
@@ -86,6 +105,33 @@ async def _pieces(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             start = end
             await asyncio.sleep(0)
     yield held
+
+
+async def _inflated(parts: AsyncIterator[bytes], body: Body | None) -> AsyncIterator[bytes]:
+    """The contents of gzip data, whose size the body's account checks piece by piece. Raises APIError (400, 413 or
+    503)."""
+    whole = b"".join([part async for part in parts])
+    if body is not None:
+        body.size = 0  # from here on, the limit is for what was compressed
+    stream = zlib.decompressobj(_WITH_GZIP_HEADER)
+    for start in range(0, len(whole), _PIECE):
+        rest = whole[start : start + _PIECE]
+        is_full = False  # more may follow of what the stream has read
+        while rest or is_full:
+            if stream.eof:  # another member, as of files that were joined
+                stream = zlib.decompressobj(_WITH_GZIP_HEADER)
+            try:
+                piece = stream.decompress(rest, _PIECE)
+            except zlib.error:
+                raise APIError(400, "the body is declared as gzip, but its data are damaged or none of gzip") from None
+            rest = stream.unused_data or stream.unconsumed_tail
+            is_full = len(piece) == _PIECE and not stream.eof
+            if body is not None:
+                body.grow(len(piece))
+            yield piece
+            await asyncio.sleep(0)
+    if not stream.eof:
+        raise APIError(400, "the body is declared as gzip, and its data end too early")
 
 
 class _Shape:

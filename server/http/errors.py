@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or on its paths in Anthropic's shape."""
+"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or in that of the path's own API."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ log = logging.getLogger("jaxserve.server")
 
 RETRY_SECONDS = "1"  # Retry-After of a 503
 ANTHROPIC_PATHS = "/v1/messages"
+TRITON_PATHS = "/v2/health", "/v2/models", "/v2/repository"
+OLLAMA_PATHS = "/api/"
 
 _TYPES = {
     401: "authentication_error",
@@ -65,9 +67,17 @@ class APIError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
+    def plain_body(self) -> bytes:
+        """The error as JSON, in the shape of Triton and Ollama."""
+        return msgspec.json.encode({"error": self.message})
+
     def response(self, scope: Scope) -> Response:
         """The error as a response, in the shape that the request's path calls for."""
-        body = self.anthropic_body() if own_path(scope).startswith(ANTHROPIC_PATHS) else self.body()
+        path = own_path(scope)
+        if path.startswith((*TRITON_PATHS, OLLAMA_PATHS)):
+            body = self.plain_body()
+        else:
+            body = self.anthropic_body() if path.startswith(ANTHROPIC_PATHS) else self.body()
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 

@@ -7,7 +7,7 @@ import hmac
 import logging
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ class ApiKey:
       name: stands for the key in the access log.
       max_concurrency: most completions that may run under the key at a time; None: no limit.
       min_priority: lowest priority number that its requests may have; lower numbers are served first.
+      models: names of the models that it may use; None: all.
 
     Raises ValueError for an empty key, which every client could send.
     """
@@ -34,10 +35,15 @@ class ApiKey:
     name: str = ""
     max_concurrency: int | None = None
     min_priority: int = 0
+    models: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.key.strip():
             raise ValueError("a key is empty, which would let everybody in")
+
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether it may use a model that has these names."""
+        return self.models is None or not set(self.models).isdisjoint(names)
 
     @property
     def digest(self) -> bytes:
@@ -45,8 +51,8 @@ class ApiKey:
 
 
 def read_keys(path: str | Path) -> list[ApiKey]:
-    """The keys in a file of lines `key [name] [max-concurrency] [min-priority]`; max-concurrency `-` means no limit.
-    Blank lines and lines that begin with # are skipped.
+    """The keys in a file of lines `key [name] [max-concurrency] [min-priority] [models]`; max-concurrency `-` means no
+    limit, models are separated by commas. Blank lines and lines that begin with # are skipped.
 
     Raises ValueError for any other line, naming its number but not the key, and OSError.
     """
@@ -55,13 +61,15 @@ def read_keys(path: str | Path) -> list[ApiKey]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        key, name, limit, priority = (*words, *("", "-", "0")[len(words) - 1 :])[:4]
-        if len(words) > 4 or not re.fullmatch(r"-|0*[1-9]\d{0,8}", limit) or not re.fullmatch(r"-?\d{1,9}", priority):
+        key, name, limit, priority, models = (*words, *("", "-", "0", "")[len(words) - 1 :])[:5]
+        names = tuple(filter(None, models.split(","))) if models not in ("", "-") else None
+        numbers = re.fullmatch(r"-|0*[1-9]\d{0,8}", limit) and re.fullmatch(r"-?\d{1,9}", priority)
+        if len(words) > 5 or names == () or not numbers:
             raise ValueError(
-                f"{path}:{number}: a line must be 'key [name] [max-concurrency] [min-priority]', the third at least 1 "
-                "or -, the last a number"
+                f"{path}:{number}: a line must be 'key [name] [max-concurrency] [min-priority] [models]', the third at "
+                "least 1 or -, the fourth a number, the last names with commas between them"
             )
-        keys.append(ApiKey(key, name, None if limit == "-" else int(limit), int(priority)))
+        keys.append(ApiKey(key, name, None if limit == "-" else int(limit), int(priority), names))
     if not keys:
         raise ValueError(f"{path} holds no API key")
     return keys

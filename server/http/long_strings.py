@@ -37,9 +37,9 @@ class LongString(str):
         made.pieces = (first, *pieces[count:])
         return made
 
-    @property
-    def whole(self) -> str:
-        return b"".join(self.pieces).decode()
+
+def whole(text: str) -> str:
+    return b"".join(text.pieces).decode() if isinstance(text, LongString) else text
 
 
 def behind(beginning: str, text: str) -> str:
@@ -55,7 +55,7 @@ def pieces_of(text: str) -> tuple[bytes, ...]:
 def for_json(value: Any) -> str:
     """What msgspec encodes in the place of a LongString."""
     if isinstance(value, LongString):
-        return value.whole
+        return whole(value)
     raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 

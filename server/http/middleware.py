@@ -17,13 +17,16 @@ from jaxserve.server.http.keys import ApiKey, find_key
 from jaxserve.server.http.request_limits import Bodies, too_long
 from jaxserve.server.ipc.messages import ServedWeights
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # answered without a key
+# answered without a key
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/v2/health/live", "/v2/health/ready"})
 RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered even on connections beyond the limit
 ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WEIGHT_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/update_weights_from_disk"
 # Their handlers check the admin key.
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/profile", *ADAPTER_PATHS, *WEIGHT_PATHS})
-MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool"})  # they reveal facts about the requests of all keys
+REPOSITORY_PATHS = "/v2/repository/models/"  # so do the handlers of the paths below this
+MONITOR_PATHS = frozenset({"/metrics", "/load", "/pool", "/slots"})  # they reveal facts about the requests of all keys
+FILES_PATH = "/v1/files"  # where files are uploaded
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -135,7 +138,7 @@ class ConnectionLimit:
 
 
 class ApiKeys:
-    """Checks API keys, on every path but OPEN_PATHS, ADMIN_PATHS and `open_paths`.
+    """Checks API keys, on every path but OPEN_PATHS, ADMIN_PATHS, those below REPOSITORY_PATHS, and `open_paths`.
 
     A request without a valid key gets 401, one beyond its key's `max_concurrency` gets 429. Handlers find the key in
     `scope["state"]["api_key"]`. MONITOR_PATHS accept `monitor_keys`. They accept an API key only if it is the only one,
@@ -149,8 +152,12 @@ class ApiKeys:
         monitor_keys: Sequence[ApiKey] = (),
         open_paths: Set[str] = frozenset(),
         counts: Counts | None = None,
+        model_names: Sequence[str] | None = None,
     ):
+        """model_names: those of the server's model, for keys that may use only some; None: it has several models, and
+        knows later which one is asked for."""
         self.app = app
+        self._model_names = model_names
         self._keys = keys
         self._monitor_keys = monitor_keys
         self._shared = len({key.key for key in keys}) > 1
@@ -158,7 +165,8 @@ class ApiKeys:
         self._counts = counts or Counts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or path in self._open_paths or path.startswith(REPOSITORY_PATHS):
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -182,6 +190,10 @@ class ApiKeys:
                 "with as --admin-key or --metrics-key"
             )
             await APIError(403, text, code="admin_key_required").response(scope)(scope, receive, send)
+            return
+        if self._model_names is not None and not key.may_use(self._model_names):
+            text = f"this key may use {', '.join(key.models or ())}, and this server has {', '.join(self._model_names)}"
+            await APIError(403, text, code="model_not_allowed").response(scope)(scope, receive, send)
             return
         if not self._enter(key):
             text = f"{key.max_concurrency} requests are running under this key already; wait for one to end"
@@ -208,14 +220,15 @@ class ApiKeys:
 
 class BodyLimit:
     """Answers 413 to a body that is too long, without reading all of it, and 503 to a long body while the bodies of
-    other requests take too much memory. Handlers find the body's account in `scope["state"]["body"]`."""
+    other requests take too much memory. Handlers find the body's account in `scope["state"]["body"]`. Uploads of files,
+    which are never whole in memory, have limits of their own."""
 
     def __init__(self, app: ASGIApp, bodies: Bodies):
         self.app = app
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == FILES_PATH:
             await self.app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")

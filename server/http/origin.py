@@ -1,4 +1,4 @@
-"""Keeps other sites' web pages from using a server that requires no key.
+"""Keeps other sites' web pages from using a server that requires no key, and tells which flag lets one in.
 
 A browser lets any page send requests to a server on the user's machine. The request names the page's site in `Origin`.
 After DNS rebinding, where the site's name resolves to the user's machine, it names the site in `Host` instead.
@@ -7,6 +7,7 @@ After DNS rebinding, where the site's name resolves to the user's machine, it na
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.server.http.errors import APIError
+
+log = logging.getLogger("jaxserve.server")
 
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})  # change nothing, and browsers hide the answers from other sites
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -48,16 +51,46 @@ class OriginCheck:
         ):
             text = f"this server answers under the names of this machine alone, not {host[:256]!r}; see --allowed-host"
             return APIError(421, text, code="unknown_host")
-        origin = headers.get("origin", "").lower()
-        if not origin or method in _HARMLESS or self._origins & {origin, "*"}:
+        if method in _HARMLESS or (origin := foreign_origin(headers, self._origins)) is None:
             return None
-        if headers.get("sec-fetch-site") == "same-origin":  # a page cannot set it
-            return None
-        own = {_split(f"//{name}", origin) for name in (host, headers.get("x-forwarded-host", "")) if name}
-        if _split(origin, origin) in own:
-            return None
-        text = f"pages of {origin[:256]!r} may not use this server, which asks for no API key; see --cors-origin"
+        text = f"pages of {origin[:256]!r} may not use this server, which asks for no API key; see --allowed-origins"
         return APIError(403, text, code="unknown_origin")
+
+
+class OriginHint:
+    """Answers 403 when a browser asks whether another site's page may send a request, unless `origins` has the site;
+    the browser then shows the page a CORS error. Logs once which flag would allow it."""
+
+    def __init__(self, app: ASGIApp, origins: Collection[str]):
+        self.app = app
+        self._origins = frozenset(map(str.lower, origins))
+        self._has_logged = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if (origin := foreign_origin(headers, self._origins)) is None:
+            await self.app(scope, receive, send)
+            return
+        text = f"pages of {origin[:256]!r} may not use this server; --allowed-origins {origin[:256]} allows it"
+        if not self._has_logged:
+            self._has_logged = True
+            log.warning("%s (browsers call this a CORS error; further ones are not logged)", text)
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await APIError(403, text, code="unknown_origin").response(scope)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def foreign_origin(headers: Headers, origins: frozenset[str]) -> str | None:
+    """The site whose page sent a request, unless it is this server's own or one of `origins`."""
+    origin = headers.get("origin", "").lower()
+    if not origin or origins & {origin, "*"}:
+        return None
+    if headers.get("sec-fetch-site") == "same-origin":  # a page cannot set it
+        return None
+    names = headers.get("host", ""), headers.get("x-forwarded-host", "")
+    own = {_split(f"//{name}", origin) for name in names if name}
+    return None if _split(origin, origin) in own else origin
 
 
 def is_local(name: str) -> bool:

@@ -7,22 +7,39 @@ import os
 import socket
 import ssl
 import sys
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from jaxserve.server.http.connections import REFUSAL, RESERVE_SECONDS, Connections, Ticket
 from jaxserve.server.http.errors import APIError, unavailable
+from jaxserve.server.http.middleware import FILES_PATH
 
 _PIECE = 16 * 2**10  # bytes parsed at a time outside of bodies, so that a head that is too long is noticed early
+UPLOAD_BYTES = 2**20
 _LINGER_SECONDS = 2.0  # time for a refused client, which may still be sending, to read the answer
 
 
+class UvicornOptions(TypedDict, total=False):
+    """What uvicorn gives a protocol; see `H11Protocol`."""
+
+    config: uvicorn.Config
+    server_state: ServerState
+    app_state: dict[str, Any]
+    _loop: asyncio.AbstractEventLoop | None
+
+
 def accept(
-    *, connections: Connections, client_timeout: float, tls: ssl.SSLContext | None, **options: Any
+    *,
+    connections: Connections,
+    client_timeout: float,
+    tls: ssl.SSLContext | None,
+    **options: Unpack[UvicornOptions],
 ) -> asyncio.Protocol:
-    """The protocol for a newly accepted socket. `options` come from uvicorn."""
+    """The protocol for a newly accepted socket."""
     connection = Connection(places=connections, client_timeout=client_timeout, **options)
     return connection if tls is None else Handshake(connection, connections, tls, client_timeout)
 
@@ -31,6 +48,7 @@ class Connection(H11Protocol):
     """One client's connection.
 
     A request's head, and then its body, must each arrive within `client_timeout` seconds; otherwise the answer is 408.
+    Of a file that is uploaded, UPLOAD_BYTES must arrive in each `client_timeout`.
     A client that has read nothing of its answer for that time is disconnected. `places` counts the connection. If it
     was beyond the limit when it came, its requests have `surplus` in `scope["state"]`.
 
@@ -38,8 +56,8 @@ class Connection(H11Protocol):
       ticket: the connection's place; None before it has one.
     """
 
-    def __init__(self, *args: Any, places: Connections, client_timeout: float, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, *, places: Connections, client_timeout: float, **options: Unpack[UvicornOptions]):
+        super().__init__(**options)
         self._places = places
         self.ticket: Ticket | None = None
         self._client_timeout = client_timeout
@@ -47,6 +65,7 @@ class Connection(H11Protocol):
         self._sending: asyncio.TimerHandle | None = None
         self._refused = False
         self._body_left = 0  # bytes that are still to come, at least, behind which the next head may begin
+        self._arrived = 0  # bytes since the time limit began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.ticket = self.ticket or self._places.enter(transport)
@@ -75,6 +94,7 @@ class Connection(H11Protocol):
         while at < len(data) and not self._refused and not self.transport.is_closing():
             before = self.conn.their_state
             piece = data[at : at + max(_PIECE, self._body_left)]
+            self._arrived += len(piece)
             super().data_received(piece)
             at += len(piece)
             if self.conn.their_state is not h11.SEND_BODY:
@@ -95,10 +115,15 @@ class Connection(H11Protocol):
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
+        self._arrived = 0
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._receiving = self.loop.call_later(self._client_timeout, self._too_late)
 
     def _too_late(self) -> None:
+        is_upload = self.conn.their_state is h11.SEND_BODY and self.scope["path"].endswith(FILES_PATH)
+        if is_upload and (self._arrived >= UPLOAD_BYTES or self.flow.read_paused):
+            self._expect()
+            return
         text = f"the request did not come whole within {self._client_timeout:g} s"
         self._refuse(APIError(408, text, code="request_timeout"))
 

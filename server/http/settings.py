@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.limits import MAX_COMPLETIONS, MAX_IMAGE_PIXELS
 from jaxserve.server import plugins
 from jaxserve.server.http.keys import ApiKey
-from jaxserve.setting import documented, setting
+from jaxserve.setting import at_least, documented, setting
 
 
 def a_key(text: str) -> str:
@@ -150,8 +150,8 @@ class ServerSettings:
     admin_key: str | None = setting(
         None,
         "bearer key for POST /reset_prefix_cache, /profile, /v1/load_lora_adapter, /v1/unload_lora_adapter, /sleep, "
-        "/wake_up, /is_sleeping and /update_weights, and for /metrics, /load and /pool; also read from "
-        "JAXSERVE_ADMIN_KEY",
+        "/wake_up, /is_sleeping, /update_weights, and load and unload below /v2/repository/models, and for /metrics, "
+        "/load, /pool and /slots; also read from JAXSERVE_ADMIN_KEY",
         topic="keys", short="key of the administrator's endpoints", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     ssl_certfile: str | None = setting(
@@ -168,14 +168,16 @@ class ServerSettings:
         short="origin whose pages may call the server; *: all", action="extend", type=_origins, metavar="ORIGIN",
     )  # fmt: skip
     api_key_file: str | None = setting(
-        None, "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority]'",
+        None,
+        "file with more keys, one line each: 'key [name] [max-concurrency] [min-priority] [models]', models with "
+        "commas between them",
         topic="keys", metavar="FILE",
     )  # fmt: skip
     admin_key_file: str | None = setting(None, "file that holds the admin key", topic="keys", metavar="FILE")
     metrics_key: str | None = setting(
         None,
-        "bearer key for /metrics, /load and /pool, which API keys do not open when there are two or more; also read "
-        "from JAXSERVE_METRICS_KEY",
+        "bearer key for /metrics, /load, /pool and /slots, which API keys do not open when there are two or more; also "
+        "read from JAXSERVE_METRICS_KEY",
         topic="keys", secret=True, type=a_key, metavar="KEY",
     )  # fmt: skip
     open_metrics: bool = setting(False, "serve /metrics without a key", topic="keys")
@@ -211,6 +213,7 @@ class ServerSettings:
     max_body_bytes: int = setting(32 * 2**20, "longest request body", topic="limits", metavar="BYTES")
     max_header_bytes: int = setting(64 * 2**10, "longest request head", topic="limits", metavar="BYTES")
     limit_images_per_request: int = setting(16, "most pictures in a request", topic="limits", metavar="N")
+    limit_videos_per_request: int = setting(4, "most videos in a request", topic="limits", metavar="N")
     max_image_pixels: int = setting(
         MAX_IMAGE_PIXELS, "most pixels of a picture as it is sent; the model's own settings say how many it sees",
         topic="limits", metavar="N",
@@ -225,6 +228,31 @@ class ServerSettings:
     client_timeout: float = setting(
         60.0, "time for a client to send a request's head, then its body, and to read some of the answer",
         topic="limits", metavar="SECONDS",
+    )  # fmt: skip
+
+    # Files and batches of requests
+
+    files_dir: str | None = setting(
+        None, "folder for the files of /v1/files and for batches, which belongs to this server alone; None: neither is "
+        "served",
+        topic="files", short="folder for files and batches", metavar="DIR",
+    )  # fmt: skip
+    max_files_bytes: int = setting(
+        10 * 2**30, "most bytes of all files of one key; the output of batches counts, and is never cut off",
+        topic="files", rule=at_least(1), metavar="BYTES",
+    )  # fmt: skip
+    max_file_bytes: int = setting(512 * 2**20, "longest file", topic="files", rule=at_least(1), metavar="BYTES")
+    max_batch_requests: int = setting(
+        50_000, "most requests of one batch", topic="files", rule=at_least(1), metavar="N"
+    )
+    max_batches_in_progress: int = setting(
+        16, "most batches of one key that have not ended", topic="files", rule=at_least(1), metavar="N"
+    )
+    batch_concurrency: int | None = setting(
+        None,
+        "most requests of batches in work at a time, of each API server; None: a quarter more than the engine runs "
+        "sequences, divided among the API servers",
+        topic="files", rule=at_least(1), metavar="N",
     )  # fmt: skip
 
     # Logs, metrics, traces

@@ -20,7 +20,6 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 KEEP_ALIVE_SECONDS = 15.0
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -69,6 +68,9 @@ class EventStream(Response):
     The generator is closed when the client disconnects.
     """
 
+    content_type = b"text/event-stream; charset=utf-8"
+    has_comments = True
+
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
@@ -94,7 +96,8 @@ class EventStream(Response):
             async with contextlib.aclosing(self.events) as events:
                 async for data in events:
                     if comments is None:
-                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                        headers = [(b"content-type", self.content_type), *_HEADERS]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
                         comments = asyncio.create_task(self._comments(send))
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -111,11 +114,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": closing, "more_body": False})
 
     async def _comments(self, send: Send) -> None:
-        while True:
+        while self.has_comments:
             await asyncio.sleep(self._keep_alive)
             if not self._sent:
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             self._sent = False
+
+
+class Lines(EventStream):
+    """The same for lines of JSON, which have no comments: clients read each line as JSON."""
+
+    content_type = b"application/x-ndjson"
+    has_comments = False
 
 
 class ChunkWriter:

@@ -9,28 +9,35 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.images.patches import Processed
 from jaxserve.images.prompts import with_images
+from jaxserve.images.videos import ProcessedVideo
+from jaxserve.limits import BACKGROUND
 from jaxserve.server import plugins
-from jaxserve.server.http.body import body_of, check_forms, receive
+from jaxserve.server.http.body import body_of, check_forms, receive_body
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
 from jaxserve.server.http.errors import APIError, unavailable
+from jaxserve.server.http.file_store import FileStore
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.listing import ServerModels
 from jaxserve.server.http.long_strings import for_json
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.images.sources import Source
 from jaxserve.server.images.sources import read as read_source
+from jaxserve.server.images.video_sources import VideoSource, read_video
 from jaxserve.server.images.workers import ImageWorkers
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready, ServedWeights
@@ -42,6 +49,7 @@ from jaxserve.types import Image, InvalidRequestError
 
 T = TypeVar("T")
 
+ROUTED = "server"  # key in a request's state of the ServerState of its model, in a server with several
 _MOST_REPAIRED = 2**20  # characters; in longer bodies 16.0 is not accepted for 16
 _INLINE_BYTES = 2000  # texts of a body up to this size are tokenized on the event loop, longer ones in a thread
 _MOST_LISTED = 16  # names of models in an error
@@ -61,6 +69,7 @@ class ServerState:
       created: seconds since the epoch; the `created` of models.
       number: of this API server among several; None if it is the only one.
       counts: what limits count, over all API servers.
+      models: what there is to know of the server's models beside this one.
     """
 
     settings: ServerSettings
@@ -74,6 +83,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     number: int | None = None
     counts: Counts = field(default_factory=Counts)
+    models: ServerModels | None = None
     _known_engine: int = field(default=0, init=False)
     text_threads: TextThreads = field(default_factory=TextThreads)
     images: ImageWorkers | None = field(default=None, init=False)  # None: the model reads text only
@@ -81,6 +91,8 @@ class ServerState:
     bodies: Bodies = field(init=False)
     accounts: Accounts = field(init=False)
     connections: Connections = field(init=False)
+    files: FileStore | None = field(init=False)  # None: files and batches are not served
+    wake_batches: Callable[[], None] = field(default=lambda: None, init=False)  # a batch has been created
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -90,6 +102,10 @@ class ServerState:
         self.connections.refused = self.metrics.rejections.inc
         self.bodies = Bodies(settings.max_body_bytes, counts)
         self.accounts = Accounts(settings.max_completions_per_request, counts)
+        self.files = None
+        if settings.files_dir is not None:
+            sizes = {"max_bytes": settings.max_files_bytes, "longest": settings.max_file_bytes}
+            self.files = FileStore(Path(settings.files_dir), **sizes)
         self.client.on_stream = partial(counts.add, STREAMS)
         self.client.on_ready = self._tell_engine
 
@@ -107,9 +123,14 @@ class ServerState:
         """Whether the engine's weights and cache are not on the devices until it is woken up."""
         return self.client.info is not None and self.client.info.sleep_level > 0
 
-    def require_ready(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served."""
+    def require_ready(self, context: int | None = None) -> tuple[Tokenizer, Ready]:
+        """The tokenizer and the facts about the engine. Raises APIError (503) if no new request can be served.
+
+        `context`: most tokens of prompt and output that the request asks for, if less than the model's.
+        """
         tokenizer, info = self.require_loaded()
+        if context is not None and context < info.max_model_len:
+            info = replace(info, max_model_len=context)
         if self.sleeps:
             raise unavailable("the engine sleeps, until POST /wake_up or /update_weights wakes it up", "sleeping")
         return tokenizer, info
@@ -156,6 +177,8 @@ class ServerState:
     async def all_api_servers_know(self, seconds: float = 1.0) -> None:
         """Waits until the other API servers know of the engine what this one knows. Those that are starting, or hang
         for `seconds`, are not waited for; they ask the engine before they serve."""
+        if self.number is None:
+            return
         deadline = time.monotonic() + seconds
         while set(self.counts.each(KNOWN)) - {0, self._known_engine} and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
@@ -200,8 +223,18 @@ class ServerState:
         key = key_of(http)
         return f"{key.digest.hex()}/{given or ''}" if key is not None and self.settings.salts_by_key else given
 
-    def check_images(self, sources: Sequence[Source], info: Ready) -> None:
-        """Raises InvalidRequestError for more pictures than are allowed, and for any if the model reads text only."""
+    def check_images(self, given: Sequence[Source | VideoSource], info: Ready) -> None:
+        """Raises InvalidRequestError for more pictures or videos than are allowed, and for any that the model does not
+        read."""
+        sources = [one for one in given if isinstance(one, Source)]
+        videos = [one for one in given if isinstance(one, VideoSource)]
+        if videos and (info.sees is None or info.sees.video is None):
+            raise InvalidRequestError(f"{videos[0].where} holds a video; this model sees none", "messages")
+        if len(videos) > (most := self.settings.limit_videos_per_request):
+            raise InvalidRequestError(
+                f"the request has {len(videos)} videos; at most {most} are allowed (--limit-videos-per-request)",
+                "messages",
+            )
         if sources and info.sees is None:
             raise InvalidRequestError(
                 f"{sources[0].where} holds a picture; this model is served for text only", "messages"
@@ -213,22 +246,28 @@ class ServerState:
             )
 
     async def with_images(
-        self, ids: list[int], sources: Sequence[Source], info: Ready, *, truncates: bool
+        self, ids: list[int], sources: Sequence[Source | VideoSource], info: Ready, *, truncates: bool
     ) -> tuple[list[int], list[Image]]:
-        """A prompt with its pictures, which `check_images` has allowed. They are fetched and processed; see
+        """A prompt with its pictures and videos, which `check_images` has allowed. They are fetched and processed; see
         `images.prompts.with_images`. Raises InvalidRequestError for pictures that cannot be read."""
         if truncates:
             raise InvalidRequestError("prompts with pictures are not truncated", "truncate_prompt_tokens")
 
-        async def one(source: Source) -> Processed:
+        async def one(source: Source | VideoSource) -> Processed | ProcessedVideo:
+            if isinstance(source, VideoSource):
+                files = await self.off_loop(partial(read_video, source, self.settings.allow_image_urls))
+                assert self.images is not None
+                return await self.images.process_video(files, source)
             file = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None
             return await self.images.process(file, source)
 
-        pictures = await asyncio.gather(*map(one, sources))
+        made = await asyncio.gather(*map(one, sources))
+        pictures = [one for one in made if isinstance(one, Processed)]
+        videos = [one for one in made if isinstance(one, ProcessedVideo)]
         assert self.tokenizer is not None
         assert info.sees is not None  # `check_images` has seen to it
-        return with_images(ids, pictures, info.sees, self.tokenizer)
+        return with_images(ids, pictures, info.sees, self.tokenizer, videos)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """The result of the server's own `work()`, run in a thread so that the event loop is not blocked."""
@@ -265,6 +304,8 @@ class ServerState:
     def priority(self, http: Request, given: int | None) -> int:
         """The priority of a request; 0 if priorities are off. Raises InvalidRequestError if its key forbids it."""
         _, info = self.require_ready()
+        if is_background(http):
+            return BACKGROUND
         if info.scheduling_policy != "priority" or given is None:
             return 0
         key = key_of(http)
@@ -273,6 +314,15 @@ class ServerState:
                 f"priority must be at least {key.min_priority} under this key, got {given}", "priority"
             )
         return given
+
+    def timeout(self, http: Request) -> float | None:
+        """The longest time for a request, in seconds; None: there is no limit."""
+        return None if is_background(http) else self.settings.request_timeout
+
+
+def is_background(http: Request) -> bool:
+    """Whether a request comes from a batch, and steps aside for others."""
+    return http.scope.get("state", {}).get("background", False)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -296,7 +346,9 @@ def _in_turns(texts: list[str]) -> Iterator[list[str]]:
 
 
 def state_of(request: Request) -> ServerState:
-    return request.app.state.server
+    """The state of the model that serves a request: the one that `server.models.routing` has found, or the only one."""
+    routed: ServerState | None = request.scope.get("state", {}).get(ROUTED)
+    return request.app.state.server if routed is None else routed
 
 
 def key_of(request: Request) -> ApiKey | None:
@@ -305,9 +357,11 @@ def key_of(request: Request) -> ApiKey | None:
 
 
 def tenant_of(request: Request) -> str:
-    """The tenant of a request: a name for its API key; "" if the server requires no keys."""
+    """The tenant of a request: a name for its API key; "" if the server requires no keys. Batches have tenants of their
+    own, so that texts of other requests need not wait for theirs."""
     key = key_of(request)
-    return "" if key is None else key.digest[:8].hex()
+    name = "" if key is None else key.digest[:8].hex()
+    return f"{name} batch" if is_background(request) else name
 
 
 def require_json(request: Request) -> None:
@@ -317,19 +371,15 @@ def require_json(request: Request) -> None:
         raise APIError(400, f"the content type must be application/json, got {content_type[:64]!r}")
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded."""
-    require_json(request)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise APIError(
-            415,
-            f"the body is encoded as {encoding[:64]!r}, which this server does not read; send it as plain JSON, "
-            "without a content-encoding",
-            code="unsupported_content_encoding",
-        )
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T], *, any_type: bool = False) -> T:
+    """The request's JSON body as the decoder's type. Raises APIError (400 or 415) if it cannot be decoded.
+
+    `any_type`: the request need not declare its body as JSON.
+    """
+    if not any_type:
+        require_json(request)
     try:
-        received = await receive(request)
+        received = await receive_body(request)
         body = received.text().decode()  # msgspec would not check the UTF-8 of unknown fields
         cut = received if received.aside else None
         del received  # which has the body, too

@@ -17,16 +17,20 @@ import resource
 import threading
 import traceback
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxserve.checkpoints import gguf
 from jaxserve.images.patches import Processed
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.reading import open_picture
+from jaxserve.images.videos import ProcessedVideo, VideoProcessor, open_clip
 from jaxserve.server.images.sources import File, Source
+from jaxserve.server.images.video_sources import VideoSource
 from jaxserve.types import ImageTokens, InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -41,13 +45,38 @@ _PIECE = 2**16  # bytes that are sent at a time
 _PRELOADED = ["jaxserve.server.images.workers", "transformers.models.auto.image_processing_auto"]
 
 
+class Task(NamedTuple):
+    """What a worker is to do with the files that follow.
+
+    files: for each, whether it is in base64.
+    seen_pixels: of a picture, most that the model sees; None: as many as it can.
+    rate: of a video, frames a second; None: the request does not say.
+    """
+
+    files: list[bool]
+    is_video: bool = False
+    seen_pixels: int | None = None
+    rate: float | None = None
+
+
 # In a worker's process
 
 
 def _work(connection: Connection, folder: str, kind: ImageTokens, most_pixels: int) -> None:
-    """Answers each picture with what it becomes, or with an exception."""
+    """Answers each picture and each video with what it becomes, or with an exception."""
     processor = ImageProcessor.of(Path(folder), kind)
     assert processor is not None
+    videos = None if kind.video is None else VideoProcessor.of(Path(folder), processor, kind.video)
+
+    def made(files: list[bytes | None], task: Task) -> Processed | ProcessedVideo:
+        given = [file for file in files if file is not None]
+        if len(given) < len(files):
+            raise InvalidRequestError("a picture cannot be read: its data is not base64", "images")
+        if task.is_video:
+            assert videos is not None
+            return videos(open_clip(given, task.rate, most_pixels))
+        return processor(open_picture(given[0], most_pixels), task.seen_pixels)
+
     gguf.forget()
     processor.load()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -55,10 +84,10 @@ def _work(connection: Connection, folder: str, kind: ImageTokens, most_pixels: i
     with contextlib.suppress(EOFError, OSError):  # the server has ended
         connection.send(None)
         while True:
-            in_base64, seen_pixels = connection.recv()
-            answer: Processed | Exception
+            task: Task = connection.recv()
+            answer: Processed | ProcessedVideo | Exception
             try:
-                answer = processor(open_picture(_received(connection, in_base64), most_pixels), seen_pixels)
+                answer = made([_received(connection, in_base64) for in_base64 in task.files], task)
             except (InvalidRequestError, MemoryError) as error:
                 answer = error.with_traceback(None)
             except Exception as error:
@@ -67,8 +96,8 @@ def _work(connection: Connection, folder: str, kind: ImageTokens, most_pixels: i
             del answer
 
 
-def _received(connection: Connection, in_base64: bool) -> bytes:
-    """A picture's file, all pieces of which are received."""
+def _received(connection: Connection, in_base64: bool) -> bytes | None:
+    """A file, all pieces of which are received; None: it is not in base64."""
     data = io.BytesIO()
     left = b""
     valid = True
@@ -80,9 +109,7 @@ def _received(connection: Connection, in_base64: bool) -> bytes:
         whole = len(left) // 4 * 4
         valid = valid and _decode(left[:whole], data)
         left = left[whole:]
-    if not valid or left:
-        raise InvalidRequestError("a picture cannot be read: its data is not base64", "images")
-    return data.getvalue()
+    return data.getvalue() if valid and not left else None
 
 
 def _decode(text: bytes, data: io.BytesIO) -> bool:
@@ -118,28 +145,31 @@ class _Worker:
             self._connection.recv()
             self._is_ready = True
 
-    def read(self, file: File, seen_pixels: int | None) -> Processed | Exception:
-        """What the picture becomes, or the reason of its refusal. Raises OSError or EOFError if the process ends or
+    def read(self, files: Sequence[File], task: Task) -> Processed | ProcessedVideo | Exception:
+        """What the files become, or the reason of their refusal. Raises OSError or EOFError if the process ends or
         takes too long."""
         self.wait()
-        self._connection.send((file.in_base64, seen_pixels))
-        for piece in file.pieces:
-            for start in range(0, len(piece), _PIECE):
-                self._connection.send_bytes(piece[start : start + _PIECE])
-        self._connection.send_bytes(b"")
+        self._connection.send(task)
+        for file in files:
+            for piece in file.pieces:
+                for start in range(0, len(piece), _PIECE):
+                    self._connection.send_bytes(piece[start : start + _PIECE])
+            self._connection.send_bytes(b"")
         if not self._connection.poll(SECONDS):
             raise TimeoutError
-        answer: Processed | Exception = self._connection.recv()
+        answer: Processed | ProcessedVideo | Exception = self._connection.recv()
         return answer
 
     def end(self) -> None:
         self._process.kill()
 
 
-def _key_of(file: File, detail: str) -> bytes:
-    key = hashlib.sha256(f"{detail} {file.in_base64} ".encode())
-    for piece in file.pieces:
-        key.update(piece)
+def _key_of(files: Sequence[File], task: Task) -> bytes:
+    sizes = [sum(map(len, file.pieces)) for file in files]
+    key = hashlib.sha256(f"{task} {sizes} ".encode())
+    for file in files:
+        for piece in file.pieces:
+            key.update(piece)
     return key.digest()
 
 
@@ -151,7 +181,7 @@ class ImageWorkers:
         self._count = min(MAX_WORKERS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="pictures")
         self._workers: dict[int, _Worker] = {}  # by thread
-        self._kept: OrderedDict[bytes, Processed] = OrderedDict()
+        self._kept: OrderedDict[bytes, Processed | ProcessedVideo] = OrderedDict()
         self._kept_bytes = 0
 
     def start(self) -> None:
@@ -168,27 +198,36 @@ class ImageWorkers:
 
     async def process(self, file: File, source: Source) -> Processed:
         """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
-        detail = source.detail
-        key = await asyncio.to_thread(_key_of, file, detail)
+        task = Task([file.in_base64], seen_pixels=LOW_DETAIL if source.detail == "low" else None)
+        made: Any = await self._made([file], task, source.where)
+        return made  # type: ignore[no-any-return]
+
+    async def process_video(self, files: list[File], source: VideoSource) -> ProcessedVideo:
+        """The patches of a video's frames. Raises InvalidRequestError for one that cannot be read."""
+        made: Any = await self._made(files, Task([f.in_base64 for f in files], True, rate=source.rate), source.where)
+        return made  # type: ignore[no-any-return]
+
+    async def _made(self, files: Sequence[File], task: Task, where: str) -> Processed | ProcessedVideo:
+        """What a worker makes of the files, or has made of them."""
+        key = await asyncio.to_thread(_key_of, files, task)
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return found
-        seen = LOW_DETAIL if detail == "low" else None
         try:
-            made = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file, seen)
+            made = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, files, task)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"{source.where}: {error}", "messages", "invalid_image") from None
+            raise InvalidRequestError(f"{where}: {error}", "messages", "invalid_image") from None
         self._keep(key, made)
         return made
 
-    def _read(self, file: File, seen_pixels: int | None) -> Processed:
-        """What a picture becomes. After anything but that or its refusal, the thread gets a new worker."""
+    def _read(self, files: Sequence[File], task: Task) -> Processed | ProcessedVideo:
+        """What the files become. After anything but that or their refusal, the thread gets a new worker."""
         worker = self._worker()
         try:
-            answer = worker.read(file, seen_pixels)
+            answer = worker.read(files, task)
         except (OSError, EOFError) as error:
             answer = error
-        if isinstance(answer, Processed):
+        if isinstance(answer, Processed | ProcessedVideo):
             return answer
         if isinstance(answer, InvalidRequestError):
             raise answer
@@ -201,7 +240,7 @@ class ImageWorkers:
             f"a picture cannot be read: it takes more than {SECONDS:g} seconds or {MEMORY >> 20} MiB", "images"
         )
 
-    def _keep(self, key: bytes, made: Processed) -> None:
+    def _keep(self, key: bytes, made: Processed | ProcessedVideo) -> None:
         self._kept[key] = made
         self._kept_bytes += made.nbytes
         while self._kept_bytes > KEPT_BYTES:

@@ -15,6 +15,7 @@ from jaxserve.server.observe.tracing import Tracer
 
 log = logging.getLogger("jaxserve.access")
 
+MODEL = "model"  # key in a request's state of its model's name, in a server with several
 # Paths that are requested all the time, as those below /ui are. They are logged only when the key is wrong.
 QUIET_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/pool"})
 
@@ -55,10 +56,11 @@ class Access:
             record.status = CLIENT_LEFT
         path = record.scope["path"]
         quiet = record.status != 401 and (path in QUIET_PATHS or path.startswith("/ui/"))
+        model = record.scope.get("state", {}).get(MODEL, self._model)
         if self._log_lines and not quiet:
-            log.info("%s", msgspec.json.encode(record.line(self._model) | self._more).decode())
+            log.info("%s", msgspec.json.encode(record.line(model) | self._more).decode())
         if self._tracer is not None:
-            self._tracer.record(record, self._model)
+            self._tracer.record(record, model)
 
 
 def log_to_stdout() -> None:

@@ -18,10 +18,11 @@ from prometheus_client import Histogram as ObservedHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.engine_stats import EngineStats, Histogram
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.request_record import note_generation
-from jaxserve.types import SamplingParams
+from jaxserve.types import Request
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -97,6 +98,32 @@ _FROM_STATS = (
 )  # fmt: skip
 
 
+# The metrics of llama.cpp's server that have a counterpart here: name, kind, and the counterpart's sample.
+_LLAMACPP = (
+    ("prompt_tokens_total", "counter", "prompt_tokens_total"),
+    ("prompt_seconds_total", "counter", "request_prefill_time_seconds_sum"),
+    ("tokens_predicted_total", "counter", "generation_tokens_total"),
+    ("tokens_predicted_seconds_total", "counter", "request_decode_time_seconds_sum"),
+    ("n_decode_total", "counter", "iteration_tokens_total_count"),
+    ("requests_processing", "gauge", "num_requests_running"),
+    ("requests_deferred", "gauge", "num_requests_waiting"),
+    ("kv_cache_usage_ratio", "gauge", "kv_cache_usage_perc"),
+)
+
+
+def _in_llamacpp_names(text: bytes, prefix: str) -> bytes:
+    """Samples of an exposition under llama.cpp's names, for dashboards that ask for these."""
+    lines = text.splitlines(keepends=True)
+    found = []
+    for name, kind, ours in _LLAMACPP:
+        begin = f"{prefix}:{ours}{{".encode()
+        theirs = f"llamacpp:{name}{{".encode()
+        samples = [theirs + line.removeprefix(begin) for line in lines if line.startswith(begin)]
+        if samples:
+            found += [f"# HELP llamacpp:{name} {prefix}:{ours}\n# TYPE llamacpp:{name} {kind}\n".encode(), *samples]
+    return b"".join(found)
+
+
 class EngineTotals(msgspec.Struct):
     """Statistics of a server's engines together, those that have died included.
 
@@ -119,6 +146,10 @@ class EngineTotals(msgspec.Struct):
     def on_restart(self) -> None:
         """Another engine is being started. It counts from zero; the counters here continue from the earlier totals."""
         self.restarts += 1
+        self.on_end()
+
+    def on_end(self) -> None:
+        """The engine has ended. The next one counts from zero."""
         self.past = self.stats
         self.on_stats(EngineStats())
 
@@ -136,7 +167,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.totals = EngineTotals()
         self._shared = shared
-        self._prefix = prefix
+        self.prefix = prefix
         self._labels = (model_name, "0")
         self._info: Ready | None = None
         self.ttft = self._histogram(
@@ -200,7 +231,7 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]  # see collect
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> ObservedHistogram:
-        histogram = ObservedHistogram(f"{self._prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        histogram = ObservedHistogram(f"{self.prefix}:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._labels)
 
     def succeeded(self, reason: str) -> None:
@@ -212,9 +243,19 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition text of /metrics."""
+        text = self._own_text()
+        return text if self.prefix == "llamacpp" else text + _in_llamacpp_names(text, self.prefix)
+
+    def latest(self) -> EngineStats:
+        """The engine's latest statistics."""
+        if self._shared is not None:
+            self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        return self.totals.stats
+
+    def _own_text(self) -> bytes:
         if self._shared is None:
             return generate_latest(self.registry)
-        self.totals = _decode_totals((self._shared / TOTALS).read_bytes())
+        self.latest()
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self._shared))  # type: ignore[no-untyped-call]
         registry.register(self)  # type: ignore[arg-type]
@@ -243,7 +284,7 @@ class Metrics:
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._family("gauge", "kv_cache_usage_perc", "KV pages in use, as a fraction from 0 to 1", used)
         accepted = CounterMetricFamily(
-            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            f"{self.prefix}:spec_decode_num_accepted_tokens_per_pos",
             "Tokens that speculative decoding proposed and the model kept, by position among the proposals of a row",
             labels=[*_LABELS, "position"],
         )
@@ -252,7 +293,7 @@ class Metrics:
         yield accepted
         if self._info is not None:
             info = GaugeMetricFamily(
-                f"{self._prefix}:cache_config_info",
+                f"{self.prefix}:cache_config_info",
                 "Always 1; the labels are tokens per KV page and the number of KV pages",
                 labels=[*_LABELS, "block_size", "num_gpu_blocks"],
             )
@@ -266,7 +307,7 @@ class Metrics:
         """The version of the weights in a label; how often they were replaced; and vLLM's state of an engine's sleep: 1
         for the state that it is in."""
         version = GaugeMetricFamily(
-            f"{self._prefix}:weight_version_info",
+            f"{self.prefix}:weight_version_info",
             "Always 1; the label is the version of the weights",
             labels=[*_LABELS, "weight_version"],
         )
@@ -274,7 +315,7 @@ class Metrics:
         yield version
         yield self._family("counter", "weight_updates", "Times that the weights were replaced", info.weights.updates)
         sleep = GaugeMetricFamily(
-            f"{self._prefix}:engine_sleep_state",
+            f"{self.prefix}:engine_sleep_state",
             "1 for the state of sleep that the engine is in, 0 for others",
             labels=[*_LABELS, "sleep_state"],
         )
@@ -286,7 +327,7 @@ class Metrics:
         """Which adapters requests use, in labels; the value is the time, so that the latest of several is known."""
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily(
-            f"{self._prefix}:lora_requests_info",
+            f"{self.prefix}:lora_requests_info",
             "Time of this scrape in seconds since 1970; the labels list LoRA adapters in use",
             labels=[*_LABELS, *labels],
         )
@@ -302,7 +343,7 @@ class Metrics:
         self, name: str, text: str, histograms: dict[tuple[str, ...], Histogram], labels: tuple[str, ...] = ()
     ) -> Metric:
         """A metric of the engine's histograms; the keys of `histograms` are the values of `labels`."""
-        family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
+        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=(*_LABELS, *labels))
         for values, histogram in histograms.items():
             counts = accumulate(histogram.counts)
             bounds = (*map(str, histogram.bounds), "+Inf")
@@ -311,13 +352,14 @@ class Metrics:
 
     def _family(self, kind: str, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-        metric = family(f"{self._prefix}:{name}", text, labels=_LABELS)
+        metric = family(f"{self.prefix}:{name}", text, labels=_LABELS)
         metric.add_metric(self._labels, value)
         return metric
 
 
 class RequestTimes:
-    """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come.
+    """The times of one prompt's request, from time.monotonic(). They are observed in `metrics` as they come, unless the
+    request is one of a batch, which takes long because others come first.
 
     Attributes:
       adapter: name of the request's LoRA adapter; "": none.
@@ -328,11 +370,12 @@ class RequestTimes:
       finish_reasons: those of the completions that have ended.
     """
 
-    def __init__(self, metrics: Metrics, params: SamplingParams, num_prompt_tokens: int, adapter: str = ""):
+    def __init__(self, metrics: Metrics, request: Request):
         self._metrics = metrics
-        self.adapter = adapter
-        self.params = params
-        self.num_prompt_tokens = num_prompt_tokens
+        self._is_timed = request.priority != BACKGROUND
+        self.adapter = request.adapter
+        self.params = params = request.params
+        self.num_prompt_tokens = num_prompt_tokens = len(request.prompt_token_ids)
         self.arrival = self.latest = time.monotonic()
         self.queued = 0.0
         self.first: float | None = None
@@ -357,20 +400,27 @@ class RequestTimes:
         if self.first is None:
             self.first = now
             self.queued = queued
-            self._metrics.ttft.observe(now - self.arrival)
-        if (last := self._last.get(index)) is not None:
+            if self._is_timed:
+                self._metrics.ttft.observe(now - self.arrival)
+        if self._is_timed and (last := self._last.get(index)) is not None:
             self._metrics.itl.observe((now - last) / count)
         self._last[index] = self.latest = now
         self._tokens[index] = self._tokens.get(index, 0) + count
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds from the request's place in the batch to its first token, and from there to its latest token."""
+        first = self.latest if self.first is None else self.first
+        return max(first - self.arrival - self.queued, 0.0), self.latest - first
 
     def finished(self, now: float) -> None:
         """Notes that all completions have ended."""
         metrics = self._metrics
         self.ended = True
-        metrics.e2e.observe(now - self.arrival)
         metrics.output_tokens.observe(self.num_output_tokens)
         metrics.max_output_tokens.observe(max(self._tokens.values(), default=0))
-        if self.first is not None:
+        if self._is_timed:
+            metrics.e2e.observe(now - self.arrival)
+        if self._is_timed and self.first is not None:
             metrics.queue.observe(self.queued)
             metrics.prefill.observe(max(self.first - self.arrival - self.queued, 0.0))
             metrics.inference.observe(max(now - self.arrival - self.queued, 0.0))

@@ -90,12 +90,14 @@ class OutputHandler(logging.Handler):
         self._output.flush()
 
 
-def log_to_stderr(level: int) -> None:
-    """Has a thread write all log lines to standard error. Sets `level` unless the root logger has handlers already."""
+def log_to_stderr(level: int, prefix: str = "") -> None:
+    """Has a thread write all log lines to standard error, with `prefix` before their texts. Sets `level` unless the
+    root logger has handlers already."""
     root = logging.getLogger()
     if not root.handlers:
         root.setLevel(level)
-    root.handlers = [OutputHandler(Output(2), "%(levelname)s %(name)s: %(message)s")]
+    before = prefix.replace("%", "%%")
+    root.handlers = [OutputHandler(Output(2), f"%(levelname)s %(name)s: {before}%(message)s")]
 
 
 def say(text: str) -> None:

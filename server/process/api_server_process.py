@@ -19,10 +19,12 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import uvicorn
 
 from jaxserve.config import EngineConfig
 from jaxserve.server.http.counts import BEATS, SharedCounts, names_of
 from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.one_model import OneModel
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.shared_responses import SharedResponseStore
 from jaxserve.server.http.state import ServerState
@@ -33,6 +35,7 @@ from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
 from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
 from jaxserve.server.process.engine_process import end_with_parent, watch_parent
+from jaxserve.server.process.served_model import ServedModel
 from jaxserve.types import EngineDeadError
 
 CANNOT_GO_ON = 3  # exit code after an error that other API servers would meet, too
@@ -126,16 +129,24 @@ class SharedEngine:
 
 class _SharedApiServer(ApiServer):
     """One of several API servers. If it replaces another one, it listens only when it can serve, because the others
-    can."""
+    can: `after` is set then; None: it replaces none."""
 
-    def __init__(self, *args: Any, again: bool, **options: Any):
-        super().__init__(*args, **options)
-        self._again = again
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        served: ServedModel,
+        *,
+        shares_listener: bool,
+        after: asyncio.Event | None,
+    ):
+        super().__init__(config, state, served, shares_listener=shares_listener)
+        self._after = after
 
     async def listen(self, sockets: list[socket.socket] | None) -> None:
-        if self._again:
+        if self._after is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.loaded.wait(), _PATIENCE)
+                await asyncio.wait_for(self._after.wait(), _PATIENCE)
         await super().listen(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -173,14 +184,15 @@ def main() -> int:
         settings, EngineClient(), metrics, created=launch.created, number=launch.number, counts=launch.counts()
     )
     state.responses = launch.responses()
+    state.models = OneModel(state, launch.config["model"])
     allow_files(settings)
+    served = ServedModel(state, SharedEngine(launch.socket_path), EngineConfig(**launch.config))
     api_server = _SharedApiServer(
         http_config(state),
         state,
-        SharedEngine(launch.socket_path),
-        EngineConfig(**launch.config),
+        served,
         shares_listener=launch.shares_listener,
-        again=launch.again,
+        after=served.loaded if launch.again else None,
     )
     with _TakingTurns(fileno=launch.listener) as listener:
         api_server.run(sockets=[listener])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -10,13 +12,28 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.endpoints import adapters, invocations, models, page, pooling, responses, weights
+from jaxserve.server.batches.lines import URLS
+from jaxserve.server.endpoints import (
+    adapters,
+    batches,
+    files,
+    invocations,
+    llamacpp,
+    models,
+    ollama,
+    page,
+    pooling,
+    repository,
+    responses,
+    weights,
+)
 from jaxserve.server.endpoints.anthropic import count_tokens, create_message
 from jaxserve.server.endpoints.chat import create_chat_completion
 from jaxserve.server.endpoints.completions import create_completion
 from jaxserve.server.http.errors import APIError, handle_exception
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.middleware import (
+    FILES_PATH,
     ApiKeys,
     BodyLimit,
     ConnectionLimit,
@@ -25,7 +42,7 @@ from jaxserve.server.http.middleware import (
     WithoutRootPath,
     WithRootPath,
 )
-from jaxserve.server.http.origin import OriginCheck
+from jaxserve.server.http.origin import OriginCheck, OriginHint
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
@@ -46,8 +63,17 @@ _ROUTES = [
     Route("/v1/embeddings", pooling.create_embeddings, methods=["POST"]),
     *(Route(path, pooling.create_scores, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", pooling.COHERE_PATH)),
-    Route("/v1/models", models.list_models),
-    Route("/v1/models/", models.list_models),
+    Route(FILES_PATH, files.upload_file, methods=["POST"]),
+    Route(FILES_PATH, files.list_files),
+    Route("/v1/files/{id}", files.get_file),
+    Route("/v1/files/{id}", files.delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", files.get_content),
+    Route("/v1/batches", batches.create_batch, methods=["POST"]),
+    Route("/v1/batches", batches.list_batches),
+    Route("/v1/batches/{id}", batches.get_batch),
+    Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
+    *(Route(path, models.root) for path in ("/v1", "/v1/")),
+    *(Route(path, models.list_models) for path in ("/v1/models", "/v1/models/", "/models")),
     Route("/invocations", invocations.invoke, methods=["POST"]),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -66,11 +92,16 @@ _ROUTES = [
     *(Route(path, run, methods=weights.METHODS.get(path, ["POST"])) for path, run in weights.HANDLERS.items()),
     Route("/reset_prefix_cache", models.reset_prefix_cache, methods=["POST"]),
     Route("/openapi.json", models.openapi),
+    *repository.ROUTES,
+    *ollama.ROUTES,
+    *llamacpp.ROUTES,
 ]
 
 
-def build_app(state: ServerState) -> Starlette:
-    """The application of one API server: the process that serves HTTP and passes requests to the engine's process."""
+def build_app(state: ServerState, routes: Sequence[Route] = (), routing: Middleware | None = None) -> Starlette:
+    """The application of one API server: the process that serves HTTP and passes requests to the engine's process.
+
+    With several models, `routing` finds that of a request, and `routes` go before those for one model."""
     settings = state.settings
     middleware = [Middleware(RequestId), Middleware(UnexpectedErrors)]
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
@@ -79,6 +110,7 @@ def build_app(state: ServerState) -> Starlette:
             Access, model=settings.model_name, log_lines=settings.access_log, tracer=tracer, api_server=state.number
         )
         middleware.insert(0, watch)
+    middleware.append(Middleware(OriginHint, origins=settings.cors_origins))
     if not settings.api_keys:
         middleware.append(Middleware(OriginCheck, hosts=settings.hosts, origins=settings.cors_origins))
     if settings.cors_origins:
@@ -91,14 +123,35 @@ def build_app(state: ServerState) -> Starlette:
         monitors = [ApiKey(key) for key in (settings.admin_key, settings.metrics_key) if key is not None]
         middleware.append(
             Middleware(
-                ApiKeys, keys=settings.api_keys, monitor_keys=monitors, open_paths=open_paths, counts=state.counts
+                ApiKeys,
+                keys=settings.api_keys,
+                monitor_keys=monitors,
+                open_paths=open_paths,
+                counts=state.counts,
+                model_names=None if routing is not None else settings.model_names,
             )
         )
     middleware.append(Middleware(BodyLimit, bodies=state.bodies))
-    routes = [*_ROUTES, *(page.ROUTES if settings.ui else ())]
+    routes = [*routes, *_ROUTES, *(page.ROUTES if settings.ui else page.WITHOUT_PAGES)]
+    if routing is not None:
+        middleware.append(routing)
     if root := settings.root_path:
         middleware.insert(0, Middleware(WithoutRootPath, root_path=root, paths=[route.path for route in routes]))
         middleware.append(Middleware(WithRootPath, root_path=root))
+    return _application(state, routes, middleware)
+
+
+def batch_app(state: ServerState, routing: Middleware | None = None) -> Starlette:
+    """What answers the requests of batches, which come from this process: the endpoints without keys, origins and
+    connections. `scope["state"]` may hold the key of a batch. `routing` as for `build_app`."""
+    routes = [route for route in _ROUTES if route.path in URLS]
+    middleware = [Middleware(UnexpectedErrors), Middleware(BodyLimit, bodies=state.bodies)]
+    if routing is not None:
+        middleware.append(routing)
+    return _application(state, routes, middleware)
+
+
+def _application(state: ServerState, routes: list[Route], middleware: list[Middleware]) -> Starlette:
     answered = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, HTTPException)
     handlers = dict.fromkeys(answered, handle_exception) | {ClientDisconnect: _client_left}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]

@@ -9,58 +9,33 @@ cut short. The next run removes such a line, then answers the requests that have
 from __future__ import annotations
 
 import asyncio
-import codecs
 import dataclasses
-import os
 import sys
-import uuid
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
-from jaxserve.server.http.errors import APIError
+from jaxserve.server.batches.answers import AnswerFile, NotAnswersError, answer_line, recover
+from jaxserve.server.batches.asking import Asker, Places, answer_all
+from jaxserve.server.batches.lines import BatchError, BatchLine, digest_of, lines_but, read_lines
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.metrics import Metrics
-from jaxserve.server.process.app import build_app
+from jaxserve.server.process.app import batch_app
 from jaxserve.server.process.engine_process import EngineProcess
 from jaxserve.server.process.fingerprint import fingerprint
 from jaxserve.server.process.supervisor import Supervisor
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.types import EngineDeadError
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 _AHEAD = 2  # requests in flight per sequence that the engine can run, so that the engine never waits for one
-_LOOK_SECONDS = 0.1  # between two checks whether a restarted engine is ready
-_OPENING = b'{"id":"batch_req_'  # every line of the output begins with this
-
-
-class BatchLine(msgspec.Struct):
-    """One line of the input."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-    method: str = "POST"
-
-
-class _Answered(msgspec.Struct):
-    """The field of an output line that tells which request it answers."""
-
-    custom_id: str
-
-
-class BatchError(ValueError):
-    """The input or output file cannot be used; the message names the file and the line."""
+_ITS_MODEL = {"model": msgspec.Raw(b"null")}  # whatever model a request names
 
 
 def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: str = DEFAULT_ENGINE) -> int:
@@ -72,20 +47,17 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
         raise BatchError(f"input and output are the same file: {source}")
     asked = check_input(source)
     with open(target, "ab+", buffering=0) as output:
-        done = recover_output(output, target)
-        if strangers := done - asked:
-            raise BatchError(f"{target} answers {min(strangers)!r}, which {source} does not ask: not its output")
-        left = asked - done
-        if not left:
+        done = recover_output(output, source, target, asked)
+        if not (left := len(asked) - len(done)):
             print(f"all {len(asked)} requests are answered in {target}", file=sys.stderr)
             return 0
         if done:
-            print(f"{len(done)} of {len(asked)} requests are answered already; {len(left)} to go", file=sys.stderr)
+            print(f"{len(done)} of {len(asked)} requests are answered already; {left} to go", file=sys.stderr)
         # no limit on the queue: a request that is turned away would never be answered
         config = dataclasses.replace(config, max_waiting=None, max_waiting_tokens=None, prompts_first=True)
         with EngineProcess(config, engine_class) as engine:
             try:
-                asyncio.run(_answer_all(config, engine, source, output, left))
+                asyncio.run(_answer_all(config, engine, source, output, done, left))
             except (EngineDeadError, OSError, ExceptionGroup) as error:
                 if not isinstance(first := _first(error), EngineDeadError | OSError):
                     raise
@@ -94,64 +66,41 @@ def answer_file(config: EngineConfig, source: Path, target: Path, engine_class: 
     return 0
 
 
-def read_lines(source: Path) -> Iterator[BatchLine]:
-    """The requests of a file, which may begin with a byte order mark. Raises BatchError, naming the line, for a line
-    that is not a request."""
-    decoder = msgspec.json.Decoder(BatchLine)
-    with open(source, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            if not raw.strip():
-                continue
-            try:
-                line = decoder.decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise BatchError(f"{source}:{number}: {error}") from None
-            yield line
-
-
 def model_of(source: Path) -> str:
     """The one model that all requests of a file name. Raises BatchError if they name none or several."""
-    names = {line.body.get("model") for line in read_lines(source)}
+    names = {msgspec.json.decode(line.body.get("model", b"null")) for line in read_lines(source)}
     if len(names) == 1 and isinstance(name := names.pop(), str):
         return name
     listed = ", ".join(sorted(map(repr, names))[:5]) or "none"
     raise BatchError(f"{source}: the requests must name one model, or --model must; they name {listed}")
 
 
-def check_input(source: Path) -> set[str]:
-    """The custom_ids of the input, read before a model is loaded. Raises BatchError if one occurs twice."""
-    seen: set[str] = set()
+def check_input(source: Path) -> set[bytes]:
+    """The digests of the input's custom_ids, read before a model is loaded. Raises BatchError if one occurs twice."""
+    seen: set[bytes] = set()
     for line in read_lines(source):
-        if line.custom_id in seen:
+        if (digest := line.digest) in seen:
             raise BatchError(f"{source}: custom_id {line.custom_id!r} stands on several lines; each must be unique")
-        seen.add(line.custom_id)
+        seen.add(digest)
     return seen
 
 
-def recover_output(output: FileIO, target: Path) -> set[str]:
-    """The custom_ids that the output answers. Removes a last line that a killed run left unfinished.
+def recover_output(output: FileIO, source: Path, target: Path, asked: set[bytes]) -> set[bytes]:
+    """The digests of the custom_ids that the output answers. Removes a last line that a killed run left unfinished.
 
-    Raises BatchError and leaves the file as it is if it holds anything but output lines.
+    Raises BatchError and leaves the file as it is if it holds anything but answers to `source`.
     """
-    decoder = msgspec.json.Decoder(_Answered)
-    done: set[str] = set()
-    output.seek(0)
-    end = 0
-    for raw in output:
-        torn = not raw.endswith(b"\n")
-        try:
-            if raw[: len(_OPENING)] != _OPENING[: len(raw)]:
-                raise msgspec.DecodeError
-            if not torn:
-                done.add(decoder.decode(raw).custom_id)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise BatchError(f"{target} is not the output of a batch: {raw[:80]!r}") from None
-        if not torn:
-            end += len(raw)
-    output.truncate(end)
-    output.seek(end)
+    done: set[bytes] = set()
+
+    def take(custom_id: str) -> None:
+        if (digest := digest_of(custom_id)) not in asked:
+            raise BatchError(f"{target} answers {custom_id!r}, which {source} does not ask: not its output")
+        done.add(digest)
+
+    try:
+        recover(output, take)
+    except NotAnswersError as error:
+        raise BatchError(f"{target} is not the output of a batch: {error.found!r}") from None
     return done
 
 
@@ -161,9 +110,12 @@ def _first(error: Exception) -> Exception:
     return error
 
 
-async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path, file: FileIO, left: set[str]) -> None:
+async def _answer_all(
+    config: EngineConfig, engine: EngineProcess, source: Path, file: FileIO, done: set[bytes], left: int
+) -> None:
+    """Answers the `left` requests of `source` whose digests are not in `done`."""
     client = EngineClient()
-    output = BatchOutput(file)
+    output = AnswerFile(file)
     dummy = config.load_format == "dummy"
     settings = ServerSettings(model_names=(config.model,), access_log=False)
     state = ServerState(settings, client, Metrics(settings.model_name))
@@ -183,24 +135,13 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
         state.fingerprint = await state.off_loop(
             lambda: fingerprint(info, config, __version__, tokenizer.chat_template)
         )
-        app = build_app(state)
-        places = asyncio.Semaphore(_AHEAD * config.max_num_seqs)
-        with tqdm(total=len(left), desc="answering", unit="request") as bar:
+        asker = Asker(batch_app(state), client, {}, _ITS_MODEL)
+        places = [Places(_AHEAD * config.max_num_seqs)]
+        with tqdm(total=left, desc="answering", unit="request") as bar:
 
-            async def answer(line: BatchLine) -> None:
-                try:
-                    losses = None
-                    while losses != client.losses:  # if the engine died meanwhile, ask the next engine
-                        while not client.is_ready:
-                            await asyncio.sleep(_LOOK_SECONDS)
-                        losses = client.losses
-                        status, body = await _post(app, line)
-                        if status == 200:
-                            break
-                    await output.append(_line(line, status, body))
-                    bar.update()
-                finally:
-                    places.release()
+            async def take(line: BatchLine, status: int, body: bytes) -> None:
+                await output.append(answer_line(line.custom_id, status, body))
+                bar.update()
 
             async def watch() -> None:
                 try:
@@ -210,11 +151,7 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
 
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(watch())
-                async with asyncio.TaskGroup() as answers:
-                    for line in read_lines(source):
-                        if line.custom_id in left:
-                            await places.acquire()
-                            answers.create_task(answer(line))
+                await answer_all(lines_but(source, done), asker, places, take)
                 watching.cancel()
     finally:
         output.close()
@@ -222,92 +159,3 @@ async def _answer_all(config: EngineConfig, engine: EngineProcess, source: Path,
         state.text_threads.executor.shutdown(wait=False, cancel_futures=True)
         if state.images is not None:
             state.images.close()
-
-
-def _line(line: BatchLine, status: int, body: bytes) -> bytes:
-    """The output line with the answer to `line`."""
-    answer = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": line.custom_id,
-        "response": {"status_code": status, "request_id": uuid.uuid4().hex, "body": msgspec.Raw(body)},
-        "error": None,
-    }
-    return msgspec.json.encode(answer) + b"\n"
-
-
-async def _post(app: Any, line: BatchLine) -> tuple[int, bytes]:
-    """Sends one request through the application, without a network."""
-    if line.method != "POST" or line.url not in URLS:
-        text = f"a batch takes POST to {' or '.join(URLS)}, got {line.method[:16]} {line.url[:128]}"
-        return 404, APIError(404, text, param="url", code="url_not_found").body()
-    payload = msgspec.json.encode({**line.body, "model": None, "stream": False})
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": line.url,
-        "raw_path": line.url.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())],
-        "server": ("batch", 0),
-        "client": ("batch", 0),
-    }
-    incoming = iter([{"type": "http.request", "body": payload, "more_body": False}])
-    status = 500
-    parts = []
-
-    async def receive() -> dict[str, Any]:
-        for message in incoming:
-            return message
-        await asyncio.Event().wait()  # this client never disconnects
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            parts.append(message.get("body", b""))
-
-    await app(scope, receive, send)
-    return status, b"".join(parts)
-
-
-class BatchOutput:
-    """Appends to an unbuffered file in its own thread, so that the event loop never waits for the disk. Lines that come
-    during a write go into the next one together."""
-
-    def __init__(self, file: FileIO):
-        self._file = file
-        self._lines: list[bytes] = []
-        self._thread = ThreadPoolExecutor(1, "batch-output")
-        self._turn = asyncio.Lock()
-        self._error: str | None = None
-
-    async def append(self, line: bytes) -> None:
-        """Returns when the line is on the disk. Raises OSError if writing fails, for example because the disk is full;
-        the file may then end in a part of a line."""
-        self._lines.append(line)
-        async with self._turn:
-            if self._lines and self._error is None:  # otherwise the write before this one has included the line
-                lines = self._lines
-                self._lines = []
-                try:
-                    await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"".join(lines))
-                except OSError as error:
-                    self._error = str(error)
-            if self._error is not None:  # the file may end in a part of a line, which nothing may follow
-                raise OSError(self._error)
-
-    def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Waits for the current write to end."""
-        self._thread.shutdown()

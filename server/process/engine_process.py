@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,22 +37,33 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 class Launch(msgspec.Struct, kw_only=True):
     """The line of JSON that the parent writes to standard input. `config` holds the fields of EngineConfig; `weights`
-    are those that the engine serves from the start, if they have been replaced."""
+    are those that the engine serves from the start, if they have been replaced. `name` begins the lines of its log."""
 
     config: dict[str, Any]
     socket_path: str
     engine_class: str = DEFAULT_ENGINE
     weights: ServedWeights = ServedWeights()
+    name: str = ""
 
 
 class EngineProcess:
     """The engine's process and the folder of its socket. Leaving the context ends the one and removes the other.
-    `early`: a process that `jaxserve.start` has started, which waits to be told what to load."""
+    `early`: a process that `jaxserve.start` has started, which waits to be told what to load. `name`: of the model, in
+    the engine's log. `environment`: variables of the process besides this one's."""
 
-    def __init__(self, config: EngineConfig, engine_class: str, early: subprocess.Popen[bytes] | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine_class: str,
+        early: subprocess.Popen[bytes] | None = None,
+        *,
+        name: str = "",
+        environment: Mapping[str, str] | None = None,
+    ):
         self._config = config
         self._engine_class = engine_class
         self._early = early
+        self._name, self._environment = name, entry.child_environment() | dict(environment or {})
         self._folder, self._weights = SocketFolder(), ServedWeights()
         self.start()
 
@@ -71,12 +82,13 @@ class EngineProcess:
             os.unlink(self.socket_path)
         early = self._early
         self._early = None
-        self._process = early or subprocess.Popen(
-            entry.command(ENGINE), stdin=subprocess.PIPE, env=entry.child_environment()
-        )
-        config = asdict(self._config)
+        self._process = early or subprocess.Popen(entry.command(ENGINE), stdin=subprocess.PIPE, env=self._environment)
         start = Launch(
-            config=config, socket_path=self.socket_path, engine_class=self._engine_class, weights=self._weights
+            config=asdict(self._config),
+            socket_path=self.socket_path,
+            engine_class=self._engine_class,
+            weights=self._weights,
+            name=self._name,
         )
         launch = msgspec.json.encode(start)
         assert self._process.stdin is not None
@@ -128,6 +140,8 @@ def main() -> int:
     if not line:  # the parent has ended, or does not serve
         return 0
     launch = msgspec.json.decode(line, type=Launch)
+    if launch.name:
+        log_to_stderr(logging.WARNING, f"{launch.name}: ")
     jax_pools.reserve(float(launch.config["memory_utilization"]))  # type: ignore[arg-type]
     watch_parent()
     config = EngineConfig(**launch.config)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from jaxserve.commands.arguments import add_settings
+from jaxserve.server.http.models_settings import ModelsSettings
 from jaxserve.server.http.settings import ServerSettings, a_key
 from jaxserve.setting import settings_of
 
@@ -15,6 +16,7 @@ from jaxserve.setting import settings_of
 def add_server_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags to a command; `server_options` reads them."""
     add_settings(command.add_argument_group("server"), ServerSettings)
+    add_settings(command.add_argument_group("models"), ModelsSettings)
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.bundles.container import is_bundle
 from jaxserve.config import EngineConfig
 from jaxserve.pallas_kernels import cpu_build
 from jaxserve.server.http.keys import ApiKey, read_keys
+from jaxserve.server.http.one_model import OneModel
 from jaxserve.server.http.origin import is_local
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState
@@ -23,10 +24,12 @@ from jaxserve.server.ipc.run_engine import DEFAULT_ENGINE
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
-from jaxserve.server.process.api_server import ApiServer, OwnEngine, allow_files, http_config
+from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
 from jaxserve.server.process.api_server_process import ApiServerLaunch
 from jaxserve.server.process.api_servers import MOST_FRONTS, serve_api_servers
 from jaxserve.server.process.engine_process import EngineProcess
+from jaxserve.server.process.served_model import OwnEngine, ServedModel
+from jaxserve.setting import check_settings
 from jaxserve.text.chat_template import check_variables, read_chat_template
 
 
@@ -64,32 +67,22 @@ def serve(
         watchdog = settings.get("watchdog_seconds", ServerSettings.watchdog_seconds)
         settings["watchdog_seconds"] = watchdog and min(watchdog, config.host_timeout)
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or (config.model,))
-    given = ServerSettings(model_names=names, **settings)
-    own = dataclasses.replace(
-        given,
-        api_keys=(*map(ApiKey, api_keys), *(read_keys(given.api_key_file) if given.api_key_file else ())),
-        chat_template=None if given.chat_template is None else read_chat_template(given.chat_template),
-        hosts=tuple(allowed_hosts) if is_local(given.host if given.fd is None else _host_of(given.fd)) else None,
-    )
-    check_variables(own.default_chat_template_kwargs, "default_chat_template_kwargs")
+    own = final_settings(names, api_keys, allowed_hosts, settings)
     if not 1 <= own.api_server_count <= MOST_FRONTS:
         raise ValueError(f"--api-server-count must be from 1 to {MOST_FRONTS}, got {own.api_server_count}")
     state = ServerState(own, EngineClient(), Metrics(own.model_name, own.metrics_prefix))
+    state.models = OneModel(state, config.model)
     uvicorn_config = http_config(state)
     log_to_stdout()
     allow_files(own)
-    try:
-        listener = bind(own.host, own.port) if own.fd is None else socket.socket(fileno=own.fd)
-    except (OSError, OverflowError) as error:  # OverflowError: of a port above 65,535
-        where = f"{own.host}:{own.port}" if own.fd is None else f"file descriptor {own.fd}"
-        why = getattr(error, "strerror", None) or error
-        say(f"jaxserve: cannot listen on {where}: {why}")
+    if (listener := listen(own)) is None:
         return 1
     if not is_bundle(config.model):
         cpu_build.begin()  # builds missing CPU kernels while the engine's process is still importing JAX
     with listener, EngineProcess(config, engine_class, engine) as process:
         if own.api_server_count == 1:
-            server = ApiServer(uvicorn_config, state, OwnEngine(process), config, shares_listener=own.fd is not None)
+            served = ServedModel(state, OwnEngine(process), config)
+            server = ApiServer(uvicorn_config, state, served, shares_listener=own.fd is not None)
             server.run(sockets=[listener])
             failure = server.failure
         else:
@@ -108,6 +101,33 @@ def serve(
         say(f"jaxserve: {failure}")
         return 1
     return 0
+
+
+def final_settings(
+    names: tuple[str, ...], api_keys: Sequence[str], allowed_hosts: Sequence[str], given: Mapping[str, Any]
+) -> ServerSettings:
+    """The settings in their final form; see `ServerSettings`. Raises what `serve` raises for them."""
+    own = ServerSettings(model_names=names, **given)
+    own = dataclasses.replace(
+        own,
+        api_keys=(*map(ApiKey, api_keys), *(read_keys(own.api_key_file) if own.api_key_file else ())),
+        chat_template=None if own.chat_template is None else read_chat_template(own.chat_template),
+        hosts=tuple(allowed_hosts) if is_local(own.host if own.fd is None else _host_of(own.fd)) else None,
+    )
+    check_variables(own.default_chat_template_kwargs, "default_chat_template_kwargs")
+    check_settings(own)
+    return own
+
+
+def listen(own: ServerSettings) -> socket.socket | None:
+    """The listening socket; None, after telling why, if there cannot be one."""
+    try:
+        return bind(own.host, own.port) if own.fd is None else socket.socket(fileno=own.fd)
+    except (OSError, OverflowError) as error:  # OverflowError: of a port above 65,535
+        where = f"{own.host}:{own.port}" if own.fd is None else f"file descriptor {own.fd}"
+        why = getattr(error, "strerror", None) or error
+        say(f"jaxserve: cannot listen on {where}: {why}")
+        return None
 
 
 def _host_of(fd: int) -> str:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from jaxserve.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from jaxserve.server.images.sources import Source
+from jaxserve.server.images.video_sources import VideoSource
 from jaxserve.server.schemas.common import AskedLogprobs, PositiveTokens, SamplingFields, SomeTokens
 from jaxserve.server.tools.call_arguments import as_object
 from jaxserve.server.tools.choice import Choice, Function, Mode, NamedChoice, NamedFunction, Tool, check_tools, choose
@@ -19,6 +20,7 @@ CUSTOM_INPUT = "input"  # the only parameter of a tool that takes free text
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be null
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image")
+_VIDEO_PARTS = ("video_url", "video")
 _HAVE_PICTURES = ("user", "tool", "function")
 
 
@@ -39,12 +41,35 @@ class ImageURL(msgspec.Struct):
         return ("url",)
 
 
+class VideoURL(msgspec.Struct):
+    """A video: a data URL of an animation, or data:video/jpeg;base64,FRAME,FRAME,... ."""
+
+    url: str
+
+
 class Part(msgspec.Struct):
     type: str | None = "text"
     text: str | None = None
     refusal: str | None = None
     image_url: ImageURL | str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None  # beside an `image_url` that is a string
+    video_url: VideoURL | str | None = None
+    video: list[Part | str] | str | None = None  # frames, as parts of pictures or data URLs; or as `video_url`
+    fps: Annotated[float, Meta(gt=0, le=1000)] | None = None  # frames of `video` or `video_url` a second
+
+    def clip(self, where: str) -> VideoSource | None:
+        """The video; None for a part of another type."""
+        if self.type not in _VIDEO_PARTS:
+            return None
+        given = self.video_url.url if isinstance(self.video_url, VideoURL) else self.video_url or self.video
+        if not given:
+            raise InvalidRequestError(f"{where} has a part of type {self.type!r} without {self.type}", "messages")
+        if isinstance(given, str):
+            return VideoSource((given,), self.fps, where)
+        pictures = [Source(one, "auto", where) if isinstance(one, str) else one.picture(where) for one in given]
+        if None in pictures:
+            raise InvalidRequestError(f"{where} has a video whose frames are not all pictures", "messages")
+        return VideoSource(tuple(one.url for one in pictures if one is not None), self.fps, where)
 
     @property
     def long_fields(self) -> tuple[str, ...]:
@@ -130,10 +155,10 @@ class Message(msgspec.Struct):
         return message
 
     @property
-    def pictures(self) -> list[Source]:
-        """The pictures, in order. `to_template` has the checks."""
+    def pictures(self) -> list[Source | VideoSource]:
+        """The pictures and videos, in order. `to_template` has the checks."""
         parts = self.content if isinstance(self.content, list) else []
-        found = (part.picture("messages") for part in parts if isinstance(part, Part))
+        found = (part.picture("messages") or part.clip("messages") for part in parts if isinstance(part, Part))
         return [picture for picture in found if picture is not None]
 
     def _content(self, where: str) -> str | list[dict[str, Any]]:
@@ -147,6 +172,8 @@ class Message(msgspec.Struct):
             one = Part(text=part) if isinstance(part, str) else part
             if one.picture(where) is not None:
                 parts.append({"type": "image"})
+            elif one.clip(where) is not None:
+                parts.append({"type": "video"})
             else:
                 parts.append({"type": "text", "text": Message(self.role, [one]).text(where)})
         return parts
@@ -165,7 +192,8 @@ class Message(msgspec.Struct):
             text = part.text if part.type in _TEXT_PARTS else part.refusal if part.type == "refusal" else None
             if text is None:
                 raise InvalidRequestError(
-                    f"{where} has a part of type {(part.type or '')[:64]!r}; only text and pictures are supported",
+                    f"{where} has a part of type {(part.type or '')[:64]!r}; only text, pictures and videos are "
+                    "supported",
                     "messages",
                 )
             texts.append(text)
@@ -206,8 +234,8 @@ class Conversation(msgspec.Struct, kw_only=True):
         return [message.to_template(i) for i, message in enumerate(self.messages)]
 
     @property
-    def pictures(self) -> list[Source]:
-        """The pictures of all messages, in order."""
+    def pictures(self) -> list[Source | VideoSource]:
+        """The pictures and videos of all messages, in order."""
         return [
             picture._replace(where=f"messages[{position}]")
             for position, message in enumerate(self.messages)
@@ -319,7 +347,8 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of /tokenize: a prompt, or messages with the fields of Conversation."""
+    """Body of /tokenize: a prompt, or messages with the fields of Conversation. With `content` it is llama.cpp's form,
+    whose fields come last."""
 
     model: str | None = None
     prompt: str | None = None
@@ -331,3 +360,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False

@@ -21,8 +21,8 @@ class _Field(NamedTuple):
     instead: str = ""
 
 
-_PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # with the values that do nothing
-_RANGE_OF_PENALTIES = _Field((-1,), "penalties look at the whole text")
+PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # with the values that do nothing
+_RANGE_OFPENALTIES = _Field((-1,), "penalties look at the whole text")
 _FORM = _Field(("", False), "use structured_outputs")
 _NEW_TOKENS = _Field((), "use max_tokens")
 
@@ -63,9 +63,9 @@ NOT_SERVED: dict[str, _Field] = {
     "encoder_repetition_penalty": _Field((1,), "use repetition_penalty"),
     "no_repeat_ngram_size": _Field((0,), "use repetition_penalty or frequency_penalty"),
     "repetition_detection": _Field(),
-    "repeat_last_n": _RANGE_OF_PENALTIES,
-    "repetition_range": _RANGE_OF_PENALTIES,
-    "repetition_penalty_range": _RANGE_OF_PENALTIES,
+    "repeat_last_n": _RANGE_OFPENALTIES,
+    "repetition_range": _RANGE_OFPENALTIES,
+    "repetition_penalty_range": _RANGE_OFPENALTIES,
     # which tokens and texts
     "logits_processors": _Field(([],), "use logit_bias, allowed_token_ids or structured_outputs"),
     "custom_logit_processor": _Field(("",), "use logit_bias, allowed_token_ids or structured_outputs"),
@@ -138,7 +138,7 @@ def check_foreign(body: msgspec.Struct) -> None:
     for name, (harmless, instead) in NOT_SERVED.items():
         if (value := getattr(body, name)) is None or value in harmless:
             continue
-        if NOT_SERVED[name] is _RANGE_OF_PENALTIES and not _penalizes(body):
+        if NOT_SERVED[name] is _RANGE_OFPENALTIES and not _penalizes(body):
             continue
         off = f", or set it to {msgspec.json.encode(harmless[0]).decode()}" if harmless else ""
         advice = instead or f"leave it out{off}"
@@ -146,4 +146,4 @@ def check_foreign(body: msgspec.Struct) -> None:
 
 
 def _penalizes(body: msgspec.Struct) -> bool:
-    return any(getattr(body, name) not in (None, nothing) for name, nothing in _PENALTIES.items())
+    return any(getattr(body, name) not in (None, nothing) for name, nothing in PENALTIES.items())

@@ -1,4 +1,4 @@
-import { $, askForKey, call, hideTip, make, showTip } from "./page.js";
+import { $, askForKey, call, hideTip, make, served, showTip } from "./page.js";
 import * as pictures from "./pictures.js";
 import { draw, look } from "./pool.js";
 
@@ -115,7 +115,7 @@ async function* events(response) {
   }
 }
 
-const chat = { model: "", history: [], running: null };
+const chat = { history: [], running: null, answer: null };
 const form = $("composer");
 
 function settings() {
@@ -136,7 +136,8 @@ async function send(text, urls) {
   const logprobs = form.elements.logprobs.checked;
   $("intro")?.remove();
   const question = make("div", { className: "message user" }, make("div", { className: "text" }, ...pictures.shown(urls), text));
-  const answer = new Answer(chat.model);
+  const answer = new Answer(served.model);
+  chat.answer = answer;
   const box = $("messages");
   box.append(question, answer.node);
   box.scrollTop = box.scrollHeight;
@@ -148,9 +149,12 @@ async function send(text, urls) {
   let first = 0, usage = null, reason = "stopped";
   try {
     const messages = system ? [{ role: "system", content: system }, ...chat.history] : chat.history;
-    const body = { model: chat.model, messages, stream: true, stream_options: { include_usage: true }, ...settings() };
+    const body = { model: served.model, messages, stream: true, stream_options: { include_usage: true }, ...settings() };
     if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5, return_accepted_proposals: true });
-    const response = await call("v1/chat/completions", body, chat.running.signal);
+    const answered = call("v1/chat/completions", body, chat.running.signal);
+    if (served.several) look(); // a model that must start says so
+    const response = await answered;
+    answer.facts.textContent = "";
     look();
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -188,8 +192,13 @@ async function send(text, urls) {
   }
   box.setAttribute("aria-busy", "false");
   chat.running = null;
+  chat.answer = null;
   setSending(false);
 }
+
+document.addEventListener("status", ({ detail }) => {
+  if (served.several && chat.answer && !chat.answer.text) chat.answer.facts.textContent = detail === "ready" ? "" : `${served.model}: ${detail}`;
+});
 
 function setSending(sending) {
   $("send").textContent = sending ? "Stop" : "Send";
@@ -200,7 +209,7 @@ form.onsubmit = (event) => {
   event.preventDefault();
   if (chat.running) return chat.running.abort();
   const text = $("prompt").value.trim();
-  if (!text || !form.reportValidity()) return;
+  if (!(text || pictures.areChosen()) || !form.reportValidity()) return;
   $("prompt").value = "";
   send(text, pictures.take());
 };
@@ -228,11 +237,19 @@ for (const button of document.querySelectorAll("[data-show]")) {
 
 async function begin() {
   try {
-    const [model] = (await (await call("v1/models")).json()).data;
-    chat.model = model.id;
-    if (model.modalities?.includes("image")) pictures.offer();
-    $("model").textContent = chat.model;
-    document.title = `${chat.model} – jaxserve`;
+    const models = (await (await call("v1/models")).json()).data;
+    served.several = models[0].state !== undefined;
+    const choose = (model) => {
+      served.model = model.id;
+      if (model.modalities?.includes("image")) pictures.offer();
+      document.title = `${model.id} – jaxserve`;
+      if (served.several) look();
+    };
+    choose(models[0]);
+    if (!served.several) return ($("model").textContent = served.model);
+    const list = make("select", { ariaLabel: "Model", onchange: () => choose(models[list.selectedIndex]) });
+    list.append(...models.map((model) => make("option", { textContent: model.id })));
+    $("model").replaceChildren(list);
   } catch {} // pool.js says what is wrong
 }
 

@@ -1,5 +1,9 @@
 /* What chat.js and pool.js share: making elements, asking the server, the API key, the tooltip. */
 
+/* The model that is talked to; `several`: the server has others, too */
+
+export const served = { model: "", several: false };
+
 const KEY = "jaxserve-api-key";
 
 export const $ = (id) => document.getElementById(id);
@@ -18,7 +22,7 @@ export async function call(path, body, signal) {
   const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   if (response.ok) return response;
   const error = (await response.json().catch(() => ({}))).error;
-  throw Object.assign(new Error(error?.message ?? `the server answered ${response.status}`), { status: response.status });
+  throw Object.assign(new Error(error?.message ?? error ?? `the server answered ${response.status}`), { status: response.status });
 }
 
 export function askForKey(why = "This server asks for an API key. It is kept in this tab until it is closed.") {

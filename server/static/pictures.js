@@ -14,8 +14,12 @@ const asUrl = (file) =>
   });
 
 async function add(files) {
+  const others = [...files].filter((file) => !KINDS.includes(file.type)).map((file) => file.name);
   for (const file of files) if (KINDS.includes(file.type)) chosen.push(await asUrl(file));
   show();
+  $("left-out").textContent = others.length ? `Left out: ${others.join(", ")}. Pictures are PNG, JPEG, WebP or GIF.` : "";
+  $("left-out").hidden = !others.length;
+  $("prompt").focus();
 }
 
 function show() {
@@ -31,6 +35,7 @@ function show() {
   });
   $("pictures").replaceChildren(...items);
   $("pictures").hidden = !items.length;
+  $("left-out").hidden = true;
 }
 
 /* The chosen pictures, which are not chosen any more. */
@@ -45,11 +50,16 @@ export function putBack(urls) {
   show();
 }
 
+export const areChosen = () => chosen.length > 0;
+
 /* A message's content for the server. */
 export const contentOf = (text, urls) =>
-  urls.length ? [...urls.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }] : text;
+  urls.length ? [...urls.map((url) => ({ type: "image_url", image_url: { url } })), ...(text ? [{ type: "text", text }] : [])] : text;
 
-export const shown = (urls) => urls.map((url, place) => make("img", { src: url, alt: `Picture ${place + 1} of the question` }));
+export const shown = (urls) => {
+  const images = urls.map((url, place) => make("img", { src: url, alt: `Picture ${place + 1} of the question` }));
+  return images.length ? [make("div", { className: "pictures" }, ...images)] : [];
+};
 
 /* Offered only if the model sees. */
 export function offer() {

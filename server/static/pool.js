@@ -1,4 +1,4 @@
-import { $, askForKey, call, hideTip, make, showTip } from "./page.js";
+import { $, askForKey, call, hideTip, make, served, showTip } from "./page.js";
 
 const CACHED = 1, SHARED = 2, LISTED = 3; // codes of jaxserve/pool.py
 const BUSY_MS = 500, IDLE_MS = 2000; // between two looks at the pool
@@ -8,6 +8,16 @@ function setStatus(state, words) {
   document.body.dataset.state = state;
   $("status").textContent = words;
   $("status-dot").title = words;
+  document.dispatchEvent(new CustomEvent("status", { detail: words }));
+}
+
+/* What a model that is not in memory is doing */
+const WORDS = { unloaded: "starts when asked", waiting: "waiting for memory", starting: "starting", unloading: "stopping" };
+
+async function whyNotReady() {
+  if (!served.several) return "not ready";
+  const { state, reason } = await (await call(`v1/models/${encodeURIComponent(served.model)}`)).json();
+  return WORDS[state] ?? reason ?? "not ready";
 }
 
 const pool = { now: null, hues: new Map(), rates: [], timer: 0, looking: false, lit: null, cursor: -1, grid: null };
@@ -20,11 +30,13 @@ export async function look() {
   pool.looking = true;
   clearTimeout(pool.timer);
   try {
-    const snapshot = await (await call("pool")).json();
+    const model = served.several ? `?model=${encodeURIComponent(served.model)}` : "";
+    const snapshot = await (await call(`pool${model}`)).json();
     setStatus("ready", "ready");
     take(snapshot);
   } catch (error) {
-    const words = { 401: "API key needed", 503: "not ready" }[error.status] ?? "unreachable";
+    const notReady = error.status === 503 && (await whyNotReady().catch(() => "not ready"));
+    const words = notReady || ({ 400: "connecting", 401: "API key needed" }[error.status] ?? "unreachable");
     if (error.status === 401 && $("status").textContent !== words) askForKey();
     setStatus(error.status === 503 ? "loading" : "down", words);
   }

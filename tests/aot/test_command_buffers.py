@@ -6,6 +6,7 @@ loops are inside the command buffer. Compiled for a device that is not here, by 
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -36,6 +37,10 @@ DECODE = StepShape.of(32, 32, 16, decode_only=True)
 MIXED = StepShape.of(512, 64, 16, decode_only=False)
 LATENT = DEEPSEEK_V3 | {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
                         "n_routed_experts": 64, "n_group": 1, "topk_group": 1}  # fmt: skip
+SPARSE = LATENT | {
+    "architectures": ["DeepseekV32ForCausalLM"], "q_lora_rank": 512, "index_n_heads": 16, "index_head_dim": 128,
+    "index_topk": 2048,
+}  # fmt: skip
 KINDS = {
     "bf16": {},
     "int4": {"scheme": "int4"},
@@ -142,6 +147,19 @@ def test_where_nothing_can_be_recorded_the_host_chooses(driver, typed, reason, m
     assert ("xla_gpu_enable_command_buffer" in command_buffers.compiler_options(runner.mesh)) is (reason is None)
 
 
-def test_devices_that_exchange_something_are_told_what_to_run(tmp_path):
-    runner, _ = make_runner(tmp_path, "h200x2", "mosaic_gpu", 16, 2)
-    assert runner.programs.static
+@pytest.mark.parametrize(
+    ("shape", "model"),
+    [(DECODE, {}), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((MIXED, {}), (DECODE, SPARSE)))],
+    ids=["decode", "mixed", "indexer"],
+)
+def test_devices_that_exchange_something_record_what_lies_between(shape, model, tmp_path):
+    """The host launches what is exchanged and command buffers, and waits for no predicate. A call samples one token."""
+    runner, _ = make_runner(tmp_path, "h200x2", "mosaic_gpu", 16, 2, **model)
+    program = runner.programs.choose(shape, Sampler.FULL, 1, scores=False)
+    assert program.sampler is Sampler.ANY
+    assert program.tokens_per_call == 1
+    assert list(runner.programs.lengths([shape], 1, Sampler.GREEDY)) == [1]
+    text, thunks = compiled(runner, program, tmp_path)
+    assert len(host_waits(text)) >= 4, "there are predicates"
+    assert not {"kConditional", "kWhile"} & set(thunks), thunks
+    print(shape, Counter(thunks))

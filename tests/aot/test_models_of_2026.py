@@ -113,7 +113,6 @@ CASES = [
 ]
 
 MOST = 16  # programs of a start that run the model or its head
-MOST_CHOSEN = 52  # the same where the host chooses among programs (`command_buffers.why_static`)
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +198,7 @@ def test_programs_of_a_start(name, target, tmp_path):
     found = deployed(tmp_path, MODELS[name], target)
     programs = sum(map(is_forward, found.runner.names(found.shapes)))
     print(f"{name} on {target}: {programs} programs")
-    assert programs <= (MOST_CHOSEN if found.runner.programs.static else MOST)
+    assert programs <= MOST
 
 
 @pytest.mark.slow

@@ -462,11 +462,14 @@ class Simulation:
             self.events["waits for rows"] += no_rows
             computed = int(self.scheduler.running.computed[seq.slot])
             whole = any(one.whole and one.first <= computed < one.end for one in seq.images)
-            may_wait = full or no_rows or whole or before.get(seq) == 0
+            aside = seq.is_background and self.scheduler.running.steps_aside
+            assert seq not in scheduled or not aside, "a background sequence does not step aside"
+            self.events["steps aside"] += aside
+            may_wait = full or no_rows or whole or aside or before.get(seq) == 0
             self.events["waits for room"] += whole and seq not in scheduled and not no_rows
             assert seq in scheduled or may_wait, "a running sequence was left out for no reason"
             # With max_tokens 0, the last token of a prompt is left.
-            decodes = before.get(seq) == 1 and seq.max_tokens > 0 and not no_rows
+            decodes = before.get(seq) == 1 and seq.max_tokens > 0 and not no_rows and not aside
             assert seq in scheduled or not decodes, "a decoding sequence was left out"
         admitted = [seq for seq in waiting if seq.status is Status.RUNNING]
         left = [seq for seq in waiting if seq.status is Status.WAITING and not self._is_parked(seq)]

@@ -12,6 +12,7 @@ from engines import request as engine_request
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.constraints import Constraints
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.block_manager import BlockManager
 from jaxserve.scheduling.scheduler import Scheduler
@@ -145,7 +146,8 @@ def test_scheduling_policies():
 
 
 def test_aborted_requests_count_for_nothing(model_folders):
-    """Behind one that waits, thousands come and go; then both limits hold as if they had never been there."""
+    """Behind one that waits, thousands come and go; then both limits hold as if they had never been there. Without
+    priorities, those of batches are behind all others nevertheless."""
     engine = make_engine(model_folders("tp_gqa"), max_waiting=4, max_waiting_tokens=100)
     engine.add_request(engine_request("waits", range(5, 65)))
     for i in range(10_000):
@@ -160,6 +162,11 @@ def test_aborted_requests_count_for_nothing(model_folders):
         engine.add_request(engine_request(f"short-{i}", [5] * 3))
     with pytest.raises(QueueFullError, match="4 completions"):
         engine.add_request(engine_request("fifth", [5] * 3))
+    for priority in (7, BACKGROUND):
+        engine.abort(f"short-{min(priority, 8) - 7}")
+        engine.add_request(msgspec.structs.replace(engine_request(f"p{priority}", [5] * 3), priority=priority))
+    priorities = {seq.request_id: seq.order[0] for seq in engine.scheduler.waiting}
+    assert priorities == {"waits": 0, "short-2": 0, "p7": 0, f"p{BACKGROUND}": BACKGROUND}
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

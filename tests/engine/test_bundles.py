@@ -17,9 +17,11 @@ import jax._src.compiler as compiler
 import numpy as np
 import pytest
 from engines import generate, request
+from PIL import Image, ImageDraw
 from tiny_models import build
 
-from jaxserve.bundles import environment, trees
+from jaxserve import LLM, SamplingParams
+from jaxserve.bundles import environment, program_cache, trees
 from jaxserve.bundles.container import Bundle, BundleError, read_key, seal
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.commands.bundling import make_bundle
@@ -87,20 +89,30 @@ def made(tmp_path_factory) -> tuple[EngineConfig, Path, list[list[int]]]:
         loaded.append(load(*args, **options))
         return loaded[-1]
 
-    with mock.patch.object(selfcheck_stamps, "_passed", {STAMP}), mock.patch.object(Engine, "load", kept):
+    stamped = mock.patch.object(selfcheck_stamps, "_passed", {STAMP})
+    with stamped, mock.patch.object(Engine, "load", kept), mock.patch.dict(os.environ):
+        os.environ.pop(program_cache.OFF)
         make_bundle(config, folder / "bundle")
     (engine,) = loaded
+    assert engine.runner.kept is None, "programs that were kept by a start cannot be written into a bundle"
     return config, folder / "bundle", answers(engine)
 
 
 @pytest.mark.slow
-def test_a_model_that_sees_is_bundled_for_text(tmp_path):
+def test_a_model_that_sees_is_served_without_a_compiler(tmp_path, monkeypatch):
     config = EngineConfig(model="demo-vision", **SMALL)
-    flags = {"max-num-seqs": 2}
-    make_bundle(config, tmp_path / "bundle", flags=flags)
-    assert Bundle.open(tmp_path / "bundle", None).manifest.flags == flags | {"language-model-only": True}
-    bundled = replace(config, model=str(tmp_path / "bundle"), language_model_only=True)
-    assert tokens_of(bundled) == tokens_of(replace(config, language_model_only=True))
+    bundle = tmp_path / "bundle"
+    make_bundle(config, bundle)
+    refuse_compiling(monkeypatch)
+    picture = Image.new("RGB", (150, 120), "white")
+    ImageDraw.Draw(picture).rectangle([40, 25, 110, 95], fill="blue")
+    question = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+    llm = LLM(str(bundle), **SMALL)
+    (answer,) = llm.chat([[{"role": "user", "content": question}]], SamplingParams(temperature=0.0), progress=False)
+    assert answer.outputs[0].text == "a blue square"
+    (bundle / "encoder" / "00000.bin").write_bytes(b"")
+    with pytest.raises(BundleError, match=r"encoder/00000\.bin is damaged"):
+        Engine.load(replace(config, model=str(bundle)), progress=False)
 
 
 @pytest.fixture
@@ -114,14 +126,17 @@ def test_a_bundle_is_served_by_another_process_without_a_compiler(made):
     assert served_without_compiler(replace(config, model=str(bundle))) == tokens
 
 
-def test_a_bundle_is_served_without_a_compiler(made, monkeypatch):
-    config, bundle, tokens = made
-
+def refuse_compiling(monkeypatch) -> None:
     def refuse(*args, **options):
         raise RuntimeError("XLA was asked to compile")
 
     monkeypatch.setattr(compiler, "compile_or_get_cached", refuse)
     monkeypatch.setattr(compiler, "backend_compile_and_load", refuse)
+
+
+def test_a_bundle_is_served_without_a_compiler(made, monkeypatch):
+    config, bundle, tokens = made
+    refuse_compiling(monkeypatch)
     assert tokens_of(replace(config, model=str(bundle))) == tokens
 
 

@@ -5,11 +5,24 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tiny_models
 from engines import generate, make_engine, request
-from picture_prompts import PROCESSORS, PROMPTS, Texts, build, prompt_of
+from picture_prompts import (
+    CLIP,
+    PROCESSORS,
+    PROMPTS,
+    VIDEOS,
+    Letters,
+    Texts,
+    build,
+    build_for_videos,
+    prompt_of,
+    prompt_with_video,
+    video_of,
+)
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from simulation import PICTURE, TOKENS_PER_CALL, Simulation
@@ -18,6 +31,7 @@ from tiny_models import fingerprint
 from jaxserve.images.patches import Processed
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.prompts import with_images
+from jaxserve.images.videos import Clip, VideoProcessor
 from jaxserve.types import ImageTokens
 
 pytestmark = pytest.mark.compiles
@@ -67,6 +81,42 @@ def test_tokens_and_logprobs(case, tmp_path):
     if engine.model.recurrent is None:  # else snapshots of states are too far apart
         # The last page of the first two prompts has a part of a picture, whose rows may have gone to others.
         assert engine.stats().images_encoded <= encoded + 2
+
+
+@pytest.mark.parametrize("case", VIDEOS)
+def test_videos(case, tmp_path):
+    """Frames, their patches, the prompt and the answer; resized numbers differ by two steps of 255 at most."""
+    golden = np.load(GOLDENS / f"video_{case}.npz")
+    assert str(golden["fingerprint"]) == fingerprint(case), "the weights differ from the recorded ones"
+    engine = make_engine(build_for_videos(case, tmp_path / "model"), tokens=24)
+    kind = engine.sees
+    processor = VideoProcessor.of(engine.model_folder, ImageProcessor.of(engine.model_folder, kind), kind.video)
+    count, _, rate = CLIP
+    assert processor.indices(count, rate) == golden["frames"].tolist()
+    video = video_of(case)
+    clip = Clip(count, rate, lambda wanted: (Image.fromarray(video[i]) for i in wanted), chosen=False)
+    processed = processor(clip)
+    patches = np.concatenate([frame.patches for frame in processed.frames])
+    assert [len(processed.frames), *processed.frames[0].grid[1:]] == golden["grid"].tolist()
+    assert np.abs(patches.astype(int) - golden["patches"]).max() <= 2
+    tokens, images = with_images(prompt_with_video(case, int(golden["seed"])), [], kind, Letters(), [processed])
+    assert tokens == np.where(golden["prompt"] == kind.video.token, kind.token, golden["prompt"]).tolist()
+    shown = [replace_patches(one, own) for one, own in zip(images, split(golden, images), strict=True)]
+    for turn in ("first", "cached"):
+        asked = request(turn, tokens, max_tokens=len(golden["tokens"]), logprobs=0)
+        asked.images = shown
+        (result,) = generate(engine, asked)
+        assert result.token_ids == golden["tokens"].tolist(), turn
+        np.testing.assert_allclose([one.logprob for one in result.logprobs], golden["logprobs"], atol=2e-3)
+
+
+def split(golden, images):
+    return np.split(golden["patches"], np.cumsum([image.num_patches for image in images])[:-1])
+
+
+def replace_patches(image, patches):
+    """With the recorded numbers, so that answers are compared for equal ones."""
+    return msgspec.structs.replace(image, patches=patches.tobytes())
 
 
 @pytest.mark.parametrize("case", ["gemma3_wide", "llava_onevision_tied"])

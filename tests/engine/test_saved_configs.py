@@ -43,11 +43,14 @@ _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
 _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
 _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
+_ROPES = {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}
 NEEDED = {
     "BailingHybridForCausalLM": {"linear_head_dim": 128},  # without it, its class takes head_dim, which it has changed
     "BambaForCausalLM": {"attn_layer_indices": [2]},
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 3},
     "GraniteMoeHybridForCausalLM": {"layer_types": _MAMBA},
+    "CohereCompassForCausalLM": {"rope_parameters": _ROPES},
+    "CohereCompassForConditionalGeneration": {"text_config": {"rope_parameters": _ROPES}},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 64},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 64}},
@@ -82,6 +85,12 @@ EFFECTIVE = {
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLUTIONS},
     "LagunaForCausalLM": {"sliding_window": 8, "layer_types": _TYPES},
     "Llama4ForCausalLM": {"interleave_moe_layer_step": 2},
+    "CohereCompassForCausalLM": {
+        "layer_types": _TYPES, "rope_parameters": _ROPES | {"sliding_attention": {"rope_theta": 8.0}},
+    },
+    "MiniMaxM3VLForCausalLM": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 3, "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+    },
     "MellumForCausalLM": {
         "sliding_window": 8, "layer_types": _TYPES, "mlp_layer_types": ["dense"] + ["sparse"] * 5,
     },
@@ -102,6 +111,9 @@ _OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", 
 WITHOUT_EFFECT = {
     "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
     "AXK1ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "AXK2ForCausalLM": {"num_key_value_heads", "head_dim"},
+    "CohereCompassForCausalLM": {"pooling"},  # of embeddings
+    "MiniMaxM3VLForCausalLM": {"hidden_act"},  # the activation is fixed
     "HYV4ForCausalLM": {"num_key_value_heads", "head_dim", "learnable_sink_init"},
     "LongcatFlashForCausalLM": {"num_key_value_heads", "head_dim", "qk_head_dim"},
     "BambaForCausalLM": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
@@ -361,7 +373,7 @@ def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
         others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
-        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4")
+        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4", "CohereCompass", "Phi4Multimodal")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
             # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
             # ones are as young as transformers 5.

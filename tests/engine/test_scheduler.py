@@ -15,6 +15,7 @@ from simulation import TOKENS_PER_CALL, Simulation
 from jaxserve.execution.buckets import step_shapes
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.step_buffer import split
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling import block_manager, sequence, waiting
 from jaxserve.scheduling.block_manager import Chunk
 from jaxserve.scheduling.row_choice import TokenBudget
@@ -55,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
         n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.integers(0, 20),
-        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        priority=st.sampled_from([0, 0, 0, -1, 1, BACKGROUND, BACKGROUND]),
         stop_ids=st.sampled_from([(), (), (0,), (1, 2)]),
         salt=st.sampled_from([None, None, None, "a"]),
         kind=st.sampled_from(["plain", "plain", "scored", "masked", "beams"]),
@@ -168,7 +169,7 @@ def test_under_pressure(overlapped, windows, snapshots):
                     shared + tail.tolist(),
                     n=int(rng.integers(1, 5)),
                     max_tokens=int(rng.integers(1, 20)),
-                    priority=int(rng.integers(-1, 2)),
+                    priority=[-1, 0, BACKGROUND][rng.integers(3)],
                     stop_ids=() if rng.random() < 0.5 else (0,),
                     salt=["a", None][rng.integers(2)],
                     **{kind: True for kind in [str(rng.choice(KINDS))] if kind not in ("ordinary", without)},
@@ -464,6 +465,33 @@ def test_a_higher_priority_preempts_lower_ones_to_grow():
     assert running(simulation) == [high]
     simulation.drain()
     assert [name for name, _ in simulation.reasons] == [high, low]
+
+
+def test_background_sequences_step_aside():
+    """They compute nothing while another prompt is computed, and give it a slot; then they go on."""
+    simulation = Simulation(max_num_seqs=3, budget=8)
+    batch = [simulation.add([i] * 4, max_tokens=30, priority=BACKGROUND) for i in range(3)]
+    while len(planned(simulation.step())) < 3 or simulation.scheduler.waiting:
+        pass
+    live = simulation.add([9] * 20, max_tokens=4)
+    assert [planned(simulation.step()) for _ in range(3)] == [{live: 8}, {live: 8}, {live: 4}]
+    assert running(simulation) == [live, *batch[:2]]
+    assert planned(simulation.step()) == {live: 1, batch[0]: 1, batch[1]: 1}
+    simulation.drain()
+    assert [name for name, _ in simulation.reasons] == [live, *batch]
+
+
+def test_background_sequences_give_up_pages():
+    simulation = Simulation(num_pages=9, page_size=4, max_num_seqs=4, budget=64, prefix_caching=False)
+    batch = [simulation.add([i] * 10, max_tokens=3, priority=BACKGROUND) for i in range(2)]
+    simulation.step()
+    live = simulation.add([9] * 24, max_tokens=3)
+    assert planned(simulation.step()) == {live: 24}
+    assert live in running(simulation)
+    assert len(running(simulation)) < 3
+    simulation.drain()
+    assert next(iter(simulation.reasons))[0] == live
+    assert len(simulation.reasons) == 1 + len(batch)
 
 
 @pytest.mark.parametrize("prompt_len", [1, 4, 5, 6, 8, 9])

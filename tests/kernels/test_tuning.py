@@ -456,8 +456,9 @@ def test_attention_of_decodes_follows_a_table(folders):
     chosen = device_ops.choose_ops(device, problem).paged_attention
     assert chosen.args == (mosaic_gpu.paged_attention, attention.paged_attention)
     assert device_ops.choose_ops(device, problem, backend="mosaic_gpu").paged_attention is mosaic_gpu.paged_attention
-    assert device_ops._attend(lambda **_: "prompts", lambda **_: "decodes", decode_only=True) == "decodes"
-    assert device_ops._attend(lambda **_: "prompts", lambda **_: "decodes", scale=1.0) == "prompts"
+    prompts, decodes = (lambda *_, name=name, **__: name for name in ("prompts", "decodes"))
+    assert device_ops._attend(prompts, decodes, None, None, decode_only=True) == "decodes"
+    assert device_ops._attend(prompts, decodes, None, None, scale=1.0) == "prompts"
 
 
 HOPPER_DEVICE = SimpleNamespace(platform="cuda", device_kind=HOPPER, compute_capability="9.0")

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from serving import wait_until
 from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
 
 class Page:
@@ -71,6 +73,31 @@ class Page:
         self.run(f"{element}.scrollIntoView({{block: 'nearest', behavior: 'instant'}})")
         box = self.run(f"(r => [r.x, r.y, r.width, r.height])({element}.getClientRects()[0])")
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + x * box[2], y=box[1] + y * box[3])
+
+    def choose(self, selector: str, *files: Path) -> None:
+        """Chooses files in an input for them, as the browser's dialog does."""
+        document = self.send("DOM.getDocument")["root"]["nodeId"]
+        node = self.send("DOM.querySelector", nodeId=document, selector=selector)["nodeId"]
+        self.send("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
+
+    def drop(self, selector: str, *files: Path) -> None:
+        """Drags files to the middle of an element, and drops them there."""
+        middle = "(r => [r.x + r.width / 2, r.y + r.height / 2])"
+        x, y = self.run(f"{middle}(document.querySelector({selector!r}).getBoundingClientRect())")
+        data = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.send("Input.dispatchDragEvent", type=kind, x=x, y=y, data=data)
+
+    def paste_png(self, data: bytes) -> None:
+        """Copies a picture to the browser's clipboard, and pastes it where the focus is."""
+        self.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+        self.send("Page.bringToFront")
+        text = base64.b64encode(data).decode()
+        blob = f"new Blob([Uint8Array.from(atob('{text}'), (c) => c.charCodeAt(0))], {{type: 'image/png'}})"
+        self.run(f"navigator.clipboard.write([new ClipboardItem({{'image/png': {blob}}})])")
+        key = {"key": "v", "code": "KeyV", "modifiers": 2, "windowsVirtualKeyCode": 86}
+        self.send("Input.dispatchKeyEvent", type="keyDown", commands=["paste"], **key)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **key)
 
     def size(self, width: int, height: int, scheme: str = "light") -> None:
         """The window's size in CSS pixels, and what the reader likes better."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tokenizers_for_tests as kinds
+from browser import Page, open_page
 from serving import DEMO, SMALL, ServerUnderTest, free_port, running_server
 
 
@@ -72,3 +73,12 @@ def demo_server(tmp_path_factory) -> Iterator[ServerUnderTest]:
     config = SMALL | {"profile_dir": str(tmp_path_factory.mktemp("traces"))}
     with running_server(DEMO, log, engine=None, config=config, admin_key="admin") as server:
         yield server
+
+
+@pytest.fixture
+def page(tmp_path) -> Iterator[Page]:
+    """A tab of a browser. Its console must have no errors at the end."""
+    with open_page(tmp_path / "profile") as page:
+        page.size(1280, 800)
+        yield page
+        assert not page.errors

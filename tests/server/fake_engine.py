@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from hashlib import sha256
@@ -242,6 +243,30 @@ class MarkedEngine(SlowEngine):
                 for key, (request, done) in self._running.items():
                     self._running[key] = msgspec.structs.replace(request, prompt_token_ids=[50, 51]), done
         return super().step()
+
+
+class NumberedEngine(ParrotEngine):
+    """Answers with the token 100 + N if its model's folder is called NAME-N, at 5 ms a token. Where a prompt begins
+    with 66, the process ends by itself. While there is a file `hang` in the folder, it does not get ready."""
+
+    step_seconds = 0.005
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._number = 100 + int(self.model_folder.name.rpartition("-")[2])
+        logging.getLogger("jaxserve.engine").info("this is number %d", self._number)
+
+    @classmethod
+    def load(cls, config: EngineConfig):
+        while (Path(config.model) / "hang").exists():
+            time.sleep(0.05)
+        return super().load(config)
+
+    def add_request(self, request: Request) -> None:
+        if request.prompt_token_ids[0] == 66:
+            os._exit(3)
+        same = [self._number] * len(request.prompt_token_ids)
+        super().add_request(msgspec.structs.replace(request, prompt_token_ids=same))
 
 
 class FailingEngine(ParrotEngine):

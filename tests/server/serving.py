@@ -125,15 +125,7 @@ def running_server(folder: Path, log: Path, *, engine: str | None, ready: bool =
     if engine is not None:
         serve["engine_class"] = f"fake_engine:{engine}"
     options = {"config": {"model": str(folder), **(config or {})}, "serve": serve}
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "launch.py"), json.dumps(options)],
-            env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[serve["fd"]] if "fd" in serve else [],
-        )
+    process = _launch(options, log, [serve["fd"]] if "fd" in serve else [])
     server = ServerUnderTest(process, port, serve["served_model_name"], log)
     try:
         if ready:
@@ -141,3 +133,29 @@ def running_server(folder: Path, log: Path, *, engine: str | None, ready: bool =
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def server_of_models(log: Path, *flags: str, engine: str | None = "NumberedEngine"):
+    """A server with several models, which `flags` of `jaxserve serve` name."""
+    port = free_port()
+    engine_class = engine and f"fake_engine:{engine}"
+    process = _launch({"flags": [*flags, "--port", str(port)], "engine_class": engine_class}, log)
+    server = ServerUnderTest(process, port, "", log)
+    try:
+        server.wait_ready(120)
+        yield server
+    finally:
+        server.stop()
+
+
+def _launch(options: dict, log: Path, pass_fds=()) -> subprocess.Popen:
+    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "launch.py"), json.dumps(options)],
+            env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=pass_fds,
+        )

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jaxserve.server.process.batch_files import BatchOutput
+from jaxserve.server.batches.answers import AnswerFile
 
 
 def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
@@ -22,14 +22,16 @@ def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
 
     async def run(output):
-        writing = [asyncio.ensure_future(output.append(b"%d\n" % i)) for i in range(100)]
+        writing = [asyncio.ensure_future(output.append(b"0\n"))]
+        await asyncio.sleep(0.05)
+        writing += [asyncio.ensure_future(output.append(b"%d\n" % i)) for i in range(1, 100)]
         await asyncio.sleep(0.05)
         assert not any(one.done() for one in writing), "a line counts as written that is not on the disk"
         may_go_on.set()
         await asyncio.gather(*writing)
 
     with open(tmp_path / "out", "ab+", buffering=0) as file:
-        output = BatchOutput(file)
+        output = AnswerFile(file)
         asyncio.run(run(output))
         output.close()
     assert (tmp_path / "out").read_bytes() == b"".join(b"%d\n" % i for i in range(100))
@@ -63,7 +65,7 @@ def test_after_an_error_nothing_more_is_written(tmp_path):
             await output.append(b"late\n")
 
     with open(tmp_path / "out", "ab+", buffering=0) as file:
-        output = BatchOutput(File(file))  # type: ignore[arg-type]
+        output = AnswerFile(File(file))  # type: ignore[arg-type]
         asyncio.run(run(output))
         output.close()
     assert (tmp_path / "out").read_bytes() == b"whole\ntorn"

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from jaxserve import types
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.chat.conversation import prepare
-from jaxserve.server.http.body import receive as receive_body
+from jaxserve.server.http.body import receive_body
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.long_strings import LongString
+from jaxserve.server.http.long_strings import whole
 from jaxserve.server.http.middleware import BodyLimit
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.settings import ServerSettings
@@ -323,10 +323,6 @@ def test_accounts_of_keyless_servers_count_nothing():
         assert not accounts._counts._counts
 
 
-def whole_of(value):
-    return value.whole if isinstance(value, LongString) else value
-
-
 DATA = base64.b64encode(bytes(range(256)) * 8_000).decode()  # 2.7 MB
 URL = f"data:image/png;base64,{DATA}"
 PICTURE = {"type": "image_url", "image_url": {"url": URL}}
@@ -349,7 +345,7 @@ def ask(body: dict, decoder: msgspec.json.Decoder, size: int = 60_000):
 @pytest.mark.parametrize("size", [50_000, 0, 131_071, 10**7])
 def test_long_pictures_stay_in_pieces(size):
     chat = ask({"messages": [{"role": "user", "content": ["\\\\", PICTURE, "x", PICTURE]}]}, CHATS, size)
-    assert [whole_of(source.url) for source in chat.conversation().pictures] == [URL] * 2
+    assert [whole(source.url) for source in chat.conversation().pictures] == [URL] * 2
     assert any(len(one.url) < len(URL) for one in chat.conversation().pictures)
     item = {"role": "user", "content": [{"type": "input_image", "image_url": URL}]}
     response = ask({"input": [item]}, msgspec.json.Decoder(ResponsesRequest), size)
@@ -360,7 +356,7 @@ def test_long_pictures_stay_in_pieces(size):
         msgspec.json.Decoder(MessagesRequest), size,
     )  # fmt: skip
     (block,) = claude.messages[0].content
-    assert whole_of(block.source.data) == DATA
+    assert whole(block.source.data) == DATA
 
 
 @pytest.mark.parametrize(

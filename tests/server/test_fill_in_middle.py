@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import gguf
+import gguf_files
 import pytest
 import tokenizers_for_tests as kinds
 from serving import running_server
 
 from jaxserve.text.fill_in_middle import FillInMiddle
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer_files import KeptTokenizer
 from jaxserve.types import InvalidRequestError
 
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>"]
@@ -29,6 +34,8 @@ def with_tokens(folder, tokens: list[str]) -> Tokenizer:
         ("<｜fim▁begin｜>A<｜fim▁hole｜>B<｜fim▁end｜>", ["<|endoftext|>"]),
         ("<|code_prefix|>A<|code_suffix|>B<|code_middle|>", ["<|endoftext|>"]),
         ("[SUFFIX]B[PREFIX]A", ["<|endoftext|>"]),
+        ("<|fim_prefix|>A<|fim_suffix|>B<|fim_middle|>", ["<|endoftext|>", "<|file_separator|>"]),  # CodeGemma
+        ("<fim_prefix>A<fim_suffix>B<fim_middle>", ["<|endoftext|>", "<fim_pad>", "<file_sep>"]),  # StarCoder2, Granite
     ],
 )
 def test_forms(tmp_path, prompt, ends):
@@ -57,6 +64,55 @@ def test_code_llama(tmp_path):
     prefix, suffix = (tokenizer.encode(text, False) for text in ("dog", f"{middle.lead}lo world"))
     pieces = [backend.id_to_token(i) for i in middle.prompt(prefix, suffix)]
     assert "".join(pieces) == "<s>▁<PRE>▁dog▁<SUF>lo▁world▁<MID>"
+
+
+NAMED = {"prefix": "(PRE)", "suffix": "(SUF)", "middle": "(MID)"}
+
+
+def check_named(tokenizer: Tokenizer, ends: list[str]) -> None:
+    middle = FillInMiddle(tokenizer)
+    ids = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b"))
+    assert tokenizer.decode(middle.prompt(*ids), skip_special_tokens=False) == "(PRE)a(SUF)b(MID)"
+    assert [tokenizer.token_bytes(end).decode() for end in middle.end_ids] == ends
+
+
+def test_markers_that_settings_name(tmp_path):
+    """As those of Code Llama do; kept in bundles."""
+    with_tokens(tmp_path, [*NAMED.values(), "<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {f"{role}_token": text for role, text in NAMED.items()}
+    path.write_text(json.dumps(settings | {"middle_token": {"content": "(MID)", "special": True}}))
+    check_named(load_tokenizer(tmp_path), ["<|endoftext|>"])
+    KeptTokenizer.write(tmp_path / "kept.json", tmp_path)
+    check_named(Tokenizer(KeptTokenizer.read(tmp_path / "kept.json")), ["<|endoftext|>"])
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_markers_that_a_gguf_file_names(tmp_path, old):
+    tokenizer = with_tokens(tmp_path, [*NAMED.values(), "(PAD)", "(SEP)"])
+    writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
+    gguf_files.add_tokenizer(writer, tmp_path)
+    keys = ("prefix", "suffix", "middle") if old else ("fim_pre", "fim_suf", "fim_mid")
+    named = dict(zip(keys, NAMED.values(), strict=True)) | {"fim_pad": "(PAD)", "fim_sep": "(SEP)"}
+    for key, text in named.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", tokenizer.token_id(text))
+    writer.add_uint32("tokenizer.ggml.fim_rep_token_id", 10**6)  # no token
+    check_named(load_tokenizer(gguf_files.write(writer, tmp_path / "vocab.gguf")), ["<|endoftext|>", "(PAD)", "(SEP)"])
+
+
+def test_a_part_of_the_markers(tmp_path):
+    tokenizer = with_tokens(tmp_path, ["<fim_prefix>", "<fim_suffix>"])
+    with pytest.raises(InvalidRequestError, match="none of the known markers"):
+        FillInMiddle(tokenizer)
+
+
+def test_other_files(tmp_path):
+    """They come first, behind the BOS token, each after the model's marker for a file if it has one."""
+    tokenizer = with_tokens(tmp_path, ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
+    files = [tokenizer.encode(text) for text in ("one", "two")]
+    built = FillInMiddle(tokenizer).prompt(tokenizer.encode("a"), tokenizer.encode("b"), files)
+    text = tokenizer.decode(built, skip_special_tokens=False)
+    assert text == "<file_sep>one<file_sep>two<file_sep><fim_prefix>a<fim_suffix>b<fim_middle>"
 
 
 def test_no_markers():

@@ -304,7 +304,7 @@ def test_models_tokens_and_the_rest(client, http):
     assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 256
     answer = http.post("/tokenize", json={"prompt": "Hi 😀", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "Hi 😀"}
+    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "Hi 😀", "content": "Hi 😀"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()["tokens"]
     assert "Hi" in http.post("/detokenize", json={"tokens": chat}).json()["prompt"]
     assert http.get("/health").status_code == http.get("/ready").status_code == 200

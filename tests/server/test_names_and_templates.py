@@ -183,18 +183,42 @@ def test_ping_invocations_and_server_info(http):
         assert stream.read().endswith(b"data: [DONE]\n\n")
     for body in ({}, {"prompt": "Hi", "messages": USER}):
         assert http.post("/invocations", json=body).status_code == 400
+    assert http.get("/v1").json()["models"] == ["test-model"]
+    assert http.get("/models").json() == http.get("/v1/models").json()
     info = http.get("/server_info").json()
     assert (info["models"], info["max_model_len"]) == (["test-model"], 256)
     assert info["system_fingerprint"].startswith("fp_")
 
 
-def test_compressed_bodies_are_refused_in_words(http):
-    body = gzip.compress(json.dumps({"prompt": "Hi"}).encode())
+def test_compressed_bodies(http):
+    """gzip is read within the limits of bodies; other encodings are refused in words."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    others = {"/v1/responses": {"input": "Hi"}, "/v1/messages": {"messages": USER, "max_tokens": 1}}
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
-        refused = http.post(path, content=body, headers=headers)
+    members = gzip.compress(body[:9]) + gzip.compress(body[9:])
+    for path in ("/v1/completions", "/completions", "/invocations", *others):
+        given = json.dumps(others[path]).encode() if path in others else body
+        assert http.post(path, content=gzip.compress(given), headers=headers).status_code == 200
+        if given is body:
+            assert http.post(path, content=members, headers=headers).status_code == 200
+        refused = http.post(path, content=body, headers=headers | {"content-encoding": "zstd"})
         assert refused.status_code == 415
-        assert "'gzip'" in refused.json()["error"]["message"]
+        assert "'zstd'" in refused.json()["error"]["message"]
+
+    def error(content: bytes, path: str = "/v1/completions") -> tuple[int, str]:
+        answer = http.post(path, content=content, headers=headers)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    assert error(body) == (400, "the body is declared as gzip, but its data are damaged or none of gzip")
+    assert error(gzip.compress(body)[:-9]) == (400, "the body is declared as gzip, and its data end too early")
+    damaged = bytearray(gzip.compress(body * 9))
+    damaged[30] ^= 255
+    assert error(bytes(damaged))[0] == 400
+    bomb = gzip.compress(b'{"prompt": "' + bytes(2**26))
+    assert len(bomb) < 2**17
+    assert error(bomb) == (413, "the body is longer than 33554432 bytes")
+    long = b'{"max_tokens": 1, "prompt": "Hi", "user": "%b"}' % (b"x" * (2**25 - 50))
+    assert http.post("/v1/completions", content=gzip.compress(long, 1), headers=headers).status_code == 200
     plain = {"content-type": "application/json", "content-encoding": "identity"}
     assert http.post("/v1/completions", content=b'{"prompt":"Hi"}', headers=plain).status_code == 200
 

@@ -61,6 +61,16 @@ def test_origins(parrot, origin):
     assert "access-control-allow-origin" not in httpx.get(parrot.url + "/v1/models", headers={"origin": origin}).headers
 
 
+def test_the_first_error_names_the_flag(parrot):
+    """Of a page, in the answer and once in the log: browsers only tell of a CORS error."""
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    for path in ("/v1/chat/completions", "/api/chat"):
+        answer = httpx.options(parrot.url + path, headers=asked)
+        assert answer.status_code == 403
+        assert "--allowed-origins https://app.example" in answer.text
+    assert parrot.log.read_text().count("browsers call this a CORS error") == 1
+
+
 def test_own_origins(parrot):
     own = f"127.0.0.1:{parrot.port}"
     assert ask(parrot, origin=f"http://{own}") == (200, None)
@@ -81,6 +91,8 @@ def test_allowed_hosts_and_origins(start_server):
     assert ask(server, origin="https://app.example.evil") == (403, "unknown_origin")
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert httpx.options(server.url + "/v1/completions", headers=asked).status_code == 200
+    other = asked | {"origin": "https://other.example"}
+    assert "--allowed-origins" in httpx.options(server.url + "/v1/completions", headers=other).text
 
 
 @pytest.mark.slow
@@ -106,6 +118,9 @@ def test_a_key_is_enough(start_server):
     """Which a page of another site does not have."""
     server = start_server(api_keys=["secret"])
     assert ask(server, host="llm.example", origin="https://other.example", authorization="Bearer secret") == (200, None)
+    asked = {"origin": "https://other.example", "access-control-request-method": "POST"}
+    answer = httpx.options(server.url + "/v1/completions", headers=asked)
+    assert (answer.status_code, "--allowed-origins" in answer.text) == (403, True)
 
 
 def test_local_names():

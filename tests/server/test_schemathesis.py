@@ -19,6 +19,10 @@ ENDPOINTS = [
     "POST /v1/responses/input_tokens", "GET /v1/responses/{id}/input_items",
 ]  # fmt: skip
 WITH_BODIES = ENDPOINTS[:8]
+OF_OTHERS = [
+    "POST /completion", "POST /completions", "POST /infill", "POST /apply-template", "POST /api/chat",
+    "POST /api/generate", "POST /api/show", "POST /api/pull", "GET /props", "GET /slots", "GET /api/tags",
+]  # fmt: skip
 
 
 def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
@@ -31,7 +35,8 @@ def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
         response = case.call(base_url=server.url, timeout=60)
         assert response.status_code < 500, (case.body, response.text[:500])
         if response.status_code >= 400 and "application/json" in response.headers.get("content-type", ""):
-            assert {"message", "type"} <= set(response.json()["error"]), response.text[:500]
+            error = response.json()["error"]
+            assert isinstance(error, str) if path.startswith("/api/") else {"message", "type"} <= set(error)
         if endpoint in WITH_BODIES and mode is GenerationMode.POSITIVE:
             assert response.status_code == 200, (case.body, response.text[:500])
 
@@ -89,6 +94,13 @@ def obey(body: dict) -> None:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_what_the_document_allows_is_not_refused(scripted, endpoint):
     probe(scripted, endpoint, GenerationMode.POSITIVE, 20 if endpoint in WITH_BODIES else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("endpoint", OF_OTHERS)
+def test_the_endpoints_of_other_servers(scripted, endpoint):
+    for mode in (GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if endpoint.startswith("POST") else ())):
+        probe(scripted, endpoint, mode, 60 if endpoint.startswith("POST") else 4)
 
 
 @pytest.mark.slow

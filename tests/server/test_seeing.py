@@ -11,7 +11,9 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import openai
 import pytest
+from browser import needs_browser
 from PIL import Image, ImageDraw
 from serving import ROOT, running_server
 
@@ -103,6 +105,50 @@ def test_streams(server):
         assert "".join(stream.text_stream) == BOTH
 
 
+def animated(kind: str, thing: tuple[str, str]) -> str:
+    """A data URL of an animation of two seconds, in which a dot moves."""
+    first, *others = frames = [drawn(thing) for _ in range(4)]
+    for place, frame in enumerate(frames):
+        frame.putpixel((place, 0), (0, 0, 0))
+    data = io.BytesIO()
+    first.save(data, kind, save_all=True, append_images=others, duration=500, lossless=True)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def test_videos(server):
+    """The model has never seen videos: only what it tells of one thing is compared, and that every form of a video has
+    the same answer."""
+    given = {"model": server.model, "temperature": 0, "max_tokens": 32}
+    frames = [file_of(thing) for thing in (FIRST, FIRST, FIRST, FIRST)]
+    urls = [f"data:image/png;base64,{frame}" for frame in frames]
+    parts = [
+        {"type": "video_url", "video_url": {"url": "data:video/png;base64," + ",".join(frames)}},
+        {"type": "video", "video": urls},
+        {"type": "video", "video": [{"type": "image_url", "image_url": {"url": url}} for url in urls], "fps": 2},
+    ]
+
+    def made(*parts):
+        messages = [{"role": "user", "content": [*parts, text("What is it?")]}]
+        return server.openai().chat.completions.create(messages=messages, **given)
+
+    answers = [made(part) for part in parts]
+    said = {answer.choices[0].message.content for answer in answers}
+    assert len(said) == 1
+    assert all("red" in one for one in said)
+    (count,) = {answer.usage.prompt_tokens for answer in answers}
+    assert count > 2 * 9
+    urls = [animated(kind, FIRST) for kind in ("GIF", "WEBP", "PNG")]
+    moving = [made({"type": "video_url", "video_url": {"url": url}}) for url in urls]
+    assert {(one.choices[0].message.content, one.usage.prompt_tokens) for one in moving} == {(*said, count)}
+    mp4 = base64.b64encode(b"\0\0\0\x18ftypmp42" + bytes(64)).decode()
+    with pytest.raises(openai.BadRequestError, match=r"MP4 is not read"):
+        made({"type": "video_url", "video_url": {"url": f"data:image/png;base64,{mp4}"}})
+    with pytest.raises(openai.BadRequestError, match=r"video/mp4 is not"):
+        made({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}})
+    with pytest.raises(openai.BadRequestError, match=r"at most 4 are allowed \(--limit-videos-per-request\)"):
+        made(*parts[1:2] * 5)
+
+
 def test_turns(server):
     """Later turns ask about pictures of earlier ones, and bring others."""
     messages = [{"role": "user", "content": [part(FIRST), text("What is it?")]}]
@@ -165,6 +211,49 @@ def test_a_tools_result(server):
     ]
     made = server.openai().chat.completions.create(model=server.model, messages=messages, temperature=0)
     assert made.choices[0].message.content == "a red circle"
+
+
+@needs_browser
+def test_the_page(server, page, tmp_path):
+    """Pictures by button, drop and paste are shown and answered; the next turn has them, too."""
+    page.goto(server.url)
+    page.wait("document.body.dataset.state === 'ready' && !document.querySelector('#attach').hidden")
+    first, second, other = (tmp_path / name for name in ("first.png", "second.jpeg", "other.pdf"))
+    drawn(FIRST).save(first)
+    drawn(SECOND, (300, 240)).save(second)
+    other.write_bytes(b"%PDF-1.7")
+
+    def wait_for(chosen: int) -> None:
+        page.wait(f"document.querySelectorAll('#pictures img').length === {chosen}")
+
+    page.choose("#files", second)
+    wait_for(1)
+    page.run("document.querySelector('#pictures button').click()")
+    wait_for(0)
+    page.choose("#files", first)
+    wait_for(1)
+    page.drop("#messages", other, second)
+    wait_for(2)
+    page.wait("document.querySelector('#left-out').checkVisibility()")
+    assert "other.pdf" in page.run("document.querySelector('#left-out').textContent")
+    page.type("What do you see?")
+    page.press("Enter")
+
+    def answer(turn: int) -> str:
+        page.wait(f"document.querySelectorAll('.facts')[{turn}]?.textContent")
+        return page.run(f"document.querySelectorAll('.assistant .text')[{turn}].textContent")
+
+    assert answer(0) == BOTH
+    sizes = "[...document.querySelectorAll('.user img')].map(image => [image.naturalWidth, image.naturalHeight])"
+    assert page.run(sizes) == [[150, 120], [300, 240]]
+    page.type("Which is last?")
+    page.press("Enter")
+    assert answer(1) == "a blue square"
+    page.run("document.querySelector('#clear').click()")
+    page.paste_png(first.read_bytes())
+    wait_for(1)
+    page.press("Enter")  # without a text
+    assert answer(0) == "a red circle"
 
 
 @pytest.mark.compiles

@@ -9,7 +9,7 @@ import threading
 
 import httpx
 import pytest
-from browser import CHROMIUM, open_page
+from browser import needs_browser
 from fake_engine import ParrotEngine
 from serving import wait_until
 from test_engine_server import READY, connected, engine_at
@@ -27,15 +27,17 @@ from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.app import build_app
 from jaxserve.types import EngineDeadError
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+PAGES = {"/", "/docs"}
 
 
 def test_files_of_the_page(http):
-    page = http.get("/")
-    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "unsafe" not in page.headers["content-security-policy"]
-    parts = {"/" + path for path in re.findall(r'(?:href|src)="(ui/[^"]+)"', page.text)}
+    parts = set()
+    for path in PAGES:
+        page = http.get(path)
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "unsafe" not in page.headers["content-security-policy"]
+        parts |= {"/" + path for path in re.findall(r'(?:href|src)="(ui/[^"]+)"', page.text)}
     for path in PATHS - {"/"}:
         answer = http.get(path)
         assert answer.status_code == 200
@@ -43,7 +45,7 @@ def test_files_of_the_page(http):
         assert not re.search(r"https?://(?!www\.w3\.org)", answer.text), "it fetches from elsewhere"
         again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-    assert parts == PATHS - {"/"}
+    assert parts == PATHS - PAGES
 
 
 def statuses(paths: set[str], key: str | None = None, **settings) -> set[int]:
@@ -61,7 +63,8 @@ def statuses(paths: set[str], key: str | None = None, **settings) -> set[int]:
 
 def test_no_page_where_it_is_off():
     assert statuses(PATHS) == {200}
-    assert statuses(PATHS, ui=False) == {404}
+    assert statuses(PATHS - {"/"}, ui=False) == {404}
+    assert statuses({"/"}, ui=False) == {200}  # a line of text, for Ollama's clients
 
 
 def test_the_pool_needs_the_key_and_the_page_does_not():
@@ -157,14 +160,6 @@ def test_pages_of_real_requests(demo_server):
         assert after["generation_tokens"] >= during["generation_tokens"]
 
 
-@pytest.fixture
-def page(tmp_path):
-    with open_page(tmp_path / "profile") as page:
-        page.size(1280, 800)
-        yield page
-        assert not page.errors
-
-
 @needs_browser
 def test_a_conversation(page, demo_server):
     page.goto(demo_server.url)
@@ -213,6 +208,31 @@ COLOURS = """(() => {
     }
     return Object.values(count).filter((pixels) => pixels >= 100).length;
 })()"""
+
+
+@needs_browser
+def test_the_api_page(page, demo_server):
+    """Lists what the document has, finds words, shows fields, and sends a request."""
+    page.goto(demo_server.url + "/docs")
+    page.wait("document.querySelectorAll('.operation').length > 30")
+    paths = httpx.get(demo_server.url + "/openapi.json").json()["paths"]
+    assert page.run("document.querySelectorAll('.operation').length") == sum(
+        len(methods.keys() - {"parameters"}) for methods in paths.values()
+    )
+    page.run("document.querySelector('#filter').focus()")
+    page.type("mirostat ollama")
+    assert page.run("document.querySelectorAll('.operation:not([hidden])').length") == 0
+    page.run("document.querySelector('#filter').select()")
+    page.type("/v1/completions")
+    one = "[...document.querySelectorAll('.operation')].find(one => one.innerText.includes('/v1/completions'))"
+    page.run(f"{one}.open = true")
+    page.wait(f"{one}.querySelector('textarea')")
+    body = json.loads(page.run(f"{one}.querySelector('textarea').value"))
+    assert body == {"prompt": "Hello", "model": "test-model"}
+    page.run(f"{one}.querySelector('button').click()")
+    page.wait(f"{one}.querySelector('.row span').textContent")
+    answer = json.loads(page.run(f"{one}.querySelector('pre').textContent"))
+    assert answer["object"] == "text_completion"
 
 
 @needs_browser

@@ -1,8 +1,10 @@
 """Command-R: attention and MLP in parallel on one LayerNorm without bias, interleaved rotation, scaled logits.
-Command-R7B and Command-A also have windows on three of four layers, and no positions on the fourth."""
+Command-R7B and Command-A also have windows on three of four layers, and no positions on the fourth. In Command Compass
+the rotation is not interleaved, and each kind of layer has its own, or none."""
 
 from __future__ import annotations
 
+from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
@@ -73,4 +75,41 @@ WRITTEN = {
     "use_gated_activation": True,
     "use_parallel_block": True,
 }
-FAMILIES = (FIRST, Family("cohere2", ("Cohere2ForCausalLM",), _read_second, NAMES, IGNORED))
+
+
+def read_compass(hf: HFConfig) -> ModelConfig:
+    hf.ignore("pooling", "head_dim")  # the former is for embeddings
+    count = hf.take("num_hidden_layers")
+    hf.values["layer_types"] = hf.take("layer_types", None) or ["full_attention"] * count
+    sliding = read_sliding(hf, 4)
+    max_position = read_max_position(hf, 8192)
+    of_kinds = hf.take("rope_parameters", None) or {}
+    ropes = {}
+    for kind in set(hf.values["layer_types"]):
+        if kind not in of_kinds:
+            raise ConfigError(f"{hf.source}: rope_parameters lacks {kind!r}, which layer_types has")
+        own = of_kinds[kind]
+        ropes[kind] = UNTURNED if own is None else read_rope(hf, max_position, parameters=own)
+    bias = bool(hf.take("attention_bias", False))
+    norm = read_layer_norm(hf, bias=False)
+    return ModelConfig(
+        family="cohere_compass",
+        layers=uniform_layers(
+            hf,
+            read_attention(hf, qkv_bias=bias, out_bias=bias),
+            read_mlp(hf, activation=read_activation(hf, "silu")),
+            windows_of(sliding, hf.take("sliding_window", 4096)),
+            hf.values["layer_types"],
+            norm=norm,
+            residual="parallel",
+        ),
+        logit_scale=hf.take("logit_scale", 1.0),
+        **read_shared(hf, tied=True, norm=norm, max_position=max_position, ropes=ropes),
+    )
+
+
+FAMILIES = (
+    FIRST,
+    Family("cohere2", ("Cohere2ForCausalLM",), _read_second, NAMES, IGNORED),
+    Family("cohere_compass", ("CohereCompassForCausalLM",), read_compass, NAMES, IGNORED),
+)

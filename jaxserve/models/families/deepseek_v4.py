@@ -8,7 +8,6 @@ Published files have other names than those of transformers, and blocks that pre
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
@@ -148,9 +147,8 @@ def _ropes(hf: HFConfig, max_position: int) -> dict[str, RopeConfig]:
         compress = settings | {"rope_theta": hf.take("compress_rope_theta", 160000.0)} | turned
         if "yarn" in (settings.get("rope_type"), settings.get("type")):
             compress.setdefault("attention_factor", 1.0)
-    options: Any = {"partial": 1.0, "head_dim": head_dim}
     return {
-        name: read_rope(hf, max_position, parameters=parameters, **options)
+        name: read_rope(hf, max_position, parameters=parameters, partial=1.0, head_dim=head_dim)
         for name, parameters in (("main", main), ("compress", compress))
     }
 

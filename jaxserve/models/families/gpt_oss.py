@@ -51,10 +51,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     bias = bool(hf.take("attention_bias", True))
     attention = read_attention(hf, head_dim=64, kv_heads=8, qkv_bias=bias, out_bias=bias, sinks=True)
     limit = float(hf.take("swiglu_limit", 7.0))
-    experts = ExpertsSpec(
-        count=hf.take("num_local_experts", 128), router=Router(top_k=top_k), router_bias=True, limit=limit
-    )
-    mlp = MLPSpec(size=hf.take("intermediate_size"), bias=True, experts=experts)
+    experts = ExpertsSpec(count=hf.take("num_local_experts", 128), router=Router(top_k=top_k), router_bias=True)
+    mlp = MLPSpec(size=hf.take("intermediate_size"), bias=True, limit=limit, experts=experts)
     windows = windows_of(read_sliding(hf, 2), hf.take("sliding_window", 128))
     norm = read_norm(hf, 1e-5)
     max_position = read_max_position(hf, 131072)

@@ -1,6 +1,9 @@
-"""GPT-J: attention and MLP in parallel on one LayerNorm, part of each head rotated in neighbouring pairs."""
+"""GPT-J: attention and MLP in parallel on one LayerNorm, part of each head rotated in neighbouring pairs. CodeGen's
+files have its projections of queries, values and keys in quarters."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
@@ -36,4 +39,16 @@ def _read(hf: HFConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family("gptj", ("GPTJForCausalLM",), _read, NAMES, (".attn.bias", ".attn.masked_bias"))
+def _read_codegen(hf: HFConfig) -> ModelConfig:
+    hf.values.pop("n_ctx", None)  # which transformers does not read
+    return replace(_read(hf), family="codegen")
+
+
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask")
+CODEGEN_NAMES = {role: name for role, name in NAMES.items() if role[:2] not in ("q.", "k.", "v.")} | {
+    "qkv_quarters.weight": f"{LAYER}.attn.qkv_proj.weight"
+}
+FAMILIES = (
+    Family("gptj", ("GPTJForCausalLM",), _read, NAMES, BUFFERS),
+    Family("codegen", ("CodeGenForCausalLM",), _read_codegen, CODEGEN_NAMES, BUFFERS),
+)

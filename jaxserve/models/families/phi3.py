@@ -3,6 +3,8 @@ of each head."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.llama import (
@@ -41,4 +43,23 @@ def _read(hf: HFConfig) -> ModelConfig:
     return ModelConfig(family="phi3", layers=layers, **shared)
 
 
-FAMILY = Family("phi3", ("Phi3ForCausalLM",), _read, FUSED_NAMES, IGNORED)
+def _read_multimodal(hf: HFConfig) -> ModelConfig:
+    """The language model of Phi-4 multimodal, without what its adapters for pictures and for speech add."""
+    hf.ignore("vision_config", "audio_config")
+    sizes = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "num_key_value_heads": 8}
+    for key, value in (sizes | {"eos_token_id": [199999, 200020]}).items():
+        hf.values.setdefault(key, value)
+    return replace(_read(hf), family="phi4_multimodal")
+
+
+FAMILIES = (
+    Family("phi3", ("Phi3ForCausalLM",), _read, FUSED_NAMES, IGNORED),
+    Family(
+        "phi4_multimodal",
+        ("Phi4MultimodalForCausalLM",),
+        _read_multimodal,
+        FUSED_NAMES,
+        IGNORED,
+        unread=("model.embed_tokens_extend.",),
+    ),
+)

@@ -45,8 +45,17 @@ def _fields(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
 
 def _family(name: str, architecture: str, read: Callable[[HFConfig], ModelConfig]) -> Family:
     """The text alone. Its files may have the names of a model that sees."""
-    head: Any = {"mtp": QWEN3_5_MTP, "mtp_normed": True}
-    return Family(name, (architecture,), read, QWEN3_5_NAMES, IGNORED, layouts=LAYOUTS, unread=UNREAD, **head)
+    return Family(
+        name,
+        (architecture,),
+        read,
+        QWEN3_5_NAMES,
+        IGNORED,
+        layouts=LAYOUTS,
+        unread=UNREAD,
+        mtp=QWEN3_5_MTP,
+        mtp_normed=True,
+    )
 
 
 def _within(name: str, architecture: str, text: Text) -> Family:

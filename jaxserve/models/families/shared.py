@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig
@@ -60,25 +60,31 @@ def windows_of(sliding: Sequence[bool], window: int | None) -> list[int | None]:
 
 
 def read_ropes(
-    hf: HFConfig, max_position: int, *, theta: float = 10000.0, local_theta: float | None = None, **options: Any
+    hf: HFConfig,
+    max_position: int,
+    *,
+    theta: float = 10000.0,
+    local_theta: float | None = None,
+    partial: float | None = None,
+    head_dim: int | None = None,
 ) -> dict[str, RopeConfig]:
     """The rotary embeddings "full", of layers without a window, and "sliding", of layers with one.
 
     Files of transformers 5 have an object for each kind of layer. In older files `rope_scaling` and `rope_theta` are
     for full layers, and `rope_local_base_freq` is for sliding layers, which are not stretched. `theta` and
-    `local_theta` are the default bases of the two kinds. With `local_theta` None both have the same base.
+    `local_theta` are the default bases of the two kinds. With `local_theta` None both have the same base. `partial`
+    and `head_dim`: see `read_rope`.
     """
+    read = functools.partial(read_rope, hf, max_position, partial=partial, head_dim=head_dim)
     own_theta = hf.take("rope_theta", None)
     nested = hf.take("rope_parameters", None) or {}
     local_theta = hf.take("rope_local_base_freq", None) or local_theta or own_theta or theta
     if not nested.keys() & set(KINDS):
-        full = read_rope(hf, max_position, theta=theta, **options)
-        plain = {"rope_theta": local_theta}
-        return {"full": full, "sliding": read_rope(hf, max_position, parameters=plain, **options)}
+        full = read(theta=theta)
+        return {"full": full, "sliding": read(parameters={"rope_theta": local_theta})}
     hf.expect("rope_scaling")
     thetas = (theta, local_theta)
     full, sliding = (
-        read_rope(hf, max_position, parameters=nested.get(kind) or {}, theta=default, **options)
-        for kind, default in zip(KINDS, thetas, strict=True)
+        read(parameters=nested.get(kind) or {}, theta=default) for kind, default in zip(KINDS, thetas, strict=True)
     )
     return {"full": full, "sliding": sliding}

@@ -12,13 +12,14 @@ from jaxserve.config import ConfigError
 from jaxserve.models.config import HFConfig, take_token_ids
 from jaxserve.models.families import Family
 from jaxserve.models.families.aria import ARIA_NAMES, read_aria
+from jaxserve.models.families.cohere import read_compass
 from jaxserve.models.families.deepseek import FAMILIES as DEEPSEEK
 from jaxserve.models.families.gemma2 import SANDWICH_NAMES
 from jaxserve.models.families.gemma3 import read_gemma3
 from jaxserve.models.families.gemma3n import GEMMA3N_NAMES, read_gemma3n
 from jaxserve.models.families.gemma4 import GEMMA4_NAMES, read_gemma4, read_unified
 from jaxserve.models.families.llama import FAMILY as LLAMA
-from jaxserve.models.families.llama import IGNORED
+from jaxserve.models.families.llama import IGNORED, NAMES
 from jaxserve.models.families.llama4 import FAMILY as LLAMA4
 from jaxserve.models.families.ministral import read_ministral3
 from jaxserve.models.families.mistral import read_mistral
@@ -66,6 +67,7 @@ OF_IMAGES = (
     "image_grid_pinpoints", "vision_aspect_ratio", "use_image_newline_parameter", "spatial_pool_mode",
     "spatial_pool_stride", "video_seq_length", "projector_layernorm_eps", "scale_factor", "downsample_factor",
     "alignment_intermediate_size", "adapter_layer_norm_eps", "projector_hidden_size", "projector_use_layernorm",
+    "merged_hidden_size",
 )  # fmt: skip
 # The values that transformers assumes for keys that a text_config does not have.
 GEMMA3 = {
@@ -313,6 +315,13 @@ FAMILIES = (
         "AriaForConditionalGeneration",
         {"aria_text": Text(read_aria, ARIA)},
         ARIA_NAMES,
+        by_whole,
+    ),
+    family_within(
+        "cohere compass",
+        "CohereCompassForConditionalGeneration",
+        {"cohere_compass_text": Text(read_compass)},
+        NAMES,
         by_whole,
     ),
     family_within(

@@ -79,9 +79,13 @@ def _read(hf: HFConfig) -> EncoderConfig:
     )
 
 
+def _video(hf: HFConfig) -> str:
+    return "Glm46VVideoProcessor" if hf.values.get("model_type") == "glm46v" else "Glm4vVideoProcessor"
+
+
 def eyes_dense(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, _read(vision), _NAMES, _SECTIONS, 151343)
+    return on_grid(hf, config, _read(vision), _NAMES, _SECTIONS, _video(hf), token=151343)
 
 
 def eyes_mixture(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, _read(vision), _NAMES, _SECTIONS, 151363)
+    return on_grid(hf, config, _read(vision), _NAMES, _SECTIONS, _video(hf), token=151363)

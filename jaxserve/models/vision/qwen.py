@@ -13,10 +13,11 @@ from jaxserve.models.sources import Names
 from jaxserve.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
 from jaxserve.models.vision.settings import axial_theta, head_dim_of
 from jaxserve.models.vision.spec import EncoderConfig, Joined, Normed, Projected, Step, Tap, VisionConfig
-from jaxserve.types import ImageTokens
+from jaxserve.types import ImageTokens, VideoTokens
 
 Sections = tuple[tuple[int, ...], bool]
 IMAGE_TOKEN = 151655
+_VIDEO_2, _VIDEO_3 = (f"Qwen{version}VLVideoProcessor" for version in "23")
 # The values that transformers assumes for keys that a vision_config does not have.
 _2: dict[str, Any] = {
     "depth": 32, "hidden_size": 1280, "mlp_ratio": 4, "num_heads": 16, "out_hidden_size": 3584, "patch_size": 14,
@@ -152,10 +153,19 @@ def read_qwen3(hf: HFConfig, taps: tuple[int, ...]) -> EncoderConfig:
 
 
 def on_grid(
-    hf: HFConfig, config: ModelConfig, encoder: EncoderConfig, names: Names, usual: Sections, token: int = IMAGE_TOKEN
+    hf: HFConfig,
+    config: ModelConfig,
+    encoder: EncoderConfig,
+    names: Names,
+    usual: Sections,
+    video: str,
+    *,
+    token: int = IMAGE_TOKEN,
+    per_second: float = 0.0,
 ) -> ModelConfig:
-    """The language model with eyes, whose pictures lie on a grid of positions. Where the config does not say: `usual`
-    are its sections of channels, and whether they alternate; `token` stands for pictures."""
+    """The language model with eyes, whose pictures lie on a grid of positions. `video` and `per_second` are fields of
+    VideoTokens. Where the config does not say: `usual` are its sections of channels, and whether they alternate;
+    `token` stands for pictures."""
     sections, alternate = usual
     text = hf.take("text_config", None) or hf.values
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -170,24 +180,31 @@ def on_grid(
             f"{config.hidden_size}"
         )
     ropes = {name: replace(own, sections=sections, sections_alternate=alternate)}
+    place = hf.values.get("video_token_id")
     tokens = ImageTokens(
-        hf.take("image_token_id", token), encoder.patch_shape[-1], encoder.side, has_three_positions=True
+        hf.take("image_token_id", token),
+        encoder.patch_shape[-1],
+        encoder.side,
+        has_three_positions=True,
+        video=VideoTokens(place, video, per_second) if isinstance(place, int) else None,
     )
     vision = VisionConfig(encoder=encoder, tokens=tokens, names=names)
     return replace(config, ropes=ropes, vision=vision)
 
 
 def eyes_2(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, read_qwen2(vision), _NAMES_2, ((16, 24, 24), False))
+    return on_grid(hf, config, read_qwen2(vision), _NAMES_2, ((16, 24, 24), False), _VIDEO_2)
 
 
 def eyes_2_5(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, read_qwen2_5(vision), _NAMES_2_5, ((16, 24, 24), False))
+    per_second = float(vision.values.get("tokens_per_second", 4))
+    usual = (16, 24, 24), False
+    return on_grid(hf, config, read_qwen2_5(vision), _NAMES_2_5, usual, _VIDEO_2, per_second=per_second)
 
 
 def eyes_3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, read_qwen3(vision, (8, 16, 24)), _NAMES_3, ((24, 20, 20), True))
+    return on_grid(hf, config, read_qwen3(vision, (8, 16, 24)), _NAMES_3, ((24, 20, 20), True), _VIDEO_3)
 
 
 def eyes_3_5(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, read_qwen3(vision, ()), _NAMES_3, ((11, 11, 10), True))
+    return on_grid(hf, config, read_qwen3(vision, ()), _NAMES_3, ((11, 11, 10), True), _VIDEO_3)

@@ -1,0 +1,251 @@
+"""Triton's HTTP endpoints below /v2: health, models, the repository with load and unload, and its generate extension.
+
+https://github.com/triton-inference-server/server/tree/main/docs/protocol
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve import __version__
+from jaxserve.server.endpoints.completions import prepare_completion
+from jaxserve.server.endpoints.models import require_admin
+from jaxserve.server.http.body import receive_body
+from jaxserve.server.http.body_errors import explain
+from jaxserve.server.http.errors import APIError
+from jaxserve.server.http.listing import Listed, ServerModels
+from jaxserve.server.http.sse import EventStream, run_until_disconnect
+from jaxserve.server.http.state import key_of, state_of, to_json
+from jaxserve.server.schemas.common import CompletionRequest
+from jaxserve.types import InvalidRequestError
+
+_VERSION = "1"  # of each model, as Triton counts them
+_STATES = {"ready": "READY", "starting": "LOADING", "waiting": "LOADING", "unloading": "UNLOADING"}
+# Names of Triton's backends for parameters of /v1/completions that have others.
+_OTHER_NAMES = {"stop_words": "stop", "random_seed": "seed"}
+_PARAMETERS = frozenset(
+    {
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "bad_words", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority",
+        "skip_special_tokens", "truncate_prompt_tokens", "cache_salt",
+    }
+)  # fmt: skip
+
+
+class _Index(msgspec.Struct):
+    ready: bool = False
+
+
+class _Control(msgspec.Struct):
+    parameters: dict[str, Any] = {}
+
+
+_index_decoder = msgspec.json.Decoder(_Index)
+_control_decoder = msgspec.json.Decoder(_Control)
+_fields_decoder = msgspec.json.Decoder(dict[str, Any])
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+def _models(http: Request) -> ServerModels:
+    models = state_of(http).models
+    assert models is not None
+    return models
+
+
+def _model(http: Request) -> Listed:
+    """The model of a request's path. Raises APIError (404) for one that there is not."""
+    if (version := http.path_params.get("version", _VERSION)) != _VERSION:
+        raise APIError(404, f"there is no version {version[:64]!r} of a model, only {_VERSION}")
+    return _models(http).find(http.path_params["name"], key_of(http))
+
+
+async def _decode(http: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """The body, which may be empty, and need not be declared as JSON: Triton's client does not."""
+    data = (await receive_body(http)).whole()
+    try:
+        return decoder.decode(data or b"{}")
+    except msgspec.DecodeError as error:
+        raise APIError(400, f"the body cannot be read: {error}") from None
+
+
+async def server_facts(http: Request) -> Response:
+    """GET /v2."""
+    extensions = ["model_repository", "generate"]
+    return _json({"name": "jaxserve", "version": __version__, "extensions": extensions})
+
+
+async def live(http: Request) -> Response:
+    """GET /v2/health/live: 200 while the server runs."""
+    return Response(status_code=200)
+
+
+async def ready(http: Request) -> Response:
+    """GET /v2/health/ready: 200 if new requests are served."""
+    return Response(status_code=200 if state_of(http).status == "ready" else 503)
+
+
+async def model_ready(http: Request) -> Response:
+    """GET /v2/models/{name}/ready: 200 if the model is in memory."""
+    return Response(status_code=200 if _model(http).state == "ready" else 503)
+
+
+async def model_facts(http: Request) -> Response:
+    """GET /v2/models/{name}: its inputs and outputs."""
+    text = {"datatype": "BYTES", "shape": [1]}
+    found = _model(http)
+    inputs = [{"name": "text_input", **text}]
+    outputs = [{"name": "text_output", **text}]
+    return _json(
+        {"name": found.name, "versions": [_VERSION], "platform": "jaxserve", "inputs": inputs, "outputs": outputs}
+    )
+
+
+async def model_config(http: Request) -> Response:
+    """GET /v2/models/{name}/config."""
+    text = {"data_type": "TYPE_STRING", "dims": [1]}
+    return _json(
+        {
+            "name": _model(http).name,
+            "platform": "",
+            "backend": "jaxserve",
+            "max_batch_size": 0,
+            "input": [{"name": "text_input", **text}],
+            "output": [{"name": "text_output", **text}],
+            "model_transaction_policy": {"decoupled": True},
+        }
+    )
+
+
+async def index(http: Request) -> Response:
+    """POST /v2/repository/index: the models and their states; with `ready`, only those that are ready."""
+    body = await _decode(http, _index_decoder)
+    found = _models(http).listed(key_of(http))
+    entries = [
+        {"name": one.name, "version": _VERSION, "state": _STATES.get(one.state, "UNAVAILABLE"), "reason": one.reason}
+        for one in found
+    ]
+    return _json([entry for entry in entries if entry["state"] == "READY" or not body.ready])
+
+
+async def load(http: Request) -> Response:
+    """POST /v2/repository/models/{name}/load: starts a model, and answers when it is ready. Needs the admin key."""
+    require_admin(http, may_be_empty=True)
+    body = await _decode(http, _control_decoder)
+    if body.parameters:
+        raise APIError(400, f"load has no parameters here, got {', '.join(body.parameters)[:256]}")
+    await run_until_disconnect(http.receive, _models(http).load(http.path_params["name"]))
+    return _json({})
+
+
+async def unload(http: Request) -> Response:
+    """POST /v2/repository/models/{name}/unload: stops a model after its running requests, and answers when its memory
+    is free. Needs the admin key."""
+    require_admin(http, may_be_empty=True)
+    body = await _decode(http, _control_decoder)
+    if unknown := [name for name in body.parameters if name != "unload_dependents"]:
+        raise APIError(400, f"unload has the parameter unload_dependents alone, got {unknown[0][:64]!r}")
+    await run_until_disconnect(http.receive, _models(http).unload(http.path_params["name"]))
+    return _json({})
+
+
+async def generate(http: Request) -> Response:
+    """POST /v2/models/{name}/generate: the continuation of `text_input`, after it unless `exclude_input_in_output`."""
+    given = await _generation(http)
+    state = state_of(http)
+    adapter = state.check_model(given.body.model)
+    generation, _ = await run_until_disconnect(http.receive, prepare_completion(state, http, given.body, adapter))
+    (choice,) = await run_until_disconnect(http.receive, generation.collect())
+    return _json({**given.head, "text_output": choice.text if given.excludes_input else given.input + choice.text})
+
+
+async def generate_stream(http: Request) -> Response:
+    """POST /v2/models/{name}/generate_stream: the continuation in server-sent events."""
+    given = await _generation(http)
+    given.body.stream = True
+    state = state_of(http)
+    adapter = state.check_model(given.body.model)
+    generation, _ = await run_until_disconnect(http.receive, prepare_completion(state, http, given.body, adapter))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(generation.deltas()) as batches:
+            async for deltas in batches:
+                yield b"".join(b"data: %b\n\n" % to_json({**given.head, "text_output": one.text}) for one in deltas)
+
+    return EventStream(events(), closing=b"", on_error=lambda error: b"data: %b\n\n" % error.plain_body())
+
+
+@dataclass
+class _Given:
+    """What a request to generate asks for, as one of /v1/completions."""
+
+    body: CompletionRequest
+    input: str
+    excludes_input: bool
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return {"model_name": self.body.model, "model_version": _VERSION}
+
+
+async def _generation(http: Request) -> _Given:
+    """The body of a request to generate. Parameters are in `parameters`, as vLLM's backend has them, or beside
+    `text_input`, as TensorRT-LLM's has them. Raises APIError or InvalidRequestError."""
+    found = _model(http)
+    fields = await _decode(http, _fields_decoder)
+    parameters = fields.pop("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InvalidRequestError(f"parameters must be an object, got {type(parameters).__name__}", "parameters")
+    fields.pop("id", None)
+    text = fields.pop("text_input", None)
+    if not isinstance(text, str):
+        raise InvalidRequestError("text_input must be a string", "text_input")
+    given = {_OTHER_NAMES.get(name, name): value for name, value in (fields | parameters).items()}
+    given.pop("stream", None)  # the path says it
+    excludes_input = given.pop("exclude_input_in_output", False)
+    if unknown := [name for name in given if name not in _PARAMETERS]:
+        allowed = ", ".join(sorted(_PARAMETERS))
+        raise InvalidRequestError(f"there is no parameter {unknown[0][:64]!r}; there are {allowed}", unknown[0][:64])
+    name = found.name if http.path_params["name"] in found.aliases else http.path_params["name"]
+    data = to_json({**given, "prompt": text, "model": name})
+    try:
+        body = _completion_decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise explain(error, data.decode()) from None
+    body.check()
+    return _Given(body, text, excludes_input is True)
+
+
+_MODEL = "/v2/models/{name:path}"
+_Handler = Callable[[Request], Awaitable[Response]]
+_OF_MODEL: dict[str, tuple[_Handler, str]] = {
+    "/ready": (model_ready, "GET"),
+    "/config": (model_config, "GET"),
+    "/generate": (generate, "POST"),
+    "/generate_stream": (generate_stream, "POST"),
+    "": (model_facts, "GET"),
+}
+ROUTES = [
+    Route("/v2", server_facts),
+    Route("/v2/health/live", live),
+    Route("/v2/health/ready", ready),
+    Route("/v2/repository/index", index, methods=["POST"]),
+    Route("/v2/repository/models/{name:path}/load", load, methods=["POST"]),
+    Route("/v2/repository/models/{name:path}/unload", unload, methods=["POST"]),
+    *(
+        Route(f"{_MODEL}{version}{end}", handler, methods=[method])
+        for end, (handler, method) in _OF_MODEL.items()
+        for version in ("/versions/{version}", "")
+    ),
+]
