@@ -18,7 +18,7 @@ from starlette.routing import Route
 from jaxserve import __version__
 from jaxserve.server.endpoints.completions import prepare_completion
 from jaxserve.server.endpoints.models import require_admin
-from jaxserve.server.http.body import read_bytes
+from jaxserve.server.http.body import receive_body
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.listing import Listed, ServerModels
@@ -73,7 +73,7 @@ def _model(http: Request) -> Listed:
 
 async def _decode(http: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
     """The body, which may be empty, and need not be declared as JSON: Triton's client does not."""
-    data = await read_bytes(http)
+    data = (await receive_body(http)).whole()
     try:
         return decoder.decode(data or b"{}")
     except msgspec.DecodeError as error:

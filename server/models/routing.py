@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.endpoints import page
-from jaxserve.server.http.body import put_back, read_bytes, taken_back
+from jaxserve.server.http.body import put_back, receive_body, taken_back
 from jaxserve.server.http.errors import TRITON_PATHS, own_path
 from jaxserve.server.http.middleware import ADMIN_PATHS, MONITOR_PATHS, OPEN_PATHS
 from jaxserve.server.http.state import ROUTED, key_of
@@ -53,9 +53,9 @@ class Routing:
         state = scope.setdefault("state", {})
 
         async def receive_again() -> Message:
-            """For handlers that do not read the body by `read_bytes`."""
-            if (data := taken_back(request)) is not None:
-                return {"type": "http.request", "body": data, "more_body": False}
+            """For handlers that do not read the body by `receive_body`."""
+            if (received := taken_back(request)) is not None:
+                return {"type": "http.request", "body": received.whole(), "more_body": False}
             return await receive()
 
         async with contextlib.AsyncExitStack() as stack:
@@ -78,9 +78,9 @@ async def _named(request: Request) -> str | None:
     will tell."""
     content_type = request.headers.get("content-type", "")
     if request.method in ("POST", "PUT", "DELETE") and not content_type.startswith(_FORMS):
-        data = await read_bytes(request)
-        put_back(request, data)
+        received = await receive_body(request)
+        put_back(request, received)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            if isinstance(name := _decoder.decode(data).model, str):
+            if isinstance(name := _decoder.decode(received.text()).model, str):
                 return name
     return request.query_params.get("model")
