@@ -138,12 +138,14 @@ def _call(
     return jax.lax.platform_dependent(*arrays, count, cpu=native, default=lambda *operands: plain(*operands[:-1]))
 
 
-def untouched(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """An array with undefined contents. The system provides its memory page by page on the first write. Without the
-    kernels it is zeros, written at once."""
+def untouched(shape: Sequence[int], dtype: Any, large_pages: bool = False) -> jax.Array:
+    """An array with undefined contents. The system provides its memory page by page on the first write, with
+    `large_pages` in pages of 2 MiB where it has them. Without the kernels it is zeros, written at once."""
     if not available():
         return jnp.zeros(shape, dtype)
-    return jax.ffi.ffi_call("jaxserve_untouched", jax.ShapeDtypeStruct(shape, dtype))()
+    size = np.int64(np.prod(shape) * np.dtype(dtype).itemsize)
+    call = jax.ffi.ffi_call("jaxserve_untouched", jax.ShapeDtypeStruct(shape, dtype))
+    return call(bytes=size, large_pages=np.bool_(large_pages))
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> jax.Array:

@@ -195,8 +195,18 @@ static void filter(const Call& call) {
 }
 DEFINE_HANDLER(Filter, filter, kF32, kS32, kF32, kF32, kS32)
 
-// Writes nothing, so that the memory of a large result stays reserved by the system but not provided yet.
-static void untouched(const Call&) {}
+// Writes nothing, so that the memory of a large result stays reserved by the system but not provided yet. With
+// `large_pages` the system is asked for pages of 2 MiB.
+static void untouched(const Call& call) {
+#ifdef __linux__
+  if (!call.attribute<bool>("large_pages")) return;
+  constexpr uintptr_t kPage = 1 << 21;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data<char>(call.result()));
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (begin + call.attribute<int64_t>("bytes")) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
 DEFINE_HANDLER(Untouched, untouched)
 
 // Writes zeros such that the system provides memory on the first write: whole pages are returned to the system, which

@@ -2,10 +2,9 @@
 // the gated delta rule and Mamba-2 (short_conv, delta_net and mamba2 have a reference.py each), with states in place.
 //
 // A thread's piece is a row and some of its heads, with all tokens of the row. So a row's results have the same bits,
-// whatever else is in the batch. A row of one token takes one pass over its states: the rule's two products with a
-// matrix and its update are computed for a strip of columns while that is in the first-level cache. Longer rows are
-// computed in chunks of kChunk tokens by products of small matrices, with the state in the second-level cache. All sums
-// are float32.
+// whatever else is in the batch. A row of one token reads its states from memory once: the rule's update of a matrix,
+// or of a strip of its columns, follows its two products while that is in the cache. Longer rows are computed in chunks
+// of kChunk tokens by products of small matrices, with the state in the second-level cache. All sums are float32.
 
 #include <cmath>
 #include <cstring>
@@ -16,6 +15,8 @@
 
 constexpr int64_t kChunk = 32;  // tokens of a chunk; a multiple of kWidth
 constexpr int64_t kMostTaps = 16;
+constexpr int64_t kLine = 16;     // numbers of a cache line
+constexpr int64_t kAhead = 1024;  // how many numbers further on a matrix is prefetched, and into the next head's
 constexpr float kEps = 1e-6f;  // added to the squared lengths of queries and keys, as `delta_net.reference.EPS`
 
 // The rows of a batch (state_rows.py). Arguments of a call from `at` on: the slots from which rows continue, and those
@@ -281,35 +282,42 @@ struct DeltaRule {
     float *after, *to;
   };
 
-  // D registers of columns of the matrix, from d on.
+  // D registers of columns of the matrix, from d on; one of them may be partly beyond the last column. Where they are
+  // whole rows, memory is read from front to back.
   template <int D>
   void update_columns(const Token& token, int64_t d) const {
-    const int64_t left = value - d;
+    const int64_t left = value - d, ahead = D * kWidth == value ? kAhead : 0;
+    const auto of = [left](const float* from, int n) { return D > 1 ? reg(from + n * kWidth) : get(from, left); };
+    const auto keep = [left](Reg x, float* to, int n) { D > 1 ? void(reg(to + n * kWidth) = x) : put(x, to, left); };
     Reg read[D] = {}, seen[D] = {}, added[D];
-    for (int64_t i = 0; token.before && i < key; i++)
+    for (int64_t i = 0; token.before && i < key; i++) {
+      const float* from = token.before + i * value + d;
       for (int n = 0; n < D; n++) {
-        const Reg s = get(token.before + i * value + d + n * kWidth, left - n * kWidth);
+        if (ahead && n * kWidth % kLine == 0) __builtin_prefetch(from + ahead + n * kWidth);
+        const Reg s = of(from, n);
         read[n] = fused(s, token.reading[i] - Floats{}, read[n]);
         seen[n] = fused(s, token.seeing[i] - Floats{}, seen[n]);
       }
+    }
     for (int n = 0; n < D; n++) {
-      added[n] = token.rate * (get(token.v + d + n * kWidth, left - n * kWidth) - read[n]);
-      put(seen[n] + token.both * added[n], token.to + d + n * kWidth, left - n * kWidth);
+      added[n] = token.rate * (of(token.v + d, n) - read[n]);
+      keep(seen[n] + token.both * added[n], token.to + d, n);
     }
     for (int64_t i = 0; i < key; i++)
       for (int n = 0; n < D; n++) {
-        const int64_t at = i * value + d + n * kWidth;
+        const int64_t at = i * value + d;
         Reg s = {};
         if (token.before) {
-          s = get(token.before + at, left - n * kWidth) * token.keep[i];
-          if (n * kWidth % 16 == 0) __builtin_prefetch(token.before + at + D * kWidth);
+          s = of(token.before + at, n) * token.keep[i];
+          if (!ahead && n * kWidth % kLine == 0) __builtin_prefetch(token.before + at + (D + n) * kWidth);
         }
-        put(fused(added[n], token.k[i] - Floats{}, s), token.after + at, left - n * kWidth);
+        keep(fused(added[n], token.k[i] - Floats{}, s), token.after + at, n);
       }
   }
 
   void one_token(const Inputs& in, int64_t head, int64_t token, const float* before, float* after, float* free) const {
-    constexpr int kSome = 32 / kWidth;
+    // Sums of as many columns as registers hold beside the operands, or else of a few.
+    constexpr int kMany = kRegisters == 32 ? 8 : 32 / kWidth, kSome = 32 / kWidth;
     float *q = free, *k = q + key, *keep = free + padded, *reading = keep + key, *seeing = reading + key;
     in.convolve(0, 1, true, free, padded);
     to_unit(free);
@@ -322,6 +330,7 @@ struct DeltaRule {
       const Token one{k, reading, seeing, keep, k + key + g * value, both, rate[at], before ? before + matrix : nullptr,
                       after + matrix, out + at * value};
       int64_t d = 0;
+      for (; d + kMany * kWidth <= value; d += kMany * kWidth) update_columns<kMany>(one, d);
       for (; d + kSome * kWidth <= value; d += kSome * kWidth) update_columns<kSome>(one, d);
       for (; d < value; d += kWidth) update_columns<1>(one, d);
     }
@@ -414,13 +423,20 @@ struct DeltaRule {
   }
 };
 
-// Runs f(row, piece) for each row with tokens and `pieces` pieces of it. Rows at the end, which are long, come first.
+// Runs f(row, piece) for each row with tokens and `pieces` pieces of it. Rows at the end, which are long, come first. A
+// thread takes several pieces of a row of one token, one after the other, as their states lie in memory.
 template <class F>
 static void for_rows(const Call& call, const Rows& rows, int64_t pieces, F f) {
-  const int64_t all = rows.count * pieces;
-  parallel_for(call, all, [&](int64_t i) {
-    const int64_t row = (all - 1 - i) / pieces;
-    if (rows.length(row)) f(row, (all - 1 - i) % pieces);
+  const int64_t most = std::clamp<int64_t>(rows.count * pieces / (8 * call.num_threads()), 1, pieces);
+  struct Item {
+    int64_t row, begin, end;
+  };
+  std::vector<Item> items;
+  for (int64_t row = rows.count - 1; row >= 0; row--)
+    for (int64_t at = 0, some = rows.length(row) > 1 ? 1 : most; rows.length(row) && at < pieces; at += some)
+      items.push_back({row, at, std::min(pieces, at + some)});
+  parallel_for(call, items.size(), [&](int64_t i) {
+    for (int64_t piece = items[i].begin; piece < items[i].end; piece++) f(items[i].row, piece);
   });
 }
 
@@ -473,6 +489,7 @@ struct Mamba {
       const float added = by * own[p];
       for (int64_t n = 0; n < state; n += kWidth) {
         const int64_t left = state - n;
+        if (before && n % kLine == 0) __builtin_prefetch(before + p * state + n + kAhead);
         Reg s = get(b + n, left) * added;
         if (before) s = fused(get(before + p * state + n, left), keep - Floats{}, s);
         put(s, after + p * state + n, left);

@@ -446,6 +446,8 @@ class Engine:
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
 
+    # Besides steps
+
     def idle(self) -> bool:
         """Uses the time while there is no work. Returns whether there is more to do in such time."""
         return self.copies is not None and self.copies.idle(self.blocks)

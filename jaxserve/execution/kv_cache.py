@@ -28,6 +28,7 @@ from jaxserve.scheduling.block_manager import Chunk
 COPIES = 16  # page copies per call of `copy_pages`
 COPIED_BYTES = 2**23  # most bytes of a call of `read_pages` or `write_pages`, unless it is for a single page
 INTERVALS = 512, 1024  # fewest and most tokens between snapshots of recurrent states, unless the user says otherwise
+LARGE_STATE = 1 << 16  # numbers of a layer's state of a sequence from which on states are in large pages on CPU
 STATE_COPIES = 2  # state copies per call of `copy_states`; a state is about a thousand times larger than a page
 
 KVCache = list[Pages | State]  # first arrays of pages, then arrays of states; each has a few layers
@@ -229,9 +230,17 @@ class CacheLayout:
 
     def empty(self, mesh: Mesh) -> KVCache:
         """A new cache, to be computed on the devices. On one CPU its contents are undefined, and the system provides
-        memory when a page is first written, so that a large cache costs no time at start."""
-        fill = cpu.untouched if on_one_cpu(mesh) else jnp.zeros
-        return [jax.tree.map(lambda x: fill(x.shape, x.dtype), array) for array, _ in self._arrays(mesh)]
+        memory when a page is first written, so that a large cache costs no time at start. Large states are in large
+        pages, since each step reads and writes all of a row's."""
+        if not on_one_cpu(mesh):
+            return [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), array) for array, _ in self._arrays(mesh)]
+
+        def fill(x: jax.ShapeDtypeStruct, of_states: bool) -> jax.Array:
+            return cpu.untouched(x.shape, x.dtype, of_states and math.prod(x.shape[1:]) >= LARGE_STATE)
+
+        arrays = [array for array, _ in self._arrays(mesh)]
+        states = range(self.num_arrays, self.num_arrays + (0 if self.states is None else self.states.num_arrays))
+        return [jax.tree.map(partial(fill, of_states=i in states), array) for i, array in enumerate(arrays)]
 
 
 def _bytes(kind: CacheKind, page_size: int) -> int:

@@ -43,7 +43,7 @@ def with_images(
     closes: int | None = None  # a token that is left out behind a video
     lines = Newlines(texts, kind.newlines if pictures else 0)
     tokens: list[int] = []
-    images = []
+    images: list[Image] = []
     for token in prompt:
         if videos and kind.video is not None and token == kind.video.token:
             closes = _add_video(tokens, images, next(clips), kind, kind.video, texts)

@@ -1,9 +1,10 @@
 """The gated delta rule on CPU in C++ (`cpu_recurrent.cc`), with the convolution before it. States are changed in place.
 
 Grid: a row and one key head, with its group of value heads. Threads take the next piece when they are free; rows at the
-  end of the batch, which are long, come first.
-Traffic: a row of one token reads and writes each matrix once, in strips of 32 columns that stay in the first-level
-  cache between the products and the update. Rows of several tokens do so once for all their tokens.
+  end of the batch, which are long, come first. Of a row of one token a piece has several heads, as they lie in memory.
+Traffic: a row of one token reads and writes each matrix once, with AVX-512 whole rows of 128 columns from front to
+  back, else in strips of 32 columns. The products and the update are two passes, of which the second one finds the
+  matrix in the cache. Rows of several tokens read and write each matrix once for all their tokens.
 Arithmetic: chunks of 32 tokens, by products in strips of 6 rows x 16 numbers (AVX2), or x 64 (AVX-512). The chunk's
   triangular system is solved for the values behind the state, so it has value_dim right sides.
 """

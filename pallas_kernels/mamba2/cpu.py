@@ -1,7 +1,8 @@
 """Mamba-2 on CPU in C++ (`cpu_recurrent.cc`), with the convolutions before it. States are changed in place.
 
 Grid: a row and four heads of a group. Threads take the next piece when they are free; rows at the end of the batch,
-  which are long, come first. B and C go through their convolution before, in pieces of 16 tokens.
+  which are long, come first. Of a row of one token a thread takes several pieces, as they lie in memory. B and C go
+  through their convolution before, in pieces of 16 tokens.
 Traffic: a row of one token reads and writes each matrix once, in one pass. Rows of several tokens do so once for all
   their tokens.
 Arithmetic: chunks of 32 tokens, by products in strips of 6 rows x 16 numbers (AVX2), or x 64 (AVX-512). The heads of a

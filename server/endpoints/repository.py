@@ -164,9 +164,8 @@ async def generate(http: Request) -> Response:
     """POST /v2/models/{name}/generate: the continuation of `text_input`, after it unless `exclude_input_in_output`."""
     given = await _generation(http)
     state = state_of(http)
-    adapter = state.check_model(given.body.model)
-    generation, _ = await run_until_disconnect(http.receive, prepare_completion(state, http, given.body, adapter))
-    (choice,) = await run_until_disconnect(http.receive, generation.collect())
+    answer = await run_until_disconnect(http.receive, prepare_completion(state, http, given.body))
+    (choice,) = await run_until_disconnect(http.receive, answer.generation.collect())
     return _json({**given.head, "text_output": choice.text if given.excludes_input else given.input + choice.text})
 
 
@@ -175,11 +174,10 @@ async def generate_stream(http: Request) -> Response:
     given = await _generation(http)
     given.body.stream = True
     state = state_of(http)
-    adapter = state.check_model(given.body.model)
-    generation, _ = await run_until_disconnect(http.receive, prepare_completion(state, http, given.body, adapter))
+    answer = await run_until_disconnect(http.receive, prepare_completion(state, http, given.body))
 
     async def events() -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(generation.deltas()) as batches:
+        async with contextlib.aclosing(answer.generation.deltas()) as batches:
             async for deltas in batches:
                 yield b"".join(b"data: %b\n\n" % to_json({**given.head, "text_output": one.text}) for one in deltas)
 

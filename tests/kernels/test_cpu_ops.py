@@ -140,6 +140,17 @@ def test_zeros_take_no_memory_until_they_are_written():
     assert "jaxserve_zeros" in make.lower().as_text()
 
 
+@pytest.mark.parametrize("large_pages", [False, True])
+def test_untouched_memory_holds_what_is_written(large_pages):
+    """Of sizes that are no whole pages; large ones begin and end within others' memory."""
+    sizes = (1, 4095, (5 << 20) + 3, (2 << 20) - 1)
+    arrays = jax.jit(lambda: [cpu.untouched((size,), jnp.int8, large_pages) for size in sizes])()
+    for i, x in enumerate(arrays):
+        arrays[i] = jax.jit(lambda x, i: x.at[:].set(i), donate_argnums=0)(x, i + 1)
+    for i, (size, x) in enumerate(zip(sizes, arrays, strict=True)):
+        np.testing.assert_array_equal(x, np.full(size, i + 1))
+
+
 @pytest.mark.parametrize("shape", [(1, 7), (33, 64), (5, 770)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_add_norm(shape, bias):

@@ -128,6 +128,31 @@ def test_rows_that_keep_nothing_change_no_state(form):
     runner.check()
 
 
+@pytest.mark.parametrize("value", [32, 128, 168])
+def test_wide_values_of_many_heads(value):
+    """A decode on CPU takes many columns at once, and several heads of a row after each other."""
+    heads, rows = 16, 5
+    rng = np.random.default_rng(value)
+    channels = 2 * KEY + value
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    inputs = DeltaHeads(
+        normal(rows, heads, channels),
+        -jnp.abs(normal(rows, heads, 1)),
+        jax.nn.sigmoid(normal(rows, heads, 1)),
+        normal(heads, channels, WIDTH),
+    )
+    state = DeltaState(normal(7, heads, 1, KEY, value), normal(7, heads, (WIDTH - 1) * channels))
+    slots = jnp.arange(rows)
+    where = StateRows(slots, slots, slots == 3, jnp.arange(rows + 1), jnp.int32(rows), slots)
+    options: Any = {"key_dim": KEY, "activation": jax.nn.silu, "decode_only": True}
+    known = reference.delta_net(inputs, state, where, 1, **options)
+    found = cpu.delta_net(inputs, state, where, 1, **options)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, known)
+
+
 def test_tokens_that_resemble_each_other(form):
     """Keys nearly alike, rates near 1 and hardly a decay make the worst of triangular systems."""
     given = sequences([190], 8, alike=0.98, fastest=1e-3)
