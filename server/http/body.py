@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.long_strings import Cutter
 from jaxserve.server.http.request_limits import Body
+from jaxserve.server.images.long_strings import Cutter
 
 # Fields that hold a schema or another free form, each bounded by MAX_SCHEMA. In _LISTS every element is bounded.
 _FREE_FIELDS = (

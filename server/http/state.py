@@ -31,10 +31,10 @@ from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.file_store import FileStore
 from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.listing import ServerModels
-from jaxserve.server.http.long_strings import for_json
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.images.long_strings import for_json
 from jaxserve.server.images.sources import Source
 from jaxserve.server.images.sources import read as read_source
 from jaxserve.server.images.video_sources import VideoSource, read_video

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from jaxserve.images.reading import MAX_BYTES
-from jaxserve.server.http.long_strings import pieces_of
+from jaxserve.server.images.long_strings import pieces_of
 from jaxserve.types import InvalidRequestError
 
 FETCH_SECONDS = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.images.videos import MAX_FRAMES
-from jaxserve.server.http.long_strings import whole
+from jaxserve.server.images.long_strings import whole
 from jaxserve.server.images.sources import File, Source, read
 from jaxserve.types import InvalidRequestError
 

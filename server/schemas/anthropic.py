@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.limits import MAX_STOP_STRINGS
-from jaxserve.server.http.long_strings import behind
+from jaxserve.server.images.long_strings import behind
 from jaxserve.server.schemas.chat import CalledFunction, ChatRequest, Message, Part, ToolCall
 from jaxserve.server.schemas.claude_tools import ClaudeTool, functions_of
 from jaxserve.server.schemas.common import EngineFields, PositiveTokens, StopString

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.server.http.long_strings import for_json
+from jaxserve.server.images.long_strings import for_json
 from jaxserve.server.schemas.chat import CUSTOM_INPUT, CalledFunction, Message, Part, ToolCall
 from jaxserve.server.schemas.response_tools import LOCAL_SHELL, FlatTool, full_name
 from jaxserve.types import InvalidRequestError

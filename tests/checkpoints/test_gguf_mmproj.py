@@ -4,6 +4,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import tiny_models
@@ -77,10 +78,11 @@ def test_without_it_the_model_reads_text(folder):
 
 
 def test_the_same_encoder(written):
-    """As that of the folder from which the files were made."""
+    """As that of the folder from which the files were made, without its videos."""
     ours = read_model(written / "model.gguf")
     theirs = read_model(written / "hf")
-    assert ours.vision == theirs.vision
+    pictures = msgspec.structs.replace(theirs.vision.tokens, video=None)
+    assert ours.vision == replace(theirs.vision, tokens=pictures)
     assert ours.ropes == theirs.ropes
     processor = ImageProcessor.of(written / "model.gguf", ours.vision.tokens)
     assert processor.scaling() == (1 / 255, tuple(QWEN["image_mean"]), tuple(QWEN["image_std"]))

@@ -20,11 +20,11 @@ from jaxserve.server.chat.conversation import prepare
 from jaxserve.server.http.body import receive_body
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.long_strings import whole
 from jaxserve.server.http.middleware import BodyLimit
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState, read_body, to_json
+from jaxserve.server.images.long_strings import whole
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import Metrics
