@@ -86,8 +86,7 @@ class Attention(nn.Module):
             return Heads(qkv, angles.cos, angles.sin, *scales)
         whole = qkv.reduce(self.dtype)
         q, k, v = whole[:, :, :-2], whole[:, :, -2:-1], whole[:, :, -1:]
-        cos = angles.cos
-        sin = angles.sin
+        cos, sin = angles.cos, angles.sin
         if chosen is not None and chosen.after_rope:
             q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
             cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)

@@ -351,6 +351,13 @@ def state_of(request: Request) -> ServerState:
     return request.app.state.server if routed is None else routed
 
 
+def models_of(request: Request) -> ServerModels:
+    """What there is to know of the server's models."""
+    models = state_of(request).models
+    assert models is not None
+    return models
+
+
 def key_of(request: Request) -> ApiKey | None:
     """The API key of a request; None if the server requires no keys."""
     return request.scope.get("state", {}).get("api_key")
