@@ -1,12 +1,12 @@
 """The image encoder's time for one picture of 448 x 448 pixels, beside llama.cpp's; the first token of second turns.
 
-  python benchmarks/encoders.py --llama-server PATH                      the shapes of SmolVLM-500M and Qwen3-VL-2B
+  python benchmarks/encoders.py --llama-mtmd-cli PATH                    the shapes of SmolVLM-500M and Qwen3-VL-2B
   python benchmarks/encoders.py --model SmolVLM-2.2B --pictures 5        ours alone
 
 The encoders have the published shapes and random weights in float16 (`peers/seeing.py`); llama.cpp reads the same as
-GGUF. compare.py says how its server is built. Both run as servers with two threads, one after the other. Each picture
-is another one. Ours tells the encoder's time in its metrics (`step_seconds` of the phase `encoder`), llama.cpp's in its
-log ("image slice encoded in"). SmolVLM sees a picture as one tile.
+GGUF. compare.py says how it is built; the target is llama-mtmd-cli. Both have two threads, one after the other. Each
+picture is another one. Our server tells the encoder's time in its metrics (`step_seconds` of the phase `encoder`),
+llama.cpp in its log ("image slice encoded in"). SmolVLM sees a picture as one tile.
 
 `--turns` measures the time to the first token of a second turn about a picture, and of one about a text with as many
 tokens. Medians are printed.
@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import io
 import json
 import os
 import random
 import re
+import subprocess
 import time
 from pathlib import Path
 from statistics import median
@@ -31,9 +31,6 @@ from typing import Any
 from peers.seeing import SHAPES, make
 from PIL import Image
 from serving import Server, serve
-
-from jaxserve.bench import startup
-from jaxserve.bench.client import Client
 
 EDGE = 448
 PLACE = Path(os.environ.get("TMPDIR", "/tmp"), "jaxserve-encoders")
@@ -47,27 +44,19 @@ def picture(number: int) -> str:
     return base64.b64encode(data.getvalue()).decode()
 
 
-async def llama(server: Path, folder: Path, count: int, threads: int) -> list[float]:
-    """Milliseconds of each picture."""
-    port = startup.free_port()
-    given = {"-m": folder / "model.gguf", "--mmproj": folder / "mmproj.gguf", "--port": port, "-t": threads}
-    given |= {"-tb": threads, "-np": 1, "-c": 4096, "--cache-ram": 0, "-lv": 4}  # with its times
-    command = [str(server), *(str(part) for pair in given.items() for part in pair)]
-    with startup.server_process(command, dict(os.environ)) as (process, log):
-        while startup.status(port, "/health") != 200:
-            if process.poll() is not None:
-                raise SystemExit(f"llama-server did not start:\n{log.text(last=10)}")
-            await asyncio.sleep(0.1)
-        with contextlib.closing(Client(f"http://127.0.0.1:{port}")) as client:
-            marker = json.loads((await client.request("GET", "/props")).body)["media_marker"]
-            for number in range(count + 1):
-                prompt = {"prompt_string": f"a {marker} b", "multimodal_data": [picture(number)]}
-                body = {"prompt": prompt, "n_predict": 1}
-                answer = await client.request("POST", "/completion", json.dumps(body).encode())
-                if answer.status != 200:
-                    raise SystemExit(f"llama-server answers {answer.status}: {answer.body[:300]!r}")
-        await asyncio.sleep(0.5)
-    times = [float(found) for found in re.findall(r"image slice encoded in (\d+) ms", log.text())]
+def llama(program: Path, folder: Path, count: int, threads: int) -> list[float]:
+    """Milliseconds of each picture, after the first one."""
+    files = [folder / f"{number}.png" for number in range(count + 1)]
+    for number, file in enumerate(files):
+        file.write_bytes(base64.b64decode(picture(number)))
+    given = {"-m": folder / "model.gguf", "--mmproj": folder / "mmproj.gguf", "-t": threads, "-c": 4096, "-n": 1}
+    command = [str(program), *(str(part) for pair in given.items() for part in pair), "--chat-template", "chatml"]
+    command += [*(part for file in files for part in ("--image", str(file))), "-p", "What is it?", "-lv", "4"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    times = [float(found) for found in re.findall(r"image slice encoded in (\d+) ms", done.stdout)]
+    if done.returncode or not times:
+        end = done.stdout[-2000:]
+        raise SystemExit(f"{program} ended with {done.returncode}:\n{end}")
     each = len(times) // (count + 1)  # slices of a picture
     return [sum(times[i : i + each]) / each for i in range(each, len(times), each)]
 
@@ -112,24 +101,24 @@ async def turns(server: Server, count: int) -> dict[str, float]:
         assert status == 200, answer
         return 1e3 * (time.perf_counter() - start)
 
-    async def second(question: dict[str, Any]) -> tuple[float, int, int]:
+    async def second(question: dict[str, Any]) -> tuple[float, int]:
         status, answer = await server.post(body_of([question], 4), "/v1/chat/completions")
         assert status == 200, answer
         said = {"role": "assistant", "content": json.loads(answer)["choices"][0]["message"]["content"]}
         used = json.loads(answer)["usage"]["prompt_tokens"]
         later = [question, said, asked("And what else?")]
-        return await first_token(later), used, 0
+        return await first_token(later), used
 
     found: dict[str, list[float]] = {"picture": [], "text": []}
     lengths: dict[str, int] = {}
     for number in range(100, 100 + count):
         url = f"data:image/png;base64,{picture(number)}"
-        ms, length, _ = await second(asked(url, f"What is {number}?"))
+        ms, length = await second(asked(url, f"What is {number}?"))
         found["picture"].append(ms)
         lengths["picture"] = length
         rng = random.Random(number)
         words = "".join(rng.choice("abcdefgh ") for _ in range(length - len("<>user\n<>\n<>assistant\n") + 9))
-        ms, lengths["text"], _ = await second(asked(words))
+        ms, lengths["text"] = await second(asked(words))
         found["text"].append(ms)
     return {name: median(times) for name, times in found.items()} | {f"{k} tokens": v for k, v in lengths.items()}
 
@@ -137,8 +126,8 @@ async def turns(server: Server, count: int) -> dict[str, float]:
 async def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     folder = make(name, args.folder / name)
     result: dict[str, Any] = {"model": name}
-    if args.llama_server:
-        times = await llama(args.llama_server, folder, args.pictures, args.threads)
+    if args.llama_mtmd_cli:
+        times = llama(args.llama_mtmd_cli, folder, args.pictures, args.threads)
         result |= {"llama.cpp ms": median(times), "llama.cpp all": times}
     flags = ["--max-num-seqs", "2", "--max-model-len", "4096", "--kv-pages", "600", *args.flags.split()]
     async with serve(str(folder), *flags) as server:
@@ -146,7 +135,7 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         result |= {"ms": median(times), "all": times}
         if args.turns:
             result["second turn ms"] = await turns(server, args.turns)
-    if args.llama_server:
+    if args.llama_mtmd_cli:
         result["ratio"] = result["llama.cpp ms"] / result["ms"]
     return result
 
@@ -154,7 +143,7 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(SHAPES), help="may be given several times")
-    parser.add_argument("--llama-server", type=Path, metavar="PATH")
+    parser.add_argument("--llama-mtmd-cli", type=Path, metavar="PATH")
     parser.add_argument("--pictures", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=0, metavar="N", help="second turns of each kind")
     parser.add_argument("--threads", type=int, default=2, help="of llama.cpp (default: %(default)s)")

@@ -73,14 +73,16 @@ def run_swaps(args: argparse.Namespace) -> None:
 
 
 def run_hot(args: argparse.Namespace) -> None:
-    """One client after the other, in turns between the two servers, so that the machine's mood is the same for both."""
+    """One request at a time, to either server by chance, so that the machine's mood is the same for both."""
+    choose = random.Random(1)
     models = ["--models", str(args.folder / "models.json")]
-    with several(models, models=4.5) as (port, _), one_model(args.folder / "m-0") as alone:
+    with several(models, models=4.5) as (port, _), one_model(args.folder / "models.json") as alone:
         for number in range(4):
             assert ask(port, f"m-{number}")[0] == 200
         times: dict[str, list[float]] = {"alone": [], "one of several": []}
         for turn in range(1200):
-            for name, where in (("alone", alone), ("one of several", port)):
+            servers = [("alone", alone), ("one of several", port)]
+            for name, where in choose.sample(servers, 2):
                 began = time.perf_counter()
                 status, _ = ask(where, "m-0", 16)
                 assert status == 200
@@ -102,9 +104,9 @@ def run_random(args: argparse.Namespace) -> None:
     with several(["--models", str(args.folder / "models.json")], models=4.5) as (port, process):
         expected = {}
         for number in range(COUNT):
-            status, text = ask(port, f"m-{number}", 8)
+            status, tokens = ask(port, f"m-{number}", 8)
             assert status == 200
-            expected[number] = text
+            expected[number] = tokens
         end = time.monotonic() + args.seconds
         assert len(set(expected.values())) == COUNT, "the models' answers tell them apart"
 
@@ -113,12 +115,12 @@ def run_random(args: argparse.Namespace) -> None:
                 seen["not asked"] += 1
                 return
             began = time.perf_counter()
-            status, text = ask(port, f"m-{number}", 8)
+            status, tokens = ask(port, f"m-{number}", 8)
             if status != 200:
-                seen[text] += 1
+                seen[tokens] += 1
                 return
             seen["answered"] += 1
-            seen["by the wrong model"] += text != expected[number]
+            seen["by the wrong model"] += tokens != expected[number]
             if number == 0:
                 hot.append(time.perf_counter() - began)
 
@@ -166,9 +168,12 @@ def known(port: int) -> dict[str, dict]:
 
 
 @contextlib.contextmanager
-def one_model(folder: Path) -> Iterator[int]:
+def one_model(file: Path) -> Iterator[int]:
+    """A server with the first model of the file."""
     port = free_port()
-    with running([str(folder), "--served-model-name", "m-0", "--no-access-log"], port, "alone.log"):
+    model = json.loads(file.read_text())["models"][0]
+    flags = [word for name, value in model["settings"].items() for word in (f"--{name}", str(value))]
+    with running([model["source"], *flags, "--served-model-name", "m-0", "--no-access-log"], port, "alone.log"):
         yield port
 
 
@@ -191,14 +196,15 @@ def running(flags: list[str], port: int, log: str) -> Iterator[subprocess.Popen]
 
 
 def ask(port: int, model: str, tokens: int = 1) -> tuple[int, str]:
-    """The status, and the text of the answer or the code of the error."""
+    """The status, and the tokens of the answer or the code of the error."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.load(answer)["choices"][0]["text"]
+            return answer.status, str(json.load(answer)["choices"][0]["token_ids"])
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["code"]
 

@@ -221,8 +221,8 @@ def _heads(problem: AttentionProblem) -> Heads:
     shape = (problem.kv_heads, problem.group + 2, problem.head_dim)
     dtype = problem.q_dtype
     angles: Any = np.random.default_rng(6).uniform(0, 6, (TOKENS, problem.head_dim // 2)).astype(np.float32)
-    norms = (_row(seed, problem.head_dim, dtype) for seed in (7, 8))
-    return Heads(_parts(9, (TOKENS, *shape), shape, dtype), np.cos(angles), np.sin(angles), *norms)
+    q_norm, k_norm = (_row(seed, problem.head_dim, dtype) for seed in (7, 8))
+    return Heads(_parts(9, (TOKENS, *shape), shape, dtype), np.cos(angles), np.sin(angles), q_norm, k_norm)
 
 
 def _pages(problem: AttentionProblem) -> KVPages:

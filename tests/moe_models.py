@@ -103,7 +103,7 @@ MOE_CASES: dict[str, DenseCase] = {
         "AXK2ForCausalLM", "axk2", **_SHARED | {"num_key_value_heads": 4}, modern=False, layers=3, q_lora_rank=36,
         kv_lora_rank=40, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, n_routed_experts=8, n_shared_experts=1,
         num_experts_per_tok=3, moe_intermediate_size=40, first_k_dense_replace=1, norm_topk_prob=True,
-        routed_scaling_factor=1.5, gated_norm_rank=6, index_topk=11, index_n_heads=6, index_head_dim=16,
+        routed_scaling_factor=1.5, gated_norm_rank=6, index_topk=11, index_n_heads=16, index_head_dim=16,
         rope_theta=7000.0, rope_scaling=None, attention_bias=False,
     ),
     "axk2_types": dense(

@@ -42,7 +42,20 @@ OTHERS = (
     "qwen3_next_odd",
     "qwen3_5_groups",
 )
-PLAIN = ("gate", "kv_b_proj", "shared_expert_gate", "lm_head", "project_in", "project_out", "embed_out")
+NEWEST = (
+    "axk1_hub", "kolibri_hub", "persimmon_plain", "biogpt_untied", "xglm_untied", "bitnet_hub", "codegen_hub",
+    "deepseek_v4_hub",
+)  # fmt: skip
+PLAIN = (
+    "output_projection",
+    "gate",
+    "kv_b_proj",
+    "shared_expert_gate",
+    "lm_head",
+    "project_in",
+    "project_out",
+    "embed_out",
+)
 
 
 def quantize(folder, out, **settings):
@@ -70,6 +83,7 @@ def check_same_weights(out, tmp_path):
     ("case", "settings"),
     [
         *((case, {"scheme": "int8"}) for case in (*EXPERTS, *OTHERS)),
+        *(pytest.param(case, {"scheme": "int8"}, marks=pytest.mark.slow) for case in NEWEST),
         ("mixtral_experts", {"symmetric": False}),
         ("deepseek_v3_groups", {"scheme": "fp8"}),
         ("qwen3_moe_step", {"layout": "awq"}),
@@ -200,6 +214,12 @@ def test_an_expert_with_few_tokens_is_measured_on_others_too(own):
     ("case", "method", "message"),
     [
         ("granite_moe_stacked", "rtn", "they stack the matrices of all experts in one tensor"),
+        ("granite_moe_swa_older", "rtn", "they stack the matrices of all experts in one tensor"),
+        ("hy_v4_hub", "rtn", "they stack the matrices of all experts in one tensor"),
+        ("lara_mini_types", "rtn", "they stack the matrices of all experts in one tensor"),
+        ("aria_text_hub", "rtn", "they stack the matrices of all experts in one tensor"),
+        ("minimax_m3_text", "rtn", "they stack the matrices of all experts in one tensor"),
+        ("dbrx_hub", "rtn", "their matrices are stored transposed"),
         ("gpt2_scaled", "rtn", "their matrices are stored transposed"),
         ("longcat_hub", "rtn", "several of their layers have the same tensors; serve the model with --quantization"),
         ("zamba2_hub", "rtn", "several of their layers have the same tensors"),

@@ -66,6 +66,7 @@ def write_plain(folder: Path, out: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (out / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
-    tensors = {name: np.ascontiguousarray(x, np.float32) for name, x in unpacked(folder).items()}
+    kinds = {name: x.dtype if x.dtype.kind in "iu" else np.float32 for name, x in unpacked(folder).items()}
+    tensors = {name: np.ascontiguousarray(x, kinds[name]) for name, x in unpacked(folder).items()}
     save_file(tensors, out / "model.safetensors")
     return out

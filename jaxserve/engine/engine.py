@@ -89,6 +89,7 @@ class Engine:
         self._draft = parts.draft and parts.draft.runner
         self.hosts = parts.hosts
         self.model_folder = plan.folder
+        self.image_processor = plan.eyes and plan.eyes.processor
         self.tokenizer_folder = plan.tokenizer
         self.weights = Weights(self, parts.held, self._draft)
         self.vocab_size = model.vocab_size
@@ -444,6 +445,8 @@ class Engine:
             output.updates += self.beams.advance(self.counters)
         self.counters.generation_tokens += sum(map(len, output.tokens))
         return output
+
+    # Besides steps
 
     def idle(self) -> bool:
         """Uses the time while there is no work. Returns whether there is more to do in such time."""

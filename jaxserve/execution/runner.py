@@ -125,10 +125,9 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
         if platform not in ("cpu", "tpu"):
             lowered_kernels.keep()
         static = why_static(mesh) is not None if static is None else static
-        self._exchanges = exchanges(mesh)
         self.programs = StepPrograms(
             static=static,
-            most=1 if self._exchanges and not static else max_tokens_per_call,
+            most=1 if exchanges(mesh) and not static else max_tokens_per_call,
             costly_filters=model.ops.draw is None,
             pools=pooling is not None,
             proposals=proposals,
@@ -553,8 +552,7 @@ class ModelRunner(runner_commands.Commanded, calls=runner_commands.OF_MODELS):
 
     def draft_programs(self, shapes: Sequence[StepShape]) -> list[AuxProgram]:
         """The names of the programs that propose with a draft head; see `signatures.draft_programs`."""
-        static = self.programs.static or self._exchanges
-        return [] if self.drafter is None else draft_programs(shapes, self.programs.proposals, static)
+        return [] if self.drafter is None else draft_programs(shapes, self.programs, self.mesh)
 
     def largest(self, shapes: Sequence[StepShape]) -> list[ProgramName]:
         """The names of the programs that need the most memory, one of each kind, and of some that bound others."""

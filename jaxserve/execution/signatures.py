@@ -25,7 +25,7 @@ from jaxserve.execution.kv_cache import (
     read_pages,
     write_pages,
 )
-from jaxserve.execution.programs import LENGTHS, StepProgram
+from jaxserve.execution.programs import LENGTHS, StepProgram, StepPrograms
 from jaxserve.execution.slots import SLOT_WORDS, SlotState, count_tokens, set_slots
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.execution.verify import DEFERRED_WORDS
@@ -64,9 +64,11 @@ CREATE_SLOTS = AuxProgram("create_slots")
 CREATE_CACHE = AuxProgram("create_cache")
 
 
-def draft_programs(shapes: Sequence[StepShape], most: int, static: bool) -> list[AuxProgram]:
-    """The programs that propose up to `most` tokens with a draft head, the smallest first. Unless they are `static`,
-    the number of passes is known at run time."""
+def draft_programs(shapes: Sequence[StepShape], programs: StepPrograms, mesh: Mesh) -> list[AuxProgram]:
+    """The programs that propose tokens with a draft head, the smallest first, for steps by these programs. Unless they
+    are static, or GPUs exchange something, the number of passes is known at run time."""
+    most = programs.proposals
+    static = programs.static or exchanges(mesh)
     rows = sorted({shape.rows for shape in shapes if shape.decode_only} or {shape.rows for shape in shapes})
     passes = [count for count in LENGTHS if count < most and static] + [most]
     samplers = Sampler.GREEDY, Sampler.FILTERED

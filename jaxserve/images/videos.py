@@ -51,13 +51,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Clip(NamedTuple):
+@dataclass(frozen=True)
+class Clip:
     """A video as it is sent.
 
-    count: its frames.
-    rate: frames a second.
-    frames: decodes those with these indices, in ascending order, to RGB.
-    chosen: whoever sent it has chosen the frames; all of them are used.
+    Attributes:
+      count: its frames.
+      rate: frames a second.
+      frames: decodes those with these indices, in ascending order, to RGB.
+      chosen: whoever sent it has chosen the frames; all of them are used.
     """
 
     count: int

@@ -82,11 +82,11 @@ class Attention(nn.Module):
         plain = spec.clip is None and angles.query_scale is None and spec.alibi is None
         fused = chosen is None or (chosen.fused and plain)
         if spec.shares_kv or (fused and plain and spec.v_norm is None):
-            return Heads(qkv, angles.cos, angles.sin, *(norm.scale() for norm in norms))
+            scales: list[Any] = [norm.scale() for norm in norms]
+            return Heads(qkv, angles.cos, angles.sin, *scales)
         whole = qkv.reduce(self.dtype)
         q, k, v = whole[:, :, :-2], whole[:, :, -2:-1], whole[:, :, -1:]
-        cos = angles.cos
-        sin = angles.sin
+        cos, sin = angles.cos, angles.sin
         if chosen is not None and chosen.after_rope:
             q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
             cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)

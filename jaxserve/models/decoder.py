@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.hyper import HyperLayer
-from jaxserve.models.layer_parts import attention_of, mlp_of
-from jaxserve.models.layers import Embedding, LearnedPositions, Linear, NormGate, reader, weighed
+from jaxserve.models.layer_parts import attention_of, mlp_of, norm_of
+from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
 from jaxserve.models.memory import MemoryLayer
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerVectors, ScaledSandwich
@@ -65,11 +65,7 @@ class DecoderLayer(nn.Module):
         scale = self.spec.residual_scale
 
         def norm(name: str, x: jax.Array, y: Partials | None = None, reader: Any = None) -> tuple[jax.Array, Any]:
-            made = Norm(self.spec.norm, self.hidden_size, self.dtype, name=name)
-            if name not in self.spec.gated_norms:
-                return made(x, ops, y, reader)
-            x, normed = made(x, ops, y)
-            return x, NormGate(self.spec.gate_rank, self.dtype, name=f"{name}_gate")(normed, ops)
+            return norm_of(self.spec, name, self.hidden_size, self.dtype, x, ops, y, reader)
 
         def normed(name: str, y: Partials) -> Partials:
             return scaled(Partials(norm(name, y.reduce(x.dtype))[1][None]))

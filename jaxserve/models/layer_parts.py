@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from jaxserve.models.attention import Attention
 from jaxserve.models.compressed import CompressedAttention
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import MLP, Experts
+from jaxserve.models.layers import MLP, Experts, NormGate
+from jaxserve.models.norms import Norm
 from jaxserve.models.recurrent import recurrent_layer, with_beside
 from jaxserve.models.spec import CompressedAttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
+from jaxserve.pallas_kernels.operands import Partials
+from jaxserve.pallas_kernels.ops import Ops
 
 
 def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -> Any:
@@ -32,3 +37,14 @@ def mlp_of(spec: LayerSpec, hidden_size: int, dtype: Any) -> Any:
     """The layer's MLP, or its mixture of experts; None if it has none."""
     kind = MLP if spec.experts is None else Experts
     return None if spec.mlp is None else kind(spec.mlp, hidden_size, dtype, name="mlp")
+
+
+def norm_of(
+    spec: LayerSpec, name: str, size: int, dtype: Any, x: jax.Array, ops: Ops, y: Partials | None, reader: Any
+) -> tuple[jax.Array, Any]:
+    """What the layer's norm `name` returns for x, y and the reader (`Norm`), with the gate that it may have."""
+    made = Norm(spec.norm, size, dtype, name=name)
+    if name not in spec.gated_norms:
+        return made(x, ops, y, reader)
+    x, normed = made(x, ops, y)
+    return x, NormGate(spec.gate_rank, dtype, name=f"{name}_gate")(normed, ops)

@@ -276,8 +276,8 @@ def _attention(
             for path, some in norm_sources(f"{role}_norm", blocks.norm, blocks.dim, f"index_{role}_norm").items()
         }
     if attention.sinks:
-        split = (kv_heads, attention.num_heads // kv_heads)
-        layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, split)]
+        by_group = (kv_heads, attention.num_heads // kv_heads)
+        layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, by_group)]
     return layer
 
 

@@ -246,7 +246,7 @@ class FileStore:
 
     def lines(self, owner: str, batch_id: str, kind: str) -> FileIO:
         """The batch's lines of the kind "output" or "errors", to be appended to."""
-        return open(self._batch_path(owner, batch_id).with_suffix(f".{kind}"), "ab+", buffering=0)
+        return open(self._batch_path(owner, batch_id).with_suffix(f".{kind}"), "ab+", buffering=0, opener=_private)
 
     def publish(self, owner: str, batch: BatchRecord, kind: str, file_id: str) -> None:
         """Makes the batch's lines of a kind a file. Has no effect the second time."""

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.models import sizing
 from jaxserve.server.models.catalog import Model
+from jaxserve.server.models.metrics import Row, render
 from jaxserve.server.models.residency import Place, Residency
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.engine_process import EngineProcess
@@ -212,7 +213,6 @@ class Models:
             raise unavailable(text, "model_busy") from None
 
     def adapters_of(self, name: str) -> list[str]:
-        """The names of a model's LoRA adapters, as far as they are known."""
         served = self._models[name]
         if served.state is not None and served.state.client.is_ready:
             return list(served.state.client.adapters)
@@ -220,19 +220,18 @@ class Models:
 
     def render_metrics(self) -> bytes:
         """The exposition text of /metrics: those of all models."""
-        from jaxserve.server.models.metrics import render
-
-        memory = self._memory
-        budget = self._residency.budget if memory is not None else {}
-        return render(
-            self._server.metrics, {served.name: served.metrics for served in self._models.values()}, self.rows(), budget
-        )
-
-    def rows(self) -> Iterator[tuple[Listed, int, int, int, float]]:
-        """Of each model: its entry, requests that wait for its start, starts, failed starts, seconds of the latest."""
-        for served in self._models.values():
-            waiting = 0 if served.place is None else served.place.waiting
-            yield self._listed(served), waiting, served.starts, served.failures, served.start_seconds
+        rows = [
+            Row(
+                self._listed(served),
+                served.metrics,
+                waiting=0 if served.place is None else served.place.waiting,
+                starts=served.starts,
+                failures=served.failures,
+                start_seconds=served.start_seconds,
+            )
+            for served in self._models.values()
+        ]
+        return render(self._server.metrics, rows, self._residency.budget)
 
     @property
     def is_ready(self) -> bool:
@@ -264,7 +263,8 @@ class Models:
                     case "stop":
                         self._spawn(self._stop(served))
                     case "refuse":
-                        self._fail(served, f"it needs {_text(served)}, and pinned models leave {self._room(served)}")
+                        text = f"it needs {_text(served)}, and pinned models leave {self._room(served)}"
+                        self._fail(served, text, too_large=True)
             wait = self._residency.due(now()) - now()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if wait == math.inf else max(wait, 0.001))
@@ -294,7 +294,7 @@ class Models:
         served = self._names.get(name) or self._with_adapter(name)
         if served is not None and _may_use(key, served.model):
             return served
-        allowed = [name for name, one in self._names.items() if _may_use(key, one.model)]
+        allowed = [other for other, one in self._names.items() if _may_use(key, one.model)]
         listed = ", ".join(map(repr, allowed[:_MOST_LISTED])) or "none"
         more = ", …" if len(allowed) > _MOST_LISTED else ""
         whose = "this server has" if key is None or key.models is None else "this key may use"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,15 +11,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from jaxserve.server.http.listing import MODEL_STATES, Listed
 from jaxserve.server.observe.metrics import Metrics
 
-Row = tuple[Listed, int, int, int, float]  # entry, requests that wait for a start, starts, failures, seconds of a start
+
+class Row(NamedTuple):
+    """A model's entry, the metrics of its engines, the requests that wait for its start, how often it has started and
+    failed, and the seconds that its latest start took."""
+
+    listed: Listed
+    metrics: Metrics
+    waiting: int
+    starts: int
+    failures: int
+    start_seconds: float
 
 
-def render(server: Metrics, models: Mapping[str, Metrics], rows: Iterable[Row], budget: Mapping[str, int]) -> bytes:
+def render(server: Metrics, rows: Sequence[Row], budget: Mapping[str, int]) -> bytes:
     """The exposition text. server: metrics of no model, of which connections that were refused are shown."""
     families: dict[str, Metric] = {}
     refused = [metric for metric in server.registry.collect() if metric.name.endswith(":admission_rejections")]
-    of_models = (metric for metrics in models.values() for metric in metrics.registry.collect())
-    for metric in (*of_models, *refused, *_of_rows(server.prefix, list(rows), budget)):
+    of_models = (metric for row in rows for metric in row.metrics.registry.collect())
+    for metric in (*of_models, *refused, *_of_rows(server.prefix, rows, budget)):
         if (known := families.get(metric.name)) is None:
             families[metric.name] = metric
         else:
@@ -36,7 +47,7 @@ class _Collected:
         return self._families
 
 
-def _of_rows(prefix: str, rows: list[Row], budget: Mapping[str, int]) -> Iterator[Metric]:
+def _of_rows(prefix: str, rows: Sequence[Row], budget: Mapping[str, int]) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         f"{prefix}:model_state", "1 for the state that a model is in, 0 for others", labels=["model_name", "state"]
     )
@@ -58,16 +69,16 @@ def _of_rows(prefix: str, rows: list[Row], budget: Mapping[str, int]) -> Iterato
     limit = GaugeMetricFamily(
         f"{prefix}:models_memory_limit_bytes", "Bytes of a device that all models may take", labels=["device"]
     )
-    for listed, count, started, failed, took in rows:
-        labels = [listed.name]
+    for row in rows:
+        labels = [row.listed.name]
         for state in MODEL_STATES:
-            states.add_metric([*labels, state], int(listed.state == state))
-        resident = listed.state in ("starting", "ready", "unloading")
-        memory.add_metric(labels, (listed.size or 0) if resident else 0)
-        waiting.add_metric(labels, count)
-        starts.add_metric(labels, started)
-        failures.add_metric(labels, failed)
-        seconds.add_metric(labels, took)
+            states.add_metric([*labels, state], int(row.listed.state == state))
+        resident = row.listed.state in ("starting", "ready", "unloading")
+        memory.add_metric(labels, (row.listed.size or 0) if resident else 0)
+        waiting.add_metric(labels, row.waiting)
+        starts.add_metric(labels, row.starts)
+        failures.add_metric(labels, row.failures)
+        seconds.add_metric(labels, row.start_seconds)
     for device, most in budget.items():
         limit.add_metric([device], most)
     yield from (states, memory, waiting, starts, failures, seconds, limit)

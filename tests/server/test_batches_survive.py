@@ -45,7 +45,7 @@ def test_kills_at_random_moments(lives, requests, kills, servers):
     before = 0
     for _ in range(kills - 1):
         with lives(api_server_count=servers) as server:
-            time.sleep(rng.random() * 1.5 * requests / kills / 10)
+            time.sleep(rng.random() * 0.07 * requests / kills)
             with contextlib.suppress(httpx.HTTPError):
                 counts = server.openai().batches.retrieve(batch.id).request_counts
                 assert counts.completed + counts.failed >= before

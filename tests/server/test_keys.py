@@ -42,7 +42,7 @@ def test_key_file(tmp_path):
         ("a b c\n", ":1:"),
         ("a b 0\n", ":1:"),
         ("x\na b 1 d\n", ":2:"),
-        ("a b 1 2 3\n", ":1:"),
+        ("a b 1 2 models 3\n", ":1:"),
         ("# none\n", "no API key"),
     )
     for text, what in wrong:

@@ -4,14 +4,13 @@ results. The latter, and queries, are projected from the latent of queries and f
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from jaxserve.models.config import HFConfig
 from jaxserve.models.families import Family
 from jaxserve.models.families.deepseek import INDEXED_NAMES, read_deepseek, read_router, with_indexers
 from jaxserve.models.families.llama import IGNORED
 from jaxserve.models.sources import Names
-from jaxserve.models.spec import LayerSpec, ModelConfig
+from jaxserve.models.spec import LatentAttentionSpec, LayerSpec, ModelConfig
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 AXK2_NAMES = INDEXED_NAMES | {
@@ -44,7 +43,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     indexed = with_indexers(hf, plain, heads=16)
 
     def gated(layer: LayerSpec) -> LayerSpec:
-        attention: Any = replace(layer.attention, head_gate=True, channel_gates=True, latent_twice=True)  # type: ignore[arg-type]
+        assert isinstance(layer.attention, LatentAttentionSpec)
+        attention = replace(layer.attention, head_gate=True, channel_gates=True, latent_twice=True)
         norms = ("attention_norm", "mlp_norm") if layer.experts is not None else ("attention_norm",)
         return replace(layer, attention=attention, gated_norms=norms, gate_rank=rank)
 

@@ -87,9 +87,10 @@ class ClippedLayer(nn.Module):
         shape = len(x), attention.num_kv_heads, -1, attention.head_dim
         q, k, v = (linears[role](inputs, ops).reshape(shape) for role in "qkv")
         qkv = jnp.concatenate([q, k, normalize(v, attention.v_norm, None, None)], axis=2)
-        of_heads = (HeadNorm(self.spec.norm, shape[3:], self.dtype, name=name).scale() for name in ("q_norm", "k_norm"))
+        q_norm = HeadNorm(self.spec.norm, shape[3:], self.dtype, name="q_norm").scale()
+        k_norm = HeadNorm(self.spec.norm, shape[3:], self.dtype, name="k_norm").scale()
         angles = ropes[attention.rope]
-        attended = attend(Heads(Partials(qkv[None]), angles.cos, angles.sin, *of_heads))
+        attended = attend(Heads(Partials(qkv[None]), angles.cos, angles.sin, q_norm, k_norm))
         x = x + normed("attention_out_norm", linears["o"](attended.reshape(len(x), -1), ops))
         inputs = normed("mlp_norm", x)
         gates = ACTIVATIONS[self.spec.mlp.activation](linears["gate"](inputs, ops))
