@@ -7,8 +7,8 @@
 It starts `jaxserve serve demo-vision`, which may fetch pictures from this machine by name and from public hosts. Each
 request must be refused with its status and a message that names the limit or the reason. Meanwhile a client streams
 text. The longest pause between two of its tokens, and what the processes of the server take of memory, are measured
-for each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH and
-some copies of the body. Nothing that the pictures hold may stand in the log.
+for each kind. The pause must stay below STALL, beyond the longest one without pictures, and the memory below GROWTH.
+Nothing that the pictures hold may stand in the log.
 
 Prints a table in Markdown, and exits with 1 if any check failed.
 """
@@ -49,8 +49,7 @@ from jaxserve.images.reading import open_picture
 from jaxserve.types import ImageTokens
 
 STALL = 0.1  # seconds; longest pause of a stream of text beside a bad picture
-GROWTH = 64  # MiB of all processes together while a bad picture is refused, beyond COPIES
-COPIES = 3  # of the request's body, which is in the server and in a worker
+GROWTH = 64  # MiB of all processes together while a bad picture is refused
 MARK = "c0ffee-in-a-picture"  # stands in the bad files
 
 
@@ -304,7 +303,7 @@ async def run(times: int, seconds: float) -> list[Row]:
                 row = await measure(server, stream, kind, (status, message), given, times)
                 if row.stall > STALL + rows[0].stall:  # other programs may hold up the stream, too
                     row.wrong.append(f"a stream stalls for {1e3 * row.stall:.0f} ms")
-                if row.grown > GROWTH + COPIES * row.megabytes:
+                if row.grown > GROWTH:
                     row.wrong.append(f"{row.grown:.0f} MiB more")
                 rows.append(row)
                 print(f"{kind}: {row.wrong or 'as it must be'}", file=sys.stderr, flush=True)

@@ -104,23 +104,23 @@ def run_random(args: argparse.Namespace) -> None:
     with several(["--models", str(args.folder / "models.json")], models=4.5) as (port, process):
         expected = {}
         for number in range(COUNT):
-            status, tokens = ask(port, f"m-{number}", 8)
+            status, mark = ask(port, f"m-{number}", 8)
             assert status == 200
-            expected[number] = tokens
+            expected[number] = mark
         end = time.monotonic() + args.seconds
-        assert len(set(expected.values())) == COUNT, "the models' answers tell them apart"
+        assert len(set(expected.values())) == COUNT, f"the models' answers tell them apart, not {expected}"
 
         def one(number: int) -> None:
             if time.monotonic() > end:
                 seen["not asked"] += 1
                 return
             began = time.perf_counter()
-            status, tokens = ask(port, f"m-{number}", 8)
+            status, mark = ask(port, f"m-{number}", 8)
             if status != 200:
-                seen[tokens] += 1
+                seen[mark] += 1
                 return
             seen["answered"] += 1
-            seen["by the wrong model"] += tokens != expected[number]
+            seen["by the wrong model"] += mark != expected[number]
             if number == 0:
                 hot.append(time.perf_counter() - began)
 
@@ -196,15 +196,16 @@ def running(flags: list[str], port: int, log: str) -> Iterator[subprocess.Popen]
 
 
 def ask(port: int, model: str, tokens: int = 1) -> tuple[int, str]:
-    """The status, and the tokens of the answer or the code of the error."""
+    """The status, and the code of the error or the log-probability of the answer's first token, which tells models of
+    random weights apart: all of them repeat the prompt's last token."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    body["return_token_ids"] = True
+    body["logprobs"] = 0
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, str(json.load(answer)["choices"][0]["token_ids"])
+            return answer.status, f"{json.load(answer)['choices'][0]['logprobs']['token_logprobs'][0]:.3f}"
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["code"]
 

@@ -6,10 +6,14 @@ config.json, and its tensors get Hugging Face's names, so that the families of `
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +37,7 @@ _HARMLESS = (
     "has_vision_encoder", "has_llava_projector", "projector_type", "vision.projector_type", "vision.projection_dim",
     "vision.feed_forward_length", "vision.attention.layer_norm_epsilon", "vision.image_size", "use_gelu", "use_silu",
     "vision.image_mean", "vision.image_std", "vision.image_min_pixels", "vision.image_max_pixels",
+    "vision.preproc_image_size", "vision.preproc_min_tiles", "vision.preproc_max_tiles",
 )  # fmt: skip
 _UNREAD = ("v.token_embd.img_break",)  # a row of the embeddings
 _NAME = re.compile(r"([\w.]+?)\.(weight|bias)(?:\.(\d+))?")
@@ -56,11 +61,14 @@ class Projector:
       wholes: architecture of the language model in config.json -> that of the model that sees, and its text's
         model_type.
       token: text of the token in whose place features stand.
+      others: keys of further tokens in config.json -> their texts.
       read: the settings of the whole, with the encoder's under vision_config.
       processor: the settings of the image processor, with the keys of a preprocessor_config.json.
       names: a module's name in the file -> Hugging Face's; "{i}" is the layer. Modules with the same name there follow
         each other in one tensor.
       paired: rows of queries and keys are stored in pairs (see GGUFTensor).
+      bare: modules whose only tensor has their own name at Hugging Face, without ".weight".
+      made: module -> what Hugging Face's tensor is, made of the file's.
     """
 
     wholes: Mapping[str, tuple[str, str]]
@@ -69,6 +77,29 @@ class Projector:
     processor: Callable[[Keys], Config]
     names: Mapping[str, str]
     paired: bool = False
+    others: Mapping[str, str] = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
+    made: Mapping[str, Callable[[GGUFTensor], GGUFTensor]] = field(default_factory=dict)
+
+
+def with_mmproj(path: Path, mmproj: Path) -> Path:
+    """The model's GGUF file in a folder of links where `mmproj` is the only file with an image encoder beside it. The
+    folder is in the user's cache folder, and the same at every start. Raises CheckpointError if it cannot be made."""
+    stem = re.fullmatch(r"(.*-)00001(-of-\d+\.gguf)", path.name)
+    parts = sorted(path.parent.glob(f"{glob.escape(stem[1])}*{stem[2]}")) if stem else [path]
+    links = {part.name: part.resolve() for part in parts} | {"mmproj.gguf": mmproj.resolve()}
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "jaxserve" / "mmproj" / hashlib.sha256(repr(links).encode()).hexdigest()[:32]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, target in links.items():
+            with contextlib.suppress(FileExistsError):  # of an earlier start
+                (folder / name).symlink_to(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}, where {mmproj} would be linked, cannot be written ({error.strerror}): put it beside {path}"
+        ) from None
+    return folder / path.name
 
 
 def find_mmproj(path: Path) -> GGUFFile | None:
@@ -88,30 +119,40 @@ def find_mmproj(path: Path) -> GGUFFile | None:
     return max(fitting, key=lambda one: sum(tensor.nbytes for tensor in one.tensors.values()), default=None)
 
 
-def read_mmproj(model: GGUFFile, config: Config, ignored: Collection[str]) -> Eyes | None:
+def read_mmproj(model: GGUFFile, config: Config, ignored: Collection[str], *, must: bool = False) -> Eyes | None:
     """The eyes of a model whose text has these settings; None: there is no file with them, or it is not understood,
-    which the log tells. Raises CheckpointError for damaged files."""
+    which the log tells. Raises CheckpointError for damaged files; `must`: in the place of None."""
     file = find_mmproj(model.path)
     if file is None:
+        if must:
+            given = ", ".join(str(one.resolve()) for one in encoders_beside(model.path))
+            raise CheckpointError(f"{given} is no encoder for {model.path.resolve()}: their embeddings differ in width")
         return None
     try:
-        keys, row = _opened(file, ignored)
-        (text,) = config["architectures"]
-        if text not in row.wholes:
-            raise keys.refuse(f"its encoder is for {', '.join(row.wholes)}, not for {text}")
-        vision = row.read(keys)
-        row.processor(Keys(file, (CLIP,), ignored))
-        tensors = _tensors(file, row, vision["vision_config"])
-        for harmless in _HARMLESS:
-            keys.left.pop(harmless, None)
-        keys.finish()
+        return _eyes(file, model, config, ignored)
     except CheckpointError as error:
+        if must:
+            raise
         log.warning("pictures are not read: %s", error)
         return None
+
+
+def _eyes(file: GGUFFile, model: GGUFFile, config: Config, ignored: Collection[str]) -> Eyes:
+    keys, row = _opened(file, ignored)
+    (text,) = config["architectures"]
+    if text not in row.wholes:
+        raise keys.refuse(f"its encoder is for {', '.join(row.wholes)}, not for {text}")
+    vision = row.read(keys)
+    row.processor(Keys(file, (CLIP,), ignored))
+    tensors = _tensors(file, row, vision["vision_config"])
+    for harmless in _HARMLESS:
+        keys.left.pop(harmless, None)
+    keys.finish()
     name, kind = row.wholes[text]
     whole: Config = {"architectures": [name], **vision}
-    if row.token in (texts := model.metadata.get("tokenizer.ggml.tokens") or ()):
-        whole["image_token_id"] = texts.index(row.token)
+    texts = model.metadata.get("tokenizer.ggml.tokens") or ()
+    marks = {"image_token_id": row.token, **row.others}
+    whole |= {key: texts.index(text) for key, text in marks.items() if text in texts}
     of_text: Config = {"model_type": kind, "sliding_window": config.get("sliding_window")}
     sections = model.metadata.get(f"{config['model_type']}.rope.dimension_sections")
     if isinstance(sections, np.ndarray):
@@ -141,7 +182,8 @@ def _opened(file: GGUFFile, ignored: Collection[str]) -> tuple[Keys, Projector]:
 def _tensors(file: GGUFFile, row: Projector, vision: Config) -> dict[str, GGUFTensor]:
     parts: dict[str, list[GGUFTensor]] = {}
     order = list(row.names)
-    tensors = [(*_module(stored), stored) for stored in file.tensors.values()]
+    swapped = _swaps(file)
+    tensors = [(*_module(stored, swapped), stored) for stored in file.tensors.values()]
     known = [(order.index(module), name, stored) for module, name, stored in tensors if module in row.names]
     if unknown := sorted(stored.name for module, _, stored in tensors if module not in (*row.names, *_UNREAD)):
         raise CheckpointError(f"{file.path}: tensor {unknown[0]!r} is of a kind that is not supported")
@@ -152,7 +194,9 @@ def _tensors(file: GGUFFile, row: Projector, vision: Config) -> dict[str, GGUFTe
             if index not in taps:
                 raise CheckpointError(f"{file.path}: tensor {stored.name!r} is of a layer that is not read")
             index = taps.index(index)
-        name = f"{row.names[module].format(i=index)}.{kind}"
+        name = row.names[module].format(i=index)
+        if module not in row.bare:
+            name += f".{kind}"
         pairs = 0
         if row.paired and module in ("v.blk.{i}.attn_q", "v.blk.{i}.attn_k"):
             pairs = vision["hidden_size"] // vision["num_attention_heads"]
@@ -160,14 +204,28 @@ def _tensors(file: GGUFFile, row: Projector, vision: Config) -> dict[str, GGUFTe
                 raise CheckpointError(f"{file.path}: tensor {stored.name!r} has no whole heads of an even size {pairs}")
         dtype = FLOATS.get(stored.type.name, np.dtype(np.float32))
         tensor = GGUFTensor(name, stored.path, dtype, stored.shape, stored.start, stored.type, pairs)
+        if module in row.made:
+            tensor = row.made[module](tensor)
         parts.setdefault(name, []).append(tensor)
     return {name: _one(name, some) for name, some in parts.items()}
 
 
-def _module(stored: StoredTensor) -> tuple[str, tuple[int, str]]:
+def _swaps(file: GGUFFile) -> bool:
+    """Whether the two products of layers without gates have each other's names, as in older files."""
+    up = file.tensors.get("v.blk.0.ffn_up.weight")
+    down = file.tensors.get("v.blk.0.ffn_down.weight")
+    hidden = file.metadata.get(f"{CLIP}.vision.embedding_length")
+    if up is None or down is None or "v.blk.0.ffn_gate.weight" in file.tensors:
+        return False
+    return len(up.shape) == len(down.shape) == 2 and up.shape[0] == hidden != down.shape[0]
+
+
+def _module(stored: StoredTensor, swapped: bool = False) -> tuple[str, tuple[int, str]]:
     """The name of a tensor's module, with "{i}" for the layer; the layer, or 0, and "weight" or "bias"."""
     parsed = _NAME.fullmatch(stored.name)
     name, kind = (stored.name, "weight") if parsed is None else (parsed[1], parsed[2])
+    if swapped and (role := name.rpartition(".ffn_")[2]) in ("up", "down"):
+        name = name.removesuffix(role) + ("down" if role == "up" else "up")
     layer = _INDEX.search(name)
     return _INDEX.sub(".{i}.", name, count=1), (int(layer[1]) if layer else 0, kind)
 
@@ -202,6 +260,11 @@ def _shape(keys: Keys, tensor: str) -> tuple[int, ...]:
     return stored.shape
 
 
+def _inner(keys: Keys) -> int:
+    """Channels between the two products of a layer."""
+    return _shape(keys, f"v.blk.0.ffn_{'down' if _swaps(keys.file) else 'up'}.weight")[0]
+
+
 def _colours(keys: Keys) -> Config:
     """Mean and deviation of each colour."""
     found = {f"image_{name}": keys.left.get(f"vision.image_{name}") for name in ("mean", "std")}
@@ -228,7 +291,7 @@ def _qwen(keys: Keys, usual: str, gelu: str = "gelu") -> Config:
         "patch_size": keys.size("vision.patch_size"),
         "spatial_merge_size": keys.size("vision.spatial_merge_size", 2),
         "out_hidden_size": keys.size("vision.projection_dim"),
-        "intermediate_size": _shape(keys, "v.blk.0.ffn_up.weight")[0],
+        "intermediate_size": _inner(keys),
         "hidden_act": _activation(keys, usual, gelu),
     }
 
@@ -308,7 +371,7 @@ def _pixtral(keys: Keys) -> Config:
         "vision_config": {
             "model_type": "pixtral",
             "hidden_size": hidden,
-            "intermediate_size": _shape(keys, "v.blk.0.ffn_up.weight")[0],
+            "intermediate_size": _inner(keys),
             "num_hidden_layers": keys.size("vision.block_count"),
             "num_attention_heads": keys.size("vision.attention.head_count"),
             "patch_size": keys.size("vision.patch_size"),
@@ -348,8 +411,154 @@ def _pixtral_names(encoder: str, projector: str) -> dict[str, str]:
     }
 
 
+# SigLIP: Gemma 3, Idefics3 and SmolVLM, LFM2-VL
+
+
+def _siglip(keys: Keys, kind: str) -> Config:
+    if keys.flag("use_silu", False) or not keys.flag("use_gelu", True):
+        raise keys.refuse("clip.use_gelu must be true")
+    patch = keys.size("vision.patch_size")
+    side = isqrt(_shape(keys, "v.position_embd.weight")[-2])
+    return {
+        "model_type": kind,
+        "hidden_size": keys.size("vision.embedding_length"),
+        "intermediate_size": _inner(keys),
+        "num_hidden_layers": keys.size("vision.block_count"),
+        "num_attention_heads": keys.size("vision.attention.head_count"),
+        "image_size": side * patch,
+        "patch_size": patch,
+        "layer_norm_eps": keys.real("vision.attention.layer_norm_epsilon", 1e-6),
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _siglip_names(start: str) -> dict[str, str]:
+    layer = f"{start}encoder.layers.{{i}}"
+    return {
+        "v.patch_embd": f"{start}embeddings.patch_embedding",
+        "v.position_embd": f"{start}embeddings.position_embedding",
+        "v.post_ln": f"{start}post_layernorm",
+        "v.blk.{i}.ln1": f"{layer}.layer_norm1",
+        "v.blk.{i}.ln2": f"{layer}.layer_norm2",
+        **{f"v.blk.{{i}}.attn_{role}": f"{layer}.self_attn.{role}_proj" for role in "qkv"},
+        "v.blk.{i}.attn_out": f"{layer}.self_attn.out_proj",
+        "v.blk.{i}.ffn_up": f"{layer}.mlp.fc1",
+        "v.blk.{i}.ffn_down": f"{layer}.mlp.fc2",
+    }
+
+
+def _gemma3(keys: Keys) -> Config:
+    vision = _siglip(keys, "siglip_vision_model")
+    across = vision["image_size"] // vision["patch_size"] // keys.size("vision.projector.scale_factor", 4)
+    return {"mm_tokens_per_image": across**2, "vision_config": vision}
+
+
+def _of_gemma3(keys: Keys) -> Config:
+    size = dict.fromkeys(("height", "width"), keys.size("vision.image_size"))
+    return {"image_processor_type": "Gemma3ImageProcessor", "size": size, "resample": 2, **_colours(keys)}
+
+
+def _less_one(tensor: GGUFTensor) -> GGUFTensor:
+    """Of a norm that the file has with 1 added."""
+    return replace(tensor, offset=-1.0)
+
+
+def _idefics3(keys: Keys) -> Config:
+    vision = _siglip(keys, "idefics3_vision")
+    return {"scale_factor": keys.size("vision.projector.scale_factor", 2), "vision_config": vision}
+
+
+def _of_idefics3(keys: Keys) -> Config:
+    tile = keys.size("vision.image_size")
+    return {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": keys.size("vision.preproc_image_size", 4 * tile)},
+        "max_image_size": {"longest_edge": tile},
+        "resample": 1,  # Lanczos
+        **_colours(keys),
+    }
+
+
+def _lfm2(keys: Keys) -> Config:
+    vision = _siglip(keys, "siglip2_vision_model")
+    return {
+        "downsample_factor": keys.size("vision.projector.scale_factor", 2),
+        "projector_hidden_size": _shape(keys, "mm.1.weight")[0],
+        "projector_bias": keys.has("mm.1.bias"),
+        "projector_use_layernorm": keys.has("mm.input_norm.weight"),
+        "vision_config": vision | {"num_patches": (vision.pop("image_size") // vision["patch_size"]) ** 2},
+    }
+
+
+def _of_lfm2(keys: Keys) -> Config:
+    return {"image_processor_type": "Lfm2VlImageProcessor", **_colours(keys)}
+
+
+def _colours_last(tensor: GGUFTensor) -> GGUFTensor:
+    """Of a convolution [channels, colours, height, width]: a matrix of pixels that have their colours together."""
+    if len(tensor.shape) != 4:
+        return tensor
+    shape = tensor.shape[0], tensor.shape[1] * tensor.shape[2] * tensor.shape[3]
+    return ComputedTensor.of(tensor.name, shape, (tensor,), lambda x: x.transpose(0, 2, 3, 1).reshape(shape))
+
+
+# InternVL
+
+
+def _internvl(keys: Keys) -> Config:
+    patch = keys.size("vision.patch_size")
+    vision = {
+        "model_type": "internvl_vision",
+        "hidden_size": keys.size("vision.embedding_length"),
+        "intermediate_size": _inner(keys),
+        "num_hidden_layers": keys.size("vision.block_count"),
+        "num_attention_heads": keys.size("vision.attention.head_count"),
+        "image_size": isqrt(_shape(keys, "v.position_embd.weight")[-2] - 1) * patch,
+        "patch_size": patch,
+        "layer_norm_eps": keys.real("vision.attention.layer_norm_epsilon", 1e-6),
+        "norm_type": "layer_norm" if keys.has("v.blk.0.ln1.bias") else "rms_norm",
+        "attention_bias": keys.has("v.blk.0.attn_q.bias"),
+        "use_qk_norm": keys.has("v.blk.0.attn_q_norm.weight"),
+        "hidden_act": _activation(keys, "gelu"),
+    }
+    return {"downsample_ratio": 1 / keys.size("vision.projector.scale_factor", 2), "vision_config": vision}
+
+
+def _of_internvl(keys: Keys) -> Config:
+    return {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": dict.fromkeys(("height", "width"), keys.size("vision.image_size")),
+        "max_patches": keys.size("vision.preproc_max_tiles", 12),
+        "resample": 3,  # bicubic
+        **_colours(keys),
+    }
+
+
+def _with_ones(tensor: GGUFTensor) -> GGUFTensor:
+    """Of a tensor with three axes, of which the first ones may be missing in files: they are one."""
+    shape = tuple(tensor.shape)
+    while shape[:1] == (1,):
+        shape = shape[1:]
+    return replace(tensor, shape=(1,) * (3 - len(shape)) + shape)
+
+
+_INTERN_LAYER = "vision_tower.encoder.layer.{i}"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 PROJECTORS: dict[str, Projector] = {
+    "gemma3": Projector(
+        {"Gemma3ForCausalLM": ("Gemma3ForConditionalGeneration", "gemma3_text")},
+        "<image_soft_token>",
+        _gemma3,
+        _of_gemma3,
+        {
+            **_siglip_names("vision_tower."),
+            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+            "mm.input_projection": "multi_modal_projector.mm_input_projection_weight",
+        },
+        others={"boi_token_id": "<start_of_image>", "eoi_token_id": "<end_of_image>"},
+        bare=("mm.input_projection",),
+        made={"mm.soft_emb_norm": _less_one},
+    ),
     "glm4v": Projector(
         {
             "Glm4ForCausalLM": ("Glm4vForConditionalGeneration", "glm4v_text"),
@@ -369,6 +578,56 @@ PROJECTORS: dict[str, Projector] = {
             "mm.post_norm": "visual.merger.post_projection_norm",
             **{f"mm.{role}": f"visual.merger.{role}_proj" for role in ("gate", "up", "down")},
         },
+    ),
+    "idefics3": Projector(
+        {"LlamaForCausalLM": ("SmolVLMForConditionalGeneration", "llama")},
+        "<image>",
+        _idefics3,
+        _of_idefics3,
+        {**_siglip_names("vision_model."), "mm.model.fc": "connector.modality_projection.proj"},
+    ),
+    "internvl": Projector(
+        {
+            "LlamaForCausalLM": ("InternVLForConditionalGeneration", "llama"),
+            "Qwen2ForCausalLM": ("InternVLForConditionalGeneration", "qwen2"),
+            "Qwen3ForCausalLM": ("InternVLForConditionalGeneration", "qwen3"),
+            "Qwen3MoeForCausalLM": ("InternVLForConditionalGeneration", "qwen3_moe"),
+        },
+        "<IMG_CONTEXT>",
+        _internvl,
+        _of_internvl,
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+            "v.position_embd": "vision_tower.embeddings.position_embeddings",
+            "v.class_embd": "vision_tower.embeddings.cls_token",
+            "v.blk.{i}.ln1": f"{_INTERN_LAYER}.layernorm_before",
+            "v.blk.{i}.ln2": f"{_INTERN_LAYER}.layernorm_after",
+            **{f"v.blk.{{i}}.attn_{role}": f"{_INTERN_LAYER}.attention.{role}_proj" for role in "qkv"},
+            **{f"v.blk.{{i}}.attn_{role}_norm": f"{_INTERN_LAYER}.attention.{role}_norm" for role in "qk"},
+            "v.blk.{i}.attn_out": f"{_INTERN_LAYER}.attention.projection_layer",
+            "v.blk.{i}.ffn_up": f"{_INTERN_LAYER}.mlp.fc1",
+            "v.blk.{i}.ffn_down": f"{_INTERN_LAYER}.mlp.fc2",
+            "v.blk.{i}.ls1": f"{_INTERN_LAYER}.lambda_1",
+            "v.blk.{i}.ls2": f"{_INTERN_LAYER}.lambda_2",
+            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "multi_modal_projector.linear_2",
+        },
+        bare=("v.position_embd", "v.class_embd", "v.blk.{i}.ls1", "v.blk.{i}.ls2"),
+        made={"v.position_embd": _with_ones, "v.class_embd": _with_ones},
+    ),
+    "lfm2": Projector(
+        {"Lfm2ForCausalLM": ("Lfm2VlForConditionalGeneration", "lfm2")},
+        "<image>",
+        _lfm2,
+        _of_lfm2,
+        {
+            **_siglip_names("vision_tower."),
+            "mm.input_norm": "multi_modal_projector.layer_norm",
+            "mm.1": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        made={"v.patch_embd": _colours_last},
     ),
     "lightonocr": Projector(
         {"Qwen3ForCausalLM": ("LightOnOcrForConditionalGeneration", "qwen3")},

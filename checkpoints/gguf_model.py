@@ -86,11 +86,12 @@ class GGUFModel:
     names: dict[str, str] = field(default_factory=dict)
 
 
-def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
+def open_gguf(path: str | Path, ignored: Collection[str] = (), *, sees: bool = False) -> GGUFModel:
     """Reads the headers of a file, of its further parts and of the file with its image encoder, but no weights.
     `ignored` settings of the architecture ("logit_scale", or "llama.logit_scale") count as absent.
 
-    Raises CheckpointError for damaged files, and for unsupported settings and tensors.
+    Raises CheckpointError for damaged files, and for unsupported settings and tensors; `sees`: also where the image
+    encoder cannot be used.
     """
     file = known_gguf(Path(path))
     keys = Keys(file, ARCHITECTURES, ignored)
@@ -109,7 +110,7 @@ def open_gguf(path: str | Path, ignored: Collection[str] = ()) -> GGUFModel:
         log.warning("%s: weights of type %s are dequantized to floats as they are read", path, ", ".join(others))
     description = "GGUF " + ", ".join(sorted(kind.name for kind in kinds))
     names = {} if row.modules else names_of(row, file.tensors)
-    eyes = read_mmproj(file, config, ignored)
+    eyes = read_mmproj(file, config, ignored, must=sees)
     if eyes is not None:
         config = _within(config | eyes.text) | eyes.whole
         tensors = {**tensors, **eyes.tensors}

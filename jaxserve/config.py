@@ -222,6 +222,10 @@ class EngineConfig:
         False, "serve the language model of a model that sees, without its image encoder: pictures are refused",
         topic="model",
     )  # fmt: skip
+    mmproj: str | None = setting(
+        None, "GGUF file with the image encoder of a model in a GGUF file; default: the one beside it that fits",
+        topic="model", metavar="FILE",
+    )  # fmt: skip
     dequantize: bool = setting(
         False, "turn quantized weights into floats while loading: takes more memory; on CPU faster for long prompts",
         topic="model",

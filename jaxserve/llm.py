@@ -16,7 +16,6 @@ from jaxserve import heap
 from jaxserve.checkpoints import gguf
 from jaxserve.config import MAX_TOKENS_PER_CALL, EngineConfig
 from jaxserve.hosts.host_environment import found_hosts
-from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.prompts import with_images
 from jaxserve.images.reading import as_picture
 from jaxserve.images.videos import VideoProcessor, as_clip
@@ -68,7 +67,6 @@ class LLM:
         # tokens that make an update. Tokens short of that number are in `_pending`, by request id and completion.
         self._inboxes: dict[str, tuple[deque[SequenceUpdate], int]] = {}
         self._pending: dict[tuple[str, int], list[int]] = {}
-        self._images: ImageProcessor | None = None  # made for the first picture
         self._trimmed = -1  # number of compiled programs at the last `_trim`
         gguf.forget()
         self._trim()
@@ -334,16 +332,15 @@ class LLM:
         vision = self.engine.model.vision
         if vision is None:
             raise InvalidRequestError("this model reads text only, no pictures", "images")
-        if self._images is None:
-            self._images = ImageProcessor.of(self.engine.model_folder, vision.tokens)
-            assert self._images is not None  # else the model would not see
+        process = self.engine.image_processor
+        assert process is not None  # else the model would not see
         clips = [as_clip(*one) for one in pictures if isinstance(one, Video)]
-        processed = [self._images(as_picture(one)) for one in pictures if not isinstance(one, Video)]
+        processed = [process(as_picture(one)) for one in pictures if not isinstance(one, Video)]
         if clips and vision.tokens.video is None:
             raise InvalidRequestError("this model sees no videos", "images")
         seen = []
         if clips:
-            seen = list(map(VideoProcessor.of(self.engine.model_folder, self._images, vision.tokens.video), clips))
+            seen = list(map(VideoProcessor.of(self.engine.model_folder, process, vision.tokens.video), clips))
         return with_images(ids, processed, vision.tokens, self.tokenizer, seen)
 
     def _run(

@@ -282,10 +282,9 @@ class ImageTokens(msgspec.Struct, frozen=True):
       side: side of the square of patches that become one feature.
       has_three_positions: see `scheduling.image_prompts`; False: tokens of pictures are numbered as text is.
       layout: which tokens stand around them, see `images.layouts`.
-      texts: role in this layout -> text of a token. "place" is the one that stands for a picture in a prompt, where it
-        is not `token`.
+      texts: role in this layout -> text of a token.
       most_tiles: about so many tiles have as many features as a picture's area at most, see `Area`; 0: there are none.
-      placeholder: the id of the token that stands for a picture in the prompts of chat templates; None: `token`.
+      placeholder: the id or the text of the token that stands for a picture in prompts; None: it is `token`.
       around: ids of the tokens before and behind a picture's; (): there are none.
       newlines: so many stand before and behind these.
       fixed: side in pixels of all pictures, which are square; 0: pictures have any shape.
@@ -300,7 +299,7 @@ class ImageTokens(msgspec.Struct, frozen=True):
     layout: str = "plain"
     texts: dict[str, str] = {}
     most_tiles: int = 0
-    placeholder: int | None = None
+    placeholder: int | str | None = None
     around: tuple[int, ...] = ()
     newlines: int = 0
     fixed: int = 0

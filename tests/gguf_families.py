@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "Afmoe": "afmoe", "Apertus": "apertus", "GPTBigCode": "starcoder", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
     "GraniteMoeHybrid": "granitehybrid", "Bamba": "granitehybrid", "NemotronH": "nemotron_h",
     "Qwen2VL": "qwen2vl", "Qwen2_5_VL": "qwen2vl", "Llava": "llama", "Mistral3": "llama", "LightOnOcr": "qwen3",
+    "Idefics3": "llama", "InternVL": "qwen2", "Lfm2Vl": "lfm2",
     "Qwen3VL": "qwen3vl", "Qwen3VLMoe": "qwen3vlmoe", "Glm4v": "glm4", "Glm4vMoe": "glm4moe",
     "Gemma3n": "gemma3n", "Gemma4": "gemma4", "Gemma4Unified": "gemma4", "Mamba": "mamba", "FalconMamba": "mamba",
     "Mamba2": "mamba2", "Jamba": "jamba", "FalconH1": "falcon-h1", "KimiLinear": "kimi-linear", "Bloom": "bloom",
@@ -88,7 +89,7 @@ MAMBA = {
     "ssm_group_count": ("mamba_n_groups", "n_groups"), "ssm_time_step_rank": ("mamba_n_heads", "mamba_num_heads"),
 }  # fmt: skip
 ATTENTION = ("attention", "full_attention")
-OF_IMAGES = ("visual.", "vision_", "embed_vision", "multi_modal_projector", "vit_large_projector")
+OF_IMAGES = ("visual.", "vision_", "embed_vision", "multi_modal_projector", "vit_large_projector", "connector.")
 UNSAID_WINDOWS = ("smollm3", "afmoe", "qwen2vl", "laguna", "cohere2moe")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "kv_n_heads")
@@ -319,6 +320,7 @@ class FamilyFile:
             if any(part in name for part in OF_IMAGES):
                 continue
             name = name.replace("model.language_model.", "model.").removeprefix("language_model.")
+            name = name.replace("model.text_model.", "model.")
             values = tensor.read().astype(np.float32)
             if self.arch in ("qwen35", "qwen35moe") and ".linear_attn." in name:
                 values = self.with_turns(name, values)

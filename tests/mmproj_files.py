@@ -19,14 +19,24 @@ from jaxserve.checkpoints.safetensors import read_folder
 
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "llava": "pixtral", "mistral3": "pixtral",
-    "lighton_ocr": "lightonocr", "glm4v": "glm4v", "glm4v_moe": "glm4v",
+    "lighton_ocr": "lightonocr", "glm4v": "glm4v", "glm4v_moe": "glm4v", "gemma3": "gemma3", "idefics3": "idefics3",
+    "internvl": "internvl", "lfm2_vl": "lfm2",
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3vl_merger"),
+}  # fmt: skip
+TILED = "gemma3", "idefics3", "internvl", "lfm2_vl"
+# Special tokens from id 505 on, by the beginning of a case's name.
+MARKS = {
+    "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "glm4v": ("<|image|>",),
+    "idefics3": ("<image>",), "internvl": ("<IMG_CONTEXT>",), "lfm2": ("<image>",), "llava": ("[IMG]",),
+    "mistral3": ("[IMG]",),
 }  # fmt: skip
 TENSOR = gguf.MODEL_TENSOR
 # Where the converter itself chooses a name, of Qwen3-VL.
 CHOSEN = {
     "visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2",
     "visual.merger.norm": gguf.TENSOR_NAMES[TENSOR.V_POST_NORM],
+    "multi_modal_projector.mm_soft_emb_norm": gguf.TENSOR_NAMES[TENSOR.V_MM_SOFT_EMB_NORM],
+    "multi_modal_projector.mm_input_projection": gguf.TENSOR_NAMES[TENSOR.V_MM_INP_PROJ],
 }  # fmt: skip
 
 
@@ -42,12 +52,16 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     writer.add_clip_projector_type(PROJECTORS[kind])
     text = config.get("text_config", config)
     writer.add_vision_projection_dim(text["hidden_size"])
-    writer.add_vision_patch_size(vision["patch_size"])
+    patch = vision["patch_size"]
+    writer.add_vision_patch_size(patch[0] if isinstance(patch, list) else patch)
     writer.add_vision_embedding_length(vision.get("embed_dim") or vision["hidden_size"])
     writer.add_vision_feed_forward_length(vision.get("intermediate_size") or vision["hidden_size"])
     writer.add_vision_block_count(vision.get("depth") or vision["num_hidden_layers"])
     writer.add_vision_head_count(vision.get("num_heads") or vision["num_attention_heads"])
-    eps = vision.get("rms_norm_eps", 1e-5) if kind.startswith("glm") else text["rms_norm_eps"]
+    if kind in TILED:
+        eps = vision.get("layer_norm_eps", 1e-6)
+    else:
+        eps = vision.get("rms_norm_eps", 1e-5) if kind.startswith("glm") else text["rms_norm_eps"]
     writer.add_vision_attention_layernorm_eps(eps)
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
@@ -56,6 +70,10 @@ def write_mmproj(folder: Path, path: Path) -> Path:
         writer.add_vision_min_pixels(processor["size"]["shortest_edge"])
         writer.add_vision_max_pixels(processor["size"]["longest_edge"])
         _add_choices(writer, kind, vision)
+    elif kind in TILED:
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_image_size((processor.get("max_image_size") or {}).get("longest_edge") or 16)
+        _add_tiles(writer, kind, config, processor)
     else:
         writer.add_vision_image_size(processor["size"]["longest_edge"])
         writer.add_vision_use_silu(vision["hidden_act"] == "silu")
@@ -64,11 +82,28 @@ def write_mmproj(folder: Path, path: Path) -> Path:
         if side := config.get("spatial_merge_size"):
             writer.add_vision_spatial_merge_size(side)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
-    for name, values in _tensors(folder, vision):
+    tensors = _of_tiled(folder, kind) if kind in TILED else _tensors(folder, vision)
+    for name, values in tensors:
         stem, _, end = name.rpartition(".")
         found = CHOSEN.get(stem) or names.get_name(stem) or stem
         writer.add_tensor(f"{found}.{end}", np.ascontiguousarray(values), raw_dtype=Kind.F32)
     return write(writer, path)
+
+
+def _add_tiles(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], processor: dict[str, Any]) -> None:
+    if kind == "gemma3":
+        vision = config["vision_config"]
+        across = int(config["mm_tokens_per_image"] ** 0.5)
+        writer.add_vision_image_size(processor["size"]["height"])
+        writer.add_vision_projector_scale_factor(vision["image_size"] // vision["patch_size"] // across)
+    elif kind == "idefics3":
+        writer.add_vision_projector_scale_factor(config["scale_factor"])
+        writer.add_uint32("clip.vision.preproc_image_size", processor["size"]["longest_edge"])
+    elif kind == "lfm2_vl":
+        writer.add_vision_projector_scale_factor(config["downsample_factor"])
+    else:
+        writer.add_vision_projector_scale_factor(int(1 / config["downsample_ratio"]))
+        writer.add_uint32("clip.vision.preproc_max_tiles", processor["max_patches"])
 
 
 def _add_choices(writer: gguf.GGUFWriter, kind: str, vision: dict[str, Any]) -> None:
@@ -107,3 +142,32 @@ def _tensors(folder: Path, vision: dict[str, Any]) -> Iterator[tuple[str, np.nda
             yield f"v.deepstack.{layer}.{tap[2]}.{tap[3]}", values
         else:
             yield name, values
+
+
+def _of_tiled(folder: Path, kind: str) -> Iterator[tuple[str, np.ndarray]]:
+    for name, tensor in read_folder(folder).items():
+        of_encoder = "vision_tower", "vision_model", "multi_modal_projector", "connector"
+        name = name if name.startswith("model.") else f"model.{name}"
+        if name.removeprefix("model.").split(".")[0] not in of_encoder:
+            continue
+        values = tensor.read().astype(np.float32)
+        if kind == "internvl":
+            name = re.sub(r"model\.multi_modal_projector\.(layer_norm|linear_\d)", _of_mlp1, name)
+            if "lambda_" in name or name.endswith(("cls_token", "position_embeddings")):
+                name += ".weight"
+        elif kind == "gemma3":
+            name = name.removeprefix("model.").replace("_weight", ".weight")
+            if "soft_emb_norm" in name:
+                values = values + 1
+        elif kind == "lfm2_vl":
+            name = name.removeprefix("model.")
+            if "patch_embedding.weight" in name:
+                side = int((values.shape[1] // 3) ** 0.5)
+                values = values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2)
+        if kind in ("gemma3", "lfm2_vl") and name.startswith("vision_tower.") and "vision_model" not in name:
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+        yield name, values
+
+
+def _of_mlp1(found: re.Match[str]) -> str:
+    return f"mlp1.{('layer_norm', 'linear_1', '', 'linear_2').index(found[1])}"

@@ -52,7 +52,8 @@ def folder_of(module: str) -> str:
 
 
 def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
-    """(full name, at import) of every imported module; False if the import is inside a function."""
+    """(full name, at import) of every imported module; False if the import is inside a function, or for type checkers
+    alone."""
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
@@ -64,6 +65,7 @@ def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
             # `from package import name` may import a module of that name.
             yield from ((f"{module}.{alias.name}", at_import) for alias in node.names)
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside = inside or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
             yield from visit(child, at_import and not inside)
 

@@ -14,7 +14,7 @@ from jaxserve.commands.model_report import abstract_weights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import num_devices
 from jaxserve.devices.targets import target_devices, target_memory
-from jaxserve.engine.encoder_loading import abstract_encoder, encoder_files
+from jaxserve.engine.encoder_loading import abstract_encoder
 from jaxserve.engine.loading import buckets
 from jaxserve.engine.model_plan import ModelPlan, mesh_of
 from jaxserve.engine.sizing import Sized, Sizing
@@ -157,7 +157,7 @@ def _eyes(config: EngineConfig, plan: ModelPlan, runner: EncoderRunner) -> Any:
     """The parameters of the image encoder on CPU devices, as `_weights`."""
     mesh = _here(config, plan)
     encoder: Any = runner.encoder
-    files: Any = encoder_files(config, plan)
+    files: Any = plan.eyes and plan.eyes.files
     if files is None:
         return unflatten_dict(dummy_params(encoder, mesh, config.seed, None), sep="/")
     return load_params(encoder, plan.folder, mesh, ignored_keys=config.ignore_config_keys, source=files, progress=False)

@@ -10,17 +10,13 @@ from typing import Any, cast
 from flax.traverse_util import unflatten_dict
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.eyes import named_in
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.prepared import Prepared
 from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.mixing_encoder import MixingEncoder
 from jaxserve.images.area import most_features
-from jaxserve.images.processing import ImageProcessor
-from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.load import make_params
 from jaxserve.models.vision.encoder import ImageEncoder
-from jaxserve.models.vision.files import EncoderFiles
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -35,7 +31,7 @@ def load_encoder(
 ) -> EncoderRunner | None:
     """The encoder on the devices of a plan, with the operations of its decoder, which have been checked; None for a
     model that reads text only. prepared: the bundle that has the weights. Raises CheckpointError."""
-    if plan.model.vision is None:
+    if plan.eyes is None:
         return None
     start = time.perf_counter()
     encoder = encoder_of(plan, ops)
@@ -43,18 +39,10 @@ def load_encoder(
         params = prepared.encoder(plan.mesh)
     else:
         own: Any = replace(config, quantization="auto")
-        files: Any = encoder_files(config, plan)
+        files: Any = plan.eyes.files
         params = make_params(cast(Any, encoder), plan.folder, plan.mesh, own, progress=False, source=files)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     return _runner(plan, encoder, params)
-
-
-def encoder_files(config: EngineConfig, plan: ModelPlan) -> EncoderFiles | None:
-    """The files of the encoder's weights; None: these are made up."""
-    if config.load_format == "dummy":
-        return None
-    opened = Checkpoint.open(plan.folder, ignored=config.ignore_config_keys)
-    return EncoderFiles.of(opened, named_in(opened, plan.model.vision))
 
 
 def abstract_encoder(plan: ModelPlan) -> EncoderRunner | None:
@@ -67,8 +55,8 @@ def abstract_encoder(plan: ModelPlan) -> EncoderRunner | None:
 
 def _runner(plan: ModelPlan, encoder: ImageEncoder, params: Any) -> EncoderRunner:
     shape = encoder.config
-    processor = ImageProcessor.of(plan.folder, plan.model.vision.tokens)
-    assert processor is not None  # `with_eyes` has seen it
+    assert plan.eyes is not None
+    processor = plan.eyes.processor
     patches = most_patches(plan)
     rows = PICTURES * -(-patches // shape.joined)
     fewest = 1
@@ -86,8 +74,8 @@ def _runner(plan: ModelPlan, encoder: ImageEncoder, params: Any) -> EncoderRunne
 def most_patches(plan: ModelPlan) -> int:
     """Patches of the largest picture that a model sees."""
     shape = plan.model.vision.encoder
-    processor = ImageProcessor.of(plan.folder, plan.model.vision.tokens)
-    assert processor is not None  # `with_eyes` has seen it
+    assert plan.eyes is not None
+    processor = plan.eyes.processor
     patches: int = max(processor.most_pixels // shape.patch_shape[-1] ** 2, shape.joined)
     return min(patches, plan.longest * shape.joined)
 

@@ -89,6 +89,7 @@ class Engine:
         self._draft = parts.draft and parts.draft.runner
         self.hosts = parts.hosts
         self.model_folder = plan.folder
+        self.image_processor = plan.eyes and plan.eyes.processor
         self.tokenizer_folder = plan.tokenizer
         self.weights = Weights(self, parts.held, self._draft)
         self.vocab_size = model.vocab_size

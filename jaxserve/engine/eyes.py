@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxserve.bundles.container import ENCODER, is_bundle
 from jaxserve.config import EngineConfig
@@ -14,27 +15,38 @@ from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.families import begun
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
+from jaxserve.models.vision.files import EncoderFiles
 from jaxserve.models.vision.spec import VisionConfig
 
 log = logging.getLogger(__name__)
 
 
-def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelConfig:
+class Eyes(NamedTuple):
+    """What a model that sees has beside its shape: the processing of its pictures, and the encoder's files; None: its
+    weights are not read from files."""
+
+    processor: ImageProcessor
+    files: EncoderFiles | None
+
+
+def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> tuple[ModelConfig, Eyes | None]:
     """The model, which reads text only if the settings or its files do not go with pictures. The log tells why.
 
     Raises ConfigError for settings of its image processor that are not valid.
     """
     if model.vision is None:
-        return model
-    reason = why_blind(config, joint=bool(model.vision.joint))
+        return model, None
+    vision: VisionConfig = model.vision
+    reason = why_blind(config, joint=bool(vision.joint))
+    files = None
     if reason is None and is_bundle(config.model):
         if not (Path(config.model).expanduser() / ENCODER).is_file():
             reason = "the bundle has no image encoder"
     elif reason is None and config.load_format != "dummy":
-        files = Checkpoint.open(folder, ignored=config.ignore_config_keys)
-        if named_in(files, model.vision)["patch.weight"] not in files.tensors:
+        opened = Checkpoint.open(folder, ignored=config.ignore_config_keys)
+        files = EncoderFiles.of(opened, named_in(opened, vision))
+        if files.names["patch.weight"] not in files.tensors:
             reason = "the files have no image encoder"
-    vision: VisionConfig = model.vision
     processor = ImageProcessor.of(folder, vision.tokens)
     if reason is None and processor is None:
         reason = f"{folder} has no {' or '.join(FILES)}"
@@ -42,11 +54,11 @@ def with_eyes(config: EngineConfig, folder: Path, model: ModelConfig) -> ModelCo
         reason = processor.why_not() or _why_no_tiles(processor, vision) or _why_no_room(config, processor, vision)
     if reason is not None or processor is None:
         log.info("pictures are not read: %s", reason)
-        return replace(model, vision=None)
+        return replace(model, vision=None), None
     factor, mean, std = processor.scaling()
     scaling = replace(vision.encoder.scaling, factor=factor, mean=mean, std=std)
     encoder = replace(vision.encoder, scaling=scaling)
-    return replace(model, vision=replace(vision, encoder=encoder))
+    return replace(model, vision=replace(vision, encoder=encoder)), Eyes(processor, files)
 
 
 def why_blind(config: EngineConfig, *, joint: bool) -> str | None:

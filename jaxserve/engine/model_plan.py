@@ -15,7 +15,7 @@ from jaxserve.config import ConfigError, EngineConfig, default_page_size
 from jaxserve.devices.mesh import make_mesh, tell_devices
 from jaxserve.engine.data_parallel import check_model
 from jaxserve.engine.determinism import ordered
-from jaxserve.engine.eyes import with_eyes
+from jaxserve.engine.eyes import Eyes, with_eyes
 from jaxserve.execution import memory
 from jaxserve.execution.kv_cache import CacheLayout, cache_dtype, fitting_page_size
 from jaxserve.models.adapter_targets import PoolSizes, with_adapters
@@ -40,6 +40,7 @@ class ModelPlan:
       longest: most tokens of a request, prompt and output.
       one_page: the cache's layout with a single page; `Sizing` chooses the number of pages.
       pooler: for a model that embeds or scores, whose decoder has no output head; else None.
+      eyes: of a model that sees; else None.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class ModelPlan:
     decoder: Decoder
     one_page: CacheLayout
     pooler: Pooler | None = None
+    eyes: Eyes | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, devices: list[jax.Device] | None = None, *, checks: bool = False) -> ModelPlan:
@@ -59,7 +61,7 @@ class ModelPlan:
 
         Raises ConfigError or CheckpointError for a model that cannot be served with these settings."""
         folder, tokenizer = find_files(config)
-        model = with_eyes(
+        model, eyes = with_eyes(
             config, folder, read_model(folder, config.ignore_config_keys, sees=not config.language_model_only)
         )
         if config.enable_expert_parallel and not model.num_experts:
@@ -88,7 +90,7 @@ class ModelPlan:
         facts = mesh, np.dtype(dtype), longest
         pools = pooler is not None
         decoder, one_page = decoder_and_page(config, model, *facts, page_size, pools=pools, checks=checks)
-        return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler)
+        return cls(folder, tokenizer, model, mesh, np.dtype(dtype), longest, decoder, one_page, pooler, eyes)
 
     def with_layers(self, config: EngineConfig, layers: Sequence[int]) -> ModelPlan:
         """The same plan for a model that has only these layers, by index."""

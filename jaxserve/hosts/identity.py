@@ -30,7 +30,7 @@ CONFIGS = ("config.json", "params.json")
 WEIGHTS = (".safetensors", ".gguf")
 # Settings that only the first host uses, or that name places on one host.
 OWN = {
-    "model", "revision", "tokenizer", "coordinator", "host_id", "command_host", "command_port",
+    "model", "mmproj", "revision", "tokenizer", "coordinator", "host_id", "command_host", "command_port",
     "host_secret_file", "profile_dir", "max_waiting", "max_waiting_tokens", "scheduling_policy", "lora_modules",
     "max_cpu_loras", "host_timeout", "generation_config", "override_generation_config", "max_logprobs", "download_dir",
     "prompts_first",

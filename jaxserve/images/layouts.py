@@ -24,6 +24,12 @@ class Texts(Protocol):
         """Token ids of a text."""
 
 
+def place_of(kind: ImageTokens, texts: Texts) -> int:
+    """The id of the token that stands for a picture in a prompt."""
+    given = kind.token if kind.placeholder is None else kind.placeholder
+    return texts.token_of(given) if isinstance(given, str) else given
+
+
 def tokens_of(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
     """The tokens of a picture."""
     return [*kind.around[:1], *LAYOUTS[kind.layout](picture, kind, texts), *kind.around[1:]]
@@ -49,13 +55,13 @@ def _enclosed(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
 
 def _tiles(picture: Processed, kind: ImageTokens, texts: Texts) -> list[int]:
     """One for each feature, with `beside` between the tiles of a row, and `below` behind the row. The tile of the whole
-    picture follows `place`."""
+    picture follows the token that stands for one in a prompt."""
     others = {role: texts.token_of(text) for role, text in kind.texts.items()}
     rows, columns = picture.tiles
     tile = _plain(picture._replace(grid=(1, *picture.grid[1:])), kind, texts)
     row = ([*tile, others["beside"]] * columns)[:-1] + [others["below"]]
     parts = row * rows if rows * columns > 1 else []
-    return [others["begin"], *parts, others["place"], *tile, others["end"]]
+    return [others["begin"], *parts, place_of(kind, texts), *tile, others["end"]]
 
 
 def _places(picture: Processed) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from PIL import Image as PILImage
 
 from jaxserve.checkpoints.mistral_native import is_native, native_image_settings
 from jaxserve.config import ConfigError
-from jaxserve.images import idefics3, lfm2_vl, moonvit
+from jaxserve.images import idefics3, internvl_chat, lfm2_vl, moonvit
 from jaxserve.images.area import area_of
 from jaxserve.images.llama4 import Llama4Tiles
 from jaxserve.images.patches import Processed, patches_of, patchify, picture_of
@@ -76,7 +76,8 @@ class ImageProcessor:
             if isinstance(settings, dict) and isinstance(published := settings.get("media_proc_cfg"), dict):
                 settings = moonvit.settings_of(published)
             if isinstance(settings, dict) and ("image_processor_type" in settings or "image_mean" in settings):
-                return cls(folder, settings, kind)
+                own = internvl_chat.settings_of(folder, settings)
+                return cls(folder, settings, kind) if own is None else cls(folder, own, kind, in_folder=False)
         settings = native_image_settings(folder) if is_native(folder) else None
         return None if settings is None else cls(folder, settings, kind, in_folder=False)
 

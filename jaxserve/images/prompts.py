@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.images.layouts import Texts, tokens_of
+from jaxserve.images.layouts import Texts, place_of, tokens_of
 from jaxserve.images.patches import Processed
 from jaxserve.images.videos import ProcessedVideo
 from jaxserve.types import Image, ImageTokens, InvalidRequestError, VideoTokens
@@ -32,9 +32,7 @@ def with_images(
         token = -1 if kind.video is None else kind.video.token
         if (count := sum(one == token for one in prompt)) != given:
             raise InvalidRequestError(f"the prompt has {count} places for videos, and {given} are given", "images")
-    place = kind.token if kind.placeholder is None else kind.placeholder
-    if "place" in kind.texts:
-        place = texts.token_of(kind.texts["place"])
+    place = place_of(kind, texts)
     if (count := sum(token == place for token in prompt)) != len(pictures):
         raise InvalidRequestError(
             f"the prompt has {count} places for pictures (token {place}), and {len(pictures)} pictures are given",

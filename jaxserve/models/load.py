@@ -104,7 +104,24 @@ def find_files(config: EngineConfig) -> tuple[Path, Path]:
     for name, found in {config.model: folder, config.tokenizer: tokenizer}.items():
         if name and (commit := commit_of(found)):
             log.info("%s is at commit %s", name, commit)
+    if config.mmproj is not None:
+        folder = _with_mmproj(config, folder, config.mmproj)
     return folder, tokenizer
+
+
+def _with_mmproj(config: EngineConfig, path: Path, mmproj: str) -> Path:
+    """The model's GGUF file, beside which its image encoder is found. Raises ConfigError or CheckpointError for an
+    encoder that does not fit it."""
+    from jaxserve.checkpoints.gguf_mmproj import with_mmproj  # not imported where no file is a GGUF file
+    from jaxserve.checkpoints.gguf_model import open_gguf
+
+    if path.suffix != ".gguf":
+        raise ConfigError(f"mmproj must be None unless the model is a GGUF file, and {path} is none")
+    if not Path(mmproj).is_file():
+        raise ConfigError(f"mmproj must be a GGUF file with an image encoder; {mmproj} is no file")
+    beside = with_mmproj(path, Path(mmproj))
+    open_gguf(beside, config.ignore_config_keys, sees=True)
+    return beside
 
 
 def read_hf_config(path: Path, ignored: Collection[str] = ()) -> HFConfig:

@@ -19,7 +19,7 @@ from jaxserve import __version__
 from jaxserve.server.chat.conversation import rendered_chat
 from jaxserve.server.chat.generation import Generation, json_logprob, name_tokens, whole_choices
 from jaxserve.server.endpoints.completions import create_completion, prepare_completion
-from jaxserve.server.http.body import put_back, read_bytes
+from jaxserve.server.http.body import put_back, receive_body
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.sse import EventStream, run_until_disconnect
 from jaxserve.server.http.state import ServerState, key_of, read_body, state_of, to_json
@@ -61,10 +61,10 @@ async def completion(http: HTTPRequest) -> Response:
 
 async def completions(http: HTTPRequest) -> Response:
     """POST /completions: llama.cpp's form, or OpenAI's for a body with fields that only that form has."""
-    data = await read_bytes(http)
-    put_back(http, data)
+    received = await receive_body(http)
+    put_back(http, received)
     fields = await read_body(http, _fields_decoder)
-    put_back(http, data)
+    put_back(http, received)
     openai, llama = ([name for name in names if fields.get(name) is not None] for names in (_OPENAI_ONLY, _LLAMA_ONLY))
     if openai and llama:
         raise InvalidRequestError(

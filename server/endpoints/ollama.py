@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,15 +28,19 @@ from jaxserve.server.endpoints.completions import prepare_completion
 from jaxserve.server.endpoints.model_card import ModelCard, model_card
 from jaxserve.server.endpoints.pooling import embed
 from jaxserve.server.http.errors import APIError, own_path
+from jaxserve.server.http.keys import ApiKey
+from jaxserve.server.http.listing import Listed, ServerModels
 from jaxserve.server.http.sse import Lines, run_until_disconnect
-from jaxserve.server.http.state import ServerState, read_body, state_of, to_json
+from jaxserve.server.http.state import ServerState, key_of, models_of, read_body, state_of, to_json
 from jaxserve.server.schemas.ollama import (
+    OLLAMA_TAG,
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaFields,
     OllamaGenerateRequest,
     OllamaNameRequest,
+    forms_of,
     keep_seconds,
 )
 from jaxserve.server.schemas.pooling import EmbeddingRequest
@@ -45,7 +51,6 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 
 API_VERSION = "0.13.0"  # of Ollama, whose API this is: clients ask for the version before they use newer parts
-_TAG = ":latest"
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _UNITS = (("B", 10**9), ("M", 10**6), ("K", 10**3))
 
@@ -131,17 +136,18 @@ async def embedding(http: HTTPRequest) -> Response:
 
 async def tags(http: HTTPRequest) -> Response:
     """GET /api/tags: the models that are served."""
-    return _json({"models": await _listed(state_of(http))})
+    return _json({"models": [entry for _, entry in await _entries(http)]})
 
 
 async def running(http: HTTPRequest) -> Response:
-    """GET /api/ps: the models that are loaded, none while the server loads."""
-    state = state_of(http)
-    info = state.client.info
-    if state.status != "ready" or info is None:
-        return _json({"models": []})
-    more = {"expires_at": _FOR_EVER, "context_length": info.max_model_len}
-    return _json({"models": [model | more for model in await _listed(state)]})
+    """GET /api/ps: the models that are in memory."""
+    found = []
+    for one, entry in await _entries(http):
+        if one.state == "ready" and one.info is not None:
+            expires = math.inf if one.expires is None else one.expires
+            until = _FOR_EVER if expires == math.inf else _time(time.time() + expires)
+            found.append(entry | {"expires_at": until, "context_length": one.info.max_model_len})
+    return _json({"models": found})
 
 
 async def show(http: HTTPRequest) -> Response:
@@ -157,7 +163,7 @@ async def show(http: HTTPRequest) -> Response:
         "modelfile": f"FROM {name}\n",
         "parameters": "\n".join(f"{key:<30} {value}" for key, value in recommended.items()),
         "template": template,
-        "details": _details(state, name, card),
+        "details": _details(state.settings.model_name if name in state.client.adapters else "", card),
         "model_info": {
             "general.architecture": card.family,
             "general.parameter_count": card.parameters,
@@ -178,8 +184,10 @@ async def version(http: HTTPRequest) -> Response:
 async def pull(http: HTTPRequest) -> Response:
     """POST /api/pull: succeeds for a model that is served. Nothing is downloaded for a client."""
     body = await read_body(http, _name_decoder, any_type=True)
+    if not body.asked:
+        raise InvalidRequestError("model is required: the name of a model", "model")
     try:
-        served_model(state_of(http), body.asked)
+        known_name(models_of(http), body.asked, key_of(http))
     except APIError as error:
         text = f"{error.message}; it downloads no others for clients: its operator starts it with a model"
         raise APIError(error.status, text, param="model", code=error.code) from None
@@ -215,15 +223,28 @@ ROUTES = [
 def served_model(state: ServerState, asked: str, keep_alive: str | float | None = None) -> str:
     """The name under which the model that a client asks for is served: as given, or with or without the tag "latest".
 
-    `keep_alive` is checked only, as the one model of a server stays loaded. Raises APIError (404) for other names.
+    `keep_alive` says for how long it stays in memory without a request, in a server with several models. Raises
+    APIError (404) for other names.
     """
     if not asked:
         raise InvalidRequestError("model is required: the name of a model", "model")
-    keep_seconds(keep_alive)
+    seconds = keep_seconds(keep_alive)
     names = {*state.settings.model_names, *state.client.adapters}
-    found = next((name for name in (asked, asked.removesuffix(_TAG), asked + _TAG) if name in names), asked)
+    found = next((name for name in forms_of(asked) if name in names), asked)
     state.check_model(found)
+    if seconds is not None and state.models is not None:
+        state.models.keep(found, math.inf if seconds < 0 else seconds)
     return found
+
+
+def known_name(models: ServerModels, asked: str, key: ApiKey | None) -> str:
+    """The name of the model among the server's that a client asks for. Raises APIError (404) if there is none."""
+    for name in forms_of(asked):
+        with contextlib.suppress(APIError):
+            models.find(name, key)
+            return name
+    models.find(asked, key)
+    raise AssertionError(asked)
 
 
 def _check(state: ServerState, body: OllamaFields) -> str:
@@ -257,32 +278,34 @@ def _capabilities(state: ServerState, tokenizer: Tokenizer) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-async def _listed(state: ServerState) -> list[dict[str, Any]]:
-    """The models that are served, in the shape of /api/tags."""
-    info = state.client.info
-    card = ModelCard(format="unknown") if info is None else await state.off_loop(lambda: model_card(info))
-    models = []
-    for name in (*state.settings.model_names, *state.client.adapters):
-        tagged = name if ":" in name.rpartition("/")[2] else name + _TAG
-        digest = hashlib.sha256(f"{state.fingerprint} {name}".encode()).hexdigest()
-        models.append(
-            {
+async def _entries(http: HTTPRequest) -> list[tuple[Listed, dict[str, Any]]]:
+    """The models that the request's key may use, with their entries in the shape of /api/tags, one for each name."""
+    state = state_of(http)
+    models = models_of(http)
+    found = []
+    for one in models.listed(key_of(http)):
+        card = ModelCard(format="unknown")
+        if one.info is not None:
+            card = await state.off_loop(partial(model_card, one.info))
+        adapters = models.adapters_of(one.name)
+        for name in (one.name, *one.aliases, *adapters):
+            tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
+            entry = {
                 "name": tagged,
                 "model": tagged,
                 "modified_at": _time(card.modified or state.created),
                 "size": card.size,
-                "digest": digest,
-                "details": _details(state, name, card),
+                "digest": hashlib.sha256(f"{state.fingerprint} {one.source} {name}".encode()).hexdigest(),
+                "details": _details(one.name if name in adapters else "", card),
             }
-        )
-    return models
+            found.append((one, entry))
+    return found
 
 
-def _details(state: ServerState, name: str, card: ModelCard) -> dict[str, Any]:
-    is_adapter = name in state.client.adapters
+def _details(parent: str, card: ModelCard) -> dict[str, Any]:
     unit = next(((letter, size) for letter, size in _UNITS if card.parameters >= size), None)
     return {
-        "parent_model": state.settings.model_name if is_adapter else "",
+        "parent_model": parent,
         "format": card.format,
         "family": card.family,
         "families": [card.family],
@@ -293,7 +316,7 @@ def _details(state: ServerState, name: str, card: ModelCard) -> dict[str, Any]:
 
 def _nothing(body: OllamaFields, asked: str, part: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, which asks to load the model or, with a keep_alive of 0, to unload it.
-    The model of this server stays loaded."""
+    The one model of a server stays loaded."""
     reason = "unload" if keep_seconds(body.keep_alive) == 0 else "load"
     return _json({"model": asked, "created_at": _time(time.time()), **part, "done": True, "done_reason": reason})
 

@@ -18,12 +18,12 @@ from starlette.routing import Route
 from jaxserve import __version__
 from jaxserve.server.endpoints.completions import prepare_completion
 from jaxserve.server.endpoints.models import require_admin
-from jaxserve.server.http.body import read_bytes
+from jaxserve.server.http.body import receive_body
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
-from jaxserve.server.http.listing import Listed, ServerModels
+from jaxserve.server.http.listing import Listed
 from jaxserve.server.http.sse import EventStream, run_until_disconnect
-from jaxserve.server.http.state import key_of, state_of, to_json
+from jaxserve.server.http.state import key_of, models_of, state_of, to_json
 from jaxserve.server.schemas.common import CompletionRequest
 from jaxserve.types import InvalidRequestError
 
@@ -58,22 +58,16 @@ def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-def _models(http: Request) -> ServerModels:
-    models = state_of(http).models
-    assert models is not None
-    return models
-
-
 def _model(http: Request) -> Listed:
     """The model of a request's path. Raises APIError (404) for one that there is not."""
     if (version := http.path_params.get("version", _VERSION)) != _VERSION:
         raise APIError(404, f"there is no version {version[:64]!r} of a model, only {_VERSION}")
-    return _models(http).find(http.path_params["name"], key_of(http))
+    return models_of(http).find(http.path_params["name"], key_of(http))
 
 
 async def _decode(http: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
     """The body, which may be empty, and need not be declared as JSON: Triton's client does not."""
-    data = await read_bytes(http)
+    data = (await receive_body(http)).whole()
     try:
         return decoder.decode(data or b"{}")
     except msgspec.DecodeError as error:
@@ -131,7 +125,7 @@ async def model_config(http: Request) -> Response:
 async def index(http: Request) -> Response:
     """POST /v2/repository/index: the models and their states; with `ready`, only those that are ready."""
     body = await _decode(http, _index_decoder)
-    found = _models(http).listed(key_of(http))
+    found = models_of(http).listed(key_of(http))
     entries = [
         {"name": one.name, "version": _VERSION, "state": _STATES.get(one.state, "UNAVAILABLE"), "reason": one.reason}
         for one in found
@@ -145,7 +139,7 @@ async def load(http: Request) -> Response:
     body = await _decode(http, _control_decoder)
     if body.parameters:
         raise APIError(400, f"load has no parameters here, got {', '.join(body.parameters)[:256]}")
-    await run_until_disconnect(http.receive, _models(http).load(http.path_params["name"]))
+    await run_until_disconnect(http.receive, models_of(http).load(http.path_params["name"]))
     return _json({})
 
 
@@ -156,7 +150,7 @@ async def unload(http: Request) -> Response:
     body = await _decode(http, _control_decoder)
     if unknown := [name for name in body.parameters if name != "unload_dependents"]:
         raise APIError(400, f"unload has the parameter unload_dependents alone, got {unknown[0][:64]!r}")
-    await run_until_disconnect(http.receive, _models(http).unload(http.path_params["name"]))
+    await run_until_disconnect(http.receive, models_of(http).unload(http.path_params["name"]))
     return _json({})
 
 

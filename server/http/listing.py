@@ -49,6 +49,9 @@ class ServerModels(Protocol):
         """The model that has this name, as its own, an alias or that of an adapter. Raises APIError (404) if there is
         none that the key may use."""
 
+    def adapters_of(self, name: str) -> list[str]:
+        """The names of a model's LoRA adapters, as far as they are known."""
+
     def hold(self, http: Request, name: str) -> contextlib.AbstractAsyncContextManager[Any]:
         """Has a model in memory, which is started first if need be, until the context is left: its ServerState. Raises
         APIError: 404 for an unknown name, and 503 if the model cannot be started, or not within

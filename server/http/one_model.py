@@ -35,6 +35,9 @@ class OneModel:
         self._state.check_model(name)
         return self.listed()[0]
 
+    def adapters_of(self, name: str) -> list[str]:
+        return list(self._state.client.adapters)
+
     @contextlib.asynccontextmanager
     async def hold(self, http: Request, name: str) -> AsyncIterator[ServerState]:
         self.find(name, key_of(http))

@@ -18,7 +18,7 @@ from jaxserve.server.http.connections import REFUSAL, RESERVE_SECONDS, Connectio
 from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.middleware import FILES_PATH
 
-_PIECE = 16 * 2**10  # bytes parsed at a time, so that a head that is too long is noticed early
+_PIECE = 16 * 2**10  # bytes parsed at a time outside of bodies, so that a head that is too long is noticed early
 UPLOAD_BYTES = 2**20
 _LINGER_SECONDS = 2.0  # time for a refused client, which may still be sending, to read the answer
 
@@ -64,6 +64,7 @@ class Connection(H11Protocol):
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._refused = False
+        self._body_left = 0  # bytes that are still to come, at least, behind which the next head may begin
         self._arrived = 0  # bytes since the time limit began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -89,14 +90,25 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        for at in range(0, len(data), _PIECE):
-            if self._refused or self.transport.is_closing():
-                return
+        at = 0
+        while at < len(data) and not self._refused and not self.transport.is_closing():
             before = self.conn.their_state
-            self._arrived += min(_PIECE, len(data) - at)
-            super().data_received(data[at : at + _PIECE])
+            piece = data[at : at + max(_PIECE, self._body_left)]
+            self._arrived += len(piece)
+            super().data_received(piece)
+            at += len(piece)
+            if self.conn.their_state is not h11.SEND_BODY:
+                self._body_left = 0
+            else:
+                whole = self._body_left if before is h11.SEND_BODY else self._content_length()
+                self._body_left = max(0, whole - len(piece))
             if not self._refused and (self._receiving is None or self.conn.their_state is not before):
                 self._expect()
+
+    def _content_length(self) -> int:
+        """Bytes of the body of the request whose head came last; 0 if they are not known."""
+        headers = dict(self.headers)
+        return 0 if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
 
     def _expect(self) -> None:
         """Restarts the time limit for the rest of a head or body; ends it if the request is complete."""

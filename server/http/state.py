@@ -23,7 +23,7 @@ from jaxserve.images.prompts import with_images
 from jaxserve.images.videos import ProcessedVideo
 from jaxserve.limits import BACKGROUND
 from jaxserve.server import plugins
-from jaxserve.server.http.body import body_of, read_bytes
+from jaxserve.server.http.body import body_of, check_forms, receive_body
 from jaxserve.server.http.body_errors import explain, with_whole_numbers
 from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import KNOWN, STREAMS, Counts
@@ -34,6 +34,7 @@ from jaxserve.server.http.listing import ServerModels
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.images.long_strings import for_json
 from jaxserve.server.images.sources import Source
 from jaxserve.server.images.sources import read as read_source
 from jaxserve.server.images.video_sources import VideoSource, read_video
@@ -257,9 +258,9 @@ class ServerState:
                 files = await self.off_loop(partial(read_video, source, self.settings.allow_image_urls))
                 assert self.images is not None
                 return await self.images.process_video(files, source)
-            data = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
+            file = await self.off_loop(partial(read_source, source, self.settings.allow_image_urls))
             assert self.images is not None
-            return await self.images.process(data, source)
+            return await self.images.process(file, source)
 
         made = await asyncio.gather(*map(one, sources))
         pictures = [one for one in made if isinstance(one, Processed)]
@@ -350,6 +351,13 @@ def state_of(request: Request) -> ServerState:
     return request.app.state.server if routed is None else routed
 
 
+def models_of(request: Request) -> ServerModels:
+    """What there is to know of the server's models."""
+    models = state_of(request).models
+    assert models is not None
+    return models
+
+
 def key_of(request: Request) -> ApiKey | None:
     """The API key of a request; None if the server requires no keys."""
     return request.scope.get("state", {}).get("api_key")
@@ -378,8 +386,17 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T], *, any_t
     if not any_type:
         require_json(request)
     try:
-        body = (await read_bytes(request)).decode()  # msgspec would not check the UTF-8 of unknown fields
-        return _decode(body, decoder)
+        received = await receive_body(request)
+        body = received.text().decode()  # msgspec would not check the UTF-8 of unknown fields
+        cut = received if received.aside else None
+        del received  # which has the body, too
+        value = _decode(body, decoder)
+        if cut is not None and not cut.claim(value):
+            data = cut.whole()
+            await check_forms(data)
+            body = data.decode()
+            value = _decode(body, decoder)
+        return value
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not valid UTF-8: {error}") from None
     except msgspec.ValidationError as error:
@@ -453,4 +470,4 @@ def room_for(max_tokens: int | None, num_prompt_tokens: int, info: Ready) -> int
 
 
 def to_json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
+    return msgspec.json.encode(value, enc_hook=for_json)

@@ -1,1 +1,2 @@
-"""Pictures in requests: where they come from (`sources`), and the processes that read them (`workers`)."""
+"""Pictures and videos in requests: where they come from (`sources`, `video_sources`), in pieces (`long_strings`), and
+the processes that read them (`workers`)."""

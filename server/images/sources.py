@@ -1,9 +1,7 @@
-"""The bytes of pictures: from data URLs, and from addresses at hosts that the operator allows."""
+"""The files of pictures: from data URLs, and from addresses at hosts that the operator allows."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import http.client
 import ipaddress
 import socket
@@ -13,13 +11,13 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from jaxserve.images.reading import MAX_BYTES
+from jaxserve.server.images.long_strings import pieces_of
 from jaxserve.types import InvalidRequestError
 
 FETCH_SECONDS = 10.0
 MAX_REDIRECTS = 3
 ANY_HOST = "*"
 _PIECE = 2**16  # bytes read at a time
-_LETTERS = 2**18  # of base64 that are decoded at a time, in about a millisecond
 _LOCAL = "localhost"
 
 
@@ -36,46 +34,44 @@ class Source(NamedTuple):
     where: str
 
 
-def read(source: Source, allowed_hosts: Sequence[str]) -> bytes:
-    """The picture's bytes. Slow where it fetches an address: call it in a thread.
+class File(NamedTuple):
+    """A picture's file in pieces.
 
-    Raises InvalidRequestError for anything but a data URL of a picture in base64, or an address at one of
-    `allowed_hosts` that answers with at most MAX_BYTES within FETCH_SECONDS.
+    in_base64: as it came in a data URL. It is decoded where the picture is (`workers`).
+    """
+
+    pieces: Sequence[bytes | memoryview]
+    in_base64: bool
+
+
+def read(source: Source, allowed_hosts: Sequence[str]) -> File:
+    """The picture's file. Slow where it fetches an address: call it in a thread.
+
+    Raises InvalidRequestError for anything but a data URL that says that it is a picture in base64, or an address at
+    one of `allowed_hosts` that answers with at most MAX_BYTES within FETCH_SECONDS.
     """
     if source.url.startswith("data:"):
         return _of_data_url(source)
     try:
-        return _fetch(source, allowed_hosts)
+        return File([_fetch(source, allowed_hosts)], False)
     except InvalidRequestError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _refused(source, f"it cannot be fetched ({type(error).__name__})") from None
 
 
-def _of_data_url(source: Source) -> bytes:
-    head, comma, body = source.url.partition(",")
-    kind, *parameters = head.removeprefix("data:").split(";")
+def _of_data_url(source: Source) -> File:
+    beginning, *rest = pieces_of(source.url)
+    head, comma, _ = beginning.partition(b",")
+    kind, *parameters = head.decode(errors="replace").removeprefix("data:").split(";")
     if not comma or "base64" not in parameters:
         raise _refused(source, "a data URL must be data:image/...;base64,...")
     if kind and not kind.startswith("image/"):
         raise _refused(source, f"a data URL must hold a picture, not {kind[:64]!r}")
-    if len(body) > MAX_BYTES * 4 // 3 + 4:
+    pieces: list[bytes | memoryview] = [memoryview(beginning)[len(head) + 1 :], *rest]
+    if sum(map(len, pieces)) > MAX_BYTES * 4 // 3 + 4:
         raise _refused(source, f"it has more than {MAX_BYTES} bytes")
-    try:
-        return _decoded(body)
-    except (binascii.Error, ValueError):
-        raise _refused(source, "its data is not base64") from None
-
-
-def _decoded(text: str) -> bytes:
-    """The bytes of a text in base64, piece by piece: other threads, the event loop's among them, run in between. Raises
-    binascii.Error or ValueError."""
-    if 0 <= text.find("=") < len(text) - 2:
-        raise binascii.Error("padding that is not at the end")
-    data = bytearray()
-    for start in range(0, len(text), _LETTERS):
-        data += base64.b64decode(text[start : start + _LETTERS], validate=True)
-    return bytes(data)
+    return File(pieces, True)
 
 
 def _fetch(source: Source, allowed_hosts: Sequence[str]) -> bytes:

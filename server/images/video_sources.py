@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.images.videos import MAX_FRAMES
-from jaxserve.server.images.sources import Source, read
+from jaxserve.server.images.long_strings import whole
+from jaxserve.server.images.sources import File, Source, read
 from jaxserve.types import InvalidRequestError
 
 
@@ -23,11 +24,11 @@ class VideoSource(NamedTuple):
     where: str
 
 
-def read_video(source: VideoSource, allowed_hosts: Sequence[str]) -> list[bytes]:
+def read_video(source: VideoSource, allowed_hosts: Sequence[str]) -> list[File]:
     """The files of the video's frames, or of one animation; as `sources.read`."""
     urls = list(source.urls)
     if len(urls) == 1 and urls[0].startswith("data:video/"):
-        head, _, body = urls[0].partition(",")
+        head, _, body = whole(urls[0]).partition(",")
         kind = head.removeprefix("data:video/").partition(";")[0]
         if kind not in ("jpeg", "gif", "webp", "png", "apng"):
             raise InvalidRequestError(

@@ -1,29 +1,35 @@
 """Processes that read and process pictures, beside the API server, and what they have processed lately.
 
 A picture is somebody else's file. It is decoded in a process that has so much memory and so much time, whose end is
-nothing but an error of one request.
+nothing but an error of one request. The file is sent there in pieces, so that it is whole in no other process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import binascii
+import contextlib
 import hashlib
+import io
 import logging
 import os
 import resource
+import threading
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.checkpoints import gguf
 from jaxserve.images.patches import Processed
 from jaxserve.images.processing import ImageProcessor
 from jaxserve.images.reading import open_picture
 from jaxserve.images.videos import ProcessedVideo, VideoProcessor, open_clip
-from jaxserve.server.images.sources import Source
+from jaxserve.server.images.sources import File, Source
 from jaxserve.server.images.video_sources import VideoSource
 from jaxserve.types import ImageTokens, InvalidRequestError
 
@@ -35,106 +41,204 @@ MEMORY = 2**30  # of a worker's heap, beyond what it has when it starts
 KEPT_BYTES = 256 * 2**20  # of processed pictures
 LOW_DETAIL = 512 * 512  # pixels that the encoder sees of a picture with detail "low", as OpenAI documents it
 
+_PIECE = 2**16  # bytes that are sent at a time
 _PRELOADED = ["jaxserve.server.images.workers", "transformers.models.auto.image_processing_auto"]
-_processor: ImageProcessor | None = None  # of a worker
-_videos: VideoProcessor | None = None
 
 
-def _begin(folder: str, kind: ImageTokens) -> None:
-    global _processor, _videos
-    _processor = ImageProcessor.of(Path(folder), kind)
-    assert _processor is not None
-    if kind.video is not None:
-        _videos = VideoProcessor.of(Path(folder), _processor, kind.video)
+class Task(NamedTuple):
+    """What a worker is to do with the files that follow.
+
+    files: for each, whether it is in base64.
+    seen_pixels: of a picture, most that the model sees; None: as many as it can.
+    rate: of a video, frames a second; None: the request does not say.
+    """
+
+    files: list[bool]
+    is_video: bool = False
+    seen_pixels: int | None = None
+    rate: float | None = None
+
+
+# In a worker's process
+
+
+def _work(connection: Connection, folder: str, kind: ImageTokens, most_pixels: int) -> None:
+    """Answers each picture and each video with what it becomes, or with an exception."""
+    processor = ImageProcessor.of(Path(folder), kind)
+    assert processor is not None
+    videos = None if kind.video is None else VideoProcessor.of(Path(folder), processor, kind.video)
+
+    def made(files: list[bytes | None], task: Task) -> Processed | ProcessedVideo:
+        given = [file for file in files if file is not None]
+        if len(given) < len(files):
+            raise InvalidRequestError("a picture cannot be read: its data is not base64", "images")
+        if task.is_video:
+            assert videos is not None
+            return videos(open_clip(given, task.rate, most_pixels))
+        return processor(open_picture(given[0], most_pixels), task.seen_pixels)
+
     gguf.forget()
-    _processor.load()
+    processor.load()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, resource.RLIM_INFINITY))
+    with contextlib.suppress(EOFError, OSError):  # the server has ended
+        connection.send(None)
+        while True:
+            task: Task = connection.recv()
+            answer: Processed | ProcessedVideo | Exception
+            try:
+                answer = made([_received(connection, in_base64) for in_base64 in task.files], task)
+            except (InvalidRequestError, MemoryError) as error:
+                answer = error.with_traceback(None)
+            except Exception as error:
+                answer = RuntimeError("".join(traceback.format_exception(error)))
+            connection.send(answer)
+            del answer
 
 
-def _is_there() -> bool:
-    return _processor is not None
+def _received(connection: Connection, in_base64: bool) -> bytes | None:
+    """A file, all pieces of which are received; None: it is not in base64."""
+    data = io.BytesIO()
+    left = b""
+    valid = True
+    while piece := connection.recv_bytes():
+        if not in_base64:
+            data.write(piece)
+            continue
+        left += piece
+        whole = len(left) // 4 * 4
+        valid = valid and _decode(left[:whole], data)
+        left = left[whole:]
+    return data.getvalue() if valid and not left else None
 
 
-def _process(data: bytes, most_pixels: int, seen_pixels: int | None) -> Processed:
-    assert _processor is not None
-    return _processor(open_picture(data, most_pixels), seen_pixels)
+def _decode(text: bytes, data: io.BytesIO) -> bool:
+    """Adds the bytes of a text in base64 whose length is a multiple of four. False: it is none, or follows padding."""
+    if text and data.tell() % 3:
+        return False
+    try:
+        data.write(binascii.a2b_base64(text, strict_mode=True))
+    except binascii.Error:
+        return False
+    return True
 
 
-def _process_video(files: list[bytes], rate: float | None, most_pixels: int) -> ProcessedVideo:
-    assert _videos is not None
-    return _videos(open_clip(files, rate, most_pixels))
+# In the server's
 
 
-def _key_of(files: Sequence[bytes], detail: str) -> bytes:
-    key = hashlib.sha256(f"{detail} {[len(data) for data in files]} ".encode())
-    for data in files:
-        key.update(data)
+class _Worker:
+    """A process, which reads one picture at a time."""
+
+    def __init__(self, folder: str, kind: ImageTokens, most_pixels: int):
+        context = get_context("forkserver")  # workers share what their parent has imported
+        context.set_forkserver_preload(_PRELOADED)
+        self._connection, theirs = context.Pipe()
+        given = theirs, folder, kind, most_pixels
+        self._process = context.Process(target=_work, args=given, name="pictures", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._is_ready = False
+
+    def wait(self) -> None:
+        """Waits until the process can read pictures. Raises EOFError if it ends."""
+        if not self._is_ready:
+            self._connection.recv()
+            self._is_ready = True
+
+    def read(self, files: Sequence[File], task: Task) -> Processed | ProcessedVideo | Exception:
+        """What the files become, or the reason of their refusal. Raises OSError or EOFError if the process ends or
+        takes too long."""
+        self.wait()
+        self._connection.send(task)
+        for file in files:
+            for piece in file.pieces:
+                for start in range(0, len(piece), _PIECE):
+                    self._connection.send_bytes(piece[start : start + _PIECE])
+            self._connection.send_bytes(b"")
+        if not self._connection.poll(SECONDS):
+            raise TimeoutError
+        answer: Processed | ProcessedVideo | Exception = self._connection.recv()
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+
+
+def _key_of(files: Sequence[File], task: Task) -> bytes:
+    sizes = [sum(map(len, file.pieces)) for file in files]
+    key = hashlib.sha256(f"{task} {sizes} ".encode())
+    for file in files:
+        for piece in file.pieces:
+            key.update(piece)
     return key.digest()
 
 
 class ImageWorkers:
-    """The workers of one API server."""
+    """The workers of one API server: each has a thread that sends it pictures."""
 
     def __init__(self, folder: str, kind: ImageTokens, most_pixels: int):
-        self._folder = folder
-        self._kind = kind
-        self._most_pixels = most_pixels
-        self._pool: ProcessPoolExecutor | None = None
+        self._given = folder, kind, most_pixels
+        self._count = min(MAX_WORKERS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="pictures")
+        self._workers: dict[int, _Worker] = {}  # by thread
         self._kept: OrderedDict[bytes, Processed | ProcessedVideo] = OrderedDict()
         self._kept_bytes = 0
 
     def start(self) -> None:
         """Starts the workers, which takes them a few seconds. Without, they start with the first picture."""
-        pool = self._running_pool()
-        for _ in range(pool._max_workers):  # type: ignore[attr-defined]
-            pool.submit(_is_there)
+        for _ in range(self._count):
+            self._threads.submit(lambda: self._worker().wait())
 
-    async def process(self, data: bytes, source: Source) -> Processed:
+    def _worker(self) -> _Worker:
+        """The worker of this thread."""
+        thread = threading.get_ident()
+        if thread not in self._workers:
+            self._workers[thread] = _Worker(*self._given)
+        return self._workers[thread]
+
+    async def process(self, file: File, source: Source) -> Processed:
         """The patches of a picture. Raises InvalidRequestError for one that cannot be read."""
-        key = await asyncio.to_thread(_key_of, [data], source.detail)
-        seen = LOW_DETAIL if source.detail == "low" else None
-        made: Processed = await self._made(key, source.where, _process, data, self._most_pixels, seen)
-        return made
+        task = Task([file.in_base64], seen_pixels=LOW_DETAIL if source.detail == "low" else None)
+        made: Any = await self._made([file], task, source.where)
+        return made  # type: ignore[no-any-return]
 
-    async def process_video(self, files: list[bytes], source: VideoSource) -> ProcessedVideo:
+    async def process_video(self, files: list[File], source: VideoSource) -> ProcessedVideo:
         """The patches of a video's frames. Raises InvalidRequestError for one that cannot be read."""
-        key = await asyncio.to_thread(_key_of, files, f"video {source.rate}")
-        made: ProcessedVideo = await self._made(
-            key, source.where, _process_video, files, source.rate, self._most_pixels
-        )
-        return made
+        made: Any = await self._made(files, Task([f.in_base64 for f in files], True, rate=source.rate), source.where)
+        return made  # type: ignore[no-any-return]
 
-    async def _made(self, key: bytes, where: str, work: Callable[..., Any], *given: Any) -> Any:
-        """What a worker makes of what was given, or has made of it."""
+    async def _made(self, files: Sequence[File], task: Task, where: str) -> Processed | ProcessedVideo:
+        """What a worker makes of the files, or has made of them."""
+        key = await asyncio.to_thread(_key_of, files, task)
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return found
-        pool = self._running_pool()
         try:
-            making = asyncio.get_running_loop().run_in_executor(pool, work, *given)
-            made = await asyncio.wait_for(making, SECONDS)
-        except (TimeoutError, BrokenExecutor, MemoryError) as error:
-            log.warning("a worker that processed a picture was ended (%s)", type(error).__name__)
-            self._end(pool)
-            raise InvalidRequestError(
-                f"{where}: a picture cannot be read: it takes more than {SECONDS:g} seconds or {MEMORY >> 20} MiB",
-                "messages",
-                "invalid_image",
-            ) from None
+            made = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, files, task)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{where}: {error}", "messages", "invalid_image") from None
         self._keep(key, made)
         return made
 
-    def _running_pool(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            count = min(MAX_WORKERS, os.cpu_count() or 1)
-            context = get_context("forkserver")  # workers share what their parent has imported
-            context.set_forkserver_preload(_PRELOADED)
-            given = (self._folder, self._kind)
-            self._pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=given)
-        return self._pool
+    def _read(self, files: Sequence[File], task: Task) -> Processed | ProcessedVideo:
+        """What the files become. After anything but that or their refusal, the thread gets a new worker."""
+        worker = self._worker()
+        try:
+            answer = worker.read(files, task)
+        except (OSError, EOFError) as error:
+            answer = error
+        if isinstance(answer, Processed | ProcessedVideo):
+            return answer
+        if isinstance(answer, InvalidRequestError):
+            raise answer
+        worker.end()
+        del self._workers[threading.get_ident()]
+        if isinstance(answer, RuntimeError):
+            raise answer
+        log.warning("a worker that processed a picture was ended (%s)", type(answer).__name__)
+        raise InvalidRequestError(
+            f"a picture cannot be read: it takes more than {SECONDS:g} seconds or {MEMORY >> 20} MiB", "images"
+        )
 
     def _keep(self, key: bytes, made: Processed | ProcessedVideo) -> None:
         self._kept[key] = made
@@ -143,14 +247,7 @@ class ImageWorkers:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
 
-    def _end(self, pool: ProcessPoolExecutor) -> None:
-        """Ends the workers of a pool; the next picture starts new ones."""
-        if self._pool is pool:
-            self._pool = None
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
-
     def close(self) -> None:
-        if self._pool is not None:
-            self._end(self._pool)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers.values()):
+            worker.end()

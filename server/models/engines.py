@@ -213,7 +213,6 @@ class Models:
             raise unavailable(text, "model_busy") from None
 
     def adapters_of(self, name: str) -> list[str]:
-        """The names of a model's LoRA adapters, as far as they are known."""
         served = self._models[name]
         if served.state is not None and served.state.client.is_ready:
             return list(served.state.client.adapters)

@@ -12,16 +12,22 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.endpoints import page
-from jaxserve.server.http.body import put_back, read_bytes, taken_back
-from jaxserve.server.http.errors import TRITON_PATHS, own_path
+from jaxserve.server.endpoints.ollama import known_name
+from jaxserve.server.http.body import put_back, receive_body, taken_back
+from jaxserve.server.http.errors import OLLAMA_PATHS, TRITON_PATHS, own_path
 from jaxserve.server.http.middleware import ADMIN_PATHS, MONITOR_PATHS, OPEN_PATHS
 from jaxserve.server.http.state import ROUTED, key_of
 from jaxserve.server.models.engines import Models
 from jaxserve.server.observe.access import MODEL
 
 # Answered by the server itself, whatever the query says.
-_OWN_PATHS = OPEN_PATHS | page.PATHS | {"/v2", "/metrics", "/load", "/version", "/openapi.json"}
-_OWN_BEGINNINGS = *TRITON_PATHS, "/v1/models", "/v1/files", "/v1/batches"
+_OWN_PATHS = (
+    OPEN_PATHS
+    | page.PATHS
+    | {"/v2", "/metrics", "/load", "/version", "/openapi.json"}
+    | {"/api/tags", "/api/ps", "/api/version", "/api/pull", "/api/create", "/api/copy", "/api/push", "/api/delete"}
+)
+_OWN_BEGINNINGS = *TRITON_PATHS, "/v1/models", "/v1/files", "/v1/batches", "/api/blobs/"
 # These do not start a model: their handlers check the admin key only later, or they just watch.
 _WATCHING = (ADMIN_PATHS | MONITOR_PATHS) - _OWN_PATHS
 _FORMS = "multipart/"
@@ -29,7 +35,10 @@ _GENERATE = re.compile(r"/v2/models/(.+?)(/versions/[^/]+)?/generate(_stream)?")
 
 
 class _Named(msgspec.Struct):
+    """`name`: in old requests of Ollama's API."""
+
     model: Any = None
+    name: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Named)
@@ -53,14 +62,16 @@ class Routing:
         state = scope.setdefault("state", {})
 
         async def receive_again() -> Message:
-            """For handlers that do not read the body by `read_bytes`."""
-            if (data := taken_back(request)) is not None:
-                return {"type": "http.request", "body": data, "more_body": False}
+            """For handlers that do not read the body by `receive_body`."""
+            if (received := taken_back(request)) is not None:
+                return {"type": "http.request", "body": received.whole(), "more_body": False}
             return await receive()
 
         async with contextlib.AsyncExitStack() as stack:
             try:
                 name = in_path[1] if in_path else await _named(request)
+                if name is not None and path.startswith(OLLAMA_PATHS):
+                    name = known_name(self._models, name, key_of(request))
                 if name is not None and path in _WATCHING:
                     state[ROUTED] = self._models.resident(name, key_of(request))
                 elif name is not None:
@@ -78,9 +89,12 @@ async def _named(request: Request) -> str | None:
     will tell."""
     content_type = request.headers.get("content-type", "")
     if request.method in ("POST", "PUT", "DELETE") and not content_type.startswith(_FORMS):
-        data = await read_bytes(request)
-        put_back(request, data)
+        received = await receive_body(request)
+        put_back(request, received)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            if isinstance(name := _decoder.decode(data).model, str):
+            found = _decoder.decode(received.text())
+            if isinstance(name := found.model, str):
                 return name
+            if own_path(request.scope).startswith(OLLAMA_PATHS) and isinstance(found.name, str):
+                return found.name
     return request.query_params.get("model")

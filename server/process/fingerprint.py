@@ -17,7 +17,7 @@ from jaxserve.deployment.record import bundle_digest, settings_of, versions
 from jaxserve.server.ipc.messages import Ready
 
 # Settings that say where something is. Adapters have names of their own, and `max_waiting` is the server's.
-_PLACES = {"tokenizer", "revision", "bundle_key_file", "kv_offload_dir", "lora_modules", "max_waiting"}
+_PLACES = {"tokenizer", "mmproj", "revision", "bundle_key_file", "kv_offload_dir", "lora_modules", "max_waiting"}
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.gguf", "*.bin")
 # samples per file: they tell weights apart, far faster than reading whole files
 _SAMPLES = 16

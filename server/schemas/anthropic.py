@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.limits import MAX_STOP_STRINGS
+from jaxserve.server.images.long_strings import behind
 from jaxserve.server.schemas.chat import CalledFunction, ChatRequest, Message, Part, ToolCall
 from jaxserve.server.schemas.claude_tools import ClaudeTool, functions_of
 from jaxserve.server.schemas.common import EngineFields, PositiveTokens, StopString
@@ -27,6 +28,10 @@ class Source(msgspec.Struct):
     content: str | list[Block] | None = None
     media_type: str | None = None
     url: str | None = None
+
+    @property
+    def long_fields(self) -> tuple[str, ...]:
+        return ("data",) if self.type == "base64" else ()
 
 
 class Block(msgspec.Struct):
@@ -176,7 +181,7 @@ def _content(content: str | list[Block], where: str) -> str | list[Part | str]:
 def _picture(block: Block, where: str) -> Part:
     source = block.source if isinstance(block.source, Source) else Source()
     if source.type == "base64" and source.data is not None:
-        return Part("image_url", image_url=f"data:{source.media_type or 'image/png'};base64,{source.data}")
+        return Part("image_url", image_url=behind(f"data:{source.media_type or 'image/png'};base64,", source.data))
     if source.type == "url" and source.url is not None:
         return Part("image_url", image_url=source.url)
     raise InvalidRequestError(

@@ -36,6 +36,10 @@ class ImageURL(msgspec.Struct):
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
+    @property
+    def long_fields(self) -> tuple[str, ...]:
+        return ("url",)
+
 
 class VideoURL(msgspec.Struct):
     """A video: a data URL of an animation, or data:video/jpeg;base64,FRAME,FRAME,... ."""
@@ -66,6 +70,10 @@ class Part(msgspec.Struct):
         if None in pictures:
             raise InvalidRequestError(f"{where} has a video whose frames are not all pictures", "messages")
         return VideoSource(tuple(one.url for one in pictures if one is not None), self.fps, where)
+
+    @property
+    def long_fields(self) -> tuple[str, ...]:
+        return ("image_url",)
 
     def picture(self, where: str) -> Source | None:
         """The picture; None for a part of another type."""

@@ -18,6 +18,7 @@ from jaxserve.server.schemas.common import CompletionRequest, PositiveTokens, St
 from jaxserve.server.schemas.foreign_fields import PENALTIES
 from jaxserve.types import InvalidRequestError
 
+OLLAMA_TAG = ":latest"  # which clients add to a name without a tag
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
 _DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+")
 _PARTS = re.compile(r"([\d.]+)(ns|us|µs|ms|s|m|h)")
@@ -240,6 +241,11 @@ class OllamaNameRequest(msgspec.Struct, kw_only=True):
     @property
     def asked(self) -> str:
         return self.model or self.name or ""
+
+
+def forms_of(name: str) -> tuple[str, str, str]:
+    """A model's name as given, and without and with the tag that clients add."""
+    return name, name.removesuffix(OLLAMA_TAG), name + OLLAMA_TAG
 
 
 def keep_seconds(value: str | float | None) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.server.images.long_strings import for_json
 from jaxserve.server.schemas.chat import CUSTOM_INPUT, CalledFunction, Message, Part, ToolCall
 from jaxserve.server.schemas.response_tools import LOCAL_SHELL, FlatTool, full_name
 from jaxserve.types import InvalidRequestError
@@ -30,6 +31,10 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
     refusal: str | None = None
     image_url: str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
+
+    @property
+    def long_fields(self) -> tuple[str, ...]:
+        return ("image_url",)
 
 
 class ShellAction(msgspec.Struct, omit_defaults=True):
@@ -80,7 +85,8 @@ def listed(items: Sequence[Item]) -> list[dict[str, Any]]:
     """The input as /input_items returns it: every item has an id, and every message a list of parts."""
     result = []
     for item in items:
-        fields = {"id": f"{item.type or 'msg'}_{uuid.uuid4().hex}", "type": "message", **msgspec.to_builtins(item)}
+        given = msgspec.to_builtins(item, enc_hook=for_json)
+        fields = {"id": f"{item.type or 'msg'}_{uuid.uuid4().hex}", "type": "message", **given}
         if fields["type"] == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
             part = {"type": kind, "text": item.content}

@@ -109,6 +109,10 @@ CASES = {
     "qwen2_5_vl_flat": {"use_sliding_window": False},
     "qwen3_vl_tied": {},
     "qwen3_vl_moe_wide": {"decoder_sparse_step": 1},
+    "gemma3_seeing": {"query_pre_attn_scalar": 32},
+    "idefics3_hub": {},
+    "internvl_qwen2": {"use_sliding_window": False, "sliding_window": None},
+    "lfm2_vl_hub": {},
     "glm4v_half": {},
     "glm4v_moe_groups": {},
     "gemma3n_second_stream": {"altup_correct_scale": True, "hidden_activation": "gelu_pytorch_tanh"},
@@ -251,8 +255,9 @@ def test_the_same_model(case, expressible, tmp_path):
     folder = expressible(case)
     if sees := case in PROCESSORS and tiny_models.CASES[case].config["model_type"] in mmproj_files.PROJECTORS:
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[case]))
-        mark = "<|image|>" if case.startswith("glm") else "<|image_pad|>"
-        tiny_models.build_tokenizer(folder, 512, marks=[mark, *(f"<m{i}>" for i in range(6))])
+        marks = mmproj_files.MARKS.get(case.split("_")[0], ("<|image_pad|>",))
+        others = [f"<m{i}>" for i in range(7 - len(marks))]
+        tiny_models.build_tokenizer(folder, 512, marks=[*marks, *others])
         mmproj_files.write_mmproj(folder, tmp_path / "mmproj.gguf")
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
     ours = dict(leaves(config_of(path, sees)))

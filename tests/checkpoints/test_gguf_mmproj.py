@@ -1,7 +1,10 @@
 """The file with the image encoder beside a GGUF file: which one counts, and what is not understood."""
 
+import re
 import shutil
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import tiny_models
@@ -10,8 +13,9 @@ from picture_prompts import QWEN, build
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.gguf_mmproj import find_mmproj, image_settings
 from jaxserve.checkpoints.gguf_model import open_gguf
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.images.processing import ImageProcessor
-from jaxserve.models.load import read_model
+from jaxserve.models.load import find_files, read_model
 
 gguf = pytest.importorskip("gguf")
 gguf_families = pytest.importorskip("gguf_families")
@@ -38,8 +42,11 @@ def folder(written, tmp_path):
     return tmp_path
 
 
-def copied(source, target, *, tensors=lambda name, values: (values, Kind.F32), more=None, **settings):
-    """A copy of an encoder's file with other settings and `more` tensors. `tensors` changes numbers and types."""
+def copied(
+    source, target, *, tensors=lambda name, values: (values, Kind.F32), named=lambda name: name, more=None, **settings
+):
+    """A copy of an encoder's file with other settings and `more` tensors. `tensors` changes numbers and types, `named`
+    their names."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "clip")
     for name, field in reader.fields.items():
@@ -52,7 +59,7 @@ def copied(source, target, *, tensors=lambda name, values: (values, Kind.F32), m
         writer.add_key_value(name, value, kind)
     for tensor in reader.tensors:
         values, kind = tensors(tensor.name, tensor.data)
-        writer.add_tensor(tensor.name, values, raw_dtype=kind)
+        writer.add_tensor(named(tensor.name), values, raw_dtype=kind)
     for name, values in (more or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -71,10 +78,11 @@ def test_without_it_the_model_reads_text(folder):
 
 
 def test_the_same_encoder(written):
-    """As that of the folder from which the files were made."""
+    """As that of the folder from which the files were made, without its videos."""
     ours = read_model(written / "model.gguf")
     theirs = read_model(written / "hf")
-    assert ours.vision == theirs.vision
+    pictures = msgspec.structs.replace(theirs.vision.tokens, video=None)
+    assert ours.vision == replace(theirs.vision, tokens=pictures)
     assert ours.ropes == theirs.ropes
     processor = ImageProcessor.of(written / "model.gguf", ours.vision.tokens)
     assert processor.scaling() == (1 / 255, tuple(QWEN["image_mean"]), tuple(QWEN["image_std"]))
@@ -95,10 +103,35 @@ def test_which_of_several(folder, caplog):
     assert read_model(folder / "model.gguf").vision is None
 
 
+def test_a_file_that_is_named(folder, tmp_path, monkeypatch):
+    """It need not be beside the model; one that does not fit is an error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    away = tmp_path / "elsewhere"
+    away.mkdir()
+    encoder = (folder / "mmproj-f32.gguf").rename(away / "eyes.gguf")
+    config = EngineConfig(model=str(folder / "model.gguf"), mmproj=str(encoder))
+    assert read_model(find_files(config)[0]).vision == read_model(find_files(config)[0]).vision is not None
+    wide = copied(encoder, away / "wide.gguf", **{"clip.vision.projection_dim": 48})
+    with pytest.raises(CheckpointError, match=r"wide\.gguf is no encoder for .*model\.gguf: their embeddings differ"):
+        find_files(replace(config, mmproj=str(wide)))
+    other = copied(encoder, away / "other.gguf", **{"clip.projector_type": "pixtral"})
+    with pytest.raises(CheckpointError, match=r"its encoder is for LlamaForCausalLM, .*, not for Qwen3ForCausalLM"):
+        find_files(replace(config, mmproj=str(other)))
+    with pytest.raises(CheckpointError):
+        find_files(replace(config, mmproj=__file__))
+    with pytest.raises(ConfigError, match=r"gone\.gguf is no file"):
+        find_files(replace(config, mmproj=str(away / "gone.gguf")))
+    with pytest.raises(ConfigError, match="must be None unless the model is a GGUF file"):
+        find_files(replace(config, model="demo-vision"))
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"clip.projector_type": "ldp"}, r"clip\.projector_type='ldp' is not supported \(only glm4v, lightonocr, "),
+        (
+            {"clip.projector_type": "ldp"},
+            r"clip\.projector_type='ldp' is not supported \(only gemma3, glm4v, idefics3, ",
+        ),
         ({"clip.projector_type": "pixtral"}, r"its encoder is for LlamaForCausalLM, .*, not for Qwen3ForCausalLM"),
         ({"clip.vision.sharpness": 3}, r"settings that are not understood: clip\.vision\.sharpness=3"),
         ({"clip.vision.image_mean": [0.5]}, r"clip\.vision\.image_mean=.* must be three numbers"),
@@ -125,6 +158,20 @@ def test_tensors_that_are_not_known(folder, caplog):
     copied(source, folder / "mmproj.gguf", more={"v.blk.0.ls1.weight": np.ones(16, np.float32)})
     assert read_model(folder / "model.gguf").vision is None
     assert "tensor 'v.blk.0.ls1.weight' is of a kind that is not supported" in caplog.text
+
+
+def test_products_with_each_others_names(folder):
+    """As older files have them."""
+    wanted = {name: tensor.read() for name, tensor in open_gguf(folder / "model.gguf").tensors.items()}
+    source = (folder / "mmproj-f32.gguf").rename(folder / "source.gguf")
+    swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    pattern = re.compile("|".join(swapped))
+    copied(source, folder / "mmproj.gguf", named=lambda name: pattern.sub(lambda found: swapped[found[0]], name))
+    read = {name: tensor.read() for name, tensor in open_gguf(folder / "model.gguf").tensors.items()}
+    assert read.keys() == wanted.keys()
+    assert any("linear_fc1" in name for name in read)
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(read[name], values, err_msg=name)
 
 
 def test_quantized_encoders_become_floats(folder):

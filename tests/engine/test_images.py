@@ -39,7 +39,7 @@ pytestmark = pytest.mark.compiles
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
 MMPROJ = (
     "qwen2_vl_whole", "qwen2_5_vl_yarn", "qwen3_vl_wide", "qwen3_5_moe_whole", "llava_pixtral", "lighton_ocr_tied",
-    "mistral3_seeing", "glm4v_half",
+    "mistral3_seeing", "glm4v_half", "idefics3_hub",
 )  # fmt: skip
 # Of a step, which must have room for all of a picture.
 TOKENS = dict.fromkeys(("gemma4_joint", "gemma4_unified_wide", "gemma4_unified_older"), 76)
@@ -184,11 +184,57 @@ def test_encoders_beside_gguf_files(case, tmp_path):
     )
     golden = np.load(GOLDENS / f"{case}.npz")
     folder = build(case, tmp_path / "model")
-    mark = {"glm4v": "<|image|>", "llava": "[IMG]", "mistral3": "[IMG]"}.get(case.split("_")[0], "<|image_pad|>")
-    tiny_models.build_tokenizer(folder, 512, marks=[mark, *(f"<m{i}>" for i in range(6))])
+    marks = mmproj_files.MARKS.get(case.split("_")[0], ("<|image_pad|>",))
+    tiny_models.build_tokenizer(folder, 512, marks=[*marks, *(f"<m{i}>" for i in range(7 - len(marks)))])
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
     mmproj_files.write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
     check(make_engine(path, tokens=24), case, golden, "")
+
+
+def as_published(folder):
+    """A checkpoint of transformers' InternVL in the form of its authors' files."""
+    config = json.loads((folder / "config.json").read_text())
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    vision = config["vision_config"]
+    vision |= {"model_type": "intern_vit_6b", "architectures": ["InternVisionModel"], "drop_path_rate": 0.1}
+    vision |= {"qkv_bias": vision.pop("attention_bias", False), "image_size": 16, "patch_size": 4, "use_moe": False}
+    whole = {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "llm_config": config["text_config"],
+        "vision_config": vision, "downsample_ratio": config["downsample_ratio"], "dynamic_image_size": True,
+        "force_image_size": 16, "max_dynamic_patch": processor["max_patches"], "min_dynamic_patch": 1,
+        "select_layer": -1, "ps_version": "v2", "use_thumbnail": True, "template": "internvl2_5",
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "added_tokens.json").write_text(json.dumps({"<IMG_CONTEXT>": config["image_token_id"]}))
+    clip = {"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 16, "size": 16}
+    clip |= {name: processor[name] for name in ("image_mean", "image_std", "resample")}
+    (folder / "preprocessor_config.json").write_text(json.dumps(clip))
+    names = {
+        "embeddings.patch_embeddings.projection": "embeddings.patch_embedding",
+        "embeddings.position_embeddings": "embeddings.position_embedding",
+        "embeddings.cls_token": "embeddings.class_embedding", "encoder.layer.": "encoder.layers.",
+        "layernorm_before": "norm1", "layernorm_after": "norm2", "attention.projection_layer": "attn.proj",
+        "lambda_": "ls", "multi_modal_projector.layer_norm": "mlp1.0", "multi_modal_projector.linear_1": "mlp1.1",
+        "multi_modal_projector.linear_2": "mlp1.3", "vision_tower": "vision_model", ".attention.": ".attn.",
+    }  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if not name.startswith("language_model.")]:
+        own = name
+        for theirs, ours in names.items():
+            own = own.replace(theirs, ours)
+        tensors[own] = tensors.pop(name)
+    for name in [name for name in tensors if ".attn.q_proj" in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{role}_proj")) for role in "qkv"]
+        tensors[name.replace("q_proj", "qkv")] = np.concatenate(parts)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_files_as_internvl_is_published(tmp_path):
+    golden = np.load(GOLDENS / "internvl_qwen2.npz")
+    engine = make_engine(as_published(build("internvl_qwen2", tmp_path / "model")), tokens=24)
+    check(engine, "internvl_qwen2", golden, "")
 
 
 OPTIONS = {

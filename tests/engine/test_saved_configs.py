@@ -33,7 +33,11 @@ PUBLISHED = {
     for file in ("published_configs", "published_dense", "published_experts")
     for name, values in json.loads((Path(__file__).parent.parent / f"{file}.json").read_text()).items()
 }
-OWN_CODE = {"InternLM3ForCausalLM", "MiniCPMForCausalLM"}  # repositories bring the code; transformers has none
+OWN_CODE = {
+    "InternLM3ForCausalLM",
+    "InternVLChatModel",
+    "MiniCPMForCausalLM",
+}  # repositories bring the code; transformers has none
 LAYERS = 6
 _TYPES = ["full_attention", "sliding_attention", "full_attention"] * 2
 _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3

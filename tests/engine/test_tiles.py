@@ -16,8 +16,8 @@ from jaxserve.models.vision.spec import EncoderConfig
 from jaxserve.types import Area, ImageTokens
 
 IDS = {"<|image|>": 1, "<|image_start|>": 2, "<|image_end|>": 3, "<|tile_x_separator|>": 4, "<|tile_y_separator|>": 5}
-TEXTS = dict(zip(("place", "begin", "end", "beside", "below"), IDS, strict=True))
-LLAMA4 = ImageTokens(9, 4, 2, layout="tiles", texts=TEXTS)
+TEXTS = dict(zip(("begin", "end", "beside", "below"), [*IDS][1:], strict=True))
+LLAMA4 = ImageTokens(9, 4, 2, layout="tiles", texts=TEXTS, placeholder="<|image|>")
 
 
 @pytest.mark.parametrize(

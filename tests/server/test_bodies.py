@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import threading
@@ -16,20 +17,25 @@ from starlette.requests import Request
 from jaxserve import types
 from jaxserve.limits import MAX_CONTAINERS, MAX_NESTING, MAX_SCHEMA, MAX_STRINGS
 from jaxserve.server.chat.conversation import prepare
-from jaxserve.server.http.body import read_bytes
+from jaxserve.server.http.body import receive_body
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.middleware import BodyLimit
 from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
 from jaxserve.server.http.settings import ServerSettings
-from jaxserve.server.http.state import ServerState
+from jaxserve.server.http.state import ServerState, read_body, to_json
+from jaxserve.server.images.long_strings import whole
 from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.observe.metrics import Metrics
-from jaxserve.server.schemas.chat import ChatRequest
+from jaxserve.server.schemas.anthropic import MessagesRequest
+from jaxserve.server.schemas.chat import ChatRequest, Part
 from jaxserve.server.schemas.common import CompletionRequest, DetokenizeRequest
+from jaxserve.server.schemas.response_items import listed
+from jaxserve.server.schemas.responses import ResponsesRequest
 from jaxserve.types import InvalidRequestError
 
+CHATS = msgspec.json.Decoder(ChatRequest)
 USER = b'"messages":[{"role":"user","content":"hi"}]'
 
 
@@ -41,7 +47,7 @@ def read(data: bytes) -> bytes:
         body = pieces.pop(0)
         return {"type": "http.request", "body": body, "more_body": bool(pieces)}
 
-    return asyncio.run(read_bytes(Request({"type": "http", "headers": []}, receive)))
+    return asyncio.run(receive_body(Request({"type": "http", "headers": []}, receive))).whole()
 
 
 def error_of(data: bytes) -> APIError:
@@ -315,3 +321,68 @@ def test_accounts_of_keyless_servers_count_nothing():
     accounts = Accounts(10)
     with accounts.hold(None, 5, 2), accounts.hold(None, 5, 2):
         assert not accounts._counts._counts
+
+
+DATA = base64.b64encode(bytes(range(256)) * 8_000).decode()  # 2.7 MB
+URL = f"data:image/png;base64,{DATA}"
+PICTURE = {"type": "image_url", "image_url": {"url": URL}}
+
+
+def ask(body: dict, decoder: msgspec.json.Decoder, size: int = 60_000):
+    """The decoded body, which comes in pieces of so many bytes; 0: the second one begins with the first data."""
+    data = json.dumps(body, ensure_ascii=False).encode()
+    size = size or min(data.index(start) for start in (DATA[:99].encode(), URL[:99].encode()) if start in data)
+    pieces = [data[at : at + size] for at in range(0, len(data), size)]
+
+    async def receive():
+        body = pieces.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(pieces)}
+
+    headers = [(b"content-type", b"application/json")]
+    return asyncio.run(read_body(Request({"type": "http", "headers": headers}, receive), decoder))
+
+
+@pytest.mark.parametrize("size", [50_000, 0, 131_071, 10**7])
+def test_long_pictures_stay_in_pieces(size):
+    chat = ask({"messages": [{"role": "user", "content": ["\\\\", PICTURE, "x", PICTURE]}]}, CHATS, size)
+    assert [whole(source.url) for source in chat.conversation().pictures] == [URL] * 2
+    assert any(len(one.url) < len(URL) for one in chat.conversation().pictures)
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": URL}]}
+    response = ask({"input": [item]}, msgspec.json.Decoder(ResponsesRequest), size)
+    assert json.loads(to_json(listed(response.items)))[0]["content"] == item["content"]
+    source = {"type": "base64", "media_type": "image/webp", "data": DATA}
+    claude = ask(
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], "max_tokens": 1},
+        msgspec.json.Decoder(MessagesRequest), size,
+    )  # fmt: skip
+    (block,) = claude.messages[0].content
+    assert whole(block.source.data) == DATA
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        URL,
+        [{"type": "text", "text": URL}],
+        [PICTURE, {"type": "text", "text": DATA}],
+        [{"type": "text", "text": "é" * 10**6}],
+        [{"type": "text", "text": DATA + '"' + DATA}],
+    ],
+    ids=["data URL", "part", "beside a picture", "not ASCII", "escape"],
+)
+def test_long_texts_come_whole(content):
+    chat = ask({"messages": [{"role": "user", "content": content}]}, CHATS)
+    assert msgspec.json.decode(to_json(chat.messages[0].content)) == msgspec.json.decode(
+        to_json(msgspec.convert(content, str | list[Part]))
+    )
+
+
+def test_arguments_of_calls_come_whole():
+    call = {"function": {"name": "show", "arguments": {"url": URL}}}
+    (message,) = ask({"messages": [{"role": "assistant", "tool_calls": [call]}]}, CHATS).messages
+    assert message.tool_calls[0].function.arguments == {"url": URL}
+
+
+def test_a_long_form_is_refused_though_it_is_one_string():
+    with pytest.raises(APIError, match="at most 262144 are allowed"):
+        ask({"messages": [{"role": "user", "content": "hi"}], "metadata": {"x": DATA}}, CHATS)

@@ -18,7 +18,7 @@ from serving import running_server
 from jaxserve import LLM, SamplingParams
 from jaxserve.limits import MAX_IMAGE_PIXELS
 from jaxserve.server.images import workers
-from jaxserve.server.images.sources import Source
+from jaxserve.server.images.sources import File, Source
 from jaxserve.types import ImageTokens, InvalidRequestError
 
 pytestmark = pytest.mark.compiles
@@ -51,6 +51,7 @@ def data_url(data: bytes, kind: str = "png") -> str:
 
 
 FIRST = file_of(0, (33, 21))
+FILE = File([FIRST], in_base64=False)
 SECOND = file_of(1, (40, 48))
 
 
@@ -164,10 +165,10 @@ def test_a_picture_that_takes_too_long(folder, monkeypatch):
     source = Source("", "auto", "messages[0]")
     monkeypatch.setattr(workers, "SECONDS", 0.001)
     with pytest.raises(InvalidRequestError, match=r"messages\[0\].*takes more than 0.001 seconds") as refused:
-        asyncio.run(reading.process(FIRST, source))
+        asyncio.run(reading.process(FILE, source))
     assert refused.value.code == "invalid_image"
     monkeypatch.undo()
-    assert asyncio.run(reading.process(FIRST, source)).grid == (1, 8, 6)
+    assert asyncio.run(reading.process(FILE, source)).grid == (1, 8, 6)
     reading.close()
 
 

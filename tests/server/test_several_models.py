@@ -261,6 +261,32 @@ def test_triton_s_endpoints(server):
         assert what in answer.json()["error"]
 
 
+def test_ollama_s_endpoints(server):
+    """A name finds its model with and without a tag; keep_alive is that of the model; nothing else starts one."""
+
+    def post(path: str, **body) -> httpx.Response:
+        return httpx.post(f"{server.url}/api/{path}", json={"stream": False} | body, timeout=60)
+
+    def listed(path: str) -> dict[str, str | None]:
+        entries = httpx.get(f"{server.url}/api/{path}").json()["models"]
+        return {entry["name"]: entry.get("expires_at") for entry in entries}
+
+    asked = {"prompt": "a", "raw": True, "options": {"num_predict": 2}}
+    assert post("generate", model="m-1:latest", keep_alive=-1, **asked).status_code == 200
+    assert set(listed("tags")) == {f"m-{number}:latest" for number in range(4)}
+    assert listed("ps")["m-1:latest"].startswith("9999")
+    before = set(listed("ps"))
+    assert post("pull", model="m-2").json() == {"status": "success"}
+    assert set(listed("ps")) == before
+    for path in ("generate", "pull"):
+        answer = post(path, model="m-9")
+        assert answer.status_code == 404
+        assert "'m-9' does not exist; this server has 'm-0'" in answer.json()["error"]
+    assert post("show", name="m-1").json()["details"]["format"]
+    assert post("generate", model="m-1", keep_alive=0, **asked).status_code == 200
+    wait_until(lambda: "m-1:latest" not in listed("ps"))
+
+
 @pytest.mark.slow
 def test_tritonclient_controls_models(server):
     client_library = pytest.importorskip("tritonclient.http")

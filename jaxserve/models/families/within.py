@@ -26,12 +26,10 @@ from jaxserve.models.families.mistral import read_mistral
 from jaxserve.models.families.mistral4 import MISTRAL4_NAMES, read_mistral4
 from jaxserve.models.families.qwen2 import FAMILY as QWEN2_FAMILY
 from jaxserve.models.families.qwen3 import FAMILY as QWEN3
-from jaxserve.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from jaxserve.models.sources import Names
 from jaxserve.models.spec import ModelConfig
 from jaxserve.models.vision import moonvit
 from jaxserve.models.vision.gemma import eyes_gemma3, eyes_gemma4, eyes_unified
-from jaxserve.models.vision.internvl import eyes_internvl
 from jaxserve.models.vision.llama4 import eyes_llama4
 from jaxserve.models.vision.llava import eyes_onevision
 from jaxserve.models.vision.pixtral import eyes_lighton, eyes_llava, eyes_mistral3
@@ -303,19 +301,6 @@ FAMILIES = (
         LLAMA4.names,
         by_text(False),
         sees=eyes_llama4,
-    ),
-    family_within(
-        "internvl",
-        "InternVLForConditionalGeneration",
-        {
-            "qwen2": Text(QWEN2_FAMILY.read_config, QWEN2),
-            "qwen3": Text(QWEN3.read_config, QWEN2),
-            "qwen3_moe": Text(QWEN3_MOE.read_config),
-            "llama": Text(LLAMA.read_config),
-        },
-        QWEN3_MOE.names,
-        by_text(False),
-        sees=eyes_internvl,
     ),
     family_within(
         "llava onevision",

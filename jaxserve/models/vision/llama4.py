@@ -14,7 +14,7 @@ from jaxserve.types import ImageTokens
 
 IMAGE_TOKEN = 200092
 TEXTS = {
-    "place": "<|image|>", "begin": "<|image_start|>", "beside": "<|tile_x_separator|>", "below": "<|tile_y_separator|>",
+    "begin": "<|image_start|>", "beside": "<|tile_x_separator|>", "below": "<|tile_y_separator|>",
     "end": "<|image_end|>",
 }  # fmt: skip
 _LAYER = "vision_model.model.layers.{i}"
@@ -43,7 +43,9 @@ def eyes_llama4(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelCon
     """The language model with the encoder of a `vision_config`."""
     encoder = _read(vision, config.hidden_size)
     token = hf.take("image_token_index", None) or hf.take("image_token_id", IMAGE_TOKEN)
-    tokens = ImageTokens(token, encoder.patch_shape[-1], encoder.side, layout="tiles", texts=TEXTS)
+    tokens = ImageTokens(
+        token, encoder.patch_shape[-1], encoder.side, layout="tiles", texts=TEXTS, placeholder="<|image|>"
+    )
     return replace(config, vision=VisionConfig(encoder=encoder, tokens=tokens, names=_NAMES))
 
 
