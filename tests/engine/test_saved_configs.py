@@ -35,7 +35,6 @@ PUBLISHED = {
 }
 OWN_CODE = {
     "InternLM3ForCausalLM",
-    "InternVLChatModel",
     "MiniCPMForCausalLM",
 }  # repositories bring the code; transformers has none
 LAYERS = 6
