@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -43,7 +43,8 @@ async def create_response(http: HTTPRequest) -> Response:
     reader = _conversation(state, body, owner)
     tools = body.tool_map()
     chat = body.to_chat(reader.messages, tools)
-    run = await run_until_disconnect(http.receive, prepare(state, http, chat, form_field="text"))
+    with _about_input():
+        run = await run_until_disconnect(http.receive, prepare(state, http, chat, form_field="text"))
     writer = ResponseWriter(body, body.model or state.settings.model_name, run.tokenizer, tools)
     items = b"" if body.store is False else to_json(listed(body.items))
     work = _Work(state, run, writer, reader.messages, items, owner)
@@ -57,6 +58,17 @@ async def create_response(http: HTTPRequest) -> Response:
     return noticed(_json(writer.encoded()), notices)
 
 
+@contextlib.contextmanager
+def _about_input() -> Iterator[None]:
+    """Errors about the messages of a chat name the field that these were made of."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise
+
+
 async def count_input_tokens(http: HTTPRequest) -> Response:
     """POST /v1/responses/input_tokens: the number of tokens in a response's prompt."""
     state = state_of(http)
@@ -66,7 +78,8 @@ async def count_input_tokens(http: HTTPRequest) -> Response:
     reader = _conversation(state, body, key_of(http))
     tools = body.tool_map()
     chat = body.to_chat(reader.messages, tools)
-    chat.check()
+    with _about_input():
+        chat.check()
     prompt = chat.conversation()
     ids = await state.text_work(http, lambda: encode_chat(tokenizer, info, prompt, chat.truncate_prompt_tokens))
     answer = {"object": "response.input_tokens", "input_tokens": len(ids)}

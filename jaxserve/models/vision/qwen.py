@@ -165,7 +165,7 @@ def on_grid(
 ) -> ModelConfig:
     """The language model with eyes, whose pictures lie on a grid of positions. `video` and `per_second` are fields of
     VideoTokens. Where the config does not say: `usual` are its sections of channels, and whether they alternate;
-    `token` stands for pictures."""
+    `token` stands for pictures, and the next one for videos."""
     sections, alternate = usual
     text = hf.take("text_config", None) or hf.values
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -180,13 +180,13 @@ def on_grid(
             f"{config.hidden_size}"
         )
     ropes = {name: replace(own, sections=sections, sections_alternate=alternate)}
-    place = hf.values.get("video_token_id")
+    place = hf.values.get("video_token_id", token + 1)
     tokens = ImageTokens(
         hf.take("image_token_id", token),
         encoder.patch_shape[-1],
         encoder.side,
         has_three_positions=True,
-        video=VideoTokens(place, video, per_second) if isinstance(place, int) else None,
+        video=VideoTokens(place, video, per_second) if place in range(config.vocab_size) else None,
     )
     vision = VisionConfig(encoder=encoder, tokens=tokens, names=names)
     return replace(config, ropes=ropes, vision=vision)
@@ -207,4 +207,4 @@ def eyes_3(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
 
 
 def eyes_3_5(hf: HFConfig, vision: HFConfig, config: ModelConfig) -> ModelConfig:
-    return on_grid(hf, config, read_qwen3(vision, ()), _NAMES_3, ((11, 11, 10), True), _VIDEO_3)
+    return on_grid(hf, config, read_qwen3(vision, ()), _NAMES_3, ((11, 11, 10), True), _VIDEO_3, token=248056)
