@@ -815,7 +815,7 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
     if ("embed" in name and "out" not in name) or "wte" in name:
         return 0.0, case.embed or (0.4 * shape[1] ** -0.5 if tied else 1.0)
     fan_in = shape[0] if transposed else shape[1]
-    if "_adapter" in name:  # two matrices beside another one
+    if "_adapter_list" in name:  # two matrices beside another one
         return 0.0, 0.7 * fan_in**-0.5
     heads = ("lm_head", "embed_out")
     return 0.0, (case.gain if any(part in name for part in heads) else 1.5) * fan_in**-0.5
