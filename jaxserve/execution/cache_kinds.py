@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import ConfigError
@@ -120,7 +121,9 @@ class KeysAndValues:
         if num_shards(mesh, "cached_tokens") > 1:
             attend = partial(token_shares.attend, ops, axis=CACHED_TOKENS)
         attend = partial(attend, **options, eps=layer.norm_eps, dtype=dtype, decode_only=decode_only)
-        attend = partial(_in_own_shape, attend, self.in_parts) if self.mixed else attend
+        if self.mixed:
+            in_order = _in_order if mesh.devices.flat[0].platform == "cpu" else _as_it_is
+            attend = partial(_in_own_shape, attend, self.in_parts, in_order)
         return _on_each_device(attend, heads, self._spec_of(heads), pages, self.specs, where, mesh)
 
     def write(
@@ -352,15 +355,33 @@ def _beside_index_keys(
 
 
 def _in_own_shape(
-    attend: Callable, in_parts: bool, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple, first_page: jax.Array
+    attend: Callable,
+    in_parts: bool,
+    in_order: Callable[[jax.Array], jax.Array],
+    heads: Heads,
+    pages: KVPages,
+    slots: jax.Array,
+    rows: tuple,
+    first_page: jax.Array,
 ) -> tuple[jax.Array, KVPages]:
-    """Calls `attend` with the pages in the shape of the layer's own heads."""
+    """Calls `attend` with the pages in the shape of the layer's own heads. in_order: what is done to each shape."""
     whole = pages.data
     kv_heads, dim = heads.qkv.sums.shape[2], heads.qkv.sums.shape[4]
     if in_parts:
         kv_heads, dim = kv_heads * -(-dim // whole.shape[4]), whole.shape[4]
-    out, pages = attend(heads, KVPages(whole.reshape(-1, 2, kv_heads, whole.shape[3], dim)), slots, rows, first_page)
-    return out, KVPages(pages.data.reshape(whole.shape))
+    own = in_order(whole.reshape(-1, 2, kv_heads, whole.shape[3], dim))
+    out, pages = attend(heads, KVPages(own), slots, rows, first_page)
+    return out, KVPages(in_order(pages.data.reshape(whole.shape)))
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """x with its axes in memory in their order. XLA on CPU else chooses another order for axes of size 1, and copies
+    all pages between the shapes of layers whose heads differ."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _on_each_device(

@@ -121,6 +121,14 @@ def test_an_indexer_s_keys_are_updated_in_place(bucket, model_folders):
     assert copies(compiled, keys.size // 2) == []
 
 
+@pytest.mark.parametrize("bucket", [0, -1])
+def test_pages_of_layers_whose_heads_differ_are_updated_in_place(bucket, model_folders):
+    sizes: Any = {"max_num_seqs": 5, "max_num_batched_tokens": 72, "kv_pages": PAGES}
+    engine = Engine.load(EngineConfig(model=str(model_folders("gemma4_sharing")), **sizes), progress=False)
+    compiled = compile_as_the_runner_does(engine.runner, engine.shapes[bucket])
+    assert copies(compiled, engine.runner.cache[0].data.size // 2) == []
+
+
 def test_a_copy_would_be_found():
     """The same write into an array that is not donated has to copy it, and the search above sees that."""
     pages = KVPages(jnp.zeros((PAGES, 2, 2, 16, 16)))
