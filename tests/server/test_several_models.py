@@ -430,6 +430,8 @@ def test_random_requests_while_engines_are_killed(tmp_path):
                 assert response.headers["Retry-After"]
                 seen[response.json()["error"]["code"]] += 1
 
+        assert number_of(ask(server, "m-0")) == 0
+        limit = server.metric("models_memory_limit_bytes")
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(one, number) for number in names]
             while not all(request.done() for request in asked):
@@ -437,7 +439,7 @@ def test_random_requests_while_engines_are_killed(tmp_path):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 used = sum(server.metric("model_memory_bytes", f"m-{number}") for number in range(12))
-                most = max(most, used / server.metric("models_memory_limit_bytes"))
+                most = max(most, used / limit)
                 time.sleep(2)
             for request in asked:
                 request.result()
