@@ -184,7 +184,7 @@ def _judge_pages(
         values = values * np.asarray(written.scale)[at][..., None]
     allowed = tolerance(dtype, EPSILONS) + CODES.get(found.dtype.name, 0.0)
     yield _compare("keys and values", values, new[kept], allowed)
-    for name, after, was in zip(("pages", "scales"), written, before, strict=True):
+    for name, after, was in zip(("pages", "scales"), written[:2], before[:2], strict=True):
         if after is not None and was is not None:
             mask = np.ones(was.shape[:4], bool)
             mask[at] = False

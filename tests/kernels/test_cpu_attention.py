@@ -144,7 +144,7 @@ def test_the_write_is_that_of_plain_xla(dtype, kv_dtype, head_dim, page_dim):
     arguments = KVPages(data, scale), k, v, slots, jnp.int32(2)
     found = jax.jit(attention.write_kv)(*arguments)
     expected = jax.jit(kv_write.write_kv)(*arguments)
-    for mine, plain, before in zip(found, expected, (data, scale), strict=True):
+    for mine, plain, before in zip(found[:2], expected[:2], (data, scale), strict=True):
         if before is None:
             assert mine is None
             continue
