@@ -331,7 +331,7 @@ def test_write_changes_the_slots_and_nothing_else(dtype, page_size, head_dim, pa
 def test_write_of_padding_only_changes_nothing():
     old = np.arange(2 * 2 * 16 * 64, dtype=np.float32).reshape(2, 2, 1, 16, 64)
     new = np.ones((3, 1, 64), np.float32)
-    data, _ = interpreted(kv_write_tpu.write_kv, KVPages(jnp.asarray(old)), new, new, np.full(3, -1, np.int32))
+    data, *_ = interpreted(kv_write_tpu.write_kv, KVPages(jnp.asarray(old)), new, new, np.full(3, -1, np.int32))
     np.testing.assert_array_equal(np.asarray(data), old)
 
 
