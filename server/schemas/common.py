@@ -114,6 +114,20 @@ Prompt = Annotated[
 ]
 
 
+class SamplingOptions(msgspec.Struct, kw_only=True):
+    """The parameters of sampling that llama.cpp and Ollama call alike. None stands for the default."""
+
+    temperature: limits.Temperature | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.Fraction | None = None
+    min_p: limits.Fraction | None = None
+    seed: limits.Seed | None = None
+    stop: Stop | None = None
+    repeat_penalty: limits.RepetitionPenalty | None = None
+    presence_penalty: limits.Penalty | None = None
+    frequency_penalty: limits.Penalty | None = None
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

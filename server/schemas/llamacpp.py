@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve import limits
-from jaxserve.server.schemas.common import CompletionRequest, GrammarText, Stop
+from jaxserve.server.schemas.common import CompletionRequest, GrammarText, SamplingOptions
 from jaxserve.server.schemas.response_format import JSON_SCHEMA
 from jaxserve.types import InvalidRequestError
 
@@ -47,22 +47,13 @@ Prediction = Annotated[int, Meta(ge=-2, le=limits.MAX_INT, description="-1, -2: 
 Milliseconds = Annotated[float, Meta(ge=0)]
 
 
-class LlamaFields(msgspec.Struct, kw_only=True):
+class LlamaFields(SamplingOptions, kw_only=True):
     """The fields that /completion and /infill have in common. None stands for the default."""
 
     model: str | None = None
     stream: bool | None = None
     n_predict: Prediction | None = None
     n_cmpl: limits.Count | None = None
-    temperature: limits.Temperature | None = None
-    top_k: limits.TopK | None = None
-    top_p: limits.Fraction | None = None
-    min_p: limits.Fraction | None = None
-    seed: limits.Seed | None = None
-    stop: Stop | None = None
-    repeat_penalty: limits.RepetitionPenalty | None = None
-    presence_penalty: limits.Penalty | None = None
-    frequency_penalty: limits.Penalty | None = None
     ignore_eos: bool = False
     logit_bias: Biases | None = None
     grammar: GrammarText | None = None

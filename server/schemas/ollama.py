@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from jaxserve import limits
 from jaxserve.server.schemas.chat import ChatRequest, ImageURL, Message, Part, ToolCall, Tools
-from jaxserve.server.schemas.common import CompletionRequest, PositiveTokens, Stop, TokenId
+from jaxserve.server.schemas.common import CompletionRequest, PositiveTokens, SamplingOptions, TokenId
 from jaxserve.server.schemas.foreign_fields import PENALTIES
 from jaxserve.types import InvalidRequestError
 
@@ -35,21 +35,12 @@ Context = Annotated[list[TokenId], Meta(description="That of an earlier answer, 
 Images = Annotated[list[str], Meta(description="Pictures in base64")]
 
 
-class OllamaOptions(msgspec.Struct, kw_only=True):
+class OllamaOptions(SamplingOptions, kw_only=True):
     """Ollama's options. Those that only say how a model is loaded, such as num_gpu, have no effect. Of the last ones,
     values that ask for nothing are accepted."""
 
     num_ctx: Annotated[PositiveTokens, Meta(description="Most tokens of prompt and answer together")] | None = None
     num_predict: Prediction | None = None
-    temperature: limits.Temperature | None = None
-    top_k: limits.TopK | None = None
-    top_p: limits.Fraction | None = None
-    min_p: limits.Fraction | None = None
-    seed: limits.Seed | None = None
-    stop: Stop | None = None
-    repeat_penalty: limits.RepetitionPenalty | None = None
-    presence_penalty: limits.Penalty | None = None
-    frequency_penalty: limits.Penalty | None = None
     penalize_newline: bool | None = None
     repeat_last_n: int | None = None
     typical_p: float | None = None

@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +225,19 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     return content
 
 
-def main() -> None:
+def main(
+    record: Callable[[str, Path], dict[str, np.ndarray]] = record,
+    names: Iterable[str] = picture_prompts.PROCESSORS,
+    file: str = "{}.npz",
+) -> None:
+    """Records the named cases of the command line, or all. file: the form of their files' names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="all, if none is named")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for name in parser.parse_args().cases or picture_prompts.PROCESSORS:
+    for name in parser.parse_args().cases or names:
         with tempfile.TemporaryDirectory() as folder:
-            np.savez_compressed(HERE / "images" / f"{name}.npz", **record(name, Path(folder)))
+            np.savez_compressed(HERE / "images" / file.format(name), **record(name, Path(folder)))
 
 
 if __name__ == "__main__":

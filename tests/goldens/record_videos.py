@@ -3,17 +3,14 @@
 Needs torch and torchvision; see README.md beside this file.
 """
 
-import argparse
 import inspect
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from record import SEEDS, SMALLEST_MARGIN, load
-from record_images import HERE, TOKENS, picture_prompts, tiny_models
+from record_images import TOKENS, main, picture_prompts, tiny_models
 from transformers import Glm4vProcessor, Glm46VProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.glm46v.video_processing_glm46v import Glm46VVideoProcessor
@@ -97,15 +94,5 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", help="all, if none is named")
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    for name in parser.parse_args().cases or picture_prompts.VIDEOS:
-        with tempfile.TemporaryDirectory() as folder:
-            np.savez_compressed(HERE / "images" / f"video_{name}.npz", **record(name, Path(folder)))
-
-
 if __name__ == "__main__":
-    main()
+    main(record, picture_prompts.VIDEOS, "video_{}.npz")
