@@ -19,7 +19,16 @@ from jaxserve.server.endpoints.openapi import ModelFacts, openapi_document
 from jaxserve.server.http.counts import STREAMS
 from jaxserve.server.http.errors import APIError, own_path
 from jaxserve.server.http.keys import ApiKey, find_key
-from jaxserve.server.http.state import ServerState, fit_text, read_body, require_json, state_of, to_json
+from jaxserve.server.http.state import (
+    ServerState,
+    fit_text,
+    key_of,
+    models_of,
+    read_body,
+    require_json,
+    state_of,
+    to_json,
+)
 from jaxserve.server.schemas.chat import Conversation, TokenizeRequest
 from jaxserve.server.schemas.common import DetokenizeRequest
 from jaxserve.text.fill_in_middle import marker_ids
@@ -34,11 +43,17 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(to_json(value), status, media_type="application/json")
 
 
+def _names(http: Request) -> list[str]:
+    """The names of all models that a request's key may use."""
+    models = models_of(http)
+    listed = models.listed(key_of(http))
+    return [name for one in listed for name in (one.name, *one.aliases, *models.adapters_of(one.name))]
+
+
 async def root(http: Request) -> Response:
     """GET /v1: what is here, for who tries the base URL of a client in a browser."""
-    state = state_of(http)
-    names = [*state.settings.model_names, *state.client.adapters]
-    return _json({"server": "jaxserve", "version": __version__, "models": names, "description": "/openapi.json"})
+    about = {"server": "jaxserve", "version": __version__, "models": _names(http), "description": "/openapi.json"}
+    return _json(about)
 
 
 async def list_models(http: Request) -> Response:
@@ -272,7 +287,7 @@ async def openapi(http: Request) -> Response:
         ends = {*tokenizer.eos_token_ids, *info.eos_token_ids}
         fills_in = marker_ids(tokenizer) is not None
         model = ModelFacts(info.vocab_size, info.max_model_len, len(ends), fills_in, info.task)
-    names = [*state.settings.model_names, *state.client.adapters]
+    names = _names(http)
     own_templates = state.settings.trust_request_chat_template
     document = openapi_document(__version__, names, model, own_templates, has_files=state.files is not None)
     if state.settings.root_path:

@@ -30,6 +30,7 @@ from jaxserve.server.schemas.ollama import (
 )
 from jaxserve.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.schemas.responses import InputTokensRequest, ResponsesRequest
+from jaxserve.server.schemas.triton import IndexRequest, LoadRequest, UnloadRequest, generate_schemas
 from jaxserve.server.schemas.weights import UpdateWeightsRequest
 
 _POSTS = {
@@ -48,6 +49,7 @@ _POSTS = {
     "/completion": (LlamaCompletionRequest, "Continue a prompt, in llama.cpp's shape"),
     "/infill": (InfillRequest, "Write the text between two others, in llama.cpp's shape"),
     "/apply-template": (ChatRequest, "The text of a conversation's prompt"),
+    "/v2/repository/index": (IndexRequest, "The models and their states, in Triton's shape"),
 }
 # Of servers with a folder for files.
 _BATCH_POSTS = {"/v1/batches": (BatchRequest, "Answer a file of requests when there is time")}
@@ -55,8 +57,11 @@ _ADMIN_POSTS = {
     "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter (admin)"),
     "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter (admin)"),
     "/update_weights": (UpdateWeightsRequest, "Replace the model's weights (admin)"),
+    "/update_weights_from_disk": (UpdateWeightsRequest, "The same, by SGLang's name (admin)"),
+    "/v2/repository/models/{name}/load": (LoadRequest, "Start a model, in Triton's shape (admin)"),
+    "/v2/repository/models/{name}/unload": (UnloadRequest, "Stop a model, in Triton's shape (admin)"),
 }
-# Of models that do not generate, by `Ready.task`.
+# Of models that do not generate, by `Ready.task`; of all of them where it is not known.
 _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
     "embed": {
         "/v1/embeddings": (EmbeddingRequest, "Embeddings of texts or tokens"),
@@ -65,30 +70,72 @@ _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
     },
     "score": {
         "/v1/score": (ScoreRequest, "How well pairs of texts fit each other"),
+        "/score": (ScoreRequest, "The same, for clients without /v1"),
         "/v1/rerank": (RerankRequest, "Documents in the order in which they fit a query"),
+        "/rerank": (RerankRequest, "The same, for clients without /v1"),
         "/v2/rerank": (RerankRequest, "The same, in Cohere's shape"),
     },
 }
 _GETS = {
     "/v1": "What is here",
     "/v1/models": "The models that are served",
+    "/v1/models/{name}": "One of them",
     "/models": "The same, for clients without /v1",
     "/api/tags": "The models that are served, in Ollama's shape",
     "/api/ps": "The models that are loaded, in Ollama's shape",
     "/api/version": "The version of Ollama's API",
     "/props": "Facts about the model, in llama.cpp's shape",
     "/slots": "Places in the batch, in llama.cpp's shape",
+    "/v1/responses/{id}": "A stored response",
+    "/v1/responses/{id}/input_items": "The items of a stored response's input",
+    "/v2": "What is here, in Triton's shape",
+    "/v2/health/live": "Whether the server is alive, for Triton's clients",
+    "/v2/health/ready": "Whether requests are served, for Triton's clients",
     "/load": "How many requests are being answered",
     "/server_info": "What is served, and with which settings",
     "/tokenizer_info": "What a client that tokenizes has to know",
     "/health": "Whether the server is alive",
     "/ping": "The same",
     "/ready": "Whether requests are served",
+    "/is_sleeping": "Whether the model sleeps (admin)",
     "/version": "The server's version",
     "/metrics": "Prometheus metrics",
     "/pool": "Who owns which KV page",
     "/openapi.json": "This document",
     "/docs": "This document as a page",
+}
+
+
+# Those that neither take a body nor are to get.
+_OTHERS = {
+    "/ping": ("post", "The same as GET"),
+    "/profile": ("post", "Trace the next steps (admin)"),
+    "/reset_prefix_cache": ("post", "Forget earlier prompts (admin)"),
+    "/sleep": ("post", "Free the devices' memory (admin)"),
+    "/wake_up": ("post", "Serve requests again (admin)"),
+    "/v1/responses/{id}": ("delete", "Forget a stored response"),
+    "/v1/responses/{id}/cancel": ("post", "Stop a response that is made in the background"),
+}
+# Of one of Triton's models, behind its name or its version.
+_OF_MODEL = {
+    "": ("get", "A model's inputs and outputs, in Triton's shape"),
+    "/ready": ("get", "Whether a model is in memory, for Triton's clients"),
+    "/config": ("get", "A model's configuration, in Triton's shape"),
+    "/generate": ("post", "Continue a text, in Triton's shape"),
+    "/generate_stream": ("post", "The same in server-sent events"),
+}
+# Parameters of a path's query.
+_QUERIES: dict[str, dict[str, dict[str, Any]]] = {
+    "/profile": {"steps": {"type": "integer", "minimum": 1, "maximum": 10_000}},
+    "/sleep": {
+        "level": {"enum": [1, 2]},
+        "mode": {"enum": ["wait", "abort"]},
+        "timeout": {"type": "integer", "minimum": 0, "maximum": 3600},
+    },
+}
+_ANSWERS = {
+    "200": {"description": "The answer"},
+    "default": {"description": "An error, in the shape of the API that the path belongs to"},
 }
 
 
@@ -100,7 +147,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
       max_model_len: a prompt has fewer tokens than this.
       num_end_ids: number of the model's end-of-sequence ids, which count towards MAX_STOP_TOKENS.
       fills_in: its tokenizer has markers to fill in the middle, so that completions may have a suffix.
-      task: what the model is for. The endpoints of models that embed or score are described for such models only.
+      task: what the model is for. The endpoints of models that embed or score are not described for others.
     """
 
     vocab_size: int
@@ -113,12 +160,15 @@ class ModelFacts(msgspec.Struct, frozen=True):
 def openapi_document(
     version: str, names: Sequence[str], model: ModelFacts | None, own_templates: bool = False, has_files: bool = False
 ) -> dict[str, Any]:
-    """The document of /openapi.json for a model with these names; without its bounds if `model` is None.
+    """The document of /openapi.json for a model with these names. If `model` is None, as with several models, bounds
+    that depend on it are missing, and all models' endpoints are described.
 
     `own_templates`: requests may bring a chat template. `has_files`: files and batches are served.
     """
-    posts = _POSTS | _POOLING_POSTS.get(model.task if model else "generate", {}) | _ADMIN_POSTS
-    posts |= _BATCH_POSTS if has_files else {}
+    of_tasks = _POOLING_POSTS.values() if model is None else [_POOLING_POSTS.get(model.task, {})]
+    posts = _POSTS | _ADMIN_POSTS | (_BATCH_POSTS if has_files else {})
+    for of_task in of_tasks:
+        posts |= of_task
     types = [body for body, _ in posts.values()]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for name, rules in RULES.items():
@@ -149,50 +199,29 @@ def openapi_document(
         components["CompletionRequest"]["properties"]["suffix"] = {
             "enum": [None, ""], "description": "Needs a model that fills in the middle"
         }  # fmt: skip
+    components |= generate_schemas(components["CompletionRequest"])
     components = {name: _with_bounds(schema, model) for name, schema in components.items()}
-    answers = {"200": {"description": "The answer"}, "default": {"description": "An error, in OpenAI's shape"}}
-    paths: dict[str, Any] = {
-        path: {"get": {"summary": summary, "responses": answers}} for path, summary in _GETS.items()
-    }
-    for (path, (_, summary)), reference in zip(posts.items(), references, strict=True):
-        body = {"required": True, "content": {"application/json": {"schema": reference}}}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": answers}}
-    either = {"anyOf": [references[1], references[0]]}
-    llama = {"anyOf": [references[list(posts).index("/completion")], references[0]]}
-    paths["/completions"] = {
-        "post": {
-            "summary": "llama.cpp's /completion, or /v1/completions by fields such as max_tokens",
-            "requestBody": {"required": True, "content": {"application/json": {"schema": llama}}},
-            "responses": answers,
-        }
-    }
-    paths["/invocations"] = {
-        "post": {
-            "summary": "A chat completion, or a completion, by its body",
-            "requestBody": {"required": True, "content": {"application/json": {"schema": either}}},
-            "responses": answers,
-        }
-    }
-    steps = {"name": "steps", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}}
-    paths["/profile"] = {"post": {"summary": "Trace the next steps", "parameters": [steps], "responses": answers}}
-    name_of_response = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/responses/{id}"] = {
-        "parameters": [name_of_response],
-        "get": {"summary": "A stored response", "responses": answers},
-        "delete": {"summary": "Forget a stored response", "responses": answers},
-    }
-    paths["/v1/responses/{id}/input_items"] = {
-        "parameters": [name_of_response],
-        "get": {"summary": "The items of a stored response's input", "responses": answers},
-    }
-    paths["/v1/responses/{id}/cancel"] = {
-        "parameters": [name_of_response],
-        "post": {"summary": "Stop a response that is made in the background", "responses": answers},
-    }
+    bodies = dict(zip(posts, references, strict=True))
+    either = {"anyOf": [bodies["/v1/chat/completions"], bodies["/v1/completions"]]}
+    llama = {"anyOf": [bodies["/completion"], bodies["/v1/completions"]]}
+    of_generate = {"$ref": "#/components/schemas/GenerateRequest"}
+    operations = [
+        *((path, "get", summary, None) for path, summary in _GETS.items()),
+        *((path, method, summary, None) for path, (method, summary) in _OTHERS.items()),
+        *((path, "post", summary, bodies[path]) for path, (_, summary) in posts.items()),
+        *(
+            (f"/v2/models/{{name}}{version}{end}", method, summary, of_generate if method == "post" else None)
+            for version in ("", "/versions/{version}")
+            for end, (method, summary) in _OF_MODEL.items()
+        ),
+        ("/completions", "post", "llama.cpp's /completion, or /v1/completions by fields such as max_tokens", llama),
+        ("/invocations", "post", "A chat completion, or a completion, by its body", either),
+    ]
+    paths: dict[str, Any] = {}
+    for path, method, summary, body in operations:
+        _describe(paths, path, method, summary, body and {"application/json": {"schema": body}})
     if has_files:
-        paths["/v1/batches"]["get"] = {"summary": "The batches of this key", "responses": answers}
-        paths |= _file_paths(answers)
-    paths["/reset_prefix_cache"] = {"post": {"summary": "Forget earlier prompts (admin)", "responses": answers}}
+        _describe_files(paths)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},
@@ -201,13 +230,25 @@ def openapi_document(
     }
 
 
-def _harmless(field: str) -> dict[str, Any]:
-    """The values that are accepted in a field that is not served."""
-    return {"enum": [None, *NOT_SERVED[field].harmless]}
+def _describe(
+    paths: dict[str, Any], path: str, method: str, summary: str, content: dict[str, Any] | None = None
+) -> None:
+    """Adds an operation to `paths`. content: the schema of its body by media type."""
+    operations = paths.setdefault(path, {})
+    named = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    asked = [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()]
+    if named or asked:
+        operations["parameters"] = named + asked
+    operations[method] = {"summary": summary, "responses": _ANSWERS}
+    if content is not None:
+        operations[method]["requestBody"] = {"required": True, "content": content}
 
 
-def _file_paths(answers: dict[str, Any]) -> dict[str, Any]:
-    """The paths of files and batches that take no JSON."""
+def _describe_files(paths: dict[str, Any]) -> None:
+    """Adds the paths of files and batches that take no JSON."""
     form = {
         "type": "object",
         "required": ["file", "purpose"],
@@ -218,19 +259,19 @@ def _file_paths(answers: dict[str, Any]) -> dict[str, Any]:
             "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
         },
     }
-    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    named = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    _describe(paths, "/v1/files", "get", "The files of this key")
+    _describe(paths, "/v1/files", "post", "Upload a file", {"multipart/form-data": {"schema": form}})
+    _describe(paths, "/v1/files/{id}", "get", "A file")
+    _describe(paths, "/v1/files/{id}", "delete", "Delete a file")
+    _describe(paths, "/v1/files/{id}/content", "get", "The bytes of a file")
+    _describe(paths, "/v1/batches", "get", "The batches of this key")
+    _describe(paths, "/v1/batches/{id}", "get", "A batch")
+    _describe(paths, "/v1/batches/{id}/cancel", "post", "Cancel a batch")
 
-    def does(summary: str) -> dict[str, Any]:
-        return {"summary": summary, "responses": answers}
 
-    return {
-        "/v1/files": {"get": does("The files of this key"), "post": does("Upload a file") | {"requestBody": body}},
-        "/v1/files/{id}": {"parameters": named, "get": does("A file"), "delete": does("Delete a file")},
-        "/v1/files/{id}/content": {"parameters": named, "get": does("The bytes of a file")},
-        "/v1/batches/{id}": {"parameters": named, "get": does("A batch")},
-        "/v1/batches/{id}/cancel": {"parameters": named, "post": does("Cancel a batch")},
-    }
+def _harmless(field: str) -> dict[str, Any]:
+    """The values that are accepted in a field that is not served."""
+    return {"enum": [None, *NOT_SERVED[field].harmless]}
 
 
 def _with_bounds(node: Any, model: ModelFacts | None) -> Any:

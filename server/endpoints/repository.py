@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,39 +18,24 @@ from starlette.routing import Route
 from jaxserve import __version__
 from jaxserve.server.endpoints.completions import prepare_completion
 from jaxserve.server.endpoints.models import require_admin
-from jaxserve.server.http.body import receive_body
-from jaxserve.server.http.body_errors import explain
+from jaxserve.server.http.body import put_back, receive_body
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.listing import Listed
 from jaxserve.server.http.sse import EventStream, run_until_disconnect
-from jaxserve.server.http.state import key_of, models_of, state_of, to_json
+from jaxserve.server.http.state import key_of, models_of, read_body, state_of, to_json
+from jaxserve.server.images.long_strings import Cutter
 from jaxserve.server.schemas.common import CompletionRequest
+from jaxserve.server.schemas.triton import IGNORED, OTHER_NAMES, PARAMETERS, IndexRequest, LoadRequest, UnloadRequest
 from jaxserve.types import InvalidRequestError
+
+T = TypeVar("T")
 
 _VERSION = "1"  # of each model, as Triton counts them
 _STATES = {"ready": "READY", "starting": "LOADING", "waiting": "LOADING", "unloading": "UNLOADING"}
-# Names of Triton's backends for parameters of /v1/completions that have others.
-_OTHER_NAMES = {"stop_words": "stop", "random_seed": "seed"}
-_PARAMETERS = frozenset(
-    {
-        "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "bad_words", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority",
-        "skip_special_tokens", "truncate_prompt_tokens", "cache_salt",
-    }
-)  # fmt: skip
-
-
-class _Index(msgspec.Struct):
-    ready: bool = False
-
-
-class _Control(msgspec.Struct):
-    parameters: dict[str, Any] = {}
-
-
-_index_decoder = msgspec.json.Decoder(_Index)
-_control_decoder = msgspec.json.Decoder(_Control)
-_fields_decoder = msgspec.json.Decoder(dict[str, Any])
+_index_decoder = msgspec.json.Decoder(IndexRequest)
+_load_decoder = msgspec.json.Decoder(LoadRequest)
+_unload_decoder = msgspec.json.Decoder(UnloadRequest)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -65,13 +50,13 @@ def _model(http: Request) -> Listed:
     return models_of(http).find(http.path_params["name"], key_of(http))
 
 
-async def _decode(http: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
+async def _read(http: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """The body, which may be empty, and need not be declared as JSON: Triton's client does not."""
-    data = (await receive_body(http)).whole()
-    try:
-        return decoder.decode(data or b"{}")
-    except msgspec.DecodeError as error:
-        raise APIError(400, f"the body cannot be read: {error}") from None
+    received = await receive_body(http)
+    if not received.text():
+        return decoder.decode(b"{}")
+    put_back(http, received)
+    return await read_body(http, decoder, any_type=True)
 
 
 async def server_facts(http: Request) -> Response:
@@ -124,7 +109,7 @@ async def model_config(http: Request) -> Response:
 
 async def index(http: Request) -> Response:
     """POST /v2/repository/index: the models and their states; with `ready`, only those that are ready."""
-    body = await _decode(http, _index_decoder)
+    body = await _read(http, _index_decoder)
     found = models_of(http).listed(key_of(http))
     entries = [
         {"name": one.name, "version": _VERSION, "state": _STATES.get(one.state, "UNAVAILABLE"), "reason": one.reason}
@@ -136,9 +121,7 @@ async def index(http: Request) -> Response:
 async def load(http: Request) -> Response:
     """POST /v2/repository/models/{name}/load: starts a model, and answers when it is ready. Needs the admin key."""
     require_admin(http, may_be_empty=True)
-    body = await _decode(http, _control_decoder)
-    if body.parameters:
-        raise APIError(400, f"load has no parameters here, got {', '.join(body.parameters)[:256]}")
+    await _read(http, _load_decoder)
     await run_until_disconnect(http.receive, models_of(http).load(http.path_params["name"]))
     return _json({})
 
@@ -147,9 +130,7 @@ async def unload(http: Request) -> Response:
     """POST /v2/repository/models/{name}/unload: stops a model after its running requests, and answers when its memory
     is free. Needs the admin key."""
     require_admin(http, may_be_empty=True)
-    body = await _decode(http, _control_decoder)
-    if unknown := [name for name in body.parameters if name != "unload_dependents"]:
-        raise APIError(400, f"unload has the parameter unload_dependents alone, got {unknown[0][:64]!r}")
+    await _read(http, _unload_decoder)
     await run_until_disconnect(http.receive, models_of(http).unload(http.path_params["name"]))
     return _json({})
 
@@ -195,28 +176,44 @@ async def _generation(http: Request) -> _Given:
     """The body of a request to generate. Parameters are in `parameters`, as vLLM's backend has them, or beside
     `text_input`, as TensorRT-LLM's has them. Raises APIError or InvalidRequestError."""
     found = _model(http)
-    fields = await _decode(http, _fields_decoder)
-    parameters = fields.pop("parameters", {})
-    if not isinstance(parameters, dict):
-        raise InvalidRequestError(f"parameters must be an object, got {type(parameters).__name__}", "parameters")
-    fields.pop("id", None)
-    text = fields.pop("text_input", None)
-    if not isinstance(text, str):
-        raise InvalidRequestError("text_input must be a string", "text_input")
-    given = {_OTHER_NAMES.get(name, name): value for name, value in (fields | parameters).items()}
-    given.pop("stream", None)  # the path says it
-    excludes_input = given.pop("exclude_input_in_output", False)
-    if unknown := [name for name in given if name not in _PARAMETERS]:
-        allowed = ", ".join(sorted(_PARAMETERS))
+    fields = await _read(http, _fields_decoder)
+    parameters = _value(fields, "parameters", dict[str, msgspec.Raw], {})
+    text = _value(fields, "text_input", str, None)
+    if text is None:
+        raise InvalidRequestError("text_input is required: a string", "text_input")
+    given = fields | parameters
+    excludes_input = _value(given, "exclude_input_in_output", bool, False)
+    for name in IGNORED:
+        given.pop(name, None)
+    if unknown := [name for name in given if name not in PARAMETERS and name not in OTHER_NAMES]:
+        allowed = ", ".join(sorted({*PARAMETERS, *OTHER_NAMES}))
         raise InvalidRequestError(f"there is no parameter {unknown[0][:64]!r}; there are {allowed}", unknown[0][:64])
+    given = {OTHER_NAMES.get(name, name): _read_as(name, value) for name, value in given.items()}
     name = found.name if http.path_params["name"] in found.aliases else http.path_params["name"]
-    data = to_json({**given, "prompt": text, "model": name})
-    try:
-        body = _completion_decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise explain(error, data.decode()) from None
+    completion = Cutter()
+    completion.add(to_json({**given, "prompt": text, "model": name}), within=False)
+    put_back(http, completion)
+    body = await read_body(http, _completion_decoder, any_type=True)
     body.check()
-    return _Given(body, text, excludes_input is True)
+    return _Given(body, text, excludes_input)
+
+
+def _read_as(name: str, value: msgspec.Raw) -> msgspec.Raw:
+    """A parameter's value as /v1/completions has it. TensorRT-LLM's examples send empty texts for no words."""
+    if name in ("stop_words", "bad_words") and bytes(value) in (b'""', b'[""]'):
+        return msgspec.Raw(b"[]")
+    return msgspec.Raw(b"[%b]" % bytes(value)) if name == "end_id" else value
+
+
+def _value(fields: dict[str, msgspec.Raw], name: str, kind: type[T], default: T | None) -> T:
+    """Takes a field out of a body. Raises InvalidRequestError for one of another type."""
+    if (raw := fields.pop(name, None)) is None:
+        return default  # type: ignore[return-value]
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        kinds = {str: "a string", bool: "true or false"}
+        raise InvalidRequestError(f"{name} must be {kinds.get(kind, 'an object')}", name) from None
 
 
 _MODEL = "/v2/models/{name:path}"

@@ -6,7 +6,21 @@ import re
 
 import pytest
 
-from jaxserve.server.endpoints.openapi import numbers_up_to
+from jaxserve.server.endpoints.openapi import ModelFacts, numbers_up_to, openapi_document
+from jaxserve.server.http.settings import ServerSettings
+from jaxserve.server.http.state import ServerState
+from jaxserve.server.ipc.engine_client import EngineClient
+from jaxserve.server.observe.metrics import Metrics
+from jaxserve.server.process.app import build_app
+
+# Registered, and not in the document.
+NOT_DESCRIBED = {
+    ("GET", "/v1/"), ("GET", "/v1/models/"),  # the same as without the slash
+    ("POST", "/api/create"), ("POST", "/api/copy"), ("POST", "/api/push"), ("DELETE", "/api/delete"),  # refused, as are
+    ("POST", "/api/blobs/{digest}"), ("POST", "/slots/{id}"),
+    ("GET", "/v1/responses/compact"), ("POST", "/v1/responses/compact"), ("DELETE", "/v1/responses/compact"),
+    ("GET", "/"),  # a page, with its files
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("most", [0, 7, 9, 10, 42, 99, 100, 999, 1000, 12_345, 151_935])
@@ -47,3 +61,30 @@ def test_the_document_states_the_bounds(http):
     assert re.search(of("logit_bias")["propertyNames"]["pattern"], str(vocab_size - 1))
     assert not re.search(of("logit_bias")["propertyNames"]["pattern"], str(vocab_size))
     assert fields["chat_template"]["type"] == "null"
+
+
+def test_every_route_is_described():
+    """And nothing else is."""
+    state = ServerState(ServerSettings(model_names=("x",)), EngineClient(), Metrics("x"))
+    registered = {
+        (method, route.path.replace(":path}", "}"))
+        for route in build_app(state).routes
+        for method in route.methods - {"HEAD"}
+        if not route.path.startswith("/ui/")
+    }
+
+    def described(model: ModelFacts | None, has_files: bool = True) -> set[tuple[str, str]]:
+        paths = openapi_document("1", ["x"], model, has_files=has_files)["paths"]
+        methods = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+        return {one for one in methods if one[0] != "PARAMETERS"}
+
+    assert described(None) == registered - NOT_DESCRIBED
+    assert registered > NOT_DESCRIBED
+    tasks = {task: described(ModelFacts(100, 100, 1, False, task)) for task in ("generate", "embed", "score")}
+    assert set.union(*tasks.values()) == described(None)
+    assert ("POST", "/v1/embeddings") in tasks["embed"] - tasks["generate"]
+    assert ("POST", "/v1/rerank") in tasks["score"] - tasks["generate"]
+    assert {path for _, path in tasks["generate"] - described(ModelFacts(100, 100, 1, False), has_files=False)} == {
+        "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content",
+        "/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel",
+    }  # fmt: skip
