@@ -1,12 +1,14 @@
 """`jaxserve top`: a server's queue, batch, pages and latencies in the terminal, read from its /metrics and /pool.
 
-Also works for other servers whose metrics have the same names after the colon; /pool may be missing.
+Of a server with several models it shows each model's state, requests, rate and memory. Also works for other servers
+whose metrics have the same names after the colon; /pool may be missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import select
@@ -35,17 +37,29 @@ _FREE, _CACHED, _SHARED, _LISTED = range(4)  # codes of `jaxserve.scheduling.pag
 _HUES = (75, 208, 43, 176, 149, 203, 111, 180, 80, 218, 185, 141)  # owners' colours, of the terminal's 256
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_STATES = {"ready": "32", "starting": "33", "unloading": "33", "waiting": "33", "failed": "31", "unloaded": "2"}
+_BAR = 20  # columns of a bar
 
 
 @dataclass
 class Sample:
     """A server's metrics at one moment: values summed over labels, and histograms' bucket counts by upper bound. Those
-    of a phase have its name behind that of the histogram."""
+    of a phase have its name behind that of the histogram.
+
+    Attributes:
+      model: the name of the model, or of the last one of several.
+      states: of each of several models by name; empty for a server with one.
+      of_models: the values by the model's name.
+      limits: bytes that several models may take of each device.
+    """
 
     seconds: float  # time of the monotonic clock
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     model: str = "?"
+    states: dict[str, str] = field(default_factory=dict)
+    of_models: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    limits: list[float] = field(default_factory=list)
     pool: dict[str, Any] | None = None
 
 
@@ -59,12 +73,17 @@ def parse_metrics(text: str, seconds: float) -> Sample:
         name = match[1]
         labels = dict(_LABEL.findall(match[2] or ""))
         value = float(match[3])
-        sample.model = labels.get("model_name", sample.model)
+        sample.model = model = labels.get("model_name", sample.model)
         if name.endswith("_bucket"):
             name = f"{name.removesuffix('_bucket')} {labels.get('phase', '')}".rstrip()
             sample.buckets[name][float(labels["le"])] += value
         else:
             sample.values[name] += value
+            sample.of_models[model][name] += value
+        if name == "model_state" and value:
+            sample.states[model] = labels["state"]
+        if name == "models_memory_limit_bytes":
+            sample.limits.append(value)
     return sample
 
 
@@ -128,16 +147,59 @@ class View:
         """At most `height` lines for a terminal of `width` columns."""
         now = self._samples[-1]
         values = self._samples[-1].values
-        title = f"{self._style('jaxserve top', '1')}  {now.model}  {self._style(self._url, '2')}"
-        lines = [title, "", self._load(values), self._rates(width), self._cache(values), *self._speculation(values)]
-        lines += [*self._pictures(values), ""]
+        ready = list(now.states.values()).count("ready")
+        what = f"{len(now.states)} models, {ready} ready" if now.states else now.model
+        title = f"{self._style('jaxserve top', '1')}  {what}  {self._style(self._url, '2')}"
+        lines = [title, "", self._load(values), self._rates(width)]
+        lines += self._memory(now) if now.states else [self._cache(values)]
+        lines += [*self._speculation(values), *self._pictures(values), ""]
         latencies = self._latencies()
+        if now.states:
+            lines += [*self._models(now, width, rows=max(3, height - len(lines) - len(latencies) - 1)), ""]
         if now.pool and now.pool["cells"]:
             lines += self._pool(now.pool, width, rows=max(2, min(8, height - len(lines) - len(latencies) - 4)))
         lines += latencies
         if now.pool and now.pool["owners"]:
             lines += ["", *self._requests(now.pool, width)]
         return lines[:height]
+
+    def _memory(self, now: Sample) -> list[str]:
+        """What the models take of the memory that all may take, as far as that is known."""
+        if not now.limits:
+            return []
+        most = max(now.limits)
+        if len(now.limits) > 1:
+            return [f"memory      {_size(most)} of each of {len(now.limits)} devices for models"]
+        used = now.values["model_memory_bytes"]
+        return [f"memory      {_size(used)} of {_size(most)} for models   {used / most:.0%}"]
+
+    def _models(self, now: Sample, width: int, rows: int) -> list[str]:
+        """A line for each model: those that are in memory or wait first, in at most `rows` lines with the head."""
+        order = list(_STATES)
+        names = sorted(now.states, key=lambda name: order.index(now.states[name]))
+        shown = names if len(names) < rows else names[: rows - 2]
+        room = min(max(map(len, [*shown, "model"])), max(width - 82, 12))
+        head = f"{'model':<{room}}  {'state':<10}{'running':>8}{'waiting':>8}{'tokens/s':>10}{'pages':>8}   memory"
+        lines = [self._style(head, "2")]
+        before = self._samples[-2] if len(self._samples) > 1 else now
+        most = max(now.limits, default=math.inf)
+        for name in shown:
+            values = now.of_models[name]
+            state = now.states[name]
+            waiting = values["num_requests_waiting"] + values["model_requests_waiting"]
+            gained = values["generation_tokens_total"] - before.of_models[name]["generation_tokens_total"]
+            rate = max(0.0, gained) / max(now.seconds - before.seconds, 1e-9)
+            memory = values["model_memory_bytes"]
+            done = round(_BAR * memory / most)
+            bar = "█" * done + self._style("░" * (_BAR - done), "2")
+            line = f"{_cut(name, room):<{room}}  " + self._style(f"{state:<10}", _STATES[state])
+            line += f"{values['num_requests_running']:>8.0f}{waiting:>8.0f}"
+            pages = f"{values['kv_cache_usage_perc']:.0%}" if memory else "–"
+            line += f"{rate:>10.0f}{pages:>8}   " + (f"{bar} {_size(memory)}" if memory else "–")
+            lines.append(line)
+        if len(shown) < len(names):
+            lines.append(self._style(f"and {len(names) - len(shown)} more", "2"))
+        return lines
 
     def _load(self, values: dict[str, float]) -> str:
         shown = {
@@ -224,8 +286,8 @@ class View:
         lines = []
         for owner in pool["owners"]:
             name = owner["request_id"].rpartition("/")[2][:8] + (f"·{owner['index']}" if owner["index"] else "")
-            done = round(20 * owner["computed_tokens"] / max(owner["max_tokens"], 1))
-            bar = "█" * done + self._style("░" * (20 - done), "2")
+            done = round(_BAR * owner["computed_tokens"] / max(owner["max_tokens"], 1))
+            bar = "█" * done + self._style("░" * (_BAR - done), "2")
             phase = "prompt" if owner["computed_tokens"] < owner["prompt_tokens"] else "decode"
             lines.append(
                 f"{self._owner(owner)} {name:<12} {phase}  {bar} {owner['tokens']:>7} tokens {owner['pages']:>6} pages"
@@ -241,6 +303,14 @@ def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def run(url: str, *, key: str | None = None, interval: float = 1.0, once: bool = False) -> int:

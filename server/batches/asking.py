@@ -10,13 +10,17 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import ASGIApp
 
-from jaxserve.server.batches.lines import URLS, BatchLine
+from jaxserve.server.batches.lines import BatchLine
 from jaxserve.server.http.errors import APIError
+from jaxserve.server.schemas.batches import URLS
 
 _AGAIN_SECONDS = 0.1  # before a request that could not be served is asked again; then twice as long, and so on
 _LONGEST_SECONDS = 2.0
 _TOGETHER = 2  # engines that may die while they compute a request among others, before it is asked alone
 _TRANSIENT = (429, 503)  # a queue that is full, an engine that is being started again or that sleeps
+_FAILED_SECONDS = 5.0  # before a model that could not be started is asked for again
+# How often one of several models may be refused with a code before that is the answer.
+_GIVES_UP = {"model_too_large": 1, "model_failed": 3}
 _FALSE = msgspec.Raw(b"false")
 
 
@@ -90,6 +94,7 @@ class Asker:
     async def _ask(self, line: BatchLine) -> tuple[int, bytes] | None:
         """Asks until the request can be served; None if the engine died while it computed the request."""
         wait = _AGAIN_SECONDS
+        failures = 0
         while True:
             while not self._engines.is_ready:
                 await asyncio.sleep(_AGAIN_SECONDS)
@@ -99,6 +104,12 @@ class Asker:
                 return None
             if status not in _TRANSIENT:
                 return status, body
+            if (most := _GIVES_UP.get(_code_of(body))) is not None:
+                failures += 1
+                if failures >= most:
+                    return status, body
+                await asyncio.sleep(_FAILED_SECONDS)
+                continue
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_SECONDS)
 
@@ -141,6 +152,19 @@ class Asker:
 
         await self._app(scope, receive, send)
         return status, b"".join(parts)
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _Refused(msgspec.Struct):
+    error: _Error
+
+
+def _code_of(body: bytes) -> str:
+    """The code of an error."""
+    return msgspec.json.decode(body, type=_Refused).error.code or ""
 
 
 async def answer_all(

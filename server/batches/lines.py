@@ -11,9 +11,9 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.file_records import BatchErrorRecord
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 _MOST_ERRORS = 100  # that a batch tells
 _MOST_MODELS = 64
 _LONGEST_ID = 512
@@ -82,7 +82,7 @@ def parse(raw: bytes) -> BatchLine:
         return _decode(raw)
     except msgspec.ValidationError as error:
         code = "missing_required_parameter" if "missing required field" in str(error) else "invalid_request"
-        raise LineError(code, str(error)) from None
+        raise LineError(code, explain(error, raw.decode(errors="replace")).message) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LineError("invalid_json_line", str(error)) from None
 

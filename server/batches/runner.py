@@ -29,6 +29,7 @@ from jaxserve.server.batches.lines import BatchLine, check_lines, digest_of, lin
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.file_records import BatchErrorRecord, BatchErrors, Outcome, new_id
 from jaxserve.server.http.file_store import Claim, CorruptRecordError, FileStore, log, owner_of
+from jaxserve.server.http.keys import ApiKey
 from jaxserve.server.http.state import ServerState
 
 _AT_ONCE = 8  # batches of one API server that are run at a time; the others wait for their turn
@@ -163,6 +164,10 @@ class BatchRunner:
     def state(self) -> ServerState:
         return self._state
 
+    def key(self, owner: str) -> ApiKey | None:
+        """The key that an owner's batches are asked under; None: the server requires no keys."""
+        return self._keys[owner]
+
     def asker(self, owner: str) -> Asker:
         """Asks under the owner's key. What its batches have in work does not count against the key's limit for other
         requests; it is limited by `places`."""
@@ -224,13 +229,18 @@ class _Run:
 
     async def _validate(self) -> None:
         settings = self._runner.state.settings
+        loop = asyncio.get_running_loop()
+
+        def why_not(model: str) -> str | None:
+            return asyncio.run_coroutine_threadsafe(self._why_not(model), loop).result()
+
         check = partial(
             check_lines,
             self._input,
             self._batch.endpoint,
             most=settings.max_batch_requests,
             longest=settings.max_body_bytes,
-            why_not=self._why_not,
+            why_not=why_not,
         )
         checked = await asyncio.to_thread(check)
         self._batch.model = checked.model
@@ -242,9 +252,12 @@ class _Run:
         log.info("batch %s: %d requests to %s", self._batch.id, checked.total, self._batch.endpoint)
         await self._save()
 
-    def _why_not(self, model: str) -> str | None:
+    async def _why_not(self, model: str) -> str | None:
+        """Why a model is not served to the batch's key; None: it is."""
+        models = self._runner.state.models
+        assert models is not None
         try:
-            self._runner.state.check_model(model)
+            models.find(model, self._runner.key(self._owner))
         except APIError as error:
             return error.message
         return None

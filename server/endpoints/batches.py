@@ -30,6 +30,7 @@ async def create_batch(http: HTTPRequest) -> Response:
     if state.draining:
         raise unavailable("the server is shutting down", "shutting_down")
     body = await read_body(http, _decoder)
+    body.check()
     now = int(time.time())
     if (expiry := body.output_expires_after) is not None:
         check_life("output_expires_after.seconds", expiry.seconds, "output_expires_after")

@@ -24,12 +24,12 @@ from jaxserve.server.http.errors import APIError, unavailable
 from jaxserve.server.http.sse import EventStream, run_until_disconnect
 from jaxserve.server.http.state import ServerState, key_of, read_body, state_of, to_json
 from jaxserve.server.schemas.chat import ChatRequest, TokenizeRequest
-from jaxserve.server.schemas.llamacpp import InfillRequest, LlamaCompletionRequest, LlamaFields
+from jaxserve.server.schemas.llamacpp import ORDER, InfillRequest, LlamaCompletionRequest, LlamaFields
 from jaxserve.text.detokenizer import ChoiceDelta
 from jaxserve.text.fill_in_middle import FillInMiddle
 from jaxserve.text.foreign_text import ForeignText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types import InvalidRequestError, TokenLogprob
+from jaxserve.types import InvalidRequestError, SamplingParams, TokenLogprob
 
 _completion_decoder = msgspec.json.Decoder(LlamaCompletionRequest)
 _infill_decoder = msgspec.json.Decoder(InfillRequest)
@@ -235,7 +235,7 @@ class _Writer:
             "stopping_word": word,
             "model": self._body.model or self._state.settings.model_name,
             "prompt": self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False),
-            "generation_settings": _settings(request.params),
+            "generation_settings": _settings(request.params) | {"stream": bool(self._body.stream)},
             "has_new_line": self._choices[delta.index].has_new_line,
             "truncated": False,
             "tokens_cached": self._generation.processors[delta.index // self._n].num_cached_tokens,
@@ -286,11 +286,23 @@ class _Writer:
         return chosen
 
 
-def _settings(params: Any) -> dict[str, Any]:
-    """The parameters that a completion was sampled with, by llama.cpp's names."""
+# Parameters of samplers that are not here, with the values that turn them off.
+_OFF = {
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
+    "typical_p": 1.0, "repeat_last_n": -1, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "n_keep": 0, "n_discard": 0,
+    "min_keep": 0, "post_sampling_probs": False, "lora": [],
+}  # fmt: skip
+
+
+def _settings(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that a completion is sampled with, by llama.cpp's names."""
+    limit = -1 if params.max_tokens is None else params.max_tokens
     return {
-        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
-        "seed": params.seed,
+        **_OFF,
+        "n_predict": limit,
+        "max_tokens": limit,
+        "seed": 2**32 - 1 if params.seed is None else params.seed,  # which stands for a random one
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
@@ -301,7 +313,7 @@ def _settings(params: Any) -> dict[str, Any]:
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
         "n_probs": params.logprobs or 0,
-        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        "samplers": list(ORDER),
     }
 
 
@@ -309,10 +321,17 @@ async def props(http: HTTPRequest) -> Response:
     """GET /props: facts about the model and the server."""
     state = state_of(http)
     tokenizer, info = state.require_loaded()
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | tokenizer.generation_defaults.sampling()
+    defaults = SamplingParams(max_tokens=None, **tokenizer.generation_defaults.sampling())
     return _json(
         {
-            "default_generation_settings": {"n_ctx": info.max_model_len, "params": defaults},
+            "default_generation_settings": {
+                "id": -1,
+                "id_task": -1,
+                "n_ctx": info.max_model_len,
+                "speculative": False,
+                "is_processing": False,
+                "params": _settings(defaults),
+            },
             "total_slots": info.max_num_seqs,
             "model_alias": state.settings.model_name,
             "model_path": state.settings.model_name,

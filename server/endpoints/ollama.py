@@ -51,7 +51,11 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 
 API_VERSION = "0.13.0"  # of Ollama, whose API this is: clients ask for the version before they use newer parts
+LOAD_SECONDS = "load_seconds"  # key in a request's state: for how long it waited for its model to be in memory
 _FOR_EVER = "9999-12-31T23:59:59Z"
+_NO_MESSAGE = {"message": {"role": "assistant", "content": ""}}
+_NO_RESPONSE = {"response": ""}
+_LONGEST_UNLOAD = 4096  # bytes of a request that asks to unload a model
 _UNITS = (("B", 10**9), ("M", 10**6), ("K", 10**3))
 
 _chat_decoder = msgspec.json.Decoder(OllamaChatRequest)
@@ -64,11 +68,11 @@ _name_decoder = msgspec.json.Decoder(OllamaNameRequest)
 async def chat(http: HTTPRequest) -> Response:
     """POST /api/chat."""
     state = state_of(http)
-    started = time.monotonic()
+    started = _began(http)
     body = await read_body(http, _chat_decoder, any_type=True)
     asked = _check(state, body)
     if not body.messages:
-        return _nothing(body, asked, {"message": {"role": "assistant", "content": ""}})
+        return _nothing(asked, body.keep_alive, _NO_MESSAGE)
     if body.tools and state.tool_format is None:
         raise InvalidRequestError(
             f"{asked!r} does not support tools: the format of this model's calls is not known here; start the server "
@@ -79,26 +83,27 @@ async def chat(http: HTTPRequest) -> Response:
     context = body.given_options.num_ctx
     work = prepare(state, http, request, form_field="format", context=context)
     run = await run_until_disconnect(http.receive, work)
-    return await _answered(http, body, _Writer(_message, asked, run, body, started))
+    return await _answered(http, body, _Writer(_message, asked, run, body, started, _load_ns(http)))
 
 
 async def generate(http: HTTPRequest) -> Response:
     """POST /api/generate."""
     state = state_of(http)
-    started = time.monotonic()
+    started = _began(http)
     body = await read_body(http, _generate_decoder, any_type=True)
     asked = _check(state, body)
     if body.asks_nothing:
-        return _nothing(body, asked, {"response": ""})
+        return _nothing(asked, body.keep_alive, _NO_RESPONSE)
     context = body.given_options.num_ctx
     if body.is_plain:
         work = prepare_completion(state, http, body.completion(), context)
         generation = (await run_until_disconnect(http.receive, work)).generation
-        return await _answered(http, body, _Writer(_response, asked, _Plain(state, generation), body, started))
+        writer = _Writer(_response, asked, _Plain(state, generation), body, started, _load_ns(http))
+        return await _answered(http, body, writer)
     before = body.context or ()
     chatting = prepare(state, http, body.chat(), form_field="format", before=before, context=context)
     run = await run_until_disconnect(http.receive, chatting)
-    writer = _Writer(_response, asked, run, body, started)
+    writer = _Writer(_response, asked, run, body, started, _load_ns(http))
     writer.tells_context = not body.images
     return await _answered(http, body, writer)
 
@@ -106,10 +111,10 @@ async def generate(http: HTTPRequest) -> Response:
 async def embeddings(http: HTTPRequest) -> Response:
     """POST /api/embed."""
     state = state_of(http)
-    started = time.monotonic()
+    started = _began(http)
     body = await read_body(http, _embed_decoder, any_type=True)
     name = served_model(state, body.model, body.keep_alive)
-    facts = {"model": body.model, "load_duration": 0}
+    facts = {"model": body.model, "load_duration": _load_ns(http)}
     if body.input in ("", []):
         return _json({**facts, "embeddings": [], "total_duration": 0, "prompt_eval_count": 0})
     cut = None if body.truncate is False else -1
@@ -146,7 +151,8 @@ async def running(http: HTTPRequest) -> Response:
         if one.state == "ready" and one.info is not None:
             expires = math.inf if one.expires is None else one.expires
             until = _FOR_EVER if expires == math.inf else _time(time.time() + expires)
-            found.append(entry | {"expires_at": until, "context_length": one.info.max_model_len})
+            more = {"size": one.size or entry["size"], "context_length": one.info.max_model_len}
+            found.append(entry | more | {"expires_at": until})
     return _json({"models": found})
 
 
@@ -313,10 +319,26 @@ def _details(parent: str, card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _nothing(body: OllamaFields, asked: str, part: dict[str, Any]) -> Response:
+def unloaded(path: str, body: bytes) -> Response | None:
+    """The answer to a request for a model that is not in memory, if it asks to unload it and for nothing else."""
+    kind = {"/api/chat": OllamaChatRequest, "/api/generate": OllamaGenerateRequest}.get(path)
+    if kind is None or len(body) > _LONGEST_UNLOAD:
+        return None
+    try:
+        asked = msgspec.json.decode(body, type=kind)
+        if keep_seconds(asked.keep_alive) != 0:
+            return None
+    except (msgspec.DecodeError, UnicodeDecodeError, InvalidRequestError):
+        return None
+    if isinstance(asked, OllamaChatRequest):
+        return None if asked.messages else _nothing(asked.model, 0, _NO_MESSAGE)
+    return _nothing(asked.model, 0, _NO_RESPONSE) if asked.asks_nothing else None
+
+
+def _nothing(asked: str, keep_alive: str | float | None, part: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, which asks to load the model or, with a keep_alive of 0, to unload it.
     The one model of a server stays loaded."""
-    reason = "unload" if keep_seconds(body.keep_alive) == 0 else "load"
+    reason = "unload" if keep_seconds(keep_alive) == 0 else "load"
     return _json({"model": asked, "created_at": _time(time.time()), **part, "done": True, "done_reason": reason})
 
 
@@ -366,7 +388,7 @@ def _response(text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str
 
 class _Writer:
     """Writes one answer. `part` makes an answer's own members of text, thinking and calls.
-    `started`: when the request came, by time.monotonic().
+    `started`: when the request came, by time.monotonic(). `load_ns`: how long the model's start took of that.
 
     Attributes:
       tells_context: the answer has the token ids of prompt and output, which a later request may go on from.
@@ -379,12 +401,14 @@ class _Writer:
         run: ChatRun | _Plain,
         body: OllamaFields,
         started: float,
+        load_ns: int,
     ):
         self._part = part
         self._asked = asked
         self._run = run
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._started = started
+        self._load_ns = load_ns
         self._calls = Parsed()  # those that have not been written; the last one may still grow
         self._tokens: list[int] = []
         self.tells_context = False
@@ -432,7 +456,7 @@ class _Writer:
             "done": True,
             "done_reason": "length" if piece.finish_reason == "length" else "stop",
             "total_duration": _ns(time.monotonic() - self._started),
-            "load_duration": 0,
+            "load_duration": self._load_ns,
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": _ns(prompt),
             "eval_count": usage.completion_tokens,
@@ -469,6 +493,16 @@ def _json(body: dict[str, Any]) -> Response:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _began(http: HTTPRequest) -> float:
+    """When a request came, by time.monotonic()."""
+    return time.monotonic() - http.scope.get("state", {}).get(LOAD_SECONDS, 0.0)
+
+
+def _load_ns(http: HTTPRequest) -> int:
+    """Nanoseconds for which a request has waited for its model."""
+    return round(http.scope.get("state", {}).get(LOAD_SECONDS, 0.0) * 1e9)
 
 
 def _ns(seconds: float) -> int:

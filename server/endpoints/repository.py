@@ -216,6 +216,13 @@ def _value(fields: dict[str, msgspec.Raw], name: str, kind: type[T], default: T 
         raise InvalidRequestError(f"{name} must be {kinds.get(kind, 'an object')}", name) from None
 
 
+async def refuse(http: Request) -> Response:
+    """POST /v2/models/{name}/infer and GET /v2/models/{name}/stats."""
+    _model(http)
+    end = http.url.path.rpartition("/")[2]
+    raise APIError(400, f"/{end} is not served: texts go to /generate, and statistics are at /metrics")
+
+
 _MODEL = "/v2/models/{name:path}"
 _Handler = Callable[[Request], Awaitable[Response]]
 _OF_MODEL: dict[str, tuple[_Handler, str]] = {
@@ -223,6 +230,8 @@ _OF_MODEL: dict[str, tuple[_Handler, str]] = {
     "/config": (model_config, "GET"),
     "/generate": (generate, "POST"),
     "/generate_stream": (generate_stream, "POST"),
+    "/infer": (refuse, "POST"),
+    "/stats": (refuse, "GET"),
     "": (model_facts, "GET"),
 }
 ROUTES = [

@@ -18,7 +18,7 @@ from jaxserve.server.http.request_limits import Bodies, Body, too_long
 from jaxserve.server.ipc.messages import ServedWeights
 
 # answered without a key
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/v2/health/live", "/v2/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/v2/health/live", "/v2/health/ready"})
 RESERVED_PATHS = OPEN_PATHS | {"/metrics"}  # answered even on connections beyond the limit
 ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WEIGHT_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/update_weights_from_disk"

@@ -70,6 +70,7 @@ async def metrics(http: Request) -> Response:
 ROUTES = [
     Route("/v1/models", list_models),
     Route("/v1/models/", list_models),
+    Route("/models", list_models),
     Route("/v1/models/{name:path}", get_model),
     Route("/metrics", metrics),
 ]

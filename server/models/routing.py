@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.endpoints import page
-from jaxserve.server.endpoints.ollama import known_name
+from jaxserve.server.endpoints.ollama import LOAD_SECONDS, known_name, unloaded
 from jaxserve.server.http.body import put_back, receive_body, taken_back
 from jaxserve.server.http.errors import OLLAMA_PATHS, TRITON_PATHS, own_path
 from jaxserve.server.http.middleware import ADMIN_PATHS, MONITOR_PATHS, OPEN_PATHS
@@ -24,7 +25,7 @@ from jaxserve.server.observe.access import MODEL
 _OWN_PATHS = (
     OPEN_PATHS
     | page.PATHS
-    | {"/v2", "/metrics", "/load", "/version", "/openapi.json"}
+    | {"/v2", "/models", "/metrics", "/load", "/version", "/openapi.json"}
     | {"/api/tags", "/api/ps", "/api/version", "/api/pull", "/api/create", "/api/copy", "/api/push", "/api/delete"}
 )
 _OWN_BEGINNINGS = *TRITON_PATHS, "/v1/models", "/v1/files", "/v1/batches", "/api/blobs/"
@@ -69,19 +70,31 @@ class Routing:
 
         async with contextlib.AsyncExitStack() as stack:
             try:
+                began = time.monotonic()
                 name = in_path[1] if in_path else await _named(request)
                 if name is not None and path.startswith(OLLAMA_PATHS):
                     name = known_name(self._models, name, key_of(request))
+                    if (answer := self._unloaded(request, path, name)) is not None:
+                        await answer(scope, receive, send)
+                        return
                 if name is not None and path in _WATCHING:
                     state[ROUTED] = self._models.resident(name, key_of(request))
                 elif name is not None:
                     state[ROUTED] = await stack.enter_async_context(self._models.hold(request, name))
+                    state[LOAD_SECONDS] = time.monotonic() - began
             except ClientDisconnect:
                 await Response(status_code=499)(scope, receive, send)
                 return
             if name is not None:
                 state[MODEL] = state[ROUTED].settings.model_name
             await self.app(scope, receive_again, send)
+
+    def _unloaded(self, request: Request, path: str, name: str) -> Response | None:
+        """The answer to a request of Ollama's clients to unload a model that is not in memory; None for others."""
+        if self._models.find(name).state not in ("unloaded", "failed") or (received := taken_back(request)) is None:
+            return None
+        put_back(request, received)
+        return unloaded(path, received.text())
 
 
 async def _named(request: Request) -> str | None:

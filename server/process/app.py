@@ -12,7 +12,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.server.batches.lines import URLS
 from jaxserve.server.endpoints import (
     adapters,
     batches,
@@ -46,6 +45,7 @@ from jaxserve.server.http.origin import OriginCheck, OriginHint
 from jaxserve.server.http.state import ServerState
 from jaxserve.server.observe.access import Access
 from jaxserve.server.observe.tracing import Tracer
+from jaxserve.server.schemas.batches import URLS
 from jaxserve.types import EngineDeadError, InvalidRequestError, QueueFullError
 
 _ROUTES = [
@@ -78,7 +78,7 @@ _ROUTES = [
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
     Route("/detokenize", models.detokenize, methods=["POST"]),
-    Route("/health", models.health),
+    *(Route(path, models.health) for path in ("/health", "/v1/health")),
     Route("/ping", models.health, methods=["GET", "POST"]),
     Route("/ready", models.ready),
     Route("/version", models.version),

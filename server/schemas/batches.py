@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -14,14 +14,15 @@ from jaxserve.types import InvalidRequestError
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST = 30 * 86_400  # seconds of a completion window
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
+# The endpoints that answer requests of batches.
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
     """A batch that is to be created."""
 
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: Annotated[str, Meta(extra_json_schema={"enum": list(URLS)})]
     completion_window: Annotated[
         str, Meta(pattern=r"^[1-9][0-9]{0,6}[smhd]$", description="For example 24h; at most 30 days")
     ]
@@ -36,6 +37,11 @@ class BatchRequest(msgspec.Struct, kw_only=True):
         | None
     ) = None
     output_expires_after: OutputExpiry | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for an endpoint that batches do not have."""
+        if self.endpoint not in URLS:
+            raise InvalidRequestError(f"endpoint must be {', '.join(URLS)}, got {self.endpoint[:128]!r}", "endpoint")
 
     @property
     def seconds(self) -> int:

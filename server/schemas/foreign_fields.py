@@ -25,6 +25,14 @@ PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty"
 _RANGE_OFPENALTIES = _Field((-1,), "penalties look at the whole text")
 _FORM = _Field(("", False), "use structured_outputs")
 _NEW_TOKENS = _Field((), "use max_tokens")
+# llama.cpp's own order, as its page and its editor send it: what a request without the field gets.
+_LLAMA_SAMPLERS = (
+    "edkypmxt",
+    "edskypmxt",
+    ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+)
 
 NOT_SERVED: dict[str, _Field] = {
     # sampling
@@ -50,7 +58,7 @@ NOT_SERVED: dict[str, _Field] = {
     "dry_multiplier": _Field((0,)),
     "penalty_alpha": _Field((0,)),
     "guidance_scale": _Field((1,)),
-    "samplers": _Field(),
+    "samplers": _Field(_LLAMA_SAMPLERS),
     "sampler_priority": _Field(),
     "sampler_order": _Field(),
     "do_sample": _Field((True,), "use temperature 0 for greedy sampling"),

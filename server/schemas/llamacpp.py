@@ -17,7 +17,8 @@ from jaxserve.server.schemas.common import CompletionRequest, GrammarText, Sampl
 from jaxserve.server.schemas.response_format import JSON_SCHEMA
 from jaxserve.types import InvalidRequestError
 
-_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+_LLAMA_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's own, which programs send as it is
 # What turns each sampler off, by its name; others are refused by their parameters, if these ask for something.
 _OFF: dict[str, dict[str, float]] = {
     "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -139,7 +140,7 @@ class LlamaFields(SamplingOptions, kw_only=True):
 
     def _without(self, fields: dict[str, Any], recommended: dict[str, Any], infills: bool) -> dict[str, float]:
         """What turns off the samplers that are not in `samplers`. Raises InvalidRequestError for unknown ones, and for
-        an order that would matter."""
+        an order that would matter, unless it is the one that llama.cpp has where a request has no `samplers`."""
         given = self.samplers or []
         names = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else given
         known = (*_OFF, *_OTHERS, *(("infill",) if infills else ()))
@@ -156,9 +157,10 @@ class LlamaFields(SamplingOptions, kw_only=True):
             ours = [name for name in ours if name != "temperature"]  # its place does not matter
         elif "temperature" in ours and "top_k" in ours:  # they may change places
             ours.remove("top_k")
-        if ours != [name for name in _ORDER if name in ours]:
+        orders = ([name for name in order if name in ours] for order in (ORDER, _LLAMA_ORDER))
+        if ours not in orders:
             raise InvalidRequestError(
-                f"samplers has an order that is not supported; this server draws by {', '.join(_ORDER)}", "samplers"
+                f"samplers has an order that is not supported; this server draws by {', '.join(ORDER)}", "samplers"
             )
         return off
 
@@ -166,17 +168,21 @@ class LlamaFields(SamplingOptions, kw_only=True):
 class LlamaCompletionRequest(LlamaFields, kw_only=True):
     """Body of /completion."""
 
-    prompt: Annotated[str | list[Any], Meta(description="Text, token ids, both mixed, or a list of such prompts")]
+    prompt: Annotated[
+        str | list[Any] | dict[str, Any],
+        Meta(description="Text, also as prompt_string of an object, token ids, both mixed, or a list of such prompts"),
+    ]
 
     def prompts(self) -> list[list[Piece]]:
         """The prompts, each as texts and token ids. Raises InvalidRequestError for anything else."""
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        given = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if not given:
             raise InvalidRequestError("prompt must not be an empty list", "prompt")
         if any(type(one) is int for one in given):
             given = [given]
         if len(given) > limits.MAX_PROMPTS:
             raise InvalidRequestError(f"prompt holds {len(given)} prompts; at most {limits.MAX_PROMPTS}", "prompt")
+        given = [_text_of(one) for one in given]
         prompts: list[Any] = [[one] if isinstance(one, str) else one for one in given]
         if not all(isinstance(one, list) and all(type(piece) in (str, int) for piece in one) for one in prompts):
             raise InvalidRequestError(
@@ -185,6 +191,13 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
                 "prompt",
             )
         return prompts
+
+
+def _text_of(prompt: Any) -> Any:
+    """The text of a prompt that is an object without pictures; other prompts as they are."""
+    if isinstance(prompt, dict) and isinstance(text := prompt.get("prompt_string"), str):
+        return prompt if prompt.get("multimodal_data") else text
+    return prompt
 
 
 class ExtraFile(msgspec.Struct):

@@ -129,6 +129,16 @@ def test_what_the_model_cannot_do_fails_each_request(server):
     assert lines_of(client, done.error_file_id)["a"]["response"]["status_code"] == 400
 
 
+def test_line_ends_and_marks_of_other_systems(server):
+    client = client_of(server)
+    data = b"\xef\xbb\xbf\r\n" + line("a").encode() + b"\r\n\r\n  \r\n" + line("b").encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    done = ended(client, batch)
+    assert (done.status, done.request_counts.completed) == ("completed", 2)
+    assert lines_of(client, done.output_file_id).keys() == {"a", "b"}
+
+
 def test_lines_that_are_wrong(server):
     """A batch with a wrong line fails before any request is asked, and tells which lines are wrong."""
     client = client_of(server)
@@ -197,6 +207,7 @@ def test_bad_requests(server):
     good = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
     for field, value in (
         ("endpoint", "/v1/audio/speech"),
+        ("endpoint", "/v1/completions\n"),
         ("completion_window", "soon"),
         ("completion_window", "31d"),
         ("metadata", {"a": 5}),

@@ -116,7 +116,7 @@ def test_probabilities_and_fields(llama):
     ("body", "words"),
     [
         ({"samplers": ["top_p", "top_k"], "top_p": 0.5}, "samplers has an order"),
-        ({"samplers": ["top_p", "temperature"], "temperature": 0.7, "top_p": 0.5}, "samplers has an order"),
+        ({"samplers": ["top_p", "temperature", "min_p"], "temperature": 0.7, "top_p": 0.5}, "samplers has an order"),
         ({"samplers": ["mirostat"]}, "samplers names 'mirostat'"),
         ({"samplers": "kz"}, "samplers names 'z'"),
         ({"samplers": ["infill"]}, "samplers names 'infill'"),
@@ -160,10 +160,13 @@ def test_samplers():
     default = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     assert settings(top_k=5, temperature=0.7, samplers=default)["top_k"] == 5  # without top_p, the order is the same
     assert settings(**names | {"temperature": 0}, samplers=default)["top_p"] == 0.5
+    assert settings(**names, samplers=default)["top_p"] == 0.5  # the order that llama.cpp has without samplers
+    other = ["top_p", "temperature", "top_k"]
+    assert settings(top_p=1, samplers=other)["top_p"] == 1
     with pytest.raises(InvalidRequestError, match="order"):
-        settings(**names, samplers=default)
+        settings(**names, samplers=other)
     with pytest.raises(InvalidRequestError, match="order"):
-        settings(top_p=0.5, samplers=default)  # the model recommends a temperature
+        settings(top_p=0.5, samplers=["min_p", "temperature", "top_p"])  # the model recommends a temperature
     assert settings()["stop_token_ids"] == [9]
     assert settings(ignore_eos=True)["stop_token_ids"] == []
     assert settings(logit_bias=[[5, 1.5], ["AB", False]])["logit_bias"] == {"5": 1.5, "65": -100.0, "66": -100.0}

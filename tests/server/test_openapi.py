@@ -18,6 +18,8 @@ NOT_DESCRIBED = {
     ("GET", "/v1/"), ("GET", "/v1/models/"),  # the same as without the slash
     ("POST", "/api/create"), ("POST", "/api/copy"), ("POST", "/api/push"), ("DELETE", "/api/delete"),  # refused, as are
     ("POST", "/api/blobs/{digest}"), ("POST", "/slots/{id}"),
+    *((method, f"/v2/models/{{name}}{version}{end}") for method, end in (("POST", "/infer"), ("GET", "/stats"))
+      for version in ("", "/versions/{version}")),
     ("GET", "/v1/responses/compact"), ("POST", "/v1/responses/compact"), ("DELETE", "/v1/responses/compact"),
     ("GET", "/"),  # a page, with its files
 }  # fmt: skip

@@ -53,7 +53,8 @@ def probe(server, endpoint: str, mode: GenerationMode, examples: int) -> None:
         assert response.status_code < 500, (case.body, response.text[:500])
         if response.status_code >= 400 and "application/json" in response.headers.get("content-type", ""):
             error = response.json()["error"]
-            assert isinstance(error, str) if path.startswith((OLLAMA_PATHS, *TRITON_PATHS)) else {"message", "type"} <= set(error)
+            is_text = path.startswith((OLLAMA_PATHS, *TRITON_PATHS))
+            assert isinstance(error, str) if is_text else {"message", "type"} <= set(error)
         if endpoint in WITH_BODIES and mode is GenerationMode.POSITIVE:
             assert response.status_code == 200, (case.body, response.text[:500])
 
@@ -118,7 +119,8 @@ def test_what_the_document_allows_is_not_refused(scripted, endpoint):
 def test_all_other_endpoints(with_files, endpoint):
     if endpoint.split()[1] not in with_files.http().get("/openapi.json").json()["paths"]:
         pytest.skip("it is for models that embed or score")
-    has_body = endpoint.startswith("POST")
+    method, path = endpoint.split()
+    has_body = "requestBody" in PATHS[path][method.lower()]
     for mode in (GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if has_body else ())):
         probe(with_files, endpoint, mode, 60 if has_body else 4)
 

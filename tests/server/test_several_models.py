@@ -20,6 +20,7 @@ import openai
 import pytest
 from browser import CHROMIUM, open_page
 from serving import DEMO, ServerUnderTest, server_of_models, wait_until
+from test_batches import ended, line, lines_of, start
 
 from jaxserve.config import ConfigError
 from jaxserve.server.http.keys import ApiKey, read_keys
@@ -89,7 +90,8 @@ def folder(tmp_path_factory) -> Path:
 def server(folder, tmp_path_factory):
     """Four models, with memory for two."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with server_of_models(log, "--model-dir", str(folder), *room_for(2), *FLAGS) as server:
+    flags = ["--model-dir", str(folder), "--files-dir", str(log.parent / "files"), *room_for(2), *FLAGS]
+    with server_of_models(log, *flags) as server:
         yield server
 
 
@@ -160,6 +162,21 @@ def test_a_model_with_requests_is_not_stopped_and_others_wait(server):
         assert [number_of(one.result()) for one in busy] == [0, 1]
         assert number_of(other.result()) == 2
         assert time.monotonic() - began > 0.4, "it waited for the others"
+
+
+def test_a_batch_asks_several_models(server):
+    client = server.openai()
+    names = [f"m-{i % 3}" for i in range(6)]
+    own = {"prompt": [70], "max_tokens": 2, "return_token_ids": True}
+    lines = [line(f"{i} {name}", model=name, **own) for i, name in enumerate(names)]
+    done = ended(client, start(client, *lines), 60)
+    assert (done.status, done.errors) == ("completed", None)
+    answers = lines_of(client, done.output_file_id)
+    found = {key: one["response"]["body"]["choices"][0]["token_ids"][0] for key, one in answers.items()}
+    assert found == {f"{i} {name}": 100 + i % 3 for i, name in enumerate(names)}
+    done = ended(client, start(client, line("a", model="m-0"), line("b", model="m-9")))
+    assert (done.status, done.errors.data[0].code, done.errors.data[0].line) == ("failed", "model_not_found", 2)
+    assert "'m-9' does not exist; this server has 'm-0'" in done.errors.data[0].message
 
 
 @pytest.mark.slow
