@@ -178,7 +178,8 @@ class View:
         order = list(_STATES)
         names = sorted(now.states, key=lambda name: order.index(now.states[name]))
         shown = names if len(names) < rows else names[: rows - 2]
-        room = min(max(map(len, [*shown, "model"])), max(width - 82, 12))
+        room = min(max(map(len, [*shown, "model"])), max(width - 68, 12))
+        columns = max(0, min(_BAR, width - 60 - room))
         head = f"{'model':<{room}}  {'state':<10}{'running':>8}{'waiting':>8}{'tokens/s':>10}{'pages':>8}   memory"
         lines = [self._style(head, "2")]
         before = self._samples[-2] if len(self._samples) > 1 else now
@@ -190,8 +191,8 @@ class View:
             gained = values["generation_tokens_total"] - before.of_models[name]["generation_tokens_total"]
             rate = max(0.0, gained) / max(now.seconds - before.seconds, 1e-9)
             memory = values["model_memory_bytes"]
-            done = round(_BAR * memory / most)
-            bar = "█" * done + self._style("░" * (_BAR - done), "2")
+            done = round(columns * memory / most)
+            bar = "█" * done + self._style("░" * (columns - done), "2")
             line = f"{_cut(name, room):<{room}}  " + self._style(f"{state:<10}", _STATES[state])
             line += f"{values['num_requests_running']:>8.0f}{waiting:>8.0f}"
             pages = f"{values['kv_cache_usage_perc']:.0%}" if memory else "–"
@@ -209,7 +210,9 @@ class View:
             "preempted": "num_preemptions_total",
             "turned away": "admission_rejections_total",
         }
-        return "requests    " + "   ".join(f"{values[name]:.0f} {what}" for what, name in shown.items())
+        counts = {what: values[name] for what, name in shown.items()}
+        counts["waiting"] += values["model_requests_waiting"]  # for one of several models to start
+        return "requests    " + "   ".join(f"{count:.0f} {what}" for what, count in counts.items())
 
     def _rates(self, width: int) -> str:
         def rates(name: str) -> list[float]:

@@ -37,8 +37,13 @@ _ENDS = (
 )
 
 
-# What stands before another file's name, in prompts that show several files.
-_FILES = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
+# What stands before a file's name, in prompts that show several files, and before the repository's name.
+_FILES = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
+_REPOS = ("<|repo_name|>", "<repo_name>", "<reponame>")
+_NAME_WITHIN = "<file_sep>"  # with this one, the file that is filled in has its name behind the prefix's marker
+# Names of what has none in a request, which are those that llama.cpp uses.
+_PROJECT = "myproject\n"
+_FILENAME = "filename\n"
 
 _LEAD = "☺"  # a character that no tokenizer joins with what follows
 
@@ -78,16 +83,26 @@ class FillInMiddle:
         named = [text for role in ("pad", "repo", "file") if (text := tokenizer.fim_tokens.get(role))]
         ends = dict.fromkeys((*_ENDS, *named))
         self.end_ids = tuple(i for text in ends if (i := tokenizer.token_id(text)) is not None)
-        separators = (tokenizer.fim_tokens.get("file"), *_FILES)
-        found = (tokenizer.token_id(text) for text in separators if text)
-        self._file = [i for i in found if i is not None][:1]
+        self._file = _first(tokenizer, tokenizer.fim_tokens.get("file"), *_FILES)
+        repo = _first(tokenizer, tokenizer.fim_tokens.get("repo"), *_REPOS) if self._file else []
+        self._project = [*repo, *tokenizer.encode(_PROJECT, add_special_tokens=False)] if repo else []
+        self._name = tokenizer.encode(_FILENAME, add_special_tokens=False) if repo else []
+        self._name_within = self._file == _first(tokenizer, _NAME_WITHIN)
 
     def prompt(self, prefix: Sequence[int], suffix: Sequence[int], files: Sequence[Sequence[int]] = ()) -> list[int]:
         """The prompt's token ids. `prefix` and `suffix` are the ids of the two texts without special tokens, with
         `lead` before the suffix; `files` are those of other files, each with its name in the first line."""
-        before = [self._prefix, *prefix]
+        name = self._name if files else []
+        before = [self._prefix, *(name if self._name_within else []), *prefix]
         after = [self._suffix, *suffix[self._lead :]]
         parts = [*before, *after, *self._middle] if self._middle else [*after, *before]
-        if files:
-            parts = [*self._file, *parts]
-        return [*self._opening, *(token for file in files for token in (*self._file, *file)), *parts]
+        if not files:
+            return [*self._opening, *parts]
+        others = (token for file in files for token in (*self._file, *file))
+        return [*self._opening, *self._project, *others, *self._file, *([] if self._name_within else name), *parts]
+
+
+def _first(tokenizer: Tokenizer, *texts: str | None) -> list[int]:
+    """The id of the first of these texts that is a token; empty if none is."""
+    found = (tokenizer.token_id(text) for text in texts if text)
+    return [i for i in found if i is not None][:1]

@@ -150,6 +150,8 @@ class LlamaFields(SamplingOptions, kw_only=True):
             )
         off = {key: value for name, values in _OFF.items() if name not in names for key, value in values.items()}
         ours = [name for name in names if name in _OFF]
+        if ours == [name for name in _LLAMA_ORDER if name in ours]:
+            return off
         resolved = {**recommended, **{key: value for key, value in fields.items() if value is not None}, **off}
         if resolved.get("temperature", 1) in (0, 1) or all(
             resolved.get(key) in (None, *_OFF[key].values()) for key in ("top_p", "min_p")
@@ -157,8 +159,7 @@ class LlamaFields(SamplingOptions, kw_only=True):
             ours = [name for name in ours if name != "temperature"]  # its place does not matter
         elif "temperature" in ours and "top_k" in ours:  # they may change places
             ours.remove("top_k")
-        orders = ([name for name in order if name in ours] for order in (ORDER, _LLAMA_ORDER))
-        if ours not in orders:
+        if ours != [name for name in ORDER if name in ours]:
             raise InvalidRequestError(
                 f"samplers has an order that is not supported; this server draws by {', '.join(ORDER)}", "samplers"
             )

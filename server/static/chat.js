@@ -172,6 +172,7 @@ async function send(text, urls) {
   } catch (error) {
     if (error.name !== "AbortError") {
       answer.node.append(make("p", { className: "error", textContent: error.message }));
+      box.scrollTop = box.scrollHeight;
       if (error.status === 401) askForKey();
       reason = "failed";
     }
@@ -235,20 +236,30 @@ for (const button of document.querySelectorAll("[data-show]")) {
   };
 }
 
+const label = ({ id, state }) => (state === "ready" ? id : `${id} · ${state}`);
+
+document.addEventListener("models", ({ detail }) => {
+  const options = $("model").querySelectorAll("option");
+  for (const model of detail) {
+    for (const option of options) if (option.value === model.id) option.textContent = label(model);
+    if (model.id === served.model) pictures.offer(model.modalities?.includes("image"));
+  }
+});
+
 async function begin() {
   try {
-    const models = (await (await call("v1/models")).json()).data;
+    const models = (await (await call("v1/models")).json()).data.filter((model) => model.state === undefined || model.id === model.root || model.parent);
     served.several = models[0].state !== undefined;
     const choose = (model) => {
       served.model = model.id;
-      if (model.modalities?.includes("image")) pictures.offer();
+      pictures.offer(model.modalities?.includes("image"));
       document.title = `${model.id} – jaxserve`;
       if (served.several) look();
     };
     choose(models[0]);
     if (!served.several) return ($("model").textContent = served.model);
     const list = make("select", { ariaLabel: "Model", onchange: () => choose(models[list.selectedIndex]) });
-    list.append(...models.map((model) => make("option", { textContent: model.id })));
+    list.append(...models.map((model) => make("option", { value: model.id, textContent: label(model) })));
     $("model").replaceChildren(list);
   } catch {} // pool.js says what is wrong
 }

@@ -62,10 +62,15 @@ export const shown = (urls) => {
 };
 
 /* Offered only if the model sees. */
-export function offer() {
+export function offer(sees) {
   const button = $("attach");
   const input = $("files");
-  button.hidden = false;
+  const box = $("chat");
+  button.hidden = !sees;
+  if (!sees) {
+    $("prompt").onpaste = box.ondragover = box.ondragleave = box.ondrop = null;
+    return;
+  }
   button.onclick = () => input.click();
   input.onchange = async () => {
     await add(input.files);
@@ -77,7 +82,6 @@ export function offer() {
     event.preventDefault();
     add(files);
   };
-  const box = $("chat");
   box.ondragover = (event) => {
     if (![...event.dataTransfer.types].includes("Files")) return;
     event.preventDefault();

@@ -4,23 +4,29 @@ const CACHED = 1, SHARED = 2, LISTED = 3; // codes of jaxserve/pool.py
 const BUSY_MS = 500, IDLE_MS = 2000; // between two looks at the pool
 const SAMPLES = 40; // of the rate
 
-function setStatus(state, words) {
+function setStatus(state, words, why = words) {
   document.body.dataset.state = state;
   $("status").textContent = words;
-  $("status-dot").title = words;
+  $("status").title = $("status-dot").title = why;
   document.dispatchEvent(new CustomEvent("status", { detail: words }));
 }
 
 /* What a model that is not in memory is doing */
-const WORDS = { unloaded: "starts when asked", waiting: "waiting for memory", starting: "starting", unloading: "stopping" };
+const WORDS = { unloaded: "starts when asked", waiting: "waiting for memory", starting: "starting", unloading: "stopping", failed: "failed" };
 
-async function whyNotReady() {
-  if (!served.several) return "not ready";
-  const { state, reason } = await (await call(`v1/models/${encodeURIComponent(served.model)}`)).json();
-  return WORDS[state] ?? reason ?? "not ready";
+/* Whether the model is in memory. Tells the list of models what they are doing, and the page if this one is not there. */
+async function isThere() {
+  if (!served.several) return true;
+  const models = (await (await call("v1/models")).json()).data;
+  document.dispatchEvent(new CustomEvent("models", { detail: models }));
+  const { state, reason } = models.find((one) => one.id === served.model) ?? {};
+  if (state === "ready") return true;
+  const words = WORDS[state] ?? "not served";
+  setStatus(state === "failed" ? "down" : "loading", words, reason ? `${words}: ${reason}` : words);
+  return false;
 }
 
-const pool = { now: null, hues: new Map(), rates: [], timer: 0, looking: false, lit: null, cursor: -1, grid: null };
+const pool = { model: "", now: null, hues: new Map(), rates: [], timer: 0, looking: false, lit: null, cursor: -1, grid: null };
 const ownerKey = (owner) => `${owner.request_id}#${owner.index}`;
 const ownerName = (owner) => owner.request_id.split("/").pop().slice(0, 6) + (owner.index ? `·${owner.index}` : "");
 const number = (value) => value.toLocaleString("en");
@@ -29,14 +35,19 @@ export async function look() {
   if (pool.looking) return;
   pool.looking = true;
   clearTimeout(pool.timer);
+  const { model, several } = served;
   try {
-    const model = served.several ? `?model=${encodeURIComponent(served.model)}` : "";
-    const snapshot = await (await call(`pool${model}`)).json();
-    setStatus("ready", "ready");
-    take(snapshot);
+    const query = several ? `?model=${encodeURIComponent(model)}` : "";
+    const there = await isThere();
+    if (!there || pool.model !== model) forget();
+    pool.model = model;
+    const snapshot = there && (await (await call(`pool${query}`)).json());
+    if (snapshot && model === served.model) {
+      setStatus("ready", "ready");
+      take(snapshot);
+    }
   } catch (error) {
-    const notReady = error.status === 503 && (await whyNotReady().catch(() => "not ready"));
-    const words = notReady || ({ 400: "connecting", 401: "API key needed" }[error.status] ?? "unreachable");
+    const words = { 400: "connecting", 401: "API key needed", 503: "not ready" }[error.status] ?? "unreachable";
     if (error.status === 401 && $("status").textContent !== words) askForKey();
     setStatus(error.status === 503 ? "loading" : "down", words);
   }
@@ -45,9 +56,19 @@ export async function look() {
   pool.timer = setTimeout(() => (document.hidden ? (pool.timer = 0) : look()), busy ? BUSY_MS : IDLE_MS);
 }
 
+function forget() {
+  pool.now = null;
+  pool.rates = [];
+  for (const name of ["running", "waiting", "rate"]) $(name).textContent = "–";
+  $("owners").replaceChildren();
+  $("engine").classList.add("absent");
+  drawRates();
+}
+
 function take(snapshot) {
   const before = pool.now;
   pool.now = snapshot;
+  $("engine").classList.remove("absent");
   if (before && snapshot.seconds > before.seconds) {
     pool.rates.push(Math.max(0, snapshot.generation_tokens - before.generation_tokens) / (snapshot.seconds - before.seconds));
     pool.rates = pool.rates.slice(-SAMPLES);

@@ -115,6 +115,41 @@ def test_other_files(tmp_path):
     assert text == "<file_sep>one<file_sep>two<file_sep><fim_prefix>a<fim_suffix>b<fim_middle>"
 
 
+@pytest.mark.parametrize(
+    ("form", "markers"),
+    [
+        (  # Qwen2.5-Coder, and what llama.cpp's page says of /infill
+            "<|repo_name|>myproject\n<|file_sep|>one<|file_sep|>two<|file_sep|>filename\n"
+            "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>",
+            ["<|repo_name|>", *QWEN[:3], QWEN[4]],
+        ),
+        (  # StarCoder2
+            "<repo_name>myproject\n<file_sep>one<file_sep>two<file_sep><fim_prefix>filename\na<fim_suffix>b<fim_middle>",
+            ["<repo_name>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"],
+        ),
+        (  # StarCoder, Granite
+            "<reponame>myproject\n<filename>one<filename>two<filename>filename\n<fim_prefix>a<fim_suffix>b<fim_middle>",
+            ["<reponame>", "<filename>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
+        ),
+        (  # CodeGemma
+            "<|file_separator|>one<|file_separator|>two<|file_separator|><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>",
+            [*QWEN[:3], "<|file_separator|>"],
+        ),
+        ("onetwo[SUFFIX]b[PREFIX]a", ["[SUFFIX]", "[PREFIX]"]),  # Codestral
+    ],
+)
+def test_repositories(tmp_path, form, markers):
+    """Where the tokenizer has markers for files, each has one; the repository and the file have names where the model
+    has a marker for the former."""
+    tokenizer = with_tokens(tmp_path, markers)
+    middle = FillInMiddle(tokenizer)
+    a, b, *files = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b", "one", "two"))
+    assert tokenizer.decode(middle.prompt(a, b, files), skip_special_tokens=False) == form
+    alone = tokenizer.decode(middle.prompt(a, b), skip_special_tokens=False)
+    assert form.replace("filename\n", "").endswith(alone)
+    assert "one" not in alone
+
+
 def test_no_markers():
     with pytest.raises(InvalidRequestError, match="none of the known markers") as error:
         FillInMiddle(kinds.byte_level())

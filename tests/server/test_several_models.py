@@ -562,16 +562,23 @@ def test_the_page_offers_the_models_and_says_that_one_is_starting(server, folder
         page.goto(server.url)
         page.wait("document.querySelectorAll('#model option').length == 4")
         page.wait("document.querySelector('#status').textContent == 'ready'")
+        page.errors.clear()  # it has looked at the pool of no model before it knew the models
         page.run("(list => { list.selectedIndex = 3; list.onchange(); })(document.querySelector('#model select'))")
         page.wait("document.querySelector('#status').textContent == 'starts when asked'")
+        shown = "document.querySelector('#model select').selectedOptions[0].textContent"
+        assert page.run(shown) == "m-3 · unloaded"
+        page.wait("document.querySelector('#running').textContent == '–'")
         (folder / "m-3" / "hang").touch()
         page.run("document.querySelector('#prompt').focus()")
         page.type("hello")
         page.press("Enter")
         page.wait("document.querySelector('.assistant .facts').textContent == 'm-3: starting'")
+        assert page.run(shown) == "m-3 · starting"
         (folder / "m-3" / "hang").unlink()
         page.wait("document.querySelector('.assistant .facts').textContent.includes('first token')")
         assert page.run("document.querySelector('.assistant .who').textContent") == "m-3"
+        page.wait(f"{shown} == 'm-3'")
+        assert not page.errors
 
 
 def test_a_server_with_one_model_refuses_keys_for_others():

@@ -136,3 +136,45 @@ def test_live(slow):
     assert shown.endswith(b"\x1b[?1049l")
     assert b"tokens/s" in shown
     assert termios.tcgetattr(inner) == before
+
+
+def test_several_models():
+    """A line for each: those in memory first, and as many as fit."""
+
+    def sample(seconds: float, tokens: int, count: int = 3):
+        states = {"idle": "unloaded", "small": "ready", "coder": "starting"} | {
+            f"m-{i}": "unloaded" for i in range(count - 3)
+        }
+        lines = ['x:models_memory_limit_bytes{device="host"} 4194304000']
+        for name, state in states.items():
+            labels = f'model_name="{name}"'
+            lines += [
+                f'x:model_state{{{labels},state="{one}"}} {int(one == state)}'
+                for one in ("ready", "starting", "unloaded")
+            ]
+            lines.append(f"x:model_memory_bytes{{{labels}}} {0 if state == 'unloaded' else 2**30}")
+        lines += [f'x:generation_tokens_total{{engine="0",model_name="small"}} {tokens}']
+        lines += ['x:num_requests_running{model_name="small"} 2', 'x:kv_cache_usage_perc{model_name="small"} 0.5']
+        lines += ['x:model_requests_waiting{model_name="coder"} 3', 'x:num_requests_waiting{model_name="small"} 1']
+        return parse_metrics("\n".join(lines), seconds)
+
+    view = View("url", color=False)
+    view.take(sample(1.0, 100))
+    view.take(sample(3.0, 180))
+    title, _, load, rates, memory, *rest = view.frame(110, 30)
+    assert title == "jaxserve top  3 models, 1 ready  url"
+    assert "2 running   4 waiting" in load
+    assert rates.startswith("tokens/s    40 generated")
+    assert memory == "memory      2.00 GiB of 3.91 GiB for models   51%"
+    rows = [line.split() for line in rest[1:5]]
+    assert rows[0] == ["model", "state", "running", "waiting", "tokens/s", "pages", "memory"]
+    assert rows[1] == ["small", "ready", "2", "1", "40", "50%", "█████░░░░░░░░░░░░░░░", "1.00", "GiB"]
+    assert rows[2][:5] == ["coder", "starting", "0", "3", "0"]
+    assert rows[3] == ["idle", "unloaded", "0", "0", "0", "–", "–"]
+
+    view.take(sample(4.0, 180, count=40))
+    frame = view.frame(80, 24)
+    assert len(frame) <= 24
+    assert any(line.startswith("and 3") for line in frame)
+    assert any(line.startswith("first token") for line in frame)
+    assert all(len(line) <= 80 for line in frame[5:])
