@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxserve.server.models.routing import Routing
 from jaxserve.server.observe.access import log_to_stdout
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.observe.output import log_to_stderr, say
+from jaxserve.server.observe.recorder import open_records
 from jaxserve.server.process.api_server import ApiServer, allow_files, http_config
 from jaxserve.server.process.app import build_app
 from jaxserve.server.process.run import final_settings, listen
@@ -52,9 +54,12 @@ def serve_models(
     names = tuple(name for model in catalog for name in model.names)
     own = final_settings(names, api_keys, allowed_hosts, settings)
     if own.api_server_count != 1:
-        raise ConfigError("a server with several models has one API server; leave out --api-server-count")
+        raise ConfigError(
+            "a server with several models has one API server, which alone decides what is in memory; leave out "
+            "--api-server-count"
+        )
     if own.record is not None:
-        raise ConfigError("the requests of several models are not recorded; leave out --record")
+        os.close(open_records(own.record))  # a file that cannot be written is reported now
     state = SeveralState(own, EngineClient(), Metrics("", own.metrics_prefix))
     served = Models(catalog, state, models, configure, engine_class)
     state.models = served

@@ -22,6 +22,7 @@ class Output:
         self._dropped = 0
         self._changed = threading.Condition()
         self._written = True  # no line waits or is being written
+        self._closed = False
         threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
 
     def write(self, line: str) -> None:
@@ -39,12 +40,21 @@ class Output:
         with self._changed:
             self._changed.wait_for(lambda: self._written, _PATIENCE)
 
+    def close(self) -> None:
+        """Ends the thread when everything is written, and closes the descriptor. Lines written from now on are lost."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._written = not self._lines
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._lines)
+                self._changed.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    os.close(self._descriptor)
+                    return
                 lines = list(self._lines)
                 self._lines.clear()
                 if self._dropped:

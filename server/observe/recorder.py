@@ -20,6 +20,11 @@ from jaxserve.types import Request, SequenceUpdate, TokenLogprob
 log = logging.getLogger(__name__)
 
 
+def open_records(path: str) -> int:
+    """The descriptor of a file of records, to be appended to. Raises OSError."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
 class Recorder:
     """Appends records to a file that only this user can read. One thread writes, so that no request waits for it.
 
@@ -31,7 +36,7 @@ class Recorder:
         self.fingerprint = ""
         self._settings, self._processor = records.settings_of(config), records.processor_name()
         self._draws_seeds = not config.deterministic
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = open_records(path)
         self._max_bytes = max_bytes
         self._full = False
         self._lines = Lines(self._file)
@@ -59,9 +64,11 @@ class Recorder:
         )
         self._lines.write(msgspec.json.encode(record).decode())
 
-    def flush(self) -> None:
-        """Waits for the last lines, a second at most."""
+    def close(self) -> None:
+        """Waits for the last lines, a second at most, and closes the file."""
+        self._full = True
         self._lines.flush()
+        self._lines.close()
 
 
 class RecordedRequests:

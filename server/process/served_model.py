@@ -167,7 +167,7 @@ class ServedModel:
         """Disconnects from the engine for good, after the last request."""
         await self._engine.leave(self._state)
         if self._state.recorder is not None:
-            self._state.recorder.flush()
+            self._state.recorder.close()
         if self._state.images is not None:
             self._state.images.close()
 

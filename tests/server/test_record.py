@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from serving import running_server
+from serving import running_server, server_of_models
 
 from jaxserve.commands.replay import replay
 from jaxserve.records import unpack_bits
@@ -44,6 +44,29 @@ def test_a_server_s_records_are_equal_when_they_run_again(recorded, capsys):
     told = capsys.readouterr().out
     assert "5 requests" in told
     assert f"other.jsonl:1, request {first['request']['request_id']}: completion 0, token {len(values) - 1}" in told
+
+
+@pytest.mark.slow
+def test_several_models_record_into_one_file(tmp_path, capsys):
+    """Also after one has been unloaded and started again. The engines of the records are those of the models."""
+    engine = "dtype: bfloat16, deterministic: true, kv-pages: 200"
+    (tmp_path / "models.yaml").write_text(
+        f"models: [{{name: a, source: demo, settings: {{max-num-seqs: 4, {engine}}}}},"
+        f" {{name: b, source: demo, settings: {{max-num-seqs: 2, {engine}}}}}]"
+    )
+    file = tmp_path / "requests.jsonl"
+    flags = ["--models", str(tmp_path / "models.yaml"), "--record", str(file), "--admin-key", "admin"]
+    with server_of_models(tmp_path / "log", *flags, engine=None) as server:
+        for name in ("a", "b", "a"):
+            answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"model": name, "prompt": "x"}, timeout=120)
+            assert answer.status_code == 200, answer.text
+            unload = f"{server.url}/v2/repository/models/{name}/unload"
+            assert httpx.post(unload, headers={"Authorization": "Bearer admin"}, timeout=60).status_code == 200
+    sizes = [json.loads(line)["settings"]["max_num_seqs"] for line in file.read_text().splitlines()]
+    assert sizes == [4, 2, 4]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert replay([file], model=None, settings={}, limit=None) == 0
+    assert "3 requests" in capsys.readouterr().out
 
 
 def test_what_is_no_record_is_refused(tmp_path):

@@ -508,7 +508,7 @@ def test_flags_that_several_models_cannot_have(tmp_path, capsys):
         (["--model-dir", str(tmp_path)], "leave one out"),
         (["--served-model-name", "x"], "--served-model-name is for a server with one model"),
         (["--api-server-count", "2"], "has one API server"),
-        (["--record", str(tmp_path / "r")], "leave out --record"),
+        (["--record", str(tmp_path)], "Is a directory"),
         (["--models-memory", "0"], "models_memory must be"),
     ):
         assert main(["serve", "--models", str(file), *flags]) == 1
