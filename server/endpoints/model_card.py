@@ -13,6 +13,7 @@ import msgspec
 from jaxserve.checkpoints.errors import CheckpointError
 from jaxserve.checkpoints.files import read_json
 from jaxserve.checkpoints.gguf import read_gguf
+from jaxserve.checkpoints.hub import local_folder
 from jaxserve.checkpoints.safetensors import read_folder
 from jaxserve.server.ipc.messages import Ready
 
@@ -38,6 +39,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 def model_card(info: Ready) -> ModelCard:
     """The card of the weights that are served. Reads headers of files the first time: call it off the event loop."""
     return _card(Path(info.weights.path or info.model_folder))
+
+
+def card_of(source: str) -> ModelCard:
+    """The card of a model that has not been loaded yet, if its files are on this machine."""
+    path = local_folder(source)
+    return ModelCard(format="unknown") if path is None else _card(path)
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from jaxserve.server.chat.generation import Generation, Usage, whole_choices
 from jaxserve.server.chat.output_parser import Piece
 from jaxserve.server.endpoints.chat import logprobs_json
 from jaxserve.server.endpoints.completions import prepare_completion
-from jaxserve.server.endpoints.model_card import ModelCard, model_card
+from jaxserve.server.endpoints.model_card import ModelCard, card_of, model_card
 from jaxserve.server.endpoints.pooling import embed
 from jaxserve.server.http.errors import APIError, own_path
 from jaxserve.server.http.keys import ApiKey
@@ -51,6 +51,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import InvalidRequestError
 
 API_VERSION = "0.13.0"  # of Ollama, whose API this is: clients ask for the version before they use newer parts
+SHOW_PATH = "/api/show"
 LOAD_SECONDS = "load_seconds"  # key in a request's state: for how long it waited for its model to be in memory
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _NO_MESSAGE = {"message": {"role": "assistant", "content": ""}}
@@ -179,7 +180,9 @@ async def show(http: HTTPRequest) -> Response:
         "capabilities": _capabilities(state, tokenizer),
         "modified_at": _time(card.modified),
     }
-    return _json(answer)
+    response = _json(answer)
+    models_of(http).shown[name] = bytes(response.body)
+    return response
 
 
 async def version(http: HTTPRequest) -> Response:
@@ -217,7 +220,7 @@ ROUTES = [
     Route("/api/embeddings", embedding, methods=["POST"]),
     Route("/api/tags", tags),
     Route("/api/ps", running),
-    Route("/api/show", show, methods=["POST"]),
+    Route(SHOW_PATH, show, methods=["POST"]),
     Route("/api/version", version),
     Route("/api/pull", pull, methods=["POST"]),
     *(Route(f"/api/{name}", refuse, methods=["POST"]) for name in ("create", "copy", "push")),
@@ -289,9 +292,8 @@ async def _entries(http: HTTPRequest) -> list[tuple[Listed, dict[str, Any]]]:
     models = models_of(http)
     found = []
     for one in models.listed(key_of(http)):
-        card = ModelCard(format="unknown")
-        if one.info is not None:
-            card = await state.off_loop(partial(model_card, one.info))
+        of_one = partial(card_of, one.source) if one.info is None else partial(model_card, one.info)
+        card = await state.off_loop(of_one)
         adapters = models.adapters_of(one.name)
         for name in (one.name, *one.aliases, *adapters):
             tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG

@@ -16,7 +16,10 @@ log = logging.getLogger("jaxserve.server")
 
 RETRY_SECONDS = "1"  # Retry-After of a 503
 ANTHROPIC_PATHS = "/v1/messages"
-TRITON_PATHS = "/v2/health", "/v2/models", "/v2/repository"
+# The last ones are not served.
+TRITON_PATHS = tuple(
+    f"/v2/{name}" for name in ("health", "models", "repository", "trace", "logging", "systemsharedmemory", "cudashared")
+)
 OLLAMA_PATHS = "/api/"
 
 _TYPES = {

@@ -40,7 +40,13 @@ class Listed:
 
 
 class ServerModels(Protocol):
-    """The models of a server."""
+    """The models of a server.
+
+    Attributes:
+      shown: answers to Ollama's /api/show by name, so that a model need not be in memory to be shown again.
+    """
+
+    shown: dict[str, bytes]
 
     def listed(self, key: ApiKey | None = None) -> list[Listed]:
         """The models that a key may use; None: all."""

@@ -20,6 +20,7 @@ class OneModel:
     def __init__(self, state: ServerState, source: str):
         self._state = state
         self._source = source
+        self.shown: dict[str, bytes] = {}
 
     def listed(self, key: ApiKey | None = None) -> list[Listed]:
         state = self._state

@@ -151,6 +151,7 @@ class Models:
         self._models = {model.name: _Served(model, Metrics(model.name, prefix)) for model in catalog}
         self._names = {name: self._models[model.name] for model in catalog for name in model.names}
         self._residency = Residency({})
+        self.shown: dict[str, bytes] = {}
         self._memory: sizing.Memory | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

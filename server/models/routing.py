@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.endpoints import page
-from jaxserve.server.endpoints.ollama import LOAD_SECONDS, known_name, unloaded
+from jaxserve.server.endpoints.ollama import LOAD_SECONDS, SHOW_PATH, known_name, unloaded
 from jaxserve.server.http.body import put_back, receive_body, taken_back
 from jaxserve.server.http.errors import OLLAMA_PATHS, TRITON_PATHS, own_path
 from jaxserve.server.http.middleware import ADMIN_PATHS, MONITOR_PATHS, OPEN_PATHS
@@ -70,16 +70,16 @@ class Routing:
 
         async with contextlib.AsyncExitStack() as stack:
             try:
-                began = time.monotonic()
                 name = in_path[1] if in_path else await _named(request)
                 if name is not None and path.startswith(OLLAMA_PATHS):
                     name = known_name(self._models, name, key_of(request))
-                    if (answer := self._unloaded(request, path, name)) is not None:
+                    if (answer := self._without_model(request, path, name)) is not None:
                         await answer(scope, receive, send)
                         return
                 if name is not None and path in _WATCHING:
                     state[ROUTED] = self._models.resident(name, key_of(request))
                 elif name is not None:
+                    began = time.monotonic()
                     state[ROUTED] = await stack.enter_async_context(self._models.hold(request, name))
                     state[LOAD_SECONDS] = time.monotonic() - began
             except ClientDisconnect:
@@ -89,10 +89,13 @@ class Routing:
                 state[MODEL] = state[ROUTED].settings.model_name
             await self.app(scope, receive_again, send)
 
-    def _unloaded(self, request: Request, path: str, name: str) -> Response | None:
-        """The answer to a request of Ollama's clients to unload a model that is not in memory; None for others."""
+    def _without_model(self, request: Request, path: str, name: str) -> Response | None:
+        """The answer to a request of Ollama's clients that need not start the model: to unload it, or to show what was
+        shown before. None for others, and if it is in memory or about to be."""
         if self._models.find(name).state not in ("unloaded", "failed") or (received := taken_back(request)) is None:
             return None
+        if path == SHOW_PATH and (shown := self._models.shown.get(name)) is not None:
+            return Response(shown, media_type="application/json")
         put_back(request, received)
         return unloaded(path, received.text())
 

@@ -5,10 +5,9 @@ https://github.com/triton-inference-server/server/tree/main/docs/protocol
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from jaxserve.server.schemas.common import TOKEN_ID
 
@@ -32,10 +31,14 @@ class IndexRequest(msgspec.Struct):
     ready: bool = False
 
 
-class LoadRequest(msgspec.Struct):
-    """Body of /v2/repository/models/{name}/load, which has no parameters here."""
+class LoadParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """There are none here."""
 
-    parameters: Annotated[dict[str, Any], Meta(max_length=0)] = {}
+
+class LoadRequest(msgspec.Struct):
+    """Body of /v2/repository/models/{name}/load."""
+
+    parameters: LoadParameters = LoadParameters()
 
 
 class UnloadParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -173,6 +173,21 @@ def test_samplers():
     assert settings(repeat_penalty=1.2, n_predict=-1).items() >= {"repetition_penalty": 1.2, "max_tokens": -1}.items()
 
 
+def test_chats_of_llama_cpps_page_and_editor(scripted):
+    """They send all samplers' parameters, and llama.cpp's own order of the samplers."""
+    off = {
+        "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1,
+        "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0,
+        "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "max_tokens": -1,
+        "dry_penalty_last_n": -1, "timings_per_token": False, "cache_prompt": True, "temperature": 0.8,
+    }  # fmt: skip
+    page = {"stream": False, "return_progress": True, "reasoning_format": "auto", "backend_sampling": False}
+    for more in (page, {"samplers": "edkypmxt"}, {"samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"]}):
+        body = {"messages": [{"role": "user", "content": say("Hi")}], **off, **more}
+        answer = scripted.http().post("/v1/chat/completions", json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == "Hi", answer.text
+
+
 def test_both_forms_of_completions(llama):
     prompt = say("Hi")
     assert llama.post("/completions", json={"prompt": prompt}).json()["content"] == "Hi"
@@ -203,7 +218,13 @@ def test_tokens(llama):
 def test_facts(llama, scripted):
     props = llama.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 4096
-    assert props["default_generation_settings"]["params"]["top_k"] == 7
+    params = props["default_generation_settings"]["params"]
+    assert (params["top_k"], params["n_predict"], params["seed"], params["mirostat"]) == (7, -1, 2**32 - 1, 0)
+    answer = llama.post("/completion", json={"prompt": {"prompt_string": say("Hi")}, "temperature": 0.7}).json()
+    assert answer["content"] == "Hi"
+    assert answer["generation_settings"].keys() == params.keys() | {"stream"}
+    assert answer["generation_settings"]["temperature"] == 0.7
+    assert llama.get("/v1/health").json() == {"status": "ok"}
     assert props["modalities"] == {"vision": False, "audio": False}
     assert "<tool_call>" in props["chat_template"]
     assert props["eos_token"] == "<|endoftext|>"

@@ -123,6 +123,7 @@ def test_all_endpoints_find_the_model_of_the_request(server):
 
 
 def test_names_that_are_missing_unknown_or_of_a_wrong_type(server):
+    assert [card["id"] for card in server.http().get("/models").json()["data"]] == [f"m-{i}" for i in range(4)]
     assert error(ask(server, "m-9")) == (404, "model_not_found")
     assert "'m-0'" in ask(server, "m-9").text
     with pytest.raises(openai.BadRequestError, match="several models"):
@@ -266,16 +267,28 @@ def test_triton_s_endpoints(server):
     with http.stream("POST", "/v2/models/m-0/generate_stream", json=text) as stream:
         events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     assert "".join(json.loads(event)["text_output"] for event in events) == output
+    own = {"text_input": "hello", "max_tokens": 3, "bad_words": "", "stop_words": [""], "pad_id": 2, "end_id": 2}
+    assert http.post("/v2/models/m-0/generate", json=own | {"temperature": 0}).json() == whole, "TensorRT-LLM's names"
+    ended = http.post("/v2/models/m-0/generate", json=own | {"end_id": 100}).json()
+    assert ended["text_output"] == "hello"
     for body, what in (
-        ({}, "text_input"),
-        ({"text_input": 5}, "text_input"),
-        ({"text_input": "a", "parameters": 5}, "parameters"),
-        ({"text_input": "a", "parameters": {"beam_width": 4}}, "beam_width"),
-        ({"text_input": "a", "max_tokens": "x"}, "max_tokens"),
+        (b"{}", "text_input"),
+        (b'{"text_input": 5}', "text_input"),
+        (b'{"text_input": "a", "parameters": 5}', "parameters"),
+        (b'{"text_input": "a", "parameters": {"beam_width": 4}}', "beam_width"),
+        (b'{"text_input": "a", "max_tokens": "x"}', "max_tokens"),
+        (b'{"text_input": "a", "exclude_input_in_output": 1}', "exclude_input_in_output must be true or false"),
+        (b'{"text_input": "a", "seed": 1%s}' % (b"0" * 40), "seed"),
+        (b'{"text_input": "\xff"}', "UTF-8"),
+        (b"{", "JSON"),
     ):
-        answer = http.post("/v2/models/m-0/generate", json=body)
+        answer = http.post("/v2/models/m-0/generate", content=body)
         assert answer.status_code == 400
         assert what in answer.json()["error"]
+    for path in ("models/m-0/infer", "models/m-0/stats", "trace/setting", "systemsharedmemory/status"):
+        answer = http.request("POST" if path.endswith("infer") else "GET", f"/v2/{path}")
+        assert isinstance(answer.json()["error"], str)
+        assert answer.status_code == (400 if "m-0" in path else 404)
 
 
 def test_ollama_s_endpoints(server):
@@ -299,9 +312,22 @@ def test_ollama_s_endpoints(server):
         answer = post(path, model="m-9")
         assert answer.status_code == 404
         assert "'m-9' does not exist; this server has 'm-0'" in answer.json()["error"]
-    assert post("show", name="m-1").json()["details"]["format"]
+    shown = post("show", name="m-1").json()
+    assert (shown["details"]["format"], shown["model_info"]["llama.context_length"]) == ("safetensors", 256)
     assert post("generate", model="m-1", keep_alive=0, **asked).status_code == 200
     wait_until(lambda: "m-1:latest" not in listed("ps"))
+    assert post("show", model="m-1:latest").json() == shown, "what was shown once is remembered"
+    for path, member in (("generate", {"response": ""}), ("chat", {"message": {"role": "assistant", "content": ""}})):
+        answer = post(path, model="m-1", keep_alive="0s").json()
+        assert (answer["model"], answer["done_reason"]) == ("m-1", "unload")
+        assert answer.items() >= member.items()
+    assert "m-1:latest" not in listed("ps"), "neither has started it"
+    first = post("generate", model="m-1", **asked).json()
+    again = post("generate", model="m-1", **asked).json()
+    assert 10**8 < first["load_duration"] < first["total_duration"]
+    assert again["load_duration"] < 10**8
+    entries = {entry["name"]: entry for entry in httpx.get(f"{server.url}/api/ps").json()["models"]}
+    assert entries["m-1:latest"]["size"] > 2**28, "the memory that it takes"
 
 
 @pytest.mark.slow
@@ -405,8 +431,10 @@ models:
         assert error(small) == (503, "model_too_large")
         assert "460 MiB are for it" in small.text
 
-        seen = server.http(headers={"Authorization": "Bearer some"}).get("/v1/models").json()["data"]
-        assert {card["id"] for card in seen} == {"team/one", "first", "m-2"}
+        some = server.http(headers={"Authorization": "Bearer some"})
+        seen = some.get("/v1/models").json()["data"]
+        assert {card["id"] for card in seen} == {"team/one", "first", "m-2"} == set(some.get("/v1").json()["models"])
+        assert "m-1" not in some.get("/openapi.json").text
         assert number_of(answer("team/one", "some")) == 0, "the key may use it by its alias"
         assert error(answer("m-1", "some")) == (404, "model_not_found")
         assert "this key may use" in answer("m-1", "some").text
