@@ -16,7 +16,7 @@ from jaxserve.server.http.state import key_of, read_body, state_of, to_json
 from jaxserve.server.schemas.batches import BatchRequest
 
 _decoder = msgspec.json.Decoder(BatchRequest)
-_MOST_LISTED = 100
+MOST_LISTED = 100
 
 
 def _shown(batch: BatchRecord) -> Response:
@@ -54,7 +54,7 @@ async def create_batch(http: HTTPRequest) -> Response:
 async def list_batches(http: HTTPRequest) -> Response:
     """GET /v1/batches, with `after` and `limit`: the newest first."""
     store = store_of(http)
-    limit = query_limit(http, 20, _MOST_LISTED)
+    limit = query_limit(http, 20, MOST_LISTED)
     after = http.query_params.get("after")
     owner = owner_of(key_of(http))
     found, more = await on_disk(lambda: store.batches(owner, after, limit))

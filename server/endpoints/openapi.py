@@ -13,7 +13,11 @@ from typing import Any
 import msgspec
 
 from jaxserve.limits import MAX_STOP_TOKENS
+from jaxserve.server.endpoints.batches import MOST_LISTED as MOST_BATCHES
+from jaxserve.server.endpoints.files import LONGEST_LIFE, SHORTEST_LIFE
+from jaxserve.server.endpoints.files import MOST_LISTED as MOST_FILES
 from jaxserve.server.endpoints.openapi_rules import FIELDS, RULES
+from jaxserve.server.http.file_records import INPUT, OUTPUT
 from jaxserve.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from jaxserve.server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from jaxserve.server.schemas.batches import BatchRequest
@@ -125,14 +129,22 @@ _OF_MODEL = {
     "/generate": ("post", "Continue a text, in Triton's shape"),
     "/generate_stream": ("post", "The same in server-sent events"),
 }
-# Parameters of a path's query.
-_QUERIES: dict[str, dict[str, dict[str, Any]]] = {
-    "/profile": {"steps": {"type": "integer", "minimum": 1, "maximum": 10_000}},
-    "/sleep": {
+_TEXT = {"type": "string"}
+# Parameters of an operation's query.
+_QUERIES: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("/profile", "post"): {"steps": {"type": "integer", "minimum": 1, "maximum": 10_000}},
+    ("/sleep", "post"): {
         "level": {"enum": [1, 2]},
         "mode": {"enum": ["wait", "abort"]},
         "timeout": {"type": "integer", "minimum": 0, "maximum": 3600},
     },
+    ("/v1/files", "get"): {
+        "after": _TEXT,
+        "limit": {"type": "integer", "minimum": 1, "maximum": MOST_FILES},
+        "order": {"enum": ["asc", "desc"]},
+        "purpose": {"enum": [INPUT, OUTPUT]},
+    },
+    ("/v1/batches", "get"): {"after": _TEXT, "limit": {"type": "integer", "minimum": 1, "maximum": MOST_BATCHES}},
 }
 _ANSWERS = {
     "200": {"description": "The answer"},
@@ -240,10 +252,12 @@ def _describe(
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    asked = [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()]
-    if named or asked:
-        operations["parameters"] = named + asked
-    operations[method] = {"summary": summary, "responses": _ANSWERS}
+    asked = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get((path, method), {}).items()
+    ]
+    if named:
+        operations["parameters"] = named
+    operations[method] = {"summary": summary, "responses": _ANSWERS} | ({"parameters": asked} if asked else {})
     if content is not None:
         operations[method]["requestBody"] = {"required": True, "content": content}
 
@@ -255,9 +269,9 @@ def _describe_files(paths: dict[str, Any]) -> None:
         "required": ["file", "purpose"],
         "properties": {
             "file": {"type": "string", "format": "binary"},
-            "purpose": {"enum": ["batch"]},
+            "purpose": {"enum": [INPUT]},
             "expires_after[anchor]": {"enum": ["created_at"]},
-            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+            "expires_after[seconds]": {"type": "integer", "minimum": SHORTEST_LIFE, "maximum": LONGEST_LIFE},
         },
     }
     _describe(paths, "/v1/files", "get", "The files of this key")

@@ -6,6 +6,7 @@ const MOST_SHOWN = 200_000; // characters of an answer
 const GROUPS = [
   ["Ollama's API", (path) => path.startsWith("/api/")],
   ["llama.cpp's API", (path) => ["/completion", "/completions", "/infill", "/apply-template", "/props", "/slots"].includes(path)],
+  ["Triton's API", (path) => /^\/v2($|\/(health|models|repository)\/)/.test(path)],
   ["OpenAI's and other APIs", (path) => path.startsWith("/v1") || path.startsWith("/v2")],
   ["The server", () => true],
 ];
@@ -113,8 +114,10 @@ function bodyFor(schema) {
 }
 
 function operation(method, path, described, parameters) {
-  const schema = described.requestBody?.content["application/json"].schema;
-  const whole = schema?.anyOf ? schema.anyOf.map(resolve) : schema ? [resolve(schema)] : [];
+  const content = described.requestBody?.content ?? {};
+  const schema = content["application/json"]?.schema;
+  const body = schema ?? content["multipart/form-data"]?.schema;
+  const whole = body?.anyOf ? body.anyOf.map(resolve) : body ? [resolve(body)] : [];
   const details = make("details", { className: "operation" }, make("summary", {}, make("i", { className: `method ${method}`, textContent: method.toUpperCase() }), make("code", { textContent: path }), make("span", { textContent: described.summary })));
   details.dataset.words = [path, method, described.summary, ...whole.flatMap((one) => Object.keys(one.properties ?? {}))].join(" ").toLowerCase();
   details.addEventListener("toggle", () => {
@@ -148,7 +151,7 @@ async function load() {
       if (method !== "parameters") groups.get(name).push(operation(method, path, described, methods.parameters ?? []));
     }
   }
-  const shown = ["OpenAI's and other APIs", "Ollama's API", "llama.cpp's API", "The server"];
+  const shown = ["OpenAI's and other APIs", "Ollama's API", "llama.cpp's API", "Triton's API", "The server"];
   $("paths").replaceChildren(...shown.map((name) => make("section", {}, make("h2", { textContent: name }), ...groups.get(name))));
   filter();
 }

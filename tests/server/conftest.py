@@ -71,7 +71,8 @@ def demo_server(tmp_path_factory) -> Iterator[ServerUnderTest]:
     """The real engine on the bundled model."""
     log = tmp_path_factory.mktemp("log") / "server.log"
     config = SMALL | {"profile_dir": str(tmp_path_factory.mktemp("traces"))}
-    with running_server(DEMO, log, engine=None, config=config, admin_key="admin") as server:
+    files = str(log.parent / "files")
+    with running_server(DEMO, log, engine=None, config=config, admin_key="admin", files_dir=files) as server:
         yield server
 
 

@@ -219,7 +219,12 @@ def test_the_api_page(page, demo_server):
     assert page.run("document.querySelectorAll('.operation').length") == sum(
         len(methods.keys() - {"parameters"}) for methods in paths.values()
     )
+    groups = page.run("[...document.querySelectorAll('#paths h2')].map(one => one.textContent)")
+    assert groups[1:4] == ["Ollama's API", "llama.cpp's API", "Triton's API"]
     page.run("document.querySelector('#filter').focus()")
+    page.type("upload purpose")
+    assert page.run("document.querySelectorAll('.operation:not([hidden])').length") == 1  # a form, not JSON
+    page.run("document.querySelector('#filter').select()")
     page.type("mirostat ollama")
     assert page.run("document.querySelectorAll('.operation:not([hidden])').length") == 0
     page.run("document.querySelector('#filter').select()")
