@@ -83,8 +83,8 @@ _POOLING_POSTS: dict[str, dict[str, tuple[type[msgspec.Struct], str]]] = {
 _GETS = {
     "/v1": "What is here",
     "/v1/models": "The models that are served",
-    "/v1/models/{name}": "One of them",
     "/models": "The same, for clients without /v1",
+    "/v1/models/{name}": "One of them",
     "/api/tags": "The models that are served, in Ollama's shape",
     "/api/ps": "The models that are loaded, in Ollama's shape",
     "/api/version": "The version of Ollama's API",
