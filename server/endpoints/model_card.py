@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     stored: the type in which most of them are stored, such as "Q4_K" or "BF16", or the method that quantized them.
     size: bytes of the files.
     modified: time of the newest file, in seconds since 1970.
+    facts: numbers of the config, such as the layers, by GGUF's names without the family: "block_count".
     """
 
     format: str
@@ -34,6 +36,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     stored: str = "unknown"
     size: int = 0
     modified: float = 0.0
+    facts: dict[str, int | float] = {}
 
 
 def model_card(info: Ready) -> ModelCard:
@@ -70,26 +73,43 @@ def _of_gguf(card: ModelCard, path: Path) -> ModelCard:
     for tensor in file.tensors.values():
         types[tensor.type.name] += math.prod(tensor.shape)
     family = file.metadata.get("general.architecture")
-    return _with_types(card, family, types)
+    facts = {name: file.metadata.get(f"{family}.{name}") for name in _FACTS}
+    return _with_types(card, family, types, facts)
 
 
 def _of_folder(card: ModelCard, path: Path) -> ModelCard:
     config = read_json(path / "config.json")
-    card = _with_types(card, config.get("model_type"), Counter())
+    of_text = config.get("text_config")
+    own = of_text if isinstance(of_text, dict) else config
+    facts = {name: own.get(key) for name, key in _FACTS.items()}
+    card = _with_types(card, config.get("model_type"), Counter(), facts)
     types: Counter[str] = Counter()
     for tensor in read_folder(path).values():
         types[str(tensor.dtype)] += math.prod(tensor.shape)
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    card = _with_types(card, card.family, types)
+    card = _with_types(card, card.family, types, facts)
     return msgspec.structs.replace(card, stored=method) if isinstance(method, str) else card
 
 
-def _with_types(card: ModelCard, family: object, types: Counter[str]) -> ModelCard:
-    """The card with what tensors tell: the number of elements of each type."""
+def _with_types(card: ModelCard, family: object, types: Counter[str], facts: Mapping[str, object]) -> ModelCard:
+    """The card with what tensors tell, which is the number of elements of each type, and the config."""
+    numbers = {name: value for name, value in facts.items() if type(value) in (int, float)}
     stored = types.most_common(1)[0][0] if types else "unknown"
     name = family if isinstance(family, str) else "unknown"
-    return msgspec.structs.replace(card, family=name, parameters=types.total(), stored=_SHORT.get(stored, stored))
+    return msgspec.structs.replace(
+        card, family=name, parameters=types.total(), stored=_SHORT.get(stored, stored), facts=numbers
+    )
 
 
+# GGUF's names of numbers in a config, and those of config.json.
+_FACTS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
 _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

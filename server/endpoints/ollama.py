@@ -176,6 +176,7 @@ async def show(http: HTTPRequest) -> Response:
             "general.parameter_count": card.parameters,
             f"{card.family}.context_length": info.max_model_len,
             f"{card.family}.vocab_size": info.vocab_size,
+            **{f"{card.family}.{name}": value for name, value in card.facts.items()},
         },
         "capabilities": _capabilities(state, tokenizer),
         "modified_at": _time(card.modified),

@@ -2,6 +2,7 @@ import { $, askForKey, call, hideTip, make, served, showTip } from "./page.js";
 
 const CACHED = 1, SHARED = 2, LISTED = 3; // codes of jaxserve/pool.py
 const BUSY_MS = 500, IDLE_MS = 2000; // between two looks at the pool
+const LIST_MS = 10_000; // between two looks at the list of models, while this one is in memory
 const SAMPLES = 40; // of the rate
 
 function setStatus(state, words, why = words) {
@@ -16,7 +17,9 @@ const WORDS = { unloaded: "starts when asked", waiting: "waiting for memory", st
 
 /* Whether the model is in memory. Tells the list of models what they are doing, and the page if this one is not there. */
 async function isThere() {
-  if (!served.several) return true;
+  const isReady = document.body.dataset.state === "ready" && pool.model === served.model;
+  if (!served.several || (isReady && performance.now() - pool.listed < LIST_MS)) return true;
+  pool.listed = performance.now();
   const models = (await (await call("v1/models")).json()).data;
   document.dispatchEvent(new CustomEvent("models", { detail: models }));
   const { state, reason } = models.find((one) => one.id === served.model) ?? {};
@@ -26,7 +29,7 @@ async function isThere() {
   return false;
 }
 
-const pool = { model: "", now: null, hues: new Map(), rates: [], timer: 0, looking: false, lit: null, cursor: -1, grid: null };
+const pool = { model: "", listed: 0, now: null, hues: new Map(), rates: [], timer: 0, looking: false, lit: null, cursor: -1, grid: null };
 const ownerKey = (owner) => `${owner.request_id}#${owner.index}`;
 const ownerName = (owner) => owner.request_id.split("/").pop().slice(0, 6) + (owner.index ? `·${owner.index}` : "");
 const number = (value) => value.toLocaleString("en");

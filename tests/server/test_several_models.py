@@ -313,7 +313,14 @@ def test_ollama_s_endpoints(server):
         assert answer.status_code == 404
         assert "'m-9' does not exist; this server has 'm-0'" in answer.json()["error"]
     shown = post("show", name="m-1").json()
-    assert (shown["details"]["format"], shown["model_info"]["llama.context_length"]) == ("safetensors", 256)
+    assert shown["details"]["format"] == "safetensors"
+    config = json.loads((DEMO / "config.json").read_text())
+    facts = {
+        "context_length": 256,
+        "block_count": config["num_hidden_layers"],
+        "embedding_length": config["hidden_size"],
+    }
+    assert {name: shown["model_info"][f"llama.{name}"] for name in facts} == facts
     assert post("generate", model="m-1", keep_alive=0, **asked).status_code == 200
     wait_until(lambda: "m-1:latest" not in listed("ps"))
     assert post("show", model="m-1:latest").json() == shown, "what was shown once is remembered"
