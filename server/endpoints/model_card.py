@@ -84,8 +84,9 @@ def _of_folder(card: ModelCard, path: Path) -> ModelCard:
     facts = {name: own.get(key) for name, key in _FACTS.items()}
     card = _with_types(card, config.get("model_type"), Counter(), facts)
     types: Counter[str] = Counter()
-    for tensor in read_folder(path).values():
-        types[str(tensor.dtype)] += math.prod(tensor.shape)
+    with contextlib.suppress(CheckpointError):  # a folder without weights
+        for tensor in read_folder(path).values():
+            types[str(tensor.dtype)] += math.prod(tensor.shape)
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     card = _with_types(card, card.family, types, facts)
