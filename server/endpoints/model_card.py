@@ -82,14 +82,13 @@ def _of_folder(card: ModelCard, path: Path) -> ModelCard:
     of_text = config.get("text_config")
     own = of_text if isinstance(of_text, dict) else config
     facts = {name: own.get(key) for name, key in _FACTS.items()}
-    card = _with_types(card, config.get("model_type"), Counter(), facts)
     types: Counter[str] = Counter()
     with contextlib.suppress(CheckpointError):  # a folder without weights
         for tensor in read_folder(path).values():
             types[str(tensor.dtype)] += math.prod(tensor.shape)
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    card = _with_types(card, card.family, types, facts)
+    card = _with_types(card, config.get("model_type"), types, facts)
     return msgspec.structs.replace(card, stored=method) if isinstance(method, str) else card
 
 

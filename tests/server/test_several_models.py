@@ -304,6 +304,8 @@ def test_ollama_s_endpoints(server):
     asked = {"prompt": "a", "raw": True, "options": {"num_predict": 2}}
     assert post("generate", model="m-1:latest", keep_alive=-1, **asked).status_code == 200
     assert set(listed("tags")) == {f"m-{number}:latest" for number in range(4)}
+    tags = httpx.get(f"{server.url}/api/tags").json()["models"]
+    assert {entry["details"]["family"] for entry in tags} == {"llama"}, "also of models that were never started"
     assert listed("ps")["m-1:latest"].startswith("9999")
     before = set(listed("ps"))
     assert post("pull", model="m-2").json() == {"status": "success"}
