@@ -165,10 +165,11 @@ async def show(http: HTTPRequest) -> Response:
     tokenizer, info = state.require_loaded()
     card = await state.off_loop(lambda: model_card(info))
     template = tokenizer.chat_template or ""
-    recommended = tokenizer.generation_defaults.sampling()
+    # Continue reads num_ctx here, and cuts its prompts to that.
+    parameters = {"num_ctx": info.max_model_len} | tokenizer.generation_defaults.sampling()
     answer = {
         "modelfile": f"FROM {name}\n",
-        "parameters": "\n".join(f"{key:<30} {value}" for key, value in recommended.items()),
+        "parameters": "\n".join(f"{key:<30} {value}" for key, value in parameters.items()),
         "template": template,
         "details": _details(state.settings.model_name if name in state.client.adapters else "", card),
         "model_info": {

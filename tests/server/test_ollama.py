@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pooling_models
@@ -154,7 +155,8 @@ def test_models(client, scripted):
     assert running.context_length == 4096
     assert {"completion", "tools", "thinking"} == set(shown.capabilities)
     assert "<tool_call>" in shown.template
-    assert "temperature" in shown.parameters
+    lines = [re.match(r'^(\S+)\s+((?:".*")|\S+)$', line).groups() for line in shown.parameters.splitlines()]
+    assert dict(lines).items() >= {"num_ctx": "4096", "top_k": "7"}.items()  # as Continue reads them
     assert client.pull(MODEL).status == "success"
     assert [part.status for part in client.pull(f"{MODEL}:latest", stream=True)] == ["success"]
     http = scripted.http()
