@@ -9,7 +9,6 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.http.middleware import OPEN_PATHS
 from jaxserve.server.observe.output import Output, OutputHandler
 from jaxserve.server.observe.request_record import CLIENT_LEFT, RequestRecord, watching
 from jaxserve.server.observe.tracing import Tracer
@@ -18,7 +17,9 @@ log = logging.getLogger("jaxserve.access")
 
 MODEL = "model"  # key in a request's state of its model's name, in a server with several
 # Paths that are requested all the time, as those below /ui are. They are logged only when the key is wrong.
-QUIET_PATHS = OPEN_PATHS | {"/", "/metrics", "/pool"}
+QUIET_PATHS = frozenset(
+    {"/", "/health", "/v1/health", "/v2/health/live", "/v2/health/ready", "/ping", "/ready", "/metrics", "/pool"}
+)
 
 
 class Access:

@@ -176,4 +176,4 @@ def test_a_model_that_generates_refuses(demo_server):
     answer = httpx.post(f"{demo_server.url}/v1/embeddings", json={"input": "a"}, timeout=30)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "unsupported_task"
-    assert "/v1/embeddings" not in json.dumps(httpx.get(f"{demo_server.url}/openapi.json", timeout=30).json())
+    assert "/v1/embeddings" not in httpx.get(f"{demo_server.url}/openapi.json", timeout=30).json()["paths"]
