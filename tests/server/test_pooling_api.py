@@ -1,7 +1,6 @@
 """Embeddings, scores and reranking over HTTP, with the real engine and OpenAI's client."""
 
 import base64
-import json
 
 import httpx
 import numpy as np
