@@ -125,8 +125,10 @@ def share_of(config: EngineConfig, most: int, given: int | None = None, devices:
     limit = most if given is None else min(given, most)
     if pages < 2 or share.total > limit:
         at_least = replace(share, pages=max(pages, 2))
+        fit = memory.on_grid((limit - at_least.total + at_least.cache) // share.page_bytes, memory.PAGE_GRID)
+        cache = f"{fit} pages (--kv-pages) would fit" if fit >= 2 else "with the smallest cache it does not fit either"
         raise TooLargeError(
-            f"{config.model} needs at least {at_least.describe()}, and {memory.size(limit)} are for it. Lower "
+            f"{config.model} needs at least {at_least.describe()}, and {memory.size(limit)} are for it; {cache}. Lower "
             "--kv-pages, --max-model-len, --max-num-seqs or --max-num-batched-tokens, quantize it, or give more memory"
         )
     windows = one_page.groups.windows

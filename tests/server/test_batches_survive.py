@@ -140,7 +140,7 @@ def test_damaged_files(lives, tmp_path):
 
 
 def memory(pid: int) -> int:
-    """Most bytes of memory that a process has had, since the latest `reset`."""
+    """Most bytes of memory that a process has had since its clear_refs were written to."""
     (text,) = [row for row in Path(f"/proc/{pid}/status").read_text().splitlines() if row.startswith("VmHWM")]
     return int(text.split()[1]) * 1024
 

@@ -376,7 +376,7 @@ def test_settings_of_a_file(folder, tmp_path):
 models:
   - name: team/one
     source: {folder}/m-0
-    aliases: [first]
+    aliases: [first, org/first.v1:2]
     pinned: true
   - {{name: m-1, source: {folder}/m-1, keep_alive: 300ms}}
   - {{name: m-2, source: {folder}/m-2, memory: 460 MiB}}
@@ -397,7 +397,10 @@ models:
         assert cards["gone"]["state"] == "failed"
         assert "no such model" in cards["gone"]["reason"]
         assert http.get("/v1/models/team/one").json()["pinned"] is True
-        assert number_of(answer("first")) == number_of(answer("team/one")) == 0
+        assert number_of(answer("first")) == number_of(answer("team/one")) == number_of(answer("org/first.v1:2")) == 0
+        assert http.get("/v1/models/org/first.v1:2").json()["root"] == "team/one"
+        for wrong in ("../one", "team", "team/one/", "team//one", "first.v1:2", "team/../first"):
+            assert error(answer(wrong)) == (404, "model_not_found")
 
         assert number_of(answer("m-1")) == 1
         wait_until(lambda: http.get("/v1/models/m-1").json()["state"] == "unloaded", 60)
@@ -407,12 +410,13 @@ models:
         assert error(large) == (503, "model_too_large")
         assert "needs at least" in large.text
         assert "GiB" in large.text
+        assert re.search(r"\d+ pages \(--kv-pages\) would fit", large.text), large.text
         small = answer("m-2")
         assert error(small) == (503, "model_too_large")
         assert "460 MiB are for it" in small.text
 
         seen = server.http(headers={"Authorization": "Bearer some"}).get("/v1/models").json()["data"]
-        assert {card["id"] for card in seen} == {"team/one", "first", "m-2"}
+        assert {card["id"] for card in seen} == {"team/one", "first", "org/first.v1:2", "m-2"}
         assert number_of(answer("team/one", "some")) == 0, "the key may use it by its alias"
         assert error(answer("m-1", "some")) == (404, "model_not_found")
         assert "this key may use" in answer("m-1", "some").text
