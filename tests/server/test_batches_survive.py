@@ -23,9 +23,12 @@ def lives(tiny_model_folder, tmp_path):
     """A function that starts a server on the same folder and port, each time a new process."""
     port = free_port()
 
+    @contextlib.contextmanager
     def live(engine: str = "SlowEngine", **options):
         options = {"files_dir": str(tmp_path / "state"), "port": port, "batch_concurrency": 2} | options
-        return running_server(tiny_model_folder, tmp_path / "log", engine=engine, **options)
+        with running_server(tiny_model_folder, tmp_path / "log", engine=engine, ready=False, **options) as server:
+            server.wait_ready(240)
+            yield server
 
     return live
 
@@ -157,8 +160,8 @@ def test_a_file_of_200_mb_costs_little_memory(lives, tmp_path):
         client = server.openai()
         ended(client, start(client, *(line(f"warm {i}") for i in range(300))))
         pid = server.process.pid
-        before = memory(pid)
         Path(f"/proc/{pid}/clear_refs").write_text("5")
+        before = memory(pid)
         large = client.with_options(timeout=200).files.create(file=source, purpose="batch")
         after_upload = memory(pid)
         batch = client.batches.create(input_file_id=large.id, endpoint="/v1/completions", completion_window="24h")

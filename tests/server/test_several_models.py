@@ -437,18 +437,21 @@ models:
 
 
 @pytest.mark.slow
-def test_random_requests_while_engines_are_killed(tmp_path):
-    """Twelve models, with memory for four; names by Zipf's law, and an engine that is killed now and then."""
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_requests_while_engines_are_killed(tmp_path, seed):
+    """Twelve models, with memory for four; names by Zipf's law, and an engine that is killed every other second."""
     folder = make_models(tmp_path / "models", 12)
-    choose = random.Random(1)
-    names = choose.choices(range(12), [1 / (rank + 1) for rank in range(12)], k=2000)
+    choose = random.Random(seed)
+    names = choose.choices(range(12), [1 / (rank + 1) for rank in range(12)], k=1000)
     seen = Counter()
     most = most_engines = kills = 0
     flags = ("--model-dir", str(folder), *room_for(4), *FLAGS, "--engine-restarts", "100")
     with server_of_models(tmp_path / "log", *flags) as server:
+        client = server.http()
 
         def one(number: int) -> None:
-            response = ask(server, f"m-{number}", choose.randint(1, 20))
+            body = {"model": f"m-{number}", "prompt": [70, 71], "max_tokens": choose.randint(1, 20)}
+            response = client.post("/v1/completions", json=body | {"return_token_ids": True}, timeout=300)
             if response.status_code == 200:
                 assert number_of(response) == number
                 seen["answered"] += 1
@@ -460,27 +463,25 @@ def test_random_requests_while_engines_are_killed(tmp_path):
         assert number_of(ask(server, "m-0")) == 0
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(one, number) for number in names]
-            kill_at = time.monotonic()
             while not all(request.done() for request in asked):
                 each, used, limit = memory_of(server)
                 assert sum(each.values()) == used
                 most = max(most, used / limit)
                 most_engines = max(most_engines, len(engines := engines_of(server)))
-                if time.monotonic() > kill_at and engines:
+                if engines:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(choose.choice(engines), signal.SIGKILL)
                     kills += 1
-                    kill_at += 2
-                time.sleep(0.1)
+                time.sleep(2)
             for request in asked:
                 request.result()
         starts = sum(server.metric("model_starts_total", f"m-{number}") for number in range(12))
         print(dict(seen), f"{kills} kills, {starts:g} starts, {most:.2f} of the memory, {most_engines} engines")
     assert most <= 1
     assert most_engines <= 4
-    assert seen.total() == 2000
+    assert seen.total() == 1000
     assert set(seen) <= {"answered", "engine_unavailable"}, "requests that had begun when their engine was killed"
-    assert seen["answered"] >= 1950
+    assert seen["answered"] >= 975
 
 
 @pytest.mark.parametrize(
