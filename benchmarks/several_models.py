@@ -162,10 +162,12 @@ def several(flags: list[str], models: float) -> Iterator[tuple[int, subprocess.P
 
 def known(port: int) -> dict[str, dict]:
     """The models, once their sizes are known."""
-    while any(card["memory_bytes"] is None for card in (found := cards(port)).values()):
+    found = cards(port)
+    while any(card["memory_bytes"] is None for card in found.values()):
         reasons = [card["reason"] for card in found.values() if card["reason"]]
         assert not reasons, reasons
         time.sleep(0.1)
+        found = cards(port)
     return found
 
 
