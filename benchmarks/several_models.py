@@ -162,9 +162,13 @@ def several(flags: list[str], models: float) -> Iterator[tuple[int, subprocess.P
 
 def known(port: int) -> dict[str, dict]:
     """The models, once their sizes are known."""
-    while any(card["memory_bytes"] is None for card in cards(port).values()):
+    found = cards(port)
+    while any(card["memory_bytes"] is None for card in found.values()):
+        reasons = [card["reason"] for card in found.values() if card["reason"]]
+        assert not reasons, reasons
         time.sleep(0.1)
-    return cards(port)
+        found = cards(port)
+    return found
 
 
 @contextlib.contextmanager

@@ -286,7 +286,12 @@ class Engine:
         return output
 
     def advance(self, output: StepOutput) -> None:
-        """One step, in the order that the module's docstring shows. Extends `output` with each committed step."""
+        """One step, in the order that the module's docstring shows. Extends `output` with each committed step. Before a
+        short step that was planned ahead has ended, the output of the step before it goes out, and requests come in."""
+        most = self.runner.num_stages
+        if len(self.in_flight) == most and self._waits:
+            output.extend(self._commit_oldest())
+            return
         if len(self.constraints) and not self.recovery.active:
             busy = self.scheduler.has_work or self.in_flight
             output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
@@ -302,15 +307,19 @@ class Engine:
         if plan is not None:
             with self.timeline.phase("upload"):
                 self.in_flight.append(self.dispatch(plan))
-        if len(self.in_flight) > (most := self.runner.num_stages):
+        if is_ahead := len(self.in_flight) > most:
             output.extend(self._commit_oldest())
         if self.in_flight:
             with self.timeline.phase("mask"):
                 if any(batch.deferred is not None for batch in self.in_flight[-1].batches):
                     self.constraints.sample_deferred(self.in_flight[-1], self.scheduler.running, self.runner)
-            waits = self.scheduler.running.short_steps or not self._schedules_ahead
-            if plan is None or (len(self.in_flight) == most and waits):
+            if plan is None or (len(self.in_flight) == most and self._waits and not is_ahead):
                 output.extend(self._commit_oldest())
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the latest plan's step is to end before the next one is planned."""
+        return self.scheduler.running.short_steps or not self._schedules_ahead
 
     def _place_adapters(self, adapters: Adapters, output: StepOutput) -> None:
         """Uploads weights of adapters that requests wait for. Ends requests whose adapter cannot be read any more."""

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxserve.bundles.container import Bundle, is_bundle, read_key
+from jaxserve.bundles.stored_weights import StoredWeights
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.mesh import num_devices, num_groups
 from jaxserve.engine.loading import buckets
@@ -94,7 +95,12 @@ def share_of(config: EngineConfig, most: int, given: int | None = None, devices:
     plan = ModelPlan.of(config, None if devices is None else list(devices))
     device = plan.mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
-    params = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
+    bundle = None
+    if is_bundle(config.model):  # whose folder of the model has no weights
+        bundle = Bundle.open(Path(config.model).expanduser(), read_key(config.bundle_key_file))
+        params = flatten_dict(StoredWeights(bundle).forms(plan.mesh), sep="/")
+    else:
+        params = abstract_weights(plan.decoder, plan.folder, plan.mesh, config)
     cost = StepCost.of(
         unflatten_dict(params, sep="/"), plan.model, device, num_devices(plan.mesh) // num_groups(plan.mesh), plan.dtype
     )
@@ -112,8 +118,8 @@ def share_of(config: EngineConfig, most: int, given: int | None = None, devices:
         longest=plan.longest,
     )
     pages = config.kv_pages
-    if pages is None and is_bundle(config.model):
-        pages = Bundle.open(Path(config.model).expanduser(), read_key(config.bundle_key_file)).manifest.pages
+    if pages is None and bundle is not None:
+        pages = bundle.manifest.pages
     longest = memory.pages_of_longest(config, plan.longest, one_page.page_size, one_page.groups.windows)
     if pages is None:
         left = (most if given is None else given) - share.total
@@ -125,8 +131,10 @@ def share_of(config: EngineConfig, most: int, given: int | None = None, devices:
     limit = most if given is None else min(given, most)
     if pages < 2 or share.total > limit:
         at_least = replace(share, pages=max(pages, 2))
+        fit = memory.on_grid((limit - at_least.total + at_least.cache) // share.page_bytes, memory.PAGE_GRID)
+        cache = f"{fit} pages (--kv-pages) would fit" if fit >= 2 else "with the smallest cache it does not fit either"
         raise TooLargeError(
-            f"{config.model} needs at least {at_least.describe()}, and {memory.size(limit)} are for it. Lower "
+            f"{config.model} needs at least {at_least.describe()}, and {memory.size(limit)} are for it; {cache}. Lower "
             "--kv-pages, --max-model-len, --max-num-seqs or --max-num-batched-tokens, quantize it, or give more memory"
         )
     windows = one_page.groups.windows

@@ -63,13 +63,18 @@ def raw_lines(file: BinaryIO, longest: int = 2**62) -> Iterator[tuple[int, bytes
     """The lines of a file that are not blank, with their numbers from 1, without a byte order mark. A line of more than
     `longest` bytes is None, and is never whole in memory."""
     number = 0
-    while raw := file.readline(longest + 1):
+    while raw := file.readline(min(longest + 1, _READ_AHEAD)):
         number += 1
-        if len(raw) > longest and not raw.endswith(b"\n"):
+        if not raw.endswith(b"\n"):  # a long line is measured before it is read, whole, once
+            begin = file.tell() - len(raw)
             while (rest := file.readline(_READ_AHEAD)) and not rest.endswith(b"\n"):
                 pass
-            yield number, None
-            continue
+            size = file.tell() - begin
+            if size - rest.endswith(b"\n") > longest:
+                yield number, None
+                continue
+            file.seek(begin)
+            raw = file.read(size)
         if number == 1:
             raw = raw.removeprefix(codecs.BOM_UTF8)
         if raw.strip():

@@ -35,7 +35,10 @@ class EngineClient:
       stats: the engine's latest statistics.
       error: why the engine died; None before that, and again once the next engine is ready.
       losses: number of engines that have died.
+      ended: the latest of them ended its process without a word.
       revives: a supervisor replaces an engine that died and connects this client to the new one.
+      holds: that supervisor says by `let_go` whether an engine that is gone has ended by itself. Requests without any
+        output wait for that, and are given to the next engine if theirs was killed; each only once.
       watches: other clients may have given the engine work, so it counts as stalled even if this one has not.
       on_stats, on_ready: called with each message of these kinds.
       on_stream: called with 1 when a `generate` call begins, and with -1 when it ends.
@@ -46,7 +49,9 @@ class EngineClient:
         self.stats = EngineStats()
         self.error: str | None = None
         self.losses = 0
+        self.ended = False
         self.revives = False
+        self.holds = False
         self.watches = False
         self.on_stats: Callable[[EngineStats], None] = lambda stats: None
         self.on_ready: Callable[[messages.Ready], None] = lambda info: None
@@ -74,7 +79,7 @@ class EngineClient:
                 break
             except (FileNotFoundError, ConnectionRefusedError):
                 if not engine_runs():
-                    self.lose("the engine process ended before it could be reached")
+                    self.lose("the engine process ended before it could be reached", ended=True)
                     raise EngineDeadError(self.error) from None
                 await asyncio.sleep(0.02)
         if self._writer is not None:
@@ -144,19 +149,18 @@ class EngineClient:
         Raises:
           InvalidRequestError, QueueFullError: the engine refused the requests or one request's grammar. The others are
             aborted.
-          EngineDeadError: the engine has died, or `fail_streams` was called.
+          EngineDeadError: the engine has died, see `holds`, or `fail_streams` was called.
           TimeoutError: `timeout` seconds have passed.
         """
         if self.error is not None:
             raise self._dead()
-        stream = UpdateStream(lambda: on_accepted(self.info.weights if self.info else messages.ServedWeights()))
+        weights = messages.ServedWeights()
+        stream = UpdateStream(requests, lambda: on_accepted(self.info.weights if self.info else weights))
         if not self._streams:
             self._note_life()  # the engine had no work until now, so it cannot have stalled
         for request in requests:
             if request.request_id in self._streams:
                 raise ValueError(f"request id {request.request_id!r} is in use")
-            stream.running[request.request_id] = set(range(request.params.n))
-            stream.unaccepted.add(request.request_id)
             self._streams[request.request_id] = stream
         self.on_stream(1)
         late = None
@@ -268,7 +272,7 @@ class EngineClient:
                 length = messages.frame_length(await reader.readexactly(messages.LENGTH_BYTES))
                 self._handle(messages.decode_engine_message(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError):
-            self.lose("the engine process ended")
+            self.lose("the engine process ended", ended=True)
         except ValueError as error:
             self.lose(f"the engine sent something unreadable: {error}")
         except Exception as error:
@@ -310,6 +314,7 @@ class EngineClient:
                 self.adapters = {adapter.name: adapter for adapter in message.adapters}
                 self.on_ready(message)
                 self._ready.set()
+                self._submit_held()
             case messages.Failed(text):
                 self.lose(text)
 
@@ -324,11 +329,13 @@ class EngineClient:
             stream.paused.add(update.request_id)
             self._send(messages.Pause(update.request_id, True))
 
-    def lose(self, message: str) -> None:
-        """Marks the engine as dead. Everything that waits for the engine fails with `message`."""
+    def lose(self, message: str, *, ended: bool = False) -> None:
+        """Marks the engine as dead. Everything that waits for the engine fails with `message`, unless the engine's
+        process has `ended` without a word and the supervisor will say why."""
         if self._lost.is_set():
             return  # later errors follow from the first one
         self.error = message
+        self.ended = ended
         self.losses += 1
         self._lost.set()
         self._ready.set()
@@ -341,7 +348,24 @@ class EngineClient:
             if not done.done():
                 done.set_exception(self._dead())
         for stream in set(self._streams.values()):
-            stream.fail(self._dead())
+            if ended and self.holds and stream.is_whole:
+                stream.is_held = True
+                stream.is_whole = False  # once
+            elif not stream.is_held:
+                stream.fail(self._dead())
+
+    def let_go(self) -> None:
+        """Fails the requests that wait for another engine."""
+        for stream in set(self._streams.values()):
+            if stream.is_held:
+                stream.fail(self._dead())
+
+    def _submit_held(self) -> None:
+        """Gives the requests that have waited to the engine that is ready now."""
+        for stream in dict.fromkeys(self._streams.values()):
+            if stream.is_held:
+                stream.is_held = False
+                self._send(messages.Submit.of(stream.requests))
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"{self.error}; it is being started again: try again" if self.revives else self.error)

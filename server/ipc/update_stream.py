@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from jaxserve.types import SequenceUpdate
+from jaxserve.types import Request, SequenceUpdate
 
 
 def weight(update: SequenceUpdate) -> int:
@@ -25,16 +25,21 @@ class UpdateStream:
       paused: requests that are paused until these updates are taken.
       running: request id -> completions that have not ended in the engine.
       unaccepted: ids of requests for which no message has come from the engine.
+      is_whole: no output has come yet, and nothing was aborted, so that another engine can be given the same requests.
+      is_held: they wait for another engine, because theirs was killed.
 
     `on_accepted` is called when the first message has come for any of them.
     """
 
-    def __init__(self, on_accepted: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, requests: Sequence[Request] = (), on_accepted: Callable[[], object] = lambda: None) -> None:
         self._on_accepted: Callable[[], object] | None = on_accepted
+        self.requests = requests
         self.unread = 0
         self.paused: set[str] = set()
-        self.running: dict[str, set[int]] = {}
-        self.unaccepted: set[str] = set()
+        self.running = {request.request_id: set(range(request.params.n)) for request in requests}
+        self.unaccepted = set(self.running)
+        self.is_whole = True
+        self.is_held = False
         self._updates: list[SequenceUpdate] = []
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -44,6 +49,7 @@ class UpdateStream:
         return not self.running and not self._updates and self._error is None
 
     def put(self, update: SequenceUpdate) -> None:
+        self.is_whole = False
         if update.finish_reason is not None:
             self.close(update.request_id, update.index)
         self._updates.append(update)
@@ -57,10 +63,12 @@ class UpdateStream:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
+        self.is_held = False
         self._error = self._error or error
         self._changed.set()
 
     def close(self, request_id: str, index: int) -> None:
+        self.is_whole = False
         indices = self.running.get(request_id, set())
         indices.discard(index)
         if not indices:

@@ -31,7 +31,7 @@ from jaxserve.server.ipc.engine_client import EngineClient
 from jaxserve.server.ipc.messages import Ready
 from jaxserve.server.models import sizing
 from jaxserve.server.models.catalog import Model
-from jaxserve.server.models.metrics import Row, render
+from jaxserve.server.models.metrics import Device, Row, render
 from jaxserve.server.models.residency import Place, Residency
 from jaxserve.server.observe.metrics import Metrics
 from jaxserve.server.process.engine_process import EngineProcess
@@ -43,6 +43,7 @@ log = logging.getLogger("jaxserve.server")
 
 FAILED_SECONDS = 5.0  # from a failed start to the next attempt
 TOO_LARGE_SECONDS = 60.0  # the same for a model that does not fit, whose size is computed again
+_LOOK_SECONDS = 0.02  # between two looks whether an engine has been started again
 _HOST = "host"  # the device whose memory counts on CPU
 _MOST_LISTED = 16  # names of models in an error
 # Makes the settings of a model of its flags: of its engine, and those of the server that are the model's own.
@@ -172,6 +173,8 @@ class Models:
         if not self._enters(served):
             await run_until_disconnect(http.receive, self._enter(served))
         try:
+            if served.state is not None and served.state.client.status == "restarting":
+                await run_until_disconnect(http.receive, self._revived(served, served.state.client))
             if served.state is None:  # it has died since
                 raise unavailable(f"the model {name!r} is gone; try again", "engine_unavailable")
             yield served.state
@@ -232,7 +235,8 @@ class Models:
             )
             for served in self._models.values()
         ]
-        return render(self._server.metrics, rows, self._residency.budget)
+        taken = {name: Device(most, self._residency.used(name)) for name, most in self._residency.budget.items()}
+        return render(self._server.metrics, rows, taken)
 
     @property
     def is_ready(self) -> bool:
@@ -371,12 +375,23 @@ class Models:
                 raise self._late(served, limit) from None
             raise
 
+    async def _revived(self, served: _Served, client: EngineClient) -> None:
+        """Waits while a model's engine is being started again. Raises APIError (503) if that takes too long."""
+        limit = self._settings.model_wait
+        try:
+            async with asyncio.timeout(limit):
+                while client.status == "restarting":
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            raise self._late(served, limit) from None
+
     def _late(self, served: _Served, limit: float) -> APIError:
         kind = self._listed(served).state
         why = {
             "waiting": "waits for memory that other models use: they have requests",
             "unloading": "is being unloaded",
             "starting": "is still starting",
+            "ready": "is being started again",
         }.get(kind, "is not known yet")
         text = f"the model {served.name!r} {why}, after {limit:g} s; try again"
         return APIError(503, text, param="model", code="model_starting", headers={"Retry-After": "5"})
@@ -451,8 +466,11 @@ class Models:
                     known.append((served, config))
                 except (ValueError, OSError) as error:
                     self._fail(served, str(error))
-            if known:
+            try:
                 await self._ask_sizes(known)
+            except OSError as error:
+                log.error("%s; asking again", error)
+                await self._ask_sizes([one for one in known if one[0].share is None])
         except OSError as error:
             for served in several:
                 if served.share is None and not served.reason:
@@ -474,6 +492,8 @@ class Models:
         return config, dataclasses.replace(self._server.settings, model_names=model.names, **own)
 
     async def _ask_sizes(self, known: list[tuple[_Served, EngineConfig]]) -> None:
+        if not known:
+            return
         questions = [(config, served.model.memory) for served, config in known]
         most = self._settings.models_memory
         given = int(most * 2**30) if most is not None else None
@@ -518,22 +538,18 @@ class Models:
 
     async def _start(self, served: _Served) -> None:
         began = self._now()
-        limit = self._settings.model_start_limit
         log.info("starting the model %s", served.name)
-        reason = ""
-        try:
-            async with asyncio.timeout(limit):
-                await self._launch(served)
-        except TimeoutError:
-            reason = f"it was not ready within {limit:g} s (--model-start-limit)"
-        except (EngineDeadError, CheckpointError, ValueError, OSError) as error:
-            reason = str(error) or type(error).__name__
-        except Exception as error:
-            log.exception("a model could not be started")
-            reason = f"{type(error).__name__}: {error}"
-        if reason:
+        assert served.settings is not None
+        for left in reversed(range(1 + served.settings.engine_restarts)):
+            if not (reason := await self._try(served)):
+                break
             served.failures += 1
+            killed = served.process is not None and await asyncio.to_thread(served.process.was_killed)
             await self._end(served)
+            if not killed or not left:
+                break
+            log.error("the process of the model %s was killed as it started; starting another", served.name)
+        if reason:
             self._residency.failed(served.name)
             self._fail(served, reason)
             self._changed.set()
@@ -556,6 +572,21 @@ class Models:
         served.waiters.clear()
         self._changed.set()
         log.info("the model %s is ready after %.1f s", served.name, served.start_seconds)
+
+    async def _try(self, served: _Served) -> str:
+        """Starts a model's process, and waits until it is ready. Returns why it is not; "" if it is."""
+        limit = self._settings.model_start_limit
+        try:
+            async with asyncio.timeout(limit):
+                await self._launch(served)
+        except TimeoutError:
+            return f"it was not ready within {limit:g} s (--model-start-limit)"
+        except (EngineDeadError, CheckpointError, ValueError, OSError) as error:
+            return str(error) or type(error).__name__
+        except Exception as error:
+            log.exception("a model could not be started")
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     async def _launch(self, served: _Served) -> None:
         """Starts a model's process, and waits until it is ready."""

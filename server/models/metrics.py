@@ -24,12 +24,20 @@ class Row(NamedTuple):
     start_seconds: float
 
 
-def render(server: Metrics, rows: Sequence[Row], budget: Mapping[str, int]) -> bytes:
-    """The exposition text. server: metrics of no model, of which connections that were refused are shown."""
+class Device(NamedTuple):
+    """Bytes of a device that all models may take, and that they take now."""
+
+    most: int
+    used: int
+
+
+def render(server: Metrics, rows: Sequence[Row], devices: Mapping[str, Device]) -> bytes:
+    """The exposition text, of one moment. server: metrics of no model, of which connections that were refused are
+    shown."""
     families: dict[str, Metric] = {}
     refused = [metric for metric in server.registry.collect() if metric.name.endswith(":admission_rejections")]
     of_models = (metric for row in rows for metric in row.metrics.registry.collect())
-    for metric in (*of_models, *refused, *_of_rows(server.prefix, rows, budget)):
+    for metric in (*of_models, *refused, *_of_rows(server.prefix, rows, devices)):
         if (known := families.get(metric.name)) is None:
             families[metric.name] = metric
         else:
@@ -47,7 +55,7 @@ class _Collected:
         return self._families
 
 
-def _of_rows(prefix: str, rows: Sequence[Row], budget: Mapping[str, int]) -> Iterator[Metric]:
+def _of_rows(prefix: str, rows: Sequence[Row], devices: Mapping[str, Device]) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         f"{prefix}:model_state", "1 for the state that a model is in, 0 for others", labels=["model_name", "state"]
     )
@@ -69,6 +77,11 @@ def _of_rows(prefix: str, rows: Sequence[Row], budget: Mapping[str, int]) -> Ite
     limit = GaugeMetricFamily(
         f"{prefix}:models_memory_limit_bytes", "Bytes of a device that all models may take", labels=["device"]
     )
+    used = GaugeMetricFamily(
+        f"{prefix}:models_memory_bytes",
+        "Bytes of a device that models take, from the start of their processes until these have ended",
+        labels=["device"],
+    )
     for row in rows:
         labels = [row.listed.name]
         for state in MODEL_STATES:
@@ -79,6 +92,7 @@ def _of_rows(prefix: str, rows: Sequence[Row], budget: Mapping[str, int]) -> Ite
         starts.add_metric(labels, row.starts)
         failures.add_metric(labels, row.failures)
         seconds.add_metric(labels, row.start_seconds)
-    for device, most in budget.items():
-        limit.add_metric([device], most)
-    yield from (states, memory, waiting, starts, failures, seconds, limit)
+    for name, device in devices.items():
+        limit.add_metric([name], device.most)
+        used.add_metric([name], device.used)
+    yield from (states, memory, waiting, starts, failures, seconds, limit, used)

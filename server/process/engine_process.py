@@ -31,6 +31,7 @@ from jaxserve.server.observe.output import log_to_stderr
 from jaxserve.server.process.socket_folder import SocketFolder
 from jaxserve.start import ENGINE, PRELOAD
 
+_ENDING_SECONDS = 1  # from the end of a process's connection to its own
 FLUSH_SECONDS = 5  # time to write the last answers, and then for the engine to exit, once no request runs
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -117,6 +118,14 @@ class EngineProcess:
 
     def runs(self) -> bool:
         return self._process.poll() is None
+
+    def was_killed(self) -> bool:
+        """Whether the process, whose connection has ended, was ended from outside: by SIGKILL, as by an operator, or by
+        Linux where memory is scarce."""
+        try:
+            return self._process.wait(_ENDING_SECONDS) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            return False
 
     def kill(self) -> None:
         """Ends the process at once, even one that is suspended, and waits until it is gone."""

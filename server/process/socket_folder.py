@@ -72,9 +72,10 @@ def _sweep(base: str) -> None:
 def _left_behind(base: str) -> Iterator[Path]:
     with os.scandir(base) as entries:
         for entry in entries:
-            ours = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
-            if ours and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                yield Path(entry.path)
+            with contextlib.suppress(FileNotFoundError):  # its process removes it at this moment
+                ours = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+                if ours and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    yield Path(entry.path)
 
 
 def _remove(folder: Path) -> None:

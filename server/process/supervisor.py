@@ -43,7 +43,7 @@ class Supervisor:
     async def run(self) -> None:
         """Never returns. The engine must be ready. Raises EngineDeadError when it dies after the last restart."""
         clock = asyncio.get_running_loop().time
-        self._client.revives = self._restarts > 0
+        self._client.revives = self._client.holds = self._restarts > 0
         look = min(_LOOK_SECONDS, self._watchdog / 4) if self._watchdog else _LOOK_SECONDS
         while True:
             began = clock()
@@ -61,8 +61,11 @@ class Supervisor:
         while self._deaths and now - self._deaths[0] > RESTART_WINDOW:
             self._deaths.popleft()
         self._deaths.append(now)
-        if len(self._deaths) > self._restarts:
-            client.revives = False
+        is_over = len(self._deaths) > self._restarts
+        client.revives = not is_over
+        if is_over or not client.ended or not await asyncio.to_thread(self._process.was_killed):
+            client.let_go()  # an engine that ended by itself may have done so because of one of these requests
+        if is_over:
             often = f" {len(self._deaths)} times in {RESTART_WINDOW / 60:g} minutes, the last time"
             raise EngineDeadError(f"the engine died{often if self._restarts else ''}: {client.error}")
         log.error("%s; starting another engine (%d of %d)", client.error, len(self._deaths), self._restarts)

@@ -32,6 +32,7 @@ from jaxserve.pallas_kernels import selfcheck_stamps
 from jaxserve.pallas_kernels.checked_ops import Trials
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import Activations, PanelArray, QuantArray
+from jaxserve.plan.share import share_of
 
 pytestmark = pytest.mark.compiles
 
@@ -167,7 +168,9 @@ def test_a_gguf_file(tmp_path):
     config = EngineConfig(model=str(path), **SMALL)
     make_bundle(config, tmp_path / "bundle")
     assert (tmp_path / "bundle" / "model" / "model.gguf").stat().st_size < path.stat().st_size / 2
-    assert served_without_compiler(replace(config, model=str(tmp_path / "bundle"))) == tokens_of(config)
+    bundled = replace(config, model=str(tmp_path / "bundle"))
+    assert served_without_compiler(bundled) == tokens_of(config)
+    assert share_of(replace(bundled, kv_pages=30), 2**31) == share_of(replace(config, kv_pages=30), 2**31)
 
 
 def check(folder: Path) -> None:

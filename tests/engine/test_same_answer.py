@@ -1,8 +1,11 @@
 """A request's tokens depend on the request alone: not on its batch, the cache, chunking, preemption or the mesh."""
 
+import msgspec
 import numpy as np
 import pytest
 from engines import drain, generate, make_engine, request
+
+from jaxserve.limits import BACKGROUND
 
 pytestmark = pytest.mark.compiles
 
@@ -169,6 +172,37 @@ def test_asynchronous_scheduling_changes_nothing(pages, model_folders, alone):
     )
     assert tokens(generate(engine, *requests())) == alone
     assert not engine.in_flight
+
+
+def test_a_first_token_waits_for_no_step_of_a_batch(model_folders, alone):
+    """It goes out before the step behind its prompt's, which batches have a part in, has ended; and that step ends
+    before another one is planned, as somebody may come."""
+    engine = make_engine(model_folders(CASE), rows=8, tokens=64, max_model_len=200)
+    gained = {}
+
+    def step() -> bool:
+        for update in engine.step():
+            gained.setdefault(update.request_id, []).extend(update.token_ids)
+        engine.scheduler.check_integrity()
+        return "live" in gained
+
+    for one in requests("batch-"):
+        engine.add_request(msgspec.structs.replace(one, priority=BACKGROUND))
+    for _ in range(9):
+        step()
+        assert not engine.in_flight
+    engine.add_request(request("live", PROMPTS[3], max_tokens=4))
+    while not step():
+        assert len(engine.in_flight) == 1, "steps of the prompt alone are planned ahead"
+    (behind,) = engine.in_flight
+    assert {seq.is_background for batch in behind.batches for seq in batch.rows.seqs} == {False, True}
+    step()
+    assert not engine.in_flight
+    assert len(gained["live"]) == 2
+    while engine.has_work:
+        step()
+    assert gained.pop("live") == alone[2 * 3][:4]
+    assert [gained[one.request_id] for one in requests("batch-")] == alone
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from serving import free_port, running_server, wait_until
 from test_batches import ended, line, lines_of, start, upload
@@ -23,9 +24,12 @@ def lives(tiny_model_folder, tmp_path):
     """A function that starts a server on the same folder and port, each time a new process."""
     port = free_port()
 
+    @contextlib.contextmanager
     def live(engine: str = "SlowEngine", **options):
         options = {"files_dir": str(tmp_path / "state"), "port": port, "batch_concurrency": 2} | options
-        return running_server(tiny_model_folder, tmp_path / "log", engine=engine, **options)
+        with running_server(tiny_model_folder, tmp_path / "log", engine=engine, ready=False, **options) as server:
+            server.wait_ready(240)
+            yield server
 
     return live
 
@@ -46,8 +50,8 @@ def test_kills_at_random_moments(lives, requests, kills, servers):
     for _ in range(kills - 1):
         with lives(api_server_count=servers) as server:
             time.sleep(rng.random() * 0.07 * requests / kills)
-            with contextlib.suppress(httpx.HTTPError):
-                counts = server.openai().batches.retrieve(batch.id).request_counts
+            with contextlib.suppress(openai.APIConnectionError):
+                counts = client.batches.retrieve(batch.id).request_counts
                 assert counts.completed + counts.failed >= before
                 before = counts.completed + counts.failed
             server.process.kill()
@@ -140,7 +144,7 @@ def test_damaged_files(lives, tmp_path):
 
 
 def memory(pid: int) -> int:
-    """Most bytes of memory that a process has had, since the latest `reset`."""
+    """Most bytes of memory that a process has had since its clear_refs were written to."""
     (text,) = [row for row in Path(f"/proc/{pid}/status").read_text().splitlines() if row.startswith("VmHWM")]
     return int(text.split()[1]) * 1024
 
@@ -157,8 +161,8 @@ def test_a_file_of_200_mb_costs_little_memory(lives, tmp_path):
         client = server.openai()
         ended(client, start(client, *(line(f"warm {i}") for i in range(300))))
         pid = server.process.pid
-        before = memory(pid)
         Path(f"/proc/{pid}/clear_refs").write_text("5")
+        before = memory(pid)
         large = client.with_options(timeout=200).files.create(file=source, purpose="batch")
         after_upload = memory(pid)
         batch = client.batches.create(input_file_id=large.id, endpoint="/v1/completions", completion_window="24h")

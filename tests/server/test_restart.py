@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -82,6 +83,16 @@ def test_an_engine_that_is_killed_is_started_again(start_server):
     wait_until(lambda: server.metric("num_requests_running") == 0)
     assert server.metric("generation_tokens_total") >= tokens + 5, "a counter went backwards"
     assert server.metric("engine_restarts_total") == 1
+    os.kill(second := engine_of(server), signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as pool:
+        silent = [pool.submit(ask, server, SHORT | {"stream": stream}) for stream in (False, True)]
+        wait_until(lambda: server.status("/load") == 200 and httpx.get(server.url + "/load").json()["server_load"] == 2)
+        time.sleep(0.2)
+        os.kill(second, signal.SIGKILL)
+        whole, streamed = (one.result() for one in silent)
+    assert whole.json()["usage"]["completion_tokens"] == 5, "requests without any output go to the next engine"
+    assert streamed.text.count('"text":') >= 5
+    assert "error" not in streamed.text
     assert server.stop() == 0
 
 
