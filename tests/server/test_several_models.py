@@ -469,7 +469,11 @@ models:
 
         some = server.http(headers={"Authorization": "Bearer some"})
         seen = some.get("/v1/models").json()["data"]
-        assert {card["id"] for card in seen} == {"team/one", "first", "org/first.v1:2", "m-2"} == set(some.get("/v1").json()["models"])
+        assert (
+            {card["id"] for card in seen}
+            == {"team/one", "first", "org/first.v1:2", "m-2"}
+            == set(some.get("/v1").json()["models"])
+        )
         assert "m-1" not in some.get("/openapi.json").text
         assert number_of(answer("team/one", "some")) == 0, "the key may use it by its alias"
         assert error(answer("m-1", "some")) == (404, "model_not_found")
