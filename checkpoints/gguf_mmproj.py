@@ -34,12 +34,13 @@ CLIP = "clip"
 # Settings that say what others, or the tensors' shapes, say as well, or that llama.cpp alone needs. The epsilon is that
 # of the language model in most files, where transformers has a constant.
 _HARMLESS = (
-    "has_vision_encoder", "has_llava_projector", "projector_type", "vision.projector_type", "vision.projection_dim",
-    "vision.feed_forward_length", "vision.attention.layer_norm_epsilon", "vision.image_size", "use_gelu", "use_silu",
-    "vision.image_mean", "vision.image_std", "vision.image_min_pixels", "vision.image_max_pixels",
-    "vision.preproc_image_size", "vision.preproc_min_tiles", "vision.preproc_max_tiles",
+    "has_vision_encoder", "has_audio_encoder", "has_llava_projector", "projector_type", "vision.projector_type",
+    "vision.projection_dim", "vision.feed_forward_length", "vision.attention.layer_norm_epsilon", "vision.image_size",
+    "use_gelu", "use_silu", "vision.image_mean", "vision.image_std", "vision.image_min_pixels",
+    "vision.image_max_pixels", "vision.preproc_image_size", "vision.preproc_min_tiles", "vision.preproc_max_tiles",
 )  # fmt: skip
 _UNREAD = ("v.token_embd.img_break",)  # a row of the embeddings
+_SOUND = re.compile(r"(mm\.)?a\.")  # tensors of an encoder of sound, which is not read
 _NAME = re.compile(r"([\w.]+?)\.(weight|bias)(?:\.(\d+))?")
 _INDEX = re.compile(r"\.(\d+)\.")
 
@@ -147,8 +148,7 @@ def _eyes(file: GGUFFile, model: GGUFFile, config: Config, ignored: Collection[s
     vision = row.read(keys)
     row.processor(Keys(file, (CLIP,), ignored))
     tensors = _tensors(file, row, vision["vision_config"])
-    for harmless in _HARMLESS:
-        keys.left.pop(harmless, None)
+    keys.left = {key: x for key, x in keys.left.items() if key not in _HARMLESS and not key.startswith("audio.")}
     keys.finish()
     name, kind = row.wholes[text]
     whole: Config = {"architectures": [name], **vision}
@@ -186,7 +186,8 @@ def _tensors(file: GGUFFile, row: Projector, vision: Config) -> dict[str, GGUFTe
     parts: dict[str, list[GGUFTensor]] = {}
     order = list(row.names)
     swapped = _swaps(file)
-    tensors = [(*_module(stored, swapped), stored) for stored in file.tensors.values()]
+    read = [stored for stored in file.tensors.values() if not _SOUND.match(stored.name)]
+    tensors = [(*_module(stored, swapped), stored) for stored in read]
     known = [(order.index(module), name, stored) for module, name, stored in tensors if module in row.names]
     if unknown := sorted(stored.name for module, _, stored in tensors if module not in (*row.names, *_UNREAD)):
         raise CheckpointError(f"{file.path}: tensor {unknown[0]!r} is of a kind that is not supported")

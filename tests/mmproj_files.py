@@ -54,7 +54,14 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(PROJECTORS[kind])
+    if kind.startswith("gemma4"):  # with sound
+        writer.add_clip_vision_projector_type(PROJECTORS[kind])
+        writer.add_clip_has_audio_encoder(True)
+        writer.add_clip_audio_projector_type("gemma4a")
+        for name in ("a.blk.0.ln1.weight", "mm.a.input_projection.weight"):
+            writer.add_tensor(name, np.ones((4, 4), np.float32))
+    else:
+        writer.add_clip_projector_type(PROJECTORS[kind])
     text = config.get("text_config", config)
     writer.add_vision_projection_dim(text["hidden_size"])
     patch = vision["patch_size"]
