@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 
+import command_buffers
 import jax
 import pytest
 from devices import devices_of
@@ -42,8 +43,8 @@ def no_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def compiled(folder, target, config):
-    """Numbers of a layer's pages; then the largest step with prompts, and the smallest of decodes."""
+def runner_of(folder, target, config):
+    """A runner, and the names of the largest step with prompts, and of the smallest of decodes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
@@ -55,7 +56,14 @@ def compiled(folder, target, config):
     names = [name for name in runner.names(buckets(config, plan, None)) if isinstance(name, StepProgram)]
     chosen = max(names, key=lambda name: name.shape.tokens), min(names, key=lambda name: name.shape.tokens)
     assert [name.shape.decode_only for name in chosen] == [False, True]
-    return PAGES * page.page_bytes // 4, [runner.lower(name).compile() for name in chosen]
+    return runner, chosen
+
+
+def compiled(folder, target, config):
+    """Numbers of a layer's pages, and the programs."""
+    runner, names = runner_of(folder, target, config)
+    elements = PAGES * runner.layout.page_bytes // 4
+    return elements, [runner.lower(name).compile() for name in names]
 
 
 @pytest.mark.slow
@@ -74,3 +82,12 @@ def test_steps_with_pictures(target, tmp_path):
     print(target, [f"{size / 2**20:.1f} MiB of temporaries more" for size in more])
     assert more[0] < 2**24
     assert more[1] < 2**17
+
+
+@pytest.mark.slow
+def test_the_branches_are_in_the_command_buffer(tmp_path):
+    """The host waits for no predicate."""
+    runner, (prompts, _) = runner_of(tmp_path / "model", "h200x1", CONFIG)
+    text, thunks = command_buffers.compiled(runner, prompts, tmp_path)
+    assert len(re.findall(BRANCH, text)) == 2
+    assert thunks == ["kCommandBuffer"]
