@@ -6,7 +6,7 @@
 The encoders have the published shapes and random weights in float16 (`peers/seeing.py`); llama.cpp reads the same as
 GGUF. compare.py says how it is built; the target is llama-mtmd-cli. Both have two threads, one after the other. Each
 picture is another one. Our server tells the encoder's time in its metrics (`step_seconds` of the phase `encoder`),
-llama.cpp in its log ("image slice encoded in"). SmolVLM sees a picture as one tile.
+llama.cpp in its log ("encoding done in"). SmolVLM sees a picture as one tile.
 
 `--turns` measures the time to the first token of a second turn about a picture, and of one about a text with as many
 tokens. Medians are printed.
@@ -53,7 +53,7 @@ def llama(program: Path, folder: Path, count: int, threads: int) -> list[float]:
     command = [str(program), *(str(part) for pair in given.items() for part in pair), "--chat-template", "chatml"]
     command += [*(part for file in files for part in ("--image", str(file))), "-p", "What is it?", "-lv", "4"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    times = [float(found) for found in re.findall(r"image slice encoded in (\d+) ms", done.stdout)]
+    times = [float(found) for found in re.findall(r"(?:slice encoded|encoding done) in (\d+) ms", done.stdout)]
     if done.returncode or not times:
         end = done.stdout[-2000:]
         raise SystemExit(f"{program} ended with {done.returncode}:\n{end}")

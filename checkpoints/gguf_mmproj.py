@@ -34,12 +34,13 @@ CLIP = "clip"
 # Settings that say what others, or the tensors' shapes, say as well, or that llama.cpp alone needs. The epsilon is that
 # of the language model in most files, where transformers has a constant.
 _HARMLESS = (
-    "has_vision_encoder", "has_llava_projector", "projector_type", "vision.projector_type", "vision.projection_dim",
-    "vision.feed_forward_length", "vision.attention.layer_norm_epsilon", "vision.image_size", "use_gelu", "use_silu",
-    "vision.image_mean", "vision.image_std", "vision.image_min_pixels", "vision.image_max_pixels",
-    "vision.preproc_image_size", "vision.preproc_min_tiles", "vision.preproc_max_tiles",
+    "has_vision_encoder", "has_audio_encoder", "has_llava_projector", "projector_type", "vision.projector_type",
+    "vision.projection_dim", "vision.feed_forward_length", "vision.attention.layer_norm_epsilon", "vision.image_size",
+    "use_gelu", "use_silu", "vision.image_mean", "vision.image_std", "vision.image_min_pixels",
+    "vision.image_max_pixels", "vision.preproc_image_size", "vision.preproc_min_tiles", "vision.preproc_max_tiles",
 )  # fmt: skip
 _UNREAD = ("v.token_embd.img_break",)  # a row of the embeddings
+_SOUND = re.compile(r"(mm\.)?a\.")  # tensors of an encoder of sound, which is not read
 _NAME = re.compile(r"([\w.]+?)\.(weight|bias)(?:\.(\d+))?")
 _INDEX = re.compile(r"\.(\d+)\.")
 
@@ -63,6 +64,7 @@ class Projector:
       token: text of the token in whose place features stand.
       others: keys of further tokens in config.json -> their texts.
       read: the settings of the whole, with the encoder's under vision_config.
+      text: from the settings of the text and those of its file, further ones, which matter only with pictures.
       processor: the settings of the image processor, with the keys of a preprocessor_config.json.
       names: a module's name in the file -> Hugging Face's; "{i}" is the layer. Modules with the same name there follow
         each other in one tensor.
@@ -78,6 +80,7 @@ class Projector:
     names: Mapping[str, str]
     paired: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
+    text: Callable[[Config, Config], Config] = lambda config, metadata: {}
     bare: tuple[str, ...] = ()
     made: Mapping[str, Callable[[GGUFTensor], GGUFTensor]] = field(default_factory=dict)
 
@@ -145,8 +148,7 @@ def _eyes(file: GGUFFile, model: GGUFFile, config: Config, ignored: Collection[s
     vision = row.read(keys)
     row.processor(Keys(file, (CLIP,), ignored))
     tensors = _tensors(file, row, vision["vision_config"])
-    for harmless in _HARMLESS:
-        keys.left.pop(harmless, None)
+    keys.left = {key: x for key, x in keys.left.items() if key not in _HARMLESS and not key.startswith("audio.")}
     keys.finish()
     name, kind = row.wholes[text]
     whole: Config = {"architectures": [name], **vision}
@@ -154,6 +156,7 @@ def _eyes(file: GGUFFile, model: GGUFFile, config: Config, ignored: Collection[s
     marks = {"image_token_id": row.token, **row.others}
     whole |= {key: texts.index(text) for key, text in marks.items() if text in texts}
     of_text: Config = {"model_type": kind, "sliding_window": config.get("sliding_window")}
+    of_text |= row.text(config, model.metadata)
     sections = model.metadata.get(f"{config['model_type']}.rope.dimension_sections")
     if isinstance(sections, np.ndarray):
         rope = config.get("rope_scaling") or {"rope_type": "default"}
@@ -183,7 +186,8 @@ def _tensors(file: GGUFFile, row: Projector, vision: Config) -> dict[str, GGUFTe
     parts: dict[str, list[GGUFTensor]] = {}
     order = list(row.names)
     swapped = _swaps(file)
-    tensors = [(*_module(stored, swapped), stored) for stored in file.tensors.values()]
+    read = [stored for stored in file.tensors.values() if not _SOUND.match(stored.name)]
+    tensors = [(*_module(stored, swapped), stored) for stored in read]
     known = [(order.index(module), name, stored) for module, name, stored in tensors if module in row.names]
     if unknown := sorted(stored.name for module, _, stored in tensors if module not in (*row.names, *_UNREAD)):
         raise CheckpointError(f"{file.path}: tensor {unknown[0]!r} is of a kind that is not supported")
@@ -502,6 +506,111 @@ def _colours_last(tensor: GGUFTensor) -> GGUFTensor:
     return ComputedTensor.of(tensor.name, shape, (tensor,), lambda x: x.transpose(0, 2, 3, 1).reshape(shape))
 
 
+# Gemma 4, also the models without an encoder, whose features are projections of large patches
+
+
+_GEMMA4_LAYER = "vision_tower.encoder.layers.{i}"
+_GEMMA4_PRODUCTS = {
+    **{f"v.blk.{{i}}.attn_{role}": f"{_GEMMA4_LAYER}.self_attn.{role}_proj" for role in "qkv"},
+    "v.blk.{i}.attn_out": f"{_GEMMA4_LAYER}.self_attn.o_proj",
+    **{f"v.blk.{{i}}.ffn_{role}": f"{_GEMMA4_LAYER}.mlp.{role}_proj" for role in ("gate", "up", "down")},
+}
+_GEMMA4_BOUNDS = {
+    f"{stored}.{bound}": f"{name}.{bound}"
+    for stored, name in _GEMMA4_PRODUCTS.items()
+    for bound in ("input_min", "input_max", "output_min", "output_max")
+}
+
+
+def _gemma4(keys: Keys) -> Config:
+    heads = keys.size("vision.attention.head_count")
+    return {
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": keys.size("vision.embedding_length"),
+            "intermediate_size": _inner(keys),
+            "num_hidden_layers": keys.size("vision.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": _shape(keys, "v.blk.0.attn_q.weight")[0] // heads,
+            "rms_norm_eps": keys.real("vision.attention.layer_norm_epsilon", 1e-6),
+            "pooling_kernel_size": keys.size("vision.projector.scale_factor", 3),
+            "patch_size": keys.size("vision.patch_size"),
+            "position_embedding_size": _shape(keys, "v.position_embd.weight")[-2],
+            "use_clipped_linears": keys.has("v.blk.0.attn_q.input_min"),
+            "standardize": keys.has("v.std_bias"),
+        }
+    }
+
+
+def _gemma4_unified(keys: Keys) -> Config:
+    for unused in ("block_count", "attention.head_count"):
+        keys.expect(f"vision.{unused}", 0)
+    table = _shape(keys, "v.position_embd.weight")
+    keys.expect("vision.embedding_length", table[-1])
+    return {
+        "vision_config": {
+            "model_type": "gemma4_unified_vision",
+            "patch_size": keys.size("vision.patch_size"),
+            "pooling_kernel_size": keys.size("vision.projector.scale_factor", 3),
+            "mm_embed_dim": table[-1],
+            "output_proj_dims": table[-1],
+            "mm_posemb_size": table[-2],
+            "rms_norm_eps": keys.real("vision.attention.layer_norm_epsilon", 1e-6),
+        }
+    }
+
+
+def _of_gemma4(kind: str) -> Callable[[Keys], Config]:
+    """Settings of a processor."""
+
+    def processor(keys: Keys) -> Config:
+        patch, side = keys.size("vision.patch_size"), keys.size("vision.projector.scale_factor", 3)
+        return {
+            "image_processor_type": kind,
+            "patch_size": patch,
+            "pooling_kernel_size": side,
+            "max_soft_tokens": keys.size("vision.image_max_pixels", 280 * (patch * side) ** 2) // (patch * side) ** 2,
+            "do_normalize": True,
+            **_colours(keys),
+        }
+
+    return processor
+
+
+def _gemma4_text(config: Config, metadata: Config) -> Config:
+    """Tokens of a picture see each other, but not in the models whose layers have inputs of their own."""
+    return {
+        "use_bidirectional_attention": None if config.get("hidden_size_per_layer_input") else "vision",
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", 0),
+    }
+
+
+def _scalar(tensor: GGUFTensor) -> GGUFTensor:
+    return replace(tensor, shape=()) if tuple(tensor.shape) == (1,) else tensor
+
+
+def _colours_together(tensor: GGUFTensor) -> GGUFTensor:
+    """Of weights for the numbers of patches, whose last axis has all of one colour, then those of the next: with the
+    colours of a pixel together."""
+    *outputs, inputs = tensor.shape
+    if inputs % 3:
+        return tensor
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*outputs, 3, inputs // 3).swapaxes(-1, -2).reshape(tensor.shape)
+
+    return ComputedTensor.of(tensor.name, tuple(tensor.shape), (tensor,), turned)
+
+
+def _rows_first(tensor: GGUFTensor) -> GGUFTensor:
+    """Of a table [axes, positions, channels]."""
+    if len(tensor.shape) != 3:
+        return tensor
+    axes, rows, channels = tensor.shape
+    return ComputedTensor.of(tensor.name, (rows, axes, channels), (tensor,), lambda x: x.swapaxes(0, 1))
+
+
 # InternVL
 
 
@@ -543,6 +652,7 @@ def _with_ones(tensor: GGUFTensor) -> GGUFTensor:
 
 
 _INTERN_LAYER = "vision_tower.encoder.layer.{i}"
+_GEMMA4_MARKS = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 PROJECTORS: dict[str, Projector] = {
     "gemma3": Projector(
@@ -558,6 +668,51 @@ PROJECTORS: dict[str, Projector] = {
         others={"boi_token_id": "<start_of_image>", "eoi_token_id": "<end_of_image>"},
         bare=("mm.input_projection",),
         made={"mm.soft_emb_norm": _less_one},
+    ),
+    "gemma4v": Projector(
+        {"Gemma4ForCausalLM": ("Gemma4ForConditionalGeneration", "gemma4_text")},
+        "<|image|>",
+        _gemma4,
+        _of_gemma4("Gemma4ImageProcessor"),
+        {
+            "v.patch_embd": "vision_tower.patch_embedder.input_proj",
+            "v.position_embd": "vision_tower.patch_embedder.position_embedding_table",
+            "v.std_bias": "vision_tower.std_bias",
+            "v.std_scale": "vision_tower.std_scale",
+            "v.blk.{i}.ln1": f"{_GEMMA4_LAYER}.input_layernorm",
+            "v.blk.{i}.ln2": f"{_GEMMA4_LAYER}.pre_feedforward_layernorm",
+            "v.blk.{i}.attn_post_norm": f"{_GEMMA4_LAYER}.post_attention_layernorm",
+            "v.blk.{i}.ffn_post_norm": f"{_GEMMA4_LAYER}.post_feedforward_layernorm",
+            **{f"v.blk.{{i}}.attn_{role}_norm": f"{_GEMMA4_LAYER}.self_attn.{role}_norm" for role in "qk"},
+            **{stored: f"{name}.linear" for stored, name in _GEMMA4_PRODUCTS.items()},
+            **_GEMMA4_BOUNDS,
+            "mm.input_projection": "embed_vision.embedding_projection",
+        },
+        others=_GEMMA4_MARKS,
+        text=_gemma4_text,
+        bare=("v.position_embd", "v.std_bias", "v.std_scale", *_GEMMA4_BOUNDS),
+        made={"v.patch_embd": _colours_last, **dict.fromkeys(_GEMMA4_BOUNDS, _scalar)},
+    ),
+    "gemma4uv": Projector(
+        {"Gemma4ForCausalLM": ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text")},
+        "<|image|>",
+        _gemma4_unified,
+        _of_gemma4("Gemma4UnifiedImageProcessor"),
+        {
+            "v.patch_embd": "vision_embedder.patch_dense",
+            "v.patch_norm.1": "vision_embedder.patch_ln1",
+            "v.patch_norm.2": "vision_embedder.patch_ln2",
+            "v.patch_norm.3": "vision_embedder.pos_norm",
+            "v.position_embd": "vision_embedder.pos_embedding",
+            "mm.input_projection": "embed_vision.embedding_projection",
+        },
+        others=_GEMMA4_MARKS,
+        text=_gemma4_text,
+        bare=("v.position_embd",),
+        made={
+            **dict.fromkeys(("v.patch_embd", "v.patch_norm.1"), _colours_together),
+            "v.position_embd": _rows_first,
+        },
     ),
     "glm4v": Projector(
         {

@@ -66,6 +66,7 @@ FUNCTIONS = {
         "jaxserve_paged_attention": "PagedAttention",
         "jaxserve_write_kv": "WriteKv",
         "jaxserve_rotate_and_write": "RotateAndWrite",
+        "jaxserve_segment_attention": "SegmentAttention",
     },
     LATENT: {"jaxserve_latent_attention": "LatentAttention", "jaxserve_write_latent": "WriteLatent"},
     LORA: {

@@ -362,3 +362,5 @@ static void paged_attention(const Call& call) {
   parallel_for(call, tiles.size(), [&](int64_t i) { run_tile(p, tiles[i]); });
 }
 DEFINE_HANDLER(PagedAttention, paged_attention, kAny, kAny, kF32, kS32, kS32, kS32, kS32, kF32)
+
+#include "cpu_segments.h"

@@ -265,7 +265,6 @@ def choose_ops(
             kinds["paged_attention"] = partial(_attend, module.paged_attention, other.paged_attention)
     if device.platform != "cpu" or not partitioned:
         kinds |= {name: partial(run_recurrent, device, name) for name in RECURRENT}
-    if device.platform != "cpu":
         kinds["segment_attention"] = partial(run_segments, device)
     if device.platform == "cpu" and not partitioned:
         return cpu.CpuOps(matmul=cpu.matmul, rms_norm=cpu.rms_norm, rope=cpu.rope, gate=cpu.gate, **kinds)

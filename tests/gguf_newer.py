@@ -104,6 +104,7 @@ def _add_gemma4(file: Any) -> None:
     if config.get("use_double_wide_mlp"):
         size = config["intermediate_size"]
         writer.add_feed_forward_length([size * (1 + (i >= file.layers - shared)) for i in range(file.layers)])
+    writer.add_pad_token_id(config.get("pad_token_id") or 0)
     usual = 0 if file.family == "Gemma4Unified" else 256
     writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", usual))
     writer.add_shared_kv_layers(shared)

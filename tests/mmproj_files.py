@@ -20,15 +20,15 @@ from jaxserve.checkpoints.safetensors import read_folder
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "llava": "pixtral", "mistral3": "pixtral",
     "lighton_ocr": "lightonocr", "glm4v": "glm4v", "glm4v_moe": "glm4v", "gemma3": "gemma3", "idefics3": "idefics3",
-    "internvl": "internvl", "lfm2_vl": "lfm2",
+    "internvl": "internvl", "lfm2_vl": "lfm2", "gemma4": "gemma4v", "gemma4_unified": "gemma4uv",
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3vl_merger"),
 }  # fmt: skip
-TILED = "gemma3", "idefics3", "internvl", "lfm2_vl"
+TILED = "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "lfm2_vl"
 # Special tokens from id 505 on, by the beginning of a case's name.
 MARKS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "glm4v": ("<|image|>",),
     "idefics3": ("<image>",), "internvl": ("<IMG_CONTEXT>",), "lfm2": ("<image>",), "llava": ("[IMG]",),
-    "mistral3": ("[IMG]",),
+    "mistral3": ("[IMG]",), "gemma4": ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>"),
 }  # fmt: skip
 TENSOR = gguf.MODEL_TENSOR
 # Where the converter itself chooses a name, of Qwen3-VL.
@@ -37,6 +37,11 @@ CHOSEN = {
     "visual.merger.norm": gguf.TENSOR_NAMES[TENSOR.V_POST_NORM],
     "multi_modal_projector.mm_soft_emb_norm": gguf.TENSOR_NAMES[TENSOR.V_MM_SOFT_EMB_NORM],
     "multi_modal_projector.mm_input_projection": gguf.TENSOR_NAMES[TENSOR.V_MM_INP_PROJ],
+    # Of Gemma 4 without an encoder, which the package's tables lack.
+    "model.vision_embedder.patch_ln1": "v.patch_norm.1", "model.vision_embedder.patch_ln2": "v.patch_norm.2",
+    "model.vision_embedder.pos_norm": "v.patch_norm.3",
+    "model.vision_embedder.patch_dense": gguf.TENSOR_NAMES[TENSOR.V_ENC_EMBD_PATCH],
+    "model.vision_embedder.pos_embedding": gguf.TENSOR_NAMES[TENSOR.V_ENC_EMBD_POS],
 }  # fmt: skip
 
 
@@ -49,16 +54,27 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(PROJECTORS[kind])
+    if kind.startswith("gemma4"):  # with sound
+        writer.add_clip_vision_projector_type(PROJECTORS[kind])
+        writer.add_clip_has_audio_encoder(True)
+        writer.add_clip_audio_projector_type("gemma4a")
+        for name in ("a.blk.0.ln1.weight", "mm.a.input_projection.weight"):
+            writer.add_tensor(name, np.ones((4, 4), np.float32))
+    else:
+        writer.add_clip_projector_type(PROJECTORS[kind])
     text = config.get("text_config", config)
     writer.add_vision_projection_dim(text["hidden_size"])
     patch = vision["patch_size"]
     writer.add_vision_patch_size(patch[0] if isinstance(patch, list) else patch)
-    writer.add_vision_embedding_length(vision.get("embed_dim") or vision["hidden_size"])
-    writer.add_vision_feed_forward_length(vision.get("intermediate_size") or vision["hidden_size"])
-    writer.add_vision_block_count(vision.get("depth") or vision["num_hidden_layers"])
-    writer.add_vision_head_count(vision.get("num_heads") or vision["num_attention_heads"])
-    if kind in TILED:
+    bare = kind == "gemma4_unified"  # no encoder
+    hidden = vision.get("embed_dim") or vision.get("hidden_size") or vision["mm_embed_dim"]
+    writer.add_vision_embedding_length(hidden)
+    writer.add_vision_feed_forward_length(0 if bare else vision.get("intermediate_size") or hidden)
+    writer.add_vision_block_count(0 if bare else vision.get("depth") or vision["num_hidden_layers"])
+    writer.add_vision_head_count(0 if bare else vision.get("num_heads") or vision["num_attention_heads"])
+    if kind.startswith("gemma4"):
+        eps = vision.get("rms_norm_eps", 1e-6)
+    elif kind in TILED:
         eps = vision.get("layer_norm_eps", 1e-6)
     else:
         eps = vision.get("rms_norm_eps", 1e-5) if kind.startswith("glm") else text["rms_norm_eps"]
@@ -85,8 +101,8 @@ def write_mmproj(folder: Path, path: Path) -> Path:
     tensors = _of_tiled(folder, kind) if kind in TILED else _tensors(folder, vision)
     for name, values in tensors:
         stem, _, end = name.rpartition(".")
-        found = CHOSEN.get(stem) or names.get_name(stem) or stem
-        writer.add_tensor(f"{found}.{end}", np.ascontiguousarray(values), raw_dtype=Kind.F32)
+        whole = names.get_name(name) or f"{CHOSEN.get(stem) or names.get_name(stem) or stem}.{end}"
+        writer.add_tensor(whole, np.ascontiguousarray(values), raw_dtype=Kind.F32)
     return write(writer, path)
 
 
@@ -96,6 +112,10 @@ def _add_tiles(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], proce
         across = int(config["mm_tokens_per_image"] ** 0.5)
         writer.add_vision_image_size(processor["size"]["height"])
         writer.add_vision_projector_scale_factor(vision["image_size"] // vision["patch_size"] // across)
+    elif kind.startswith("gemma4"):
+        side = processor["pooling_kernel_size"]
+        writer.add_vision_projector_scale_factor(side)
+        writer.add_vision_max_pixels(processor["max_soft_tokens"] * (side * processor["patch_size"]) ** 2)
     elif kind == "idefics3":
         writer.add_vision_projector_scale_factor(config["scale_factor"])
         writer.add_uint32("clip.vision.preproc_image_size", processor["size"]["longest_edge"])
@@ -146,7 +166,9 @@ def _tensors(folder: Path, vision: dict[str, Any]) -> Iterator[tuple[str, np.nda
 
 def _of_tiled(folder: Path, kind: str) -> Iterator[tuple[str, np.ndarray]]:
     for name, tensor in read_folder(folder).items():
-        of_encoder = "vision_tower", "vision_model", "multi_modal_projector", "connector"
+        of_encoder = (
+            "vision_tower", "vision_model", "vision_embedder", "embed_vision", "multi_modal_projector", "connector"
+        )  # fmt: skip
         name = name if name.startswith("model.") else f"model.{name}"
         if name.removeprefix("model.").split(".")[0] not in of_encoder:
             continue
@@ -159,11 +181,12 @@ def _of_tiled(folder: Path, kind: str) -> Iterator[tuple[str, np.ndarray]]:
             name = name.removeprefix("model.").replace("_weight", ".weight")
             if "soft_emb_norm" in name:
                 values = values + 1
+        elif kind.startswith("gemma4"):
+            name, values = _of_gemma4(name, values)
         elif kind == "lfm2_vl":
             name = name.removeprefix("model.")
             if "patch_embedding.weight" in name:
-                side = int((values.shape[1] // 3) ** 0.5)
-                values = values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2)
+                values = _colours_first(values)
         if kind in ("gemma3", "lfm2_vl") and name.startswith("vision_tower.") and "vision_model" not in name:
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
         yield name, values
@@ -171,3 +194,23 @@ def _of_tiled(folder: Path, kind: str) -> Iterator[tuple[str, np.ndarray]]:
 
 def _of_mlp1(found: re.Match[str]) -> str:
     return f"mlp1.{('layer_norm', 'linear_1', '', 'linear_2').index(found[1])}"
+
+
+def _colours_first(matrix: np.ndarray) -> np.ndarray:
+    """A matrix over pixels that have their colours together, as a convolution."""
+    side = int((matrix.shape[1] // 3) ** 0.5)
+    return matrix.reshape(len(matrix), side, side, 3).transpose(0, 3, 1, 2)
+
+
+def _of_gemma4(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    name = name.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+    if name.endswith("pos_embedding"):
+        return f"{name}.weight", values.transpose(1, 0, 2)
+    if name.endswith("position_embedding_table"):
+        return f"{name}.weight", values
+    if name.endswith("input_proj.weight"):
+        return name, _colours_first(values)
+    if name.endswith(("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")):
+        matrix = values.reshape(-1, values.shape[-1])
+        return name, _colours_first(matrix).reshape(values.shape)
+    return name, values[None] if values.ndim == 0 else values

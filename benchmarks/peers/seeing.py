@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 MARKS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-    "<|video_pad|>", "<image>", "<fake_token_around_image>", "<global-img>",
+    "<|video_pad|>", "<image>", "<fake_token_around_image>", "<global-img>", "\n\n",  # the last four: of SmolVLM
 )  # fmt: skip
 VOCABULARY = 256 + len(MARKS)
 TEMPLATE = (

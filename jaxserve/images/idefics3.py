@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image as PILImage
@@ -38,11 +39,56 @@ def most_pixels(source: ImageProcessor) -> int:
 
 
 def process(source: ImageProcessor, picture: PILImage.Image, most_pixels: int | None) -> Processed:
-    """See `ImageProcessor.__call__`. A picture of fewer pixels than its own limit is not cut."""
-    options = {} if most_pixels is None else {"do_image_splitting": False}
-    made = source.processor(
-        picture, do_rescale=False, do_normalize=False, return_row_col_info=True, return_tensors="np", **options
-    )
-    patches, grid = patches_of(made["pixel_values"][0].astype(np.uint8), source.kind)
-    tiles = made["rows"][0][0], made["cols"][0][0]
-    return Processed.of(patches, grid, tiles if grid[0] > 1 else (1, 1))
+    """See `ImageProcessor.__call__`. A picture of fewer pixels than its own limit is not cut. As transformers does it,
+    but on Pillow's pictures, of which there are no copies between the steps."""
+    settings, kind = source.settings, source.kind
+    tile = int((settings.get("max_image_size") or {}).get("longest_edge", TILE))
+    resample = PILImage.Resampling(settings.get("resample", PILImage.Resampling.LANCZOS))
+    if settings.get("do_resize", True):
+        picture = picture.resize(_size(picture.width, picture.height, settings.get("size") or {}), resample)
+    if most_pixels is not None or not settings.get("do_image_splitting", True):
+        return Processed.of(*patches_of(_frames(picture.resize((tile, tile), resample), 1), kind))
+    picture = picture.resize(_whole_tiles(picture.width, picture.height, tile), resample)
+    columns, rows = picture.width // tile, picture.height // tile
+    if columns == rows == 1:
+        return Processed.of(*patches_of(_frames(picture, 1), kind))
+    parts = [picture.crop((0, y, picture.width, y + tile)) for y in range(0, picture.height, tile)]
+    cut = [patches_of(_frames(part, columns), kind) for part in parts]
+    whole, (_, down, across) = patches_of(_frames(picture.resize((tile, tile), resample), 1), kind)
+    patches = np.concatenate([*(part for part, _ in cut), whole])
+    return Processed.of(patches, (rows * columns + 1, down, across), (rows, columns))
+
+
+def _frames(picture: PILImage.Image, columns: int) -> np.ndarray:
+    """So many parts of a picture that are side by side, [columns, colours, height, width]."""
+    values = np.asarray(picture).reshape(picture.height, columns, -1, 3)
+    return values.transpose(1, 3, 0, 2)
+
+
+def _size(width: int, height: int, size: Mapping[str, Any]) -> tuple[int, int]:
+    """Width and height of a picture whose longer edge is as `size` says, and whose shorter one is even; or the width
+    and height in `size`."""
+    if size.get("height") and size.get("width"):
+        return int(size["width"]), int(size["height"])
+    longest = int(size.get("longest_edge") or 4 * TILE)
+    ratio = width / height
+    if width >= height:
+        made = longest, int(longest / ratio)
+        made = longest, max(made[1] + made[1] % 2, 1)
+    else:
+        made = int(longest * ratio), longest
+        made = max(made[0] + made[0] % 2, 1), longest
+    if max(made) <= LARGEST:
+        return made
+    ratio = made[0] / made[1]
+    return (LARGEST, max(int(LARGEST / ratio), 1)) if ratio >= 1 else (max(int(LARGEST * ratio), 1), LARGEST)
+
+
+def _whole_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
+    """Width and height of whole tiles for a picture."""
+    ratio = width / height
+    if width >= height:
+        width = -(-width // tile) * tile
+        return width, -(-int(width / ratio) // tile) * tile
+    height = -(-height // tile) * tile
+    return -(-int(height * ratio) // tile) * tile, height

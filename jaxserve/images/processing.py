@@ -223,7 +223,7 @@ class ImageProcessor:
 
     def load(self) -> None:
         """Imports and makes the processor, which else the first picture does."""
-        assert self._own in (lfm2_vl, moonvit) or self.processor is not None
+        assert self._own is not None or self.processor is not None
 
     def __call__(self, picture: PILImage.Image, most_pixels: int | None = None) -> Processed:
         """The patches of a picture in RGB. Raises ValueError for a shape that the model does not read. most_pixels:

@@ -127,6 +127,8 @@ CASES = {
     "gemma4_experts": {},
     "gemma4_experts_sharing": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma4_seeing": {"num_global_key_value_heads": None},
+    "gemma4_clipped": {},
+    "gemma4_unified_older": {},
     "mamba_hub": {},
     "mamba_tied": {"hidden_act": "silu"},
     "falcon_mamba_hub": {"mixer_rms_eps": 1e-6},

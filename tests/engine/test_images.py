@@ -39,7 +39,7 @@ pytestmark = pytest.mark.compiles
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images"
 MMPROJ = (
     "qwen2_vl_whole", "qwen2_5_vl_yarn", "qwen3_vl_wide", "qwen3_5_moe_whole", "llava_pixtral", "lighton_ocr_tied",
-    "mistral3_seeing", "glm4v_half", "idefics3_hub",
+    "mistral3_seeing", "glm4v_half", "idefics3_hub", "gemma4_clipped", "gemma4_unified_older",
 )  # fmt: skip
 # Of a step, which must have room for all of a picture.
 TOKENS = dict.fromkeys(("gemma4_joint", "gemma4_unified_wide", "gemma4_unified_older"), 76)
@@ -188,7 +188,7 @@ def test_encoders_beside_gguf_files(case, tmp_path):
     tiny_models.build_tokenizer(folder, 512, marks=[*marks, *(f"<m{i}>" for i in range(7 - len(marks)))])
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
     mmproj_files.write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
-    check(make_engine(path, tokens=24), case, golden, "")
+    check(make_engine(path, tokens=TOKENS.get(case, 24)), case, golden, "")
 
 
 def as_published(folder):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from test_tpu_attention import interpreted
 
+from jaxserve.pallas_kernels import cpu, cpu_build
 from jaxserve.pallas_kernels.registry import SegmentProblem, load
 from jaxserve.pallas_kernels.segment_attention.reference import segment_attention, spans
 from jaxserve.pallas_kernels.selfcheck_segments import check_segments
@@ -20,6 +21,20 @@ def wrong(attend=None, repeats=1):
 
 def test_plain_xla():
     assert wrong(segment_attention) == []
+
+
+def test_in_cpp():
+    if not cpu.available(cpu_build.ATTENTION):
+        pytest.skip("there is no C++ compiler")
+    attend = load("segment_attention", "cpu").segment_attention
+    assert wrong(attend) == []
+    rng = np.random.default_rng(0)
+    for sizes, heads, dim in (([129, 63, 7], 3, 72), ([64, 64, 5, 61], 1, 16), ([300], 2, 88), ([3], 5, 80)):
+        rows = sum(sizes)
+        q, k, v = (jnp.asarray(rng.standard_normal((rows + 2, heads, dim), np.float32)) for _ in range(3))
+        segment = np.append(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), np.int32([-1, -1]))
+        x = (q, k.at[rows:].set(np.nan), v.at[rows:].set(np.inf), segment, 0.2)
+        np.testing.assert_allclose(attend(*x)[:rows], segment_attention(*x)[:rows], rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow
