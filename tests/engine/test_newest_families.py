@@ -110,7 +110,9 @@ def test_memory_is_as_planned(case, model_folders, capsys):
     """`jaxserve plan` and `jaxserve models inspect` know what the engine then takes, on one device and on two."""
     folder = str(model_folders(case))
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_pages": 200}
-    for target, settings in (("cpu", {}), ("cpu:2", {"tensor_parallel_size": 2}), ("cpu", {"quantization": "int8"})):
+    rounded = [{"quantization": name} for name in ("int8", "int8-dynamic")]
+    for settings in ({}, *rounded, {"quantization": "int4", "tensor_parallel_size": 2}):
+        target = f"cpu:{settings.get('tensor_parallel_size', 1)}"
         plan = make_plan(EngineConfig(model=folder, **sizes, **settings), target, estimate=bool(settings))
         runner = make_engine(folder, **settings).runner
         assert plan["memory"]["weights"] == runner.weight_bytes
