@@ -160,9 +160,9 @@ def with_own_head(found: Deployment, layers: range) -> ModelRunner:
     sizes = like.kv_heads, like.vocab_rows, shape.vocab_size, target.vocab_rows
     drafter = Drafter(spec, like.config, *sizes, like.dtype, like.ops)
     own = {path: x for path, x in abstract_params(drafter, mesh).items() if not path.startswith(("embed/", "head/"))}
-    params = plain.params | {"draft": unflatten_dict(own, sep="/")}
+    params = of_layers(found.params, list(layers)) | {f"draft/{path}": x for path, x in own.items()}
     slots = plain.num_slots, memory.penalty_rows(found.config, found.plan.model)
-    made = ModelRunner(target, params, mesh, *slots, proposals=PROPOSALS, drafter=drafter)
+    made = ModelRunner(target, unflatten_dict(params, sep="/"), mesh, *slots, proposals=PROPOSALS, drafter=drafter)
     kind = cache_kind(shape, drafter.kv_heads, layout.dtype, mesh.devices.flat[0].platform)
     made.set_cache_size(replace(layout, draft=kind), -(-found.plan.longest // layout.page_size))
     return made
