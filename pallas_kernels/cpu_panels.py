@@ -128,7 +128,7 @@ def type_of(w: QuantArray) -> PanelType | None:
         found = wanted.get((np.dtype(w.scale.dtype), w.block[1]))
         plain = w.block[0] == 1 and w.zero is None and w.bias is None
         return found if plain and (w.gain is None or found == PanelType.NVFP4) else None
-    if w.block[1] < w.shape[1] and w.block[1] % BLOCK:
+    if w.block[1] < w.shape[-1] and w.block[1] % BLOCK:
         return None
     return {np.dtype(ml_dtypes.int4): PanelType.GROUPED_4, np.dtype(np.int8): PanelType.GROUPED_8}.get(w.codes.dtype)
 

@@ -38,7 +38,7 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
     yield f"parameters: {numbers:,}"
     yield f"devices: {num_devices(mesh)} x {device.device_kind}, computing in {plan.dtype}"
     yield memory.describe_weights(params)
-    per_device = f"{layout.token_bytes // layout.num_shards(mesh):,} a device"
+    per_device = f"{layout.device_token_bytes(mesh):,} a device"
     yield f"KV cache per token: {layout.token_bytes:,} bytes in {layout.dtype}, {per_device}"
     weights = sum(memory.bytes_by_dtype(params).values())
     states = layout.state_bytes(mesh)
@@ -58,8 +58,8 @@ def describe_model(config: EngineConfig, devices: list[Any] | None = None) -> It
         budget = memory.Budget(
             total, config.memory_utilization, weights, slots, memory.RESERVE_BYTES, None, True, states
         )
-    page_bytes = layout.page_bytes // layout.num_shards(mesh)
     most = memory.pages_of_longest(config, plan.longest, layout.page_size, layout.groups.windows)
+    page_bytes = layout.device_page_bytes(mesh)
     pages = memory.fitting_pages(config, most, page_bytes, budget, memory.Needs())
     yield f"{budget.describe(memory.Needs(), pages * page_bytes)}, before the programs and slots"
     tokens = memory.fitting_tokens(config, replace(layout, num_pages=pages), plan.longest)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import PAGE_SIZES, ConfigError
-from jaxserve.devices.mesh import num_shards, on_one_cpu
+from jaxserve.devices.mesh import on_one_cpu
 from jaxserve.execution.cache_kinds import CacheKind, Compressed, Pages, cache_kind, layers_of_array
 from jaxserve.execution.layer_groups import LayerGroups, LayerPlace
 from jaxserve.execution.slot_states import StateLayout
@@ -141,6 +141,10 @@ class CacheLayout:
         """Bytes of one token over all groups of layers and all devices, for a token within all windows."""
         return self.groups.num_groups * self.page_bytes // self.page_size
 
+    def device_token_bytes(self, mesh: Mesh) -> int:
+        """`token_bytes` on each device."""
+        return self.groups.num_groups * self.device_page_bytes(mesh) // self.page_size
+
     @property
     def page_bytes(self) -> int:
         """Bytes of a page over all devices. Copies on several devices count once."""
@@ -149,8 +153,8 @@ class CacheLayout:
 
     def device_page_bytes(self, mesh: Mesh) -> int:
         """Bytes of a page on each device."""
-        draft = 0 if self.draft is None else _bytes(self.draft, self.page_size) // _ways(self.draft, mesh)
-        return self.groups.depth * _bytes(self.kind, self.page_size) // self.num_shards(mesh) + draft
+        draft = 0 if self.draft is None else _device_bytes(self.draft, self.page_size, mesh)
+        return self.groups.depth * _device_bytes(self.kind, self.page_size, mesh) + draft
 
     @property
     def draft_group(self) -> int:
@@ -163,10 +167,6 @@ class CacheLayout:
             return [tables]
         by_group = tables.reshape(len(tables), -1, self.groups.num_groups)
         return [by_group[:, :, group] for group in range(self.groups.num_groups)]
-
-    def num_shards(self, mesh: Mesh) -> int:
-        """Into how many parts devices split each page."""
-        return _ways(self.kind, mesh)
 
     def state_bytes(self, mesh: Mesh) -> int:
         """Bytes of all recurrent states and snapshots on each device; 0 without recurrent layers."""
@@ -248,9 +248,10 @@ def _bytes(kind: CacheKind, page_size: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kind.pages(1, page_size)))
 
 
-def _ways(kind: CacheKind, mesh: Mesh) -> int:
-    """Into how many parts devices split a page."""
-    return math.prod(num_shards(mesh, axis) for axis in kind.axes if axis is not None)
+def _device_bytes(kind: CacheKind, page_size: int, mesh: Mesh) -> int:
+    """Bytes of a page of one layer on each device. Some arrays of a page may be split, and others be copies."""
+    leaves = zip(*map(jax.tree.leaves, (kind.pages(1, page_size), kind.specs)), strict=True)
+    return sum(math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize for x, spec in leaves)
 
 
 def _sights(model: ModelConfig) -> list[int | Chunk | None]:

@@ -22,12 +22,15 @@ from jaxserve.models.load import Checkpoint
 from jaxserve.models.panels import Packing, is_matrix
 from jaxserve.models.quantized import (
     FORMS,
+    SCHEMES,
+    STACKS,
     Rounding,
     abstract_like,
     arranged,
     as_blocks,
     keeps_blocks,
     quantized_abstract,
+    rounded_form,
 )
 from jaxserve.models.weights import abstract_params
 from jaxserve.models.wide_experts import as_in_files, filled
@@ -58,11 +61,14 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
     reader = source.reader
     if packing:
         plain |= packing.stored(plain, pieces, source.tensors)
+    in_files = abstract_params(as_in_files(decoder), mesh)
     if reader is None:
-        return plain
+        scheme = config.quantization
+        if scheme not in SCHEMES:
+            return plain
+        return {name: _rounded(name, scheme, in_files[name], target, packing, mesh) for name, target in plain.items()}
     as_stored = packing.types if packing else BLOCK_KINDS if keeps_blocks(mesh) and not config.dequantize else ()
     known: dict[Any, Any] = {}
-    in_files = abstract_params(as_in_files(decoder), mesh)
     for weight, target in plain.items():
         parts = [part for piece in pieces[weight] for part in reader.parts(piece.name)]
         if not parts:
@@ -81,6 +87,25 @@ def _as_read(decoder: Decoder, path: Path, mesh: Mesh, config: EngineConfig, pac
         if known[kind] is not None:
             plain[weight] = known[kind]
     return plain
+
+
+def _rounded(
+    name: str,
+    scheme: str,
+    in_file: jax.ShapeDtypeStruct,
+    target: jax.ShapeDtypeStruct,
+    packing: Packing | None,
+    mesh: Mesh,
+) -> Any:
+    """The form of a weight that files hold as floats and that is rounded while it is read, before packing."""
+    stacked = name.endswith(STACKS)
+    own, one = (member_of(in_file), member_of(target)) if stacked else (target, target)
+    host = rounded_form(name, own.shape, scheme)
+    if host is None:
+        return target
+    host = filled(name, host, one)
+    made = host if packing and packing.fits(host) else abstract_like(host, one.sharding)
+    return abstract_stack(made, target, packing, mesh) if stacked else made
 
 
 def _one_of_a_kind(

@@ -252,7 +252,8 @@ class NormGate(nn.Module):
         size = x.shape[-1]
         latent = Linear((size,), (self.rank,), (None, "embed"), False, self.dtype, name="down")(x, ops)
         gates = Linear((self.rank,), (size,), ("embed", None), False, self.dtype, jnp.float32, name="up")
-        return (x * jax.nn.sigmoid(gates(jax.nn.silu(latent), ops))).astype(x.dtype)
+        gate = jax.nn.sigmoid(gates(jax.nn.silu(latent), ops))
+        return (x.astype(jnp.float32) * gate).astype(x.dtype)
 
 
 def times(x: jax.Array, scale: float) -> jax.Array:

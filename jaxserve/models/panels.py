@@ -114,7 +114,7 @@ class Packing:
             return False
         if kind in (PanelType.MXFP4, PanelType.NVFP4):
             return bool(self.quantized)
-        return self.quantized == "int8" and min(w.block[1], w.shape[1]) >= SMALLEST_GROUP
+        return self.quantized == "int8" and min(w.block[1], w.shape[-1]) >= SMALLEST_GROUP
 
     def packed(self, host: np.ndarray | QuantArray | StoredRows) -> PanelArray | None:
         """A matrix [out, in] as panels of NumPy arrays; None if no type of panels holds it."""

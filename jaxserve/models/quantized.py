@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.checkpoints.formats.gguf_fields import block_array
 from jaxserve.checkpoints.int4 import PackedInt4
-from jaxserve.checkpoints.quantize import DYNAMIC, Scheme, activations_of, rtn
+from jaxserve.checkpoints.quantize import DYNAMIC, KINDS, Scheme, activations_of, rtn
 from jaxserve.checkpoints.quantized import StoredRows, refine, with_bytes
 from jaxserve.devices import layouts
 from jaxserve.devices.mesh import is_split, num_parts, to_devices
@@ -53,8 +53,28 @@ def rounded(path: str, host: np.ndarray | QuantArray, scheme: str) -> np.ndarray
     """A plain matrix of a layer, quantized by one of SCHEMES. Other weights are returned as they are."""
     if not is_quantizable(path) or isinstance(host, QuantArray):
         return host
-    made = rtn(host, Scheme(scheme.removesuffix(DYNAMIC), _group(host.shape[1]) if scheme == "int4" else None))
+    made = rtn(host, _scheme(scheme, host.shape[1]))
     return dataclasses.replace(made, activations=activations_of(scheme))
+
+
+def rounded_form(path: str, shape: tuple[int, int], scheme: str) -> QuantArray | None:
+    """What `rounded` makes of a matrix of this shape, with zeros that take no memory. None: it stays as it is."""
+    if not is_quantizable(path):
+        return None
+    form = _scheme(scheme, shape[1])
+    group = form.group_size or shape[1]
+    codes, scale = np.zeros((), KINDS[form.kind][2]), np.zeros((), form.scale_dtype)
+    return QuantArray(
+        np.broadcast_to(codes, shape),
+        np.broadcast_to(scale, (shape[0], shape[1] // group)),
+        block=(1, group),
+        activations=activations_of(scheme),
+    )
+
+
+def _scheme(name: str, inputs: int) -> Scheme:
+    """One of SCHEMES for a matrix with this number of inputs."""
+    return Scheme(name.removesuffix(DYNAMIC), _group(inputs) if name == "int4" else None)
 
 
 class Rounding:

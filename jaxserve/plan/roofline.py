@@ -187,7 +187,7 @@ class Roofline:
             window = _sight(one)
             self._parts[window] += 1 / layout.kind.fit(one, plan.decoder.kv_heads)
             self._sizes[window] += one.head_dim / specs[0].head_dim
-        self._row_bytes = layout.page_bytes / layout.groups.depth / layout.page_size / layout.num_shards(plan.mesh)
+        self._row_bytes = layout.device_page_bytes(plan.mesh) / layout.groups.depth / layout.page_size
         spec = model.attention
         width = 2 * spec.head_dim
         self._indexers = 0  # layers that compare the keys of all cached tokens

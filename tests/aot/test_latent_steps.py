@@ -53,7 +53,7 @@ def test_latents(target, backend, page_size, scheme, row, decode, tmp_path):
     runner, _ = make_runner(tmp_path, target, backend, page_size, LAYERS, scheme, static=static, **DEEPSEEK_V3)
     layout = runner.layout
     assert layout.token_bytes == LAYERS * row
-    assert layout.num_shards(runner.mesh) == 1
+    assert layout.device_page_bytes(runner.mesh) == layout.page_bytes
     shape = StepShape.of(*((64, 64) if decode else (512, 64)), page_size, decode_only=decode)
     compiled = runner.lower(shape).compile()
     memory = compiled.memory_analysis()

@@ -17,6 +17,7 @@ import jax
 import pytest
 from devices import devices_of
 from flax.traverse_util import unflatten_dict
+from test_host_free_steps import host_waits
 from test_steps import PAGES, cache_copies, copied_parameters
 from test_true_sizes import in_scheme
 
@@ -24,11 +25,18 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.devices.launches import count, describe
 from jaxserve.engine.loading import buckets
 from jaxserve.execution import memory
+from jaxserve.execution.cache_kinds import cache_kind
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.memory import size
 from jaxserve.execution.runner import ModelRunner
+from jaxserve.execution.signatures import AuxProgram
+from jaxserve.models.config import HFConfig
+from jaxserve.models.drafter import Drafter, DraftSpec
+from jaxserve.models.families import last_attention
+from jaxserve.models.load import make_decoder
 from jaxserve.models.weights import abstract_params
 from jaxserve.plan.deployment import Deployment, make_budget, make_runner, model_plan, of_layers, plan_devices
+from jaxserve.scheduling.step_plan import Sampler
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "benchmarks"))
 
@@ -112,6 +120,7 @@ CASES = [
     ("gemma-4-31b", Case("v6e-4", 1, 3, 420, 175)),
 ]
 
+PROPOSALS = 3
 MOST = 16  # programs of a start that run the model or its head
 
 
@@ -139,6 +148,24 @@ def with_layers(found: Deployment, layers: range) -> ModelRunner:
     runner = make_runner(found.config, plan, of_layers(found.params, list(layers)))
     runner.set_cache_size(replace(plan.one_page, num_pages=PAGES), -(-plan.longest // plan.one_page.page_size))
     return runner
+
+
+def with_own_head(found: Deployment, layers: range) -> ModelRunner:
+    """The same with the model's own head for further tokens, which is a layer of its last kind of attention."""
+    plain = with_layers(found, layers)
+    mesh, layout, target = plain.mesh, plain.layout, plain.model
+    shape = replace(target.config, layers=(last_attention(target.config, HFConfig({})),))
+    like = make_decoder(shape, mesh, target.dtype, page_size=layout.page_size, kv_dtype=layout.dtype)
+    spec = DraftSpec((), shape.hidden_size, normed=True)
+    sizes = like.kv_heads, like.vocab_rows, shape.vocab_size, target.vocab_rows
+    drafter = Drafter(spec, like.config, *sizes, like.dtype, like.ops)
+    own = {path: x for path, x in abstract_params(drafter, mesh).items() if not path.startswith(("embed/", "head/"))}
+    params = of_layers(found.params, list(layers)) | {f"draft/{path}": x for path, x in own.items()}
+    slots = plain.num_slots, memory.penalty_rows(found.config, found.plan.model)
+    made = ModelRunner(target, unflatten_dict(params, sep="/"), mesh, *slots, proposals=PROPOSALS, drafter=drafter)
+    kind = cache_kind(shape, drafter.kv_heads, layout.dtype, mesh.devices.flat[0].platform)
+    made.set_cache_size(replace(layout, draft=kind), -(-found.plan.longest // layout.page_size))
+    return made
 
 
 def copied_states(runner: ModelRunner, text: str) -> list[str]:
@@ -241,3 +268,31 @@ def test_steps(name, case, tmp_path):
     assert longest == LONGEST
     assert temporaries <= case.temporaries << 20
     assert tokens >= 1000 * case.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("target", "settings"), [("h200x1", {}), ("h200x8", {}), ("v6e-4", {"max_num_seqs": 64})])
+def test_drafting(target, settings, tmp_path):
+    """Qwen3.5 with its own head: a step that checks proposals, one that decodes, and a call that proposes."""
+    devices_of(target)
+    model = MODELS["qwen3.5-27b"]
+    found = deployed(tmp_path, model, target, **settings)
+    runner = with_own_head(found, model.few)
+    *_, decode = (shape for shape in found.shapes if shape.decode_only)
+    programs = runner.programs
+    names = [
+        programs.choose_checking(found.shapes[-1], Sampler.GREEDY),
+        programs.choose(decode, Sampler.GREEDY, 1, scores=False),
+        AuxProgram("propose", found.config.max_num_seqs, Sampler.GREEDY, PROPOSALS),
+    ]
+    for name in names:
+        compiled = runner.compiled(runner.lower(name))
+        text = compiled.as_text()
+        print(f"{name} on {target}: temporaries {size(compiled.memory_analysis().temp_size_in_bytes)}", flush=True)
+        if isinstance(name, AuxProgram):
+            assert cache_copies(text, runner.layout.device_page_bytes(runner.mesh) * PAGES // 16) == []
+        else:
+            check(runner, compiled)
+        if target.startswith("h200"):
+            assert host_waits(text) == [], name

@@ -1,6 +1,8 @@
 """Layers whose weights stay in host memory, compiled ahead of time at the size of a 70B model: what a layer's program
 takes on a device, and how long a step is at least. Nothing runs."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +94,8 @@ def test_programs(target, scheme, step, tmp_path):
     layer = runner.streamed.layers[0].device_bytes
     layout = runner.layout
     array = layout.abstract(runner.mesh)[0].data  # has the pages of all layers
-    pages, cache = (x // layout.num_shards(runner.mesh) for x in (stored_bytes(array), array.size))
+    parts = array.size // math.prod(array.sharding.shard_shape(array.shape))
+    pages, cache = stored_bytes(array) // parts, array.size // parts
     of_layer = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=0)).compile()
     begin = runner.lower(StepProgram(shape, Sampler.NONE, 1, keeps_hidden=False, part=BEGIN)).compile()
     last = runner.lower(runner.programs.choose(shape, Sampler.GREEDY, 1, scores=False)).compile()

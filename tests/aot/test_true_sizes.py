@@ -249,7 +249,7 @@ class Size:
         total = target_memory(self.devices[0])
         layout = self.layout
         budget = Budget(total, self.settings.memory_utilization, self.weights, slots, memory.RESERVE_BYTES, None, True)
-        page = layout.page_size, layout.page_bytes // layout.num_shards(self.plan.mesh)
+        page = layout.page_size, layout.device_page_bytes(self.plan.mesh)
         return memory.plan_pages(self.settings, self.plan.longest, *page, budget, needs, layout.groups.windows)[0]
 
     def runner(self, config: dict, guess: int) -> tuple[ModelRunner, dict[str, Any]]:
@@ -316,7 +316,7 @@ def check(runner: ModelRunner, compiled: Any, params: dict[str, Any], shape: Ste
     layers = runner.model.config.num_layers
     devices = runner.mesh.size
     layout = runner.layout
-    cache = layout.num_pages * layout.page_bytes // layout.num_shards(runner.mesh)
+    cache = layout.num_pages * layout.device_page_bytes(runner.mesh)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache
     assert cache_copies(text, cache // layers // 2) == []
     stacks = {path: w for path, w in params.items() if path.endswith(STACKS)}
@@ -398,7 +398,7 @@ def whole_model(folder, case: Case, layers: dict) -> None:
     tokens = memory.fitting_tokens(found.settings, replace(layout, num_pages=pages), found.plan.longest)
     print(
         f"{case.target}: weights {size(found.weights)}, "
-        f"{layout.token_bytes // layout.num_shards(runner.mesh)} bytes a token on each device, "
+        f"{layout.device_token_bytes(runner.mesh)} bytes a token on each device, "
         f"temporaries {size(needs.temporaries)}, results {size(needs.results)}, "
         f"code {size(needs.code)}, slots {size(runner.slot_bytes)}, {tokens:,} tokens of requests of "
         f"{found.plan.longest:,}"

@@ -329,7 +329,7 @@ def test_states_are_counted(devices, model_folders):
     held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(array)) for array in engine.runner.cache]
     assert len(held) == layout.num_arrays + 1
     assert held[-1] == layout.state_bytes(mesh)
-    assert sum(held[:-1]) == layout.num_pages * layout.page_bytes // layout.num_shards(mesh)
+    assert sum(held[:-1]) == layout.num_pages * layout.device_page_bytes(mesh)
     budget = engine._sizing.budget
     assert budget.states == layout.state_bytes(mesh)
     config = EngineConfig(model=str(model_folders(SPLIT)), max_num_seqs=rows, tensor_parallel_size=devices)

@@ -1,4 +1,4 @@
-"""Families beyond the best known: LoRA adapters of all matrices, rounded matrices, and two devices."""
+"""Families beyond the best known: LoRA adapters of all matrices, rounded matrices, two devices, and plans."""
 
 import json
 import shutil
@@ -9,6 +9,14 @@ import pytest
 from engines import generate, make_engine, request
 from safetensors.numpy import load_file, save_file
 from test_adapters import adapted_engine, upload
+
+from jaxserve.checkpoints.quantized import dequantize
+from jaxserve.commands.cli import main
+from jaxserve.config import EngineConfig
+from jaxserve.execution import memory
+from jaxserve.models import load
+from jaxserve.models.families.deepseek_v4 import PUBLISHED
+from jaxserve.plan.report import make_plan
 
 pytestmark = [pytest.mark.compiles, pytest.mark.slow]
 
@@ -25,6 +33,14 @@ def answer(engine, seed=0):
     """The tokens that follow PROMPT, and the log-probabilities of it and of these. seed: see `adapted_engine`."""
     (found,) = generate(engine, request(str(seed), PROMPT, max_tokens=12, seed=seed, prompt_logprobs=0, logprobs=0))
     return found.token_ids, np.array([entry.logprob for entry in found.prompt_logprobs[1:] + found.logprobs])
+
+
+def names_in_file(case, modules):
+    """Name of a matrix as adapters have it -> its name in the case's file. DeepSeek publishes others."""
+    published = PUBLISHED if case.startswith("deepseek_v4") else {}
+    places = [{"i": i, "e": e} for i in range(4) for e in range(8)]
+    renamed = {ours.format(**place): theirs.format(**place) for ours, theirs in published.items() for place in places}
+    return {name: renamed.get(name, name) for name in modules}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,13 +62,14 @@ def test_adapters_are_as_merged_weights(case, tmp_path, model_folders, monkeypat
     rng = np.random.default_rng(2)
     weights = load_file(model_folders(case) / "model.safetensors")
     matrices, merged = {}, dict(weights)
-    for name, weight in weights.items():
-        if name in known and any(part.isdigit() for part in name.split(".")):
+    for name, in_file in names_in_file(case, known).items():
+        if in_file in weights and any(part.isdigit() for part in name.split(".")):
+            weight = weights[in_file]
             a = (rng.standard_normal((4, weight.shape[1])) / 2).astype(np.float32)
             b = (rng.standard_normal((weight.shape[0], 4)) / 10).astype(np.float32)
             stem = f"base_model.model.{name.removesuffix('weight')}"
             matrices |= {f"{stem}lora_A.weight": a, f"{stem}lora_B.weight": b}
-            merged[name] = weight + b @ a
+            merged[in_file] = weight + b @ a
     assert len(matrices) >= 8, sorted(known)
     modules = sorted({name.split(".")[-3] for name in matrices})
     (tmp_path / "adapter").mkdir()
@@ -69,8 +86,41 @@ def test_adapters_are_as_merged_weights(case, tmp_path, model_folders, monkeypat
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rounded_while_loading(case, model_folders):
-    """8 bits move log-probabilities a little, and more than nothing."""
-    plain = answer(make_engine(model_folders(case)))[1][: len(PROMPT) - 1]
-    rounded = answer(make_engine(model_folders(case), quantization="int8"))[1][: len(PROMPT) - 1]
-    assert 0 < np.median(np.abs(rounded - plain)) < 0.3
+def test_rounded_while_loading(case, model_folders, monkeypatch):
+    """As if the files had the values that 8 bits hold. Where products round their inputs too, the answers differ from
+    these about as much as the rounded weights' from the files'."""
+    folder = model_folders(case)
+    rounded = [answer(make_engine(folder, quantization="int8", matmul_backend=name))[1] for name in ("cpu", "auto")]
+    plain = answer(make_engine(folder))[1]
+
+    def in_floats(path, host, scheme, really=load.rounded):
+        made = really(path, host, scheme)
+        return made if made is host else dequantize(made).astype(np.float32)
+
+    monkeypatch.setattr(load, "rounded", in_floats)
+    wanted = answer(make_engine(folder, quantization="int8"))[1]
+    exact, coarse, plain, wanted = (one[: len(PROMPT) - 1] for one in (*rounded, plain, wanted))
+    np.testing.assert_allclose(exact, wanted, atol=5e-4)
+    change = np.median(np.abs(wanted - plain))
+    assert 0 < np.median(np.abs(coarse - wanted)) < 3 * change
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_as_planned(case, model_folders, capsys):
+    """`jaxserve plan` and `jaxserve models inspect` know what the engine then takes, on one device and on two."""
+    folder = str(model_folders(case))
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_pages": 200}
+    rounded = [{"quantization": name} for name in ("int8", "int8-dynamic")]
+    for settings in ({}, *rounded, {"quantization": "int4", "tensor_parallel_size": 2}):
+        target = f"cpu:{settings.get('tensor_parallel_size', 1)}"
+        plan = make_plan(EngineConfig(model=folder, **sizes, **settings), target, estimate=bool(settings))
+        runner = make_engine(folder, **settings).runner
+        assert plan["memory"]["weights"] == runner.weight_bytes
+        assert plan["memory"]["slots"] == runner.slot_bytes
+        assert plan["capacity"]["cache_bytes"] + plan["memory"]["states"] == runner.cache_bytes
+        assert plan["roofline"]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        assert main(["models", "inspect", folder, "--kv-pages=200", *flags]) == 0
+        lines = capsys.readouterr().out
+        assert memory.describe_weights(runner.params) in lines
+        assert f"KV cache per token: {runner.layout.token_bytes:,} bytes in" in lines
