@@ -652,6 +652,7 @@ def _with_ones(tensor: GGUFTensor) -> GGUFTensor:
 
 
 _INTERN_LAYER = "vision_tower.encoder.layer.{i}"
+_QWEN_MARKS = {"video_token_id": "<|video_pad|>"}
 _GEMMA4_MARKS = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 PROJECTORS: dict[str, Projector] = {
@@ -733,6 +734,7 @@ PROJECTORS: dict[str, Projector] = {
             "mm.post_norm": "visual.merger.post_projection_norm",
             **{f"mm.{role}": f"visual.merger.{role}_proj" for role in ("gate", "up", "down")},
         },
+        others={"video_token_id": "<|video|>"},
     ),
     "idefics3": Projector(
         {"LlamaForCausalLM": ("SmolVLMForConditionalGeneration", "llama")},
@@ -816,6 +818,7 @@ PROJECTORS: dict[str, Projector] = {
             "v.blk.{i}.ffn_up": "visual.blocks.{i}.mlp.fc1",
             "v.blk.{i}.ffn_down": "visual.blocks.{i}.mlp.fc2",
         },
+        others=_QWEN_MARKS,
     ),
     "qwen2.5vl_merger": Projector(
         {"Qwen2ForCausalLM": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text")},
@@ -827,6 +830,7 @@ PROJECTORS: dict[str, Projector] = {
             **_QWEN_MERGER,
             **{f"v.blk.{{i}}.ffn_{role}": f"visual.blocks.{{i}}.mlp.{role}_proj" for role in ("gate", "up", "down")},
         },
+        others=_QWEN_MARKS,
     ),
     "qwen3vl_merger": Projector(
         {
@@ -850,5 +854,6 @@ PROJECTORS: dict[str, Projector] = {
             "v.deepstack.{i}.fc1": "visual.deepstack_merger_list.{i}.linear_fc1",
             "v.deepstack.{i}.fc2": "visual.deepstack_merger_list.{i}.linear_fc2",
         },
+        others=_QWEN_MARKS,
     ),
 }

@@ -24,9 +24,10 @@ PROJECTORS = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3vl_merger"),
 }  # fmt: skip
 TILED = "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "lfm2_vl"
-# Special tokens from id 505 on, by the beginning of a case's name.
+# Special tokens from id 505 on, by the beginning of a case's name; of others those of Qwen.
+QWEN = "<|image_pad|>", "<|video_pad|>"
 MARKS = {
-    "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "glm4v": ("<|image|>",),
+    "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "glm4v": ("<|image|>", "<|video|>"),
     "idefics3": ("<image>",), "internvl": ("<IMG_CONTEXT>",), "lfm2": ("<image>",), "llava": ("[IMG]",),
     "mistral3": ("[IMG]",), "gemma4": ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>"),
 }  # fmt: skip

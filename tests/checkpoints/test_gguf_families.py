@@ -257,7 +257,7 @@ def test_the_same_model(case, expressible, tmp_path):
     folder = expressible(case)
     if sees := case in PROCESSORS and tiny_models.CASES[case].config["model_type"] in mmproj_files.PROJECTORS:
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[case]))
-        marks = mmproj_files.MARKS.get(case.split("_")[0], ("<|image_pad|>",))
+        marks = mmproj_files.MARKS.get(case.split("_")[0], mmproj_files.QWEN)
         others = [f"<m{i}>" for i in range(7 - len(marks))]
         tiny_models.build_tokenizer(folder, 512, marks=[*marks, *others])
         mmproj_files.write_mmproj(folder, tmp_path / "mmproj.gguf")

@@ -29,7 +29,7 @@ def written(tmp_path_factory):
     """A folder with a model's text and its encoder."""
     folder = tmp_path_factory.mktemp("mmproj")
     model = build(CASE, folder / "hf")
-    tiny_models.build_tokenizer(model, 512, marks=["<|image_pad|>", *(f"<m{i}>" for i in range(6))])
+    tiny_models.build_tokenizer(model, 512, marks=[*mmproj_files.QWEN, *(f"<m{i}>" for i in range(5))])
     gguf_families.FamilyFile(model, folder / "model.gguf").write()
     mmproj_files.write_mmproj(model, folder / "mmproj-f32.gguf")
     return folder

@@ -184,7 +184,7 @@ def test_encoders_beside_gguf_files(case, tmp_path):
     )
     golden = np.load(GOLDENS / f"{case}.npz")
     folder = build(case, tmp_path / "model")
-    marks = mmproj_files.MARKS.get(case.split("_")[0], ("<|image_pad|>",))
+    marks = mmproj_files.MARKS.get(case.split("_")[0], mmproj_files.QWEN)
     tiny_models.build_tokenizer(folder, 512, marks=[*marks, *(f"<m{i}>" for i in range(7 - len(marks)))])
     path = gguf_families.FamilyFile(folder, tmp_path / "model.gguf").write()
     mmproj_files.write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf")
