@@ -117,7 +117,7 @@ class DecoderLayer(nn.Module):
         match self.spec:
             case LayerSpec(attention=LatentAttentionSpec(chooses=False, head_gate=False)):
                 return "down"
-            case LayerSpec(attention=AttentionSpec(out_gate=None, blocks=None), beside=None):
+            case LayerSpec(attention=AttentionSpec(out_gate=None, blocks=None, experts=0), beside=None):
                 return "qkv"
         return ""
 

@@ -43,6 +43,8 @@ def expert_pieces(
     if experts.hashed:
         table = _piece(names, "expert_table", layer, (experts.hashed, experts.router.top_k))
         made["mlp/of_token"] = [replace(table, integers=True)]
+    if experts.out_bias:
+        made["mlp/out_bias"] = [_piece(names, "expert_out_bias", layer, (hidden,))]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(name_of(names, "expert_gate.weight", layer).format(i=layer, e=0))

@@ -215,6 +215,8 @@ class Experts(nn.Module):
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
         ).astype(x.dtype)
         y = self._projected("latent_out", inner, hidden, y, ops)
+        if experts.out_bias:
+            y = y + value_of(of_experts("out_bias", ("embed",), (hidden,)))
         if experts.shared_size:
             y = y + self._shared(x, ops)
         return Partials(y[None])

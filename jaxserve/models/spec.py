@@ -124,6 +124,8 @@ class AttentionSpec:
       shares_kv: the layer has no keys and values of its own. It reads those of an earlier layer, see
         `ModelConfig.kv_sources`.
       blocks: how blocks of tokens are chosen; None: the layer sees all of them.
+      experts: pairs of projections of queries and of results, of which a router chooses as many for each token as a
+        head of keys and values has queries (`routed_attention`, JetMoE); 0: there is one such pair for all tokens.
     """
 
     num_heads: int
@@ -150,6 +152,7 @@ class AttentionSpec:
     v_is_k: bool = False
     shares_kv: bool = False
     blocks: BlockChoiceSpec | None = None
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -754,6 +757,7 @@ class ExpertsSpec:
       zero: further experts, behind the others, which return their input (LongCat-Flash).
       hashed: rows of a table that tells the experts of each token of the vocabulary. Scores are then their weights
         only, and choose none. 0: there is no table.
+      out_bias: a learned vector is added to the sum of the experts' results.
     """
 
     count: int
@@ -768,6 +772,7 @@ class ExpertsSpec:
     scaled: bool = False
     zero: int = 0
     hashed: int = 0
+    out_bias: bool = False
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.routed):

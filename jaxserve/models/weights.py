@@ -31,6 +31,7 @@ from jaxserve.models.per_layer import gate_sources, vector_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
+from jaxserve.models.routed_attention import routed_sources
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
@@ -226,7 +227,10 @@ def layer_sources(
             layer |= latent_sources(attention, order, hidden)
         else:
             kv_heads = max(model.kv_heads, attention.num_kv_heads)
-            layer |= _attention(attention, kv_heads, order, names, hidden, inputs or hidden)
+            if attention.experts:
+                layer |= routed_sources(attention, order, hidden)
+            else:
+                layer |= _attention(attention, kv_heads, order, names, hidden, inputs or hidden)
     if spec.beside is not None:
         layer |= recurrent_sources(spec.beside.recurrent, hidden, names, "beside")
     if spec.residual == "scaled_sandwich":
