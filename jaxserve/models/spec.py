@@ -655,6 +655,8 @@ class MambaSpec(RecurrentSpec):
         results have.
       activation: applied to the results of the convolution.
       norm: of the latent, of B, and of C; None: they are not normed.
+      heads: equal groups of neighbouring channels, of which each has projections of steps, B and C of its own (Zamba);
+        None: these are of all channels together.
     """
 
     channels: int
@@ -665,10 +667,13 @@ class MambaSpec(RecurrentSpec):
     bias: bool = False
     activation: Activation = "silu"
     norm: NormSpec | None = None
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.conv_width < 2:
             raise ConfigError(f"the convolution of Mamba must see at least 2 tokens, got {self.conv_width}")
+        if self.channels % (self.heads or 1):
+            raise ConfigError(f"{self.channels} channels of Mamba cannot form {self.heads} equal heads (n_mamba_heads)")
 
     @property
     def state(self) -> ScanState:
@@ -681,7 +686,9 @@ class MambaSpec(RecurrentSpec):
         return (self.channels,)
 
     def cannot_share(self, devices: int) -> str | None:
-        return f"{self.channels} channels of Mamba" if self.channels % devices else None
+        if self.channels % devices:
+            return f"{self.channels} channels of Mamba"
+        return f"{self.heads} heads of Mamba" if self.heads is not None and self.heads % devices else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -864,7 +871,7 @@ class MemorySpec:
     Attributes:
       blocks: how many there are.
       attention_rank, mlp_rank: of the matrices that a place has of its own, beside those of queries, keys and values,
-        and beside that of gates and ups; 0: there are none beside the former.
+        and beside that of gates and ups; 0: there are none.
     """
 
     blocks: int
@@ -888,7 +895,7 @@ class LayerSpec:
         2021, arXiv:2103.17239). scaled_sandwich: sandwich, then what
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
-        `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba 2).
+        `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba).
       gated_norms: of the norms before attention and MLP, those whose results are multiplied by sigmoid gates, which are
         projected from these results through a latent of `gate_rank` numbers (A.X K2).
       residual_scale: multiplies what attention and MLP add to x.
