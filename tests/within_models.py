@@ -99,16 +99,6 @@ WITHIN_CASES: dict[str, DenseCase] = {
         },
         image_token_id=505, visual_indicator_token_ids=[506, 507, 508, 509, 510], hidden_size=72, vocab_size=512,
     ),
-    "granite4_vision_hub": seeing(
-        "Granite4VisionForConditionalGeneration", "granite4_vision",
-        dense(
-            "", "granite4_vision_text", **_SHARED, **_SAVED, hidden=72, heads=6, layers=3, embedding_multiplier=3.0,
-            logits_scaling=0.6, residual_multiplier=0.4, attention_multiplier=0.11, tie_word_embeddings=True,
-        ),
-        _SIGLIP | {"hidden_size": 64, "num_hidden_layers": 2}, image_token_index=505,
-        image_grid_pinpoints=_PINPOINTS, downsample_rate="1/2", deepstack_layer_map=[[-1, 0]],
-        spatial_target_layers=[1], spatial_vision_layer=-1, projector_dropout=0.1, use_image_newline_parameter=True,
-    ),
     "glm_ocr_hub": seeing(
         "GlmOcrForConditionalGeneration", "glm_ocr",
         dense(

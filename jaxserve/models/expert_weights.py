@@ -25,7 +25,8 @@ def expert_pieces(
     """Path within the layer -> the tensors that make it up. `has` tells whether the checkpoint has a named weight."""
     experts = mlp.experts
     assert experts is not None
-    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, (experts.routed, hidden))]}
+    of_router = experts.routed, experts.router_size or hidden
+    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, of_router)]}
     if experts.router_bias:
         made["mlp/router/bias"] = [_piece(names, "router.bias", layer, (experts.routed,))]
     if experts.router.corrected:

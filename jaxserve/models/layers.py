@@ -177,7 +177,8 @@ class Experts(nn.Module):
         inner = experts.latent_size or hidden
         axes = (None, "embed")
         bias = experts.router_bias
-        router = Linear((hidden,), (experts.routed,), axes, bias, self.dtype, jnp.float32, name="router")
+        reads = (experts.router_size or hidden,)
+        router = Linear(reads, (experts.routed,), axes, bias, self.dtype, jnp.float32, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
             init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros

@@ -1,6 +1,6 @@
-"""Layers of Zamba and Zamba 2: Mamba or Mamba-2, and blocks of attention and MLP that several places of the model share. A block reads the
-stream and the embedding of the token, side by side, and what it finds is added to the input of the next Mamba only.
-So there are three streams: the usual one, the embedding, and what the last block has found.
+"""Layers of Zamba and Zamba 2: Mamba or Mamba-2, and blocks of attention and MLP that several places of the model
+share. A block reads the stream and the embedding of the token, side by side, and what it finds is added to the input of
+the next Mamba only. So there are three streams: the usual one, the embedding, and what the last block has found.
 
 At each place a block of Zamba 2 has low-rank matrices of its own beside its shared ones.
 """

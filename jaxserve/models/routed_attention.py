@@ -1,5 +1,5 @@
-"""Attention with experts (JetMoE): a router chooses some of several projections of queries for each token, and with each
-the projection of results that belongs to it. Keys and values have one projection for all tokens."""
+"""Attention with experts (JetMoE): a router chooses some of several projections of queries for each token, and with
+each the projection of results that belongs to it. Keys and values have one projection for all tokens."""
 
 from __future__ import annotations
 

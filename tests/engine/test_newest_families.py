@@ -17,7 +17,7 @@ CASES = (
     "granite_moe_swa_older", "dbrx_hub", "longcat_hub", "hy_v4_hub", "zamba2_hub", "lara_mini_types", "axk1_hub",
     "kolibri_hub", "aria_text_hub", "persimmon_plain", "biogpt_untied", "xglm_untied", "deepseek_v4_hub",
     "minimax_m3_text", "bitnet_hub", "codegen_hub", "cohere_compass_hub", "phi4_multimodal_long", "axk2_hub",
-    "jetmoe_untied",
+    "jetmoe_untied", "zamba_types", "qwen3_omni_thinker", "zaya_sliding",
 )  # fmt: skip
 PROMPT = range(5, 60)
 

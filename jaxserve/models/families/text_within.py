@@ -92,7 +92,14 @@ def _text(name: str, architecture: str | tuple[str, ...], *given: Any, **choices
     return replace(family, read_config=read, unread=(*family.unread, *(f"model.{part}" for part in MORE), *MORE))
 
 
-MORE = ("visual_embeddings_table.", "visual_indicator_table.", "layerwise_projectors.", "spatial_projectors.", "merger.", "mlp_AR.")
+MORE = (
+    "visual_embeddings_table.",
+    "visual_indicator_table.",
+    "layerwise_projectors.",
+    "spatial_projectors.",
+    "merger.",
+    "mlp_AR.",
+)
 
 
 def _speaking(family: Family) -> Family:
@@ -104,8 +111,9 @@ def _speaking(family: Family) -> Family:
         if not isinstance(thinker, dict):
             raise ConfigError(f"{hf.source}: thinker_config must be a JSON object, got {thinker!r:.80}")
         hf.ignore(*OF_SPEECH)
-        of_whole = {key: hf.take(key) for key in ("dtype", "torch_dtype", "eos_token_id") if key in hf.values}
-        inner = HFConfig({**thinker, **of_whole}, f"{hf.source}: thinker_config")
+        of_whole = {key: hf.take(key, None) for key in ("dtype", "torch_dtype", "eos_token_id")}
+        given = {key: value for key, value in of_whole.items() if value is not None}
+        inner = HFConfig({**thinker, **given}, f"{hf.source}: thinker_config")
         config = family.read_config(inner)
         inner.finish()
         return config
