@@ -103,6 +103,7 @@ EFFECTIVE = {
     "Qwen3MoeForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
     "Qwen3NextForCausalLM": {"mlp_only_layers": [1]},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
+    "ZayaForCausalLM": {"sliding_window": 8, "layer_types": ["hybrid", "hybrid_sliding"] * 3},
 }  # fmt: skip
 _OF_MAMBA = (  # of random weights, or a matter of rounding
     "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min",
@@ -110,7 +111,7 @@ _OF_MAMBA = (  # of random weights, or a matter of rounding
 _OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy")
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
-    "JetMoeForCausalLM": {"num_attention_heads"},  # follows from others
+    "JetMoeForCausalLM": {"aux_loss_coef"},  # for training
     "ZambaForCausalLM": {  # of random weights, or have no effect in transformers
         "num_logits_to_keep",
         "time_step_floor",
@@ -383,7 +384,7 @@ def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
         others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
-        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4", "CohereCompass", "Phi4Multimodal")
+        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4", "CohereCompass", "Phi4Multimodal", "Zaya")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
             # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
             # ones are as young as transformers 5.

@@ -76,7 +76,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     hf.ignore("use_mamba_kernels", "use_associative_scan", "num_logits_to_keep", "time_step_min", "time_step_max",
               "time_step_floor")  # fmt: skip
     hidden, heads = hf.take("hidden_size"), hf.take("num_attention_heads", 16)
-    hf.expect("attention_hidden_size", 2 * hidden)
+    if (width := hf.take("attention_hidden_size", 2 * hidden)) != 2 * hidden:
+        raise ConfigError(f"{hf.source}: attention_hidden_size={width} must be twice hidden_size={hidden}")
     hf.rename(head_dim="attention_head_dim")
     if hf.take("num_key_value_heads", heads) != heads:
         raise ConfigError(f"{hf.source}: num_key_value_heads must be num_attention_heads={heads}")
