@@ -347,7 +347,7 @@ RECURRENT_CASES: dict[str, DenseCase] = {
     "zamba_hub": dense(
         "ZambaForCausalLM", "zamba", modern=False, hidden=72, heads=6, layers=5, num_key_value_heads=6,
         attention_hidden_size=144, attention_head_dim=24, intermediate_size=104, hidden_act="gelu",
-        hidden_mamba_act="silu", rms_norm_eps=1e-3, n_mamba_heads=3, mamba_d_state=12, mamba_d_conv=4, mamba_expand=2,
+        hidden_mamba_act="silu", rms_norm_eps=1e-3, n_mamba_heads=4, mamba_d_state=12, mamba_d_conv=4, mamba_expand=2,
         mamba_dt_rank="auto", mamba_conv_bias=True, mamba_proj_bias=False, attn_layer_period=6, attn_layer_offset=1,
         use_mamba_kernels=True, num_logits_to_keep=1, time_step_floor=1e-4, time_step_max=0.1, time_step_min=0.001,
         tie_word_embeddings=True,

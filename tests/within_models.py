@@ -103,6 +103,7 @@ WITHIN_CASES: dict[str, DenseCase] = {
         "GlmOcrForConditionalGeneration", "glm_ocr",
         dense(
             "", "glm_ocr_text", **_SHARED, hidden=72, heads=6, layers=3, head_dim=16, tie_word_embeddings=False,
+            num_nextn_predict_layers=1,
             rope_parameters=_MROPE | {"partial_rotary_factor": 1.0},
         ),
         _QWEN | {"out_hidden_size": 72, "image_size": 8}, image_token_id=505, video_token_id=506,
@@ -168,7 +169,8 @@ WITHIN_CASES: dict[str, DenseCase] = {
         dense(
             "", "qwen3_omni_moe_text", **_SHARED, hidden=72, heads=6, layers=3, head_dim=16,
             num_experts=7, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True,
-            decoder_sparse_step=1, mlp_only_layers=[1], rope_parameters=_MROPE | {"mrope_interleaved": True},
+            decoder_sparse_step=1, mlp_only_layers=[1], use_qk_norm=True, shared_expert_intermediate_size=0,
+            rope_parameters=_MROPE | {"mrope_interleaved": True, "interleaved": True},
         ),
         _QWEN | {"out_hidden_size": 72, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         audio_config=_OMNI_AUDIO | {"output_dim": 72, "n_window_infer": 8, "conv_chunksize": 4}, audio_token_id=505,

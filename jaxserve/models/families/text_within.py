@@ -22,6 +22,7 @@ from jaxserve.models.families.within import (
     LLAMA1,
     MISTRAL,
     QWEN2,
+    Reader,
     Text,
     by_either,
     by_whole,
@@ -36,7 +37,7 @@ OF_OTHERS = (
     "spatial_target_layers", "qformer_config", "projector_dropout", "insert_layer_id", "drop_vision_last_layer",
     "downsample_mode", "merge_kernel_size", "merger_times", "position_id_per_seconds", "seconds_per_chunk",
     "audio_start_token_id", "audio_end_token_id", "user_token_id", "audio_token_index", "hidden_size", "vocab_size",
-    "image_size", "patch_size", "image_split", "perceiver_config", "spatial_conv_size",
+    "image_size", "patch_size", "vision_token_id",
 )  # fmt: skip
 # Of models that also speak.
 OF_SPEECH = (
@@ -128,7 +129,25 @@ def _speaking(family: Family) -> Family:
 def _read_glm_ocr(hf: HFConfig) -> ModelConfig:
     hf.values["attention_bias"] = False  # whatever the file says, as in transformers
     hf.values.setdefault("head_dim", hf.take("hidden_size") // hf.take("num_attention_heads"))
-    return GLM[1].read_config(hf)
+    return _without_next(GLM[1].read_config)(hf)
+
+
+def _without_next(read: Reader) -> Reader:
+    """Reads a model whose layers that predict further tokens are not read."""
+
+    def without(hf: HFConfig) -> ModelConfig:
+        hf.ignore("num_nextn_predict_layers")
+        return read(hf)
+
+    return without
+
+
+def _read_omni_3(hf: HFConfig) -> ModelConfig:
+    hf.expect("use_qk_norm", True)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(given := hf.values.get(key), dict):  # as mrope_interleaved, which newer files have
+            hf.values[key] = {name: value for name, value in given.items() if name != "interleaved"}
+    return QWEN3_MOE.read_config(hf)
 
 
 def _read_paddle(hf: HFConfig) -> ModelConfig:
@@ -155,7 +174,7 @@ FAMILIES = (
     _text(
         "exaone4.5",
         "Exaone4_5_ForConditionalGeneration",
-        dict.fromkeys(("exaone4", "exaone4_5_text"), Text(EXAONE4[0].read_config, EXAONE)),
+        dict.fromkeys(("exaone4", "exaone4_5_text"), Text(_without_next(EXAONE4[0].read_config), EXAONE)),
         EXAONE4[0].names,
         by_whole,
     ),
@@ -187,7 +206,7 @@ FAMILIES = (
         _text(
             "qwen3 omni",
             ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
-            {"qwen3_omni_moe_text": Text(QWEN3_MOE.read_config, OMNI_3)},
+            {"qwen3_omni_moe_text": Text(_read_omni_3, OMNI_3)},
             {**QWEN3_MOE.names, **STACKED},
             by_whole,
         )
