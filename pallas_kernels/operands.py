@@ -202,7 +202,7 @@ class ScanInputs(NamedTuple):
 
     x: [tokens, channels], behind the convolution.
     step: [tokens, channels], at least 0.
-    b, c: [tokens, state_dim].
+    b, c: [tokens, state_dim]; or [tokens, heads, state_dim] of equal groups of neighbouring channels.
     a: [channels, state_dim], below 0. The decays of a channel's vector are exp(step * a).
     d: [channels], the share of x that is added to the result.
     """

@@ -1,7 +1,7 @@
 """The selective scan of Mamba (Gu & Dao 2023, arXiv:2312.00752) in plain XLA, on every device.
 
-A channel keeps a vector h [state_dim]. A token with input x, step d, and the vectors B and C that all channels share
-first changes h and then reads it; a < 0 is a learned vector and D a learned number of the channel:
+A channel keeps a vector h [state_dim]. A token with input x, step d, and the vectors B and C that all channels share,
+or those of a head, first changes h and then reads it; a < 0 is a learned vector and D a learned number of the channel:
 
   h <- exp(d a) h + d x B        its result is h'C + D x
 
@@ -31,7 +31,7 @@ CHUNK = 32
 
 
 class Tokens(NamedTuple):
-    """Tokens in float32: step, and scaled, d x, [tokens, channels]; b and c [tokens, state_dim]."""
+    """Tokens in float32: step, and scaled, d x, [tokens, channels]; b and c as in `ScanInputs`."""
 
     step: jax.Array
     scaled: jax.Array
@@ -75,13 +75,18 @@ def selective_scan(
 
 def update(tokens: Tokens, state: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One token of each row: results [rows, channels] and new states [rows, channels, state_dim]."""
-    after = state * jnp.exp(tokens.step[..., None] * a) + tokens.scaled[..., None] * tokens.b[:, None]
-    return jnp.sum(after * tokens.c[:, None], axis=-1), after
+    after = state * jnp.exp(tokens.step[..., None] * a) + tokens.scaled[..., None] * _each(tokens.b, a)
+    return jnp.sum(after * _each(tokens.c, a), axis=-1), after
 
 
 def _own(chunk: Tokens, valid: jax.Array) -> Tokens:
     """A chunk's tokens, of which `valid`, bool [CHUNK], count. The others change nothing."""
-    return Tokens(*(jnp.where(valid[:, None], x, 0.0) for x in chunk))
+    return Tokens(*(jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0) for x in chunk))
+
+
+def _each(vectors: jax.Array, a: jax.Array) -> jax.Array:
+    """B or C as it multiplies all channels' vectors [tokens, channels, state_dim]."""
+    return vectors[:, None] if vectors.ndim == 2 else jnp.repeat(vectors, len(a) // vectors.shape[1], axis=1)
 
 
 def _advance(chunk: Tokens, state: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +95,7 @@ def _advance(chunk: Tokens, state: jax.Array, a: jax.Array) -> tuple[jax.Array, 
     def joined(earlier: Any, later: Any) -> Any:
         return earlier[0] * later[0], later[0] * earlier[1] + later[1]
 
-    each = jnp.exp(chunk.step[..., None] * a), chunk.scaled[..., None] * chunk.b[:, None]
+    each = jnp.exp(chunk.step[..., None] * a), chunk.scaled[..., None] * _each(chunk.b, a)
     decay, added = lax.associative_scan(joined, each)
     states = decay * state + added
-    return jnp.sum(states * chunk.c[:, None], axis=-1), states[-1]
+    return jnp.sum(states * _each(chunk.c, a), axis=-1), states[-1]

@@ -789,7 +789,7 @@ def lightning_buffer(config: dict[str, Any], name: str) -> np.ndarray:
     }[name.rpartition(".")[2]]
 
 
-def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], transposed: bool) -> tuple[Any, float]:
+def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], transposed: bool) -> tuple[Any, Any]:
     """As `tiny_models._mean_and_std`; norms are the only weights of one axis. Tied embeddings are small, so that not
     every token predicts itself, and the norm before them is large."""
     tied = case.config.get("tie_word_embeddings", case.config["model_type"] not in UNTIED)
@@ -798,6 +798,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
         return lightning_buffer(case.config, name), 0.0
     if name.endswith("bias"):
         return 0.0, 0.1
+    if name.endswith("balancing_biases"):  # transformers makes the last one -1 when it loads a model
+        return -1.0, 0.1 * (np.arange(*shape) < shape[0] - 1)
     if name.endswith(("put_min", "put_max")):  # bounds that some numbers exceed
         return (-1.5 if name.endswith("min") else 1.5), 0.2
     if "act_fn" in name:  # learned numbers of an activation, of which one is negative

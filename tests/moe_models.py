@@ -468,4 +468,14 @@ MOE_CASES: dict[str, DenseCase] = {
         moe_num_shared_experts=1, attention_bias=True, head_dim=24,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
+    "jetmoe_hub": dense(
+        "JetMoeForCausalLM", "jetmoe", modern=False, hidden=72, layers=3, num_attention_heads=9, num_key_value_heads=3,
+        kv_channels=20, intermediate_size=40, num_local_experts=7, num_experts_per_tok=3, activation_function="silu",
+        aux_loss_coef=0.01, rms_norm_eps=1e-3, rope_theta=7000.0, tie_word_embeddings=True, output_router_logits=False,
+    ),
+    "jetmoe_untied": dense(
+        "JetMoeForCausalLM", "jetmoe", heads=8, num_key_value_heads=4, kv_channels=16, intermediate_size=48,
+        num_local_experts=4, num_experts_per_tok=2, activation_function="gelu", tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 9000.0, "rope_type": "linear", "factor": 2.0},
+    ),
 }  # fmt: skip

@@ -344,4 +344,37 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         layer_types=["full_attention"] + ["linear_attention", "sliding_attention"] * 2,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     ),
+    "zamba_hub": dense(
+        "ZambaForCausalLM", "zamba", modern=False, hidden=72, heads=6, layers=5, num_key_value_heads=6,
+        attention_hidden_size=144, attention_head_dim=24, intermediate_size=104, hidden_act="gelu",
+        hidden_mamba_act="silu", rms_norm_eps=1e-3, n_mamba_heads=4, mamba_d_state=12, mamba_d_conv=4, mamba_expand=2,
+        mamba_dt_rank="auto", mamba_conv_bias=True, mamba_proj_bias=False, attn_layer_period=6, attn_layer_offset=1,
+        use_mamba_kernels=True, num_logits_to_keep=1, time_step_floor=1e-4, time_step_max=0.1, time_step_min=0.001,
+        tie_word_embeddings=True,
+    ),
+    "zamba_types": dense(
+        "ZambaForCausalLM", "zamba", layers=4, num_key_value_heads=4, hidden_act="silu", hidden_mamba_act="gelu",
+        rms_norm_eps=1e-5, n_mamba_heads=2, mamba_d_state=16, mamba_d_conv=3, mamba_expand=3, mamba_dt_rank=7,
+        mamba_conv_bias=False, mamba_proj_bias=True, attention_head_dim=20,
+        layer_types=["hybrid", "linear_attention", "hybrid", "hybrid"], tie_word_embeddings=False,
+    ),
+    "zaya_hub": dense(
+        "ZayaForCausalLM", "zaya", hidden=72, heads=6, layers=4, num_key_value_heads=2, head_dim=12,
+        intermediate_size=ABSENT, moe_intermediate_size=40, num_experts=5, num_experts_per_tok=1, hidden_act="silu",
+        rms_norm_eps=1e-3, router_hidden_size=28, cca_time0=2, cca_time1=2, attention_bias=False, lm_head_bias=False,
+        tie_word_embeddings=False, rope_parameters={
+            "hybrid": {"rope_theta": 7000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+            "hybrid_sliding": {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+            "rope_type": "default",
+        },
+    ),
+    "zaya_sliding": dense(
+        "ZayaForCausalLM", "zaya", heads=8, layers=4, num_key_value_heads=2, head_dim=16, intermediate_size=ABSENT,
+        moe_intermediate_size=48, num_experts=4, hidden_act="gelu", rms_norm_eps=1e-5, router_hidden_size=32,
+        cca_time0=3, cca_time1=4, sliding_window=20, lm_head_bias=True, tie_word_embeddings=False,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"], rope_parameters={
+            "hybrid": {"rope_theta": 9000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+            "hybrid_sliding": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
 }  # fmt: skip

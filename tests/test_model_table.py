@@ -8,7 +8,7 @@ from jaxserve.pallas_kernels import cpu, cpu_build
 
 # Families without small models of their own: their language models are those of other families, and MiniCPM's is
 # Llama's with scales.
-UNTESTED = ["minicpm", "gemma3n with images", "aria with images"]
+UNTESTED = ["minicpm", "granite4 vision with images", "gemma3n with images", "aria with images"]
 
 
 @pytest.mark.skipif(not cpu.available(cpu_build.ATTENTION), reason="without the C++ kernels nothing is deterministic")

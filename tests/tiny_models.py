@@ -21,6 +21,7 @@ from image_models import IMAGE_CASES
 from moe_models import MOE_CASES
 from recurrent_models import RECURRENT_CASES
 from safetensors.numpy import save_file
+from within_models import WITHIN_CASES
 
 UNK, BOS, EOS, IM_START, IM_END = range(5)
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -312,7 +313,7 @@ CASES: dict[str, Case] = {
     "tp_mha": _case("qwen2", hidden=128, heads=8, kv_heads=8, intermediate=256, theta=1000000.0),
 }
 
-OTHER_CASES = DENSE_CASES | MOE_CASES | RECURRENT_CASES | IMAGE_CASES
+OTHER_CASES = DENSE_CASES | MOE_CASES | RECURRENT_CASES | IMAGE_CASES | WITHIN_CASES
 for _name, _dense in OTHER_CASES.items():
     _generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     CASES[_name] = Case(_dense.config, _generation, "float32", _dense.prompt_lengths, _dense.options)

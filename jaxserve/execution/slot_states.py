@@ -125,7 +125,10 @@ def advance(
         return operation(inputs, state, rows, first)
     everywhere = PartitionSpec()
     kind: Any = type(inputs)
-    shared = kind(*(None if x is None else _split(axis) for x, axis in zip(inputs, SPLIT[kind], strict=True)))
+    axes = SPLIT[kind]
+    if isinstance(inputs, ScanInputs) and inputs.b.ndim == 3:  # devices share the heads
+        axes = (1, 1, 1, 1, 0, 0)
+    shared = kind(*(None if x is None else _split(axis) for x, axis in zip(inputs, axes, strict=True)))
     states = _splits(net)
     return jax.shard_map(
         operation,

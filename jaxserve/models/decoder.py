@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.affine import AffineLayer
 from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.hyper import HyperLayer
@@ -117,7 +118,7 @@ class DecoderLayer(nn.Module):
         match self.spec:
             case LayerSpec(attention=LatentAttentionSpec(chooses=False, head_gate=False)):
                 return "down"
-            case LayerSpec(attention=AttentionSpec(out_gate=None, blocks=None), beside=None):
+            case LayerSpec(attention=AttentionSpec(out_gate=None, blocks=None, experts=0), beside=None):
                 return "qkv"
         return ""
 
@@ -184,7 +185,7 @@ class Decoder(nn.Module):
         common = spec, self.config.hidden_size, kv_heads, self.dtype
         others: dict[str, Any] = {
             "scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer, "shortcut": ShortcutLayer,
-            "memory": MemoryLayer,
+            "memory": MemoryLayer, "affine": AffineLayer,
         }  # fmt: skip
         if spec.residual in others:
             return others[spec.residual](*common, self.config.per_layer)

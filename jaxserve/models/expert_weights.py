@@ -25,7 +25,8 @@ def expert_pieces(
     """Path within the layer -> the tensors that make it up. `has` tells whether the checkpoint has a named weight."""
     experts = mlp.experts
     assert experts is not None
-    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, (experts.routed, hidden))]}
+    of_router = experts.routed, experts.router_size or hidden
+    made: dict[str, Pieces] = {"mlp/router/kernel": [_piece(names, "router.weight", layer, of_router)]}
     if experts.router_bias:
         made["mlp/router/bias"] = [_piece(names, "router.bias", layer, (experts.routed,))]
     if experts.router.corrected:
@@ -43,6 +44,8 @@ def expert_pieces(
     if experts.hashed:
         table = _piece(names, "expert_table", layer, (experts.hashed, experts.router.top_k))
         made["mlp/of_token"] = [replace(table, integers=True)]
+    if experts.out_bias:
+        made["mlp/out_bias"] = [_piece(names, "expert_out_bias", layer, (hidden,))]
     fused = "expert_gate_up.weight" in names
     if fused and "expert_gate.weight" in names:
         fused = not has(name_of(names, "expert_gate.weight", layer).format(i=layer, e=0))

@@ -12,6 +12,7 @@ from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import MLP, Experts, NormGate
 from jaxserve.models.norms import Norm
 from jaxserve.models.recurrent import recurrent_layer, with_beside
+from jaxserve.models.routed_attention import RoutedAttention
 from jaxserve.models.spec import CompressedAttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
@@ -29,7 +30,8 @@ def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -
         return LatentAttention(attention, hidden_size, dtype, name="attention")
     if isinstance(attention, CompressedAttentionSpec):
         return CompressedAttention(attention, hidden_size, dtype, name="attention")
-    made = Attention(attention, hidden_size, kv_heads, dtype, name="attention")
+    kind = RoutedAttention if attention.experts else Attention
+    made = kind(attention, hidden_size, kv_heads, dtype, name="attention")
     return made if spec.beside is None else with_beside(spec.beside, made, hidden_size, dtype)
 
 

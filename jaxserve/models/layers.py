@@ -177,7 +177,8 @@ class Experts(nn.Module):
         inner = experts.latent_size or hidden
         axes = (None, "embed")
         bias = experts.router_bias
-        router = Linear((hidden,), (experts.routed,), axes, bias, self.dtype, jnp.float32, name="router")
+        reads = (experts.router_size or hidden,)
+        router = Linear(reads, (experts.routed,), axes, bias, self.dtype, jnp.float32, name="router")
 
         def of_experts(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], given: bool = True) -> Any:
             init = EXPERTS_FAN_IN if len(shape) == 3 else nn.initializers.zeros
@@ -215,6 +216,8 @@ class Experts(nn.Module):
             stacks=None if of_gate_up is None else ExpertStacks(of_gate_up, of_down),
         ).astype(x.dtype)
         y = self._projected("latent_out", inner, hidden, y, ops)
+        if experts.out_bias:
+            y = y + value_of(of_experts("out_bias", ("embed",), (hidden,)))
         if experts.shared_size:
             y = y + self._shared(x, ops)
         return Partials(y[None])

@@ -1,8 +1,8 @@
-"""Layers of Zamba 2: Mamba-2, and blocks of attention and MLP that several places of the model share. A block reads the
-stream and the embedding of the token, side by side, and what it finds is added to the input of the next Mamba-2 only.
-So there are three streams: the usual one, the embedding, and what the last block has found.
+"""Layers of Zamba and Zamba 2: Mamba or Mamba-2, and blocks of attention and MLP that several places of the model
+share. A block reads the stream and the embedding of the token, side by side, and what it finds is added to the input of
+the next Mamba only. So there are three streams: the usual one, the embedding, and what the last block has found.
 
-At each place a block has low-rank matrices of its own beside its shared ones.
+At each place a block of Zamba 2 has low-rank matrices of its own beside its shared ones.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class MemoryMLP(nn.Module):
         hidden = (self.hidden_size,)
         shape = (mlp.size, 2)
         both = Linear(hidden, shape, ("mlp", None, "embed"), False, self.dtype, name="gate_up")(x, ops)
-        rank = memory.mlp_rank
-        low = Linear(hidden, (rank,), (None, "embed"), False, self.dtype, name="gate_up_low")(x, ops)
-        up = weight(self, "gate_up_up", EXPERTS_FAN_IN, ("mlp", None, None), (*shape, rank), self.dtype)
-        both = both + jnp.einsum("tr,mkr->tmk", low, value_of(up))
+        if rank := memory.mlp_rank:
+            low = Linear(hidden, (rank,), (None, "embed"), False, self.dtype, name="gate_up_low")(x, ops)
+            up = weight(self, "gate_up_up", EXPERTS_FAN_IN, ("mlp", None, None), (*shape, rank), self.dtype)
+            both = both + jnp.einsum("tr,mkr->tmk", low, value_of(up))
         inner = ACTIVATIONS[mlp.activation](both[..., 0]) * both[..., 1]
         return Linear((mlp.size,), hidden, ("embed", "mlp"), False, self.dtype, name="down")(inner, ops)
 
 
 class MemoryLayer(nn.Module):
-    """A `decoder.DecoderLayer` whose `residual` is memory: a block, or Mamba-2. Its stream x is [tokens, 3, hidden]."""
+    """A `decoder.DecoderLayer` whose `residual` is memory: a block, or Mamba. Its stream x is [tokens, 3, hidden]."""
 
     spec: LayerSpec
     hidden_size: int
@@ -126,14 +126,13 @@ def memory_sources(spec: LayerSpec, hidden: int) -> dict[str, list[Source]]:
     def kind(which: int) -> Any:
         return lambda t: t[:, which]
 
-    found = {
-        "linear/kernel": [Source("linear.weight", (hidden, hidden), whole)],
-        "mlp/gate_up_low/kernel": [Source("adapter_in.weight", (memory.mlp_rank, hidden), whole)],
-        "mlp/gate_up_up": [
-            Source("adapter_out.weight", (2 * size, memory.mlp_rank), kind(which), take=rows(which * size, size))
+    found = {"linear/kernel": [Source("linear.weight", (hidden, hidden), whole)]}
+    if rank := memory.mlp_rank:
+        found["mlp/gate_up_low/kernel"] = [Source("adapter_in.weight", (rank, hidden), whole)]
+        found["mlp/gate_up_up"] = [
+            Source("adapter_out.weight", (2 * size, rank), kind(which), take=rows(which * size, size))
             for which in (0, 1)
-        ],
-    }
+        ]
     if rank := memory.attention_rank:
         found["attention/qkv_low/kernel"] = [
             Source(f"adapter_{role}_in.weight", (rank, 2 * hidden), rows(which * rank, rank))

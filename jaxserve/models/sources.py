@@ -51,7 +51,7 @@ class Source:
     def piece(self, names: Names, layer: int | None) -> Piece:
         transposed = self.role not in names and f"{self.role}.T" in names
         role = f"{self.role}.T" if transposed else self.role
-        name = name_of(names, role, layer).format(i=layer, h=self.head)
+        name = name_of(names, role, layer).format(i=layer, h=self.head, e=self.head)
         if not transposed:
             return Piece(name, self.shape, self.view, self.split, self.take)
         take = self.take or whole

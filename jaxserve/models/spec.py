@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState,
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal[
     "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
-    "normed", "normed_mlp", "shortcut", "memory", "layer_scale",
+    "normed", "normed_mlp", "shortcut", "memory", "layer_scale", "affine",
 ]  # fmt: skip
 
 
@@ -124,6 +124,8 @@ class AttentionSpec:
       shares_kv: the layer has no keys and values of its own. It reads those of an earlier layer, see
         `ModelConfig.kv_sources`.
       blocks: how blocks of tokens are chosen; None: the layer sees all of them.
+      experts: pairs of projections of queries and of results, of which a router chooses as many for each token as a
+        head of keys and values has queries (`routed_attention`, JetMoE); 0: there is one such pair for all tokens.
     """
 
     num_heads: int
@@ -150,6 +152,7 @@ class AttentionSpec:
     v_is_k: bool = False
     shares_kv: bool = False
     blocks: BlockChoiceSpec | None = None
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -652,6 +655,8 @@ class MambaSpec(RecurrentSpec):
         results have.
       activation: applied to the results of the convolution.
       norm: of the latent, of B, and of C; None: they are not normed.
+      heads: equal groups of neighbouring channels, of which each has projections of steps, B and C of its own (Zamba);
+        None: these are of all channels together.
     """
 
     channels: int
@@ -662,10 +667,13 @@ class MambaSpec(RecurrentSpec):
     bias: bool = False
     activation: Activation = "silu"
     norm: NormSpec | None = None
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.conv_width < 2:
             raise ConfigError(f"the convolution of Mamba must see at least 2 tokens, got {self.conv_width}")
+        if self.channels % (self.heads or 1):
+            raise ConfigError(f"{self.channels} channels of Mamba cannot form {self.heads} equal heads (n_mamba_heads)")
 
     @property
     def state(self) -> ScanState:
@@ -678,7 +686,9 @@ class MambaSpec(RecurrentSpec):
         return (self.channels,)
 
     def cannot_share(self, devices: int) -> str | None:
-        return f"{self.channels} channels of Mamba" if self.channels % devices else None
+        if self.channels % devices:
+            return f"{self.channels} channels of Mamba"
+        return f"{self.heads} heads of Mamba" if self.heads is not None and self.heads % devices else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -754,6 +764,9 @@ class ExpertsSpec:
       zero: further experts, behind the others, which return their input (LongCat-Flash).
       hashed: rows of a table that tells the experts of each token of the vocabulary. Scores are then their weights
         only, and choose none. 0: there is no table.
+      out_bias: a learned vector is added to the sum of the experts' results.
+      skips: further experts, behind the others, that give nothing (ZAYA).
+      router_size: numbers that the router reads, which the layer makes of a token; None: it reads the token.
     """
 
     count: int
@@ -768,6 +781,9 @@ class ExpertsSpec:
     scaled: bool = False
     zero: int = 0
     hashed: int = 0
+    out_bias: bool = False
+    skips: int = 0
+    router_size: int | None = None
 
     def __post_init__(self) -> None:
         if problem := self.router.problem(self.routed):
@@ -776,7 +792,7 @@ class ExpertsSpec:
     @property
     def routed(self) -> int:
         """Experts that the router chooses from."""
-        return self.count + self.zero
+        return self.count + self.zero + self.skips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -859,12 +875,35 @@ class MemorySpec:
     Attributes:
       blocks: how many there are.
       attention_rank, mlp_rank: of the matrices that a place has of its own, beside those of queries, keys and values,
-        and beside that of gates and ups; 0: there are none beside the former.
+        and beside that of gates and ups; 0: there are none.
     """
 
     blocks: int
     attention_rank: int
     mlp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AffineSpec:
+    """Attention whose queries and keys pass convolutions, and a router that reads those of the layers before it
+    (`affine`, ZAYA).
+
+    Attributes:
+      widths: tokens that the two convolutions see, a token itself included: first of each channel, then of each head.
+      carried: whether what the router of the layer before has read is added to what this one reads.
+    """
+
+    widths: tuple[int, int]
+    carried: bool
+
+    def __post_init__(self) -> None:
+        if min(self.widths) < 1 or sum(self.widths) < 3:
+            raise ConfigError(f"cca_time0 and cca_time1 must be positive and not both 1, got {self.widths}")
+
+    @property
+    def width(self) -> int:
+        """Tokens that both convolutions together see."""
+        return sum(self.widths) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -883,7 +922,8 @@ class LayerSpec:
         2021, arXiv:2103.17239). scaled_sandwich: sandwich, then what
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
-        `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba 2).
+        `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba). affine: as
+        `affine.AffineLayer` says (ZAYA).
       gated_norms: of the norms before attention and MLP, those whose results are multiplied by sigmoid gates, which are
         projected from these results through a latent of `gate_rank` numbers (A.X K2).
       residual_scale: multiplies what attention and MLP add to x.
@@ -892,6 +932,7 @@ class LayerSpec:
       shortcut: the layer's part of a block, if `residual` is shortcut. The result of its MLP is held, or added; at the
         block's end what was held is added, too.
       memory: the model's shared blocks, if `residual` is memory.
+      affine: the layer's convolutions and router, if `residual` is affine. The states of convolutions are `beside`.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | CompressedAttentionSpec | RecurrentSpec | None
@@ -907,6 +948,7 @@ class LayerSpec:
     hyper: HyperSpec | None = None
     shortcut: Literal["begins", "between", "ends"] | None = None
     memory: MemorySpec | None = None
+    affine: AffineSpec | None = None
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -1152,10 +1194,10 @@ class ModelConfig:
         return self.shares_kv or self.enters
 
     @property
-    def streams(self) -> AltUpSpec | HyperSpec | MemorySpec | str | None:
+    def streams(self) -> AltUpSpec | HyperSpec | MemorySpec | AffineSpec | str | None:
         """The residual streams; text: two, as `LayerSpec.shortcut` says; None: there is one."""
         first = self.layers[0]
-        return first.altup or first.hyper or first.memory or first.shortcut
+        return first.altup or first.hyper or first.memory or first.affine or first.shortcut
 
     @property
     def enters(self) -> bool:

@@ -56,8 +56,9 @@ def sharded_kv_heads(
 def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> Iterator[str]:
     """What `size` devices cannot share evenly, or `everyone`, in `experts` sets with different experts."""
     net = config.recurrent
-    for heads, kv_heads in sorted({(attention.num_heads, attention.num_kv_heads) for attention in config.attentions}):
-        if size <= kv_heads:
+    shapes = {(spec.num_heads, spec.num_kv_heads, getattr(spec, "experts", 0)) for spec in config.attentions}
+    for heads, kv_heads, routed in sorted(shapes):
+        if size <= kv_heads or routed:  # the queries of a key-value head that a router chooses stay together
             if kv_heads % size:
                 yield f"{kv_heads} key-value heads"
         elif size % kv_heads or heads % size:

@@ -8,9 +8,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.affine import AffineStreams
 from jaxserve.models.altup import Streams
 from jaxserve.models.hyper import HyperStreams
-from jaxserve.models.spec import AltUpSpec, HyperSpec, MemorySpec, ModelConfig
+from jaxserve.models.spec import AffineSpec, AltUpSpec, HyperSpec, MemorySpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
 
 
@@ -42,4 +43,6 @@ def streams_of(config: ModelConfig, dtype: Any) -> Any:
             return HyperStreams(spec, config.hidden_size, config.layers[0].norm, config.num_layers)
         case MemorySpec():
             return PlainStreams(config.num_layers, (True, True, False))
+        case AffineSpec():
+            return AffineStreams(config.num_layers, config.hidden_size, dtype)
     return PlainStreams(config.num_layers, (True, False))

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoints.load import Pieces
 from jaxserve.devices.mesh import sharding
+from jaxserve.models.affine import affine_sources, begin_sources
 from jaxserve.models.altup import altup_sources, stream_sources
 from jaxserve.models.compressed import compressed_sources
 from jaxserve.models.decoder import Decoder
@@ -31,6 +32,7 @@ from jaxserve.models.per_layer import gate_sources, vector_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
+from jaxserve.models.routed_attention import routed_sources
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
@@ -171,7 +173,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
     if (learned := config.learned_positions) is not None and learned.rows:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
-    add(vector_sources(config) | stream_sources(config) | head_sources(config))
+    add(vector_sources(config) | stream_sources(config) | head_sources(config) | begin_sources(config))
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
         if layer.mlp is not None and layer.mlp.experts:
@@ -189,6 +191,7 @@ _NORMS = {
     "hyper": ("attention_norm", "mlp_norm"),
     "shortcut": ("attention_norm", "mlp_norm"),
     "memory": ("attention_norm", "mlp_norm"),
+    "affine": ("attention_norm", "mlp_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -226,8 +229,13 @@ def layer_sources(
             layer |= latent_sources(attention, order, hidden)
         else:
             kv_heads = max(model.kv_heads, attention.num_kv_heads)
-            layer |= _attention(attention, kv_heads, order, names, hidden, inputs or hidden)
-    if spec.beside is not None:
+            if attention.experts:
+                layer |= routed_sources(attention, order, hidden)
+            elif spec.affine is not None:
+                layer |= affine_sources(spec, order, hidden)
+            else:
+                layer |= _attention(attention, kv_heads, order, names, hidden, inputs or hidden)
+    if spec.beside is not None and spec.affine is None:
         layer |= recurrent_sources(spec.beside.recurrent, hidden, names, "beside")
     if spec.residual == "scaled_sandwich":
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}

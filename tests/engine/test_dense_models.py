@@ -178,6 +178,7 @@ def rewritten(source, target, config, rename=lambda name: name, extra=None):
         ("mistral4_groups", "Mistral3ForConditionalGeneration", "model.language_model."),
         ("deepseek_v3_groups", "KimiK25ForConditionalGeneration", "language_model.model."),
         ("aria_text_hub", "AriaForConditionalGeneration", "language_model.model."),
+        ("granite_plain_attention", "Granite4VisionForConditionalGeneration", "model.language_model."),
     ],
 )
 def test_beside_an_encoder_of_images(case, architecture, begin, model_folders, tmp_path):
@@ -200,6 +201,18 @@ def test_beside_an_encoder_of_images(case, architecture, begin, model_folders, t
     folder = rewritten(model_folders(case), tmp_path / "model", config, rename, vision)
     engine = make_engine(folder, tokens=320)
     answers(engine, case)
+
+
+@pytest.mark.slow
+def test_the_text_of_a_model_that_speaks(model_folders, tmp_path):
+    """As published: the whole has other parts beside the one that thinks."""
+    case = "qwen2_5_omni_thinker"
+    thinker = {key: value for key, value in CASES[case].config.items() if key not in ("architectures", "dtype")}
+    whole = {"architectures": ["Qwen2_5OmniModel"], "dtype": "float32", "thinker_config": thinker}
+    whole |= {"talker_config": {"hidden_size": 8}, "token2wav_config": {"a": 1}, "enable_audio_output": True}
+    others = {f"{part}.a.weight": np.ones((8, 3), np.float32) for part in ("talker", "token2wav")}
+    folder = rewritten(model_folders(case), tmp_path / "model", whole, lambda name: f"thinker.{name}", others)
+    answers(make_engine(folder, tokens=320), case)
 
 
 def test_minicpm_is_granite_by_other_names(model_folders, tmp_path):

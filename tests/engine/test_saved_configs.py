@@ -17,7 +17,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from jaxserve.config import ConfigError
@@ -57,6 +57,8 @@ NEEDED = {
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 3]]},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"text_config": {"head_dim": 64}},
+    "Qwen3OmniMoeForConditionalGeneration": {"thinker_config": {"text_config": {"head_dim": 64}}},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
@@ -101,6 +103,7 @@ EFFECTIVE = {
     "Qwen3MoeForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
     "Qwen3NextForCausalLM": {"mlp_only_layers": [1]},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
+    "ZayaForCausalLM": {"sliding_window": 8, "layer_types": ["hybrid", "hybrid_sliding"] * 3},
 }  # fmt: skip
 _OF_MAMBA = (  # of random weights, or a matter of rounding
     "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min",
@@ -108,6 +111,15 @@ _OF_MAMBA = (  # of random weights, or a matter of rounding
 _OF_SCAN = ("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy")
 # Settings that a model's source reads, and that change nothing here.
 WITHOUT_EFFECT = {
+    "JetMoeForCausalLM": {"aux_loss_coef"},  # for training
+    "ZambaForCausalLM": {  # of random weights, or have no effect in transformers
+        "num_logits_to_keep",
+        "time_step_floor",
+        "time_step_max",
+        "time_step_min",
+        "use_associative_scan",
+        "use_mamba_kernels",
+    },
     "BailingHybridForCausalLM": {"num_key_value_heads", "head_dim", "num_nextn_predict_layers"},
     "AXK1ForCausalLM": {"num_key_value_heads", "head_dim"},
     "AXK2ForCausalLM": {"num_key_value_heads", "head_dim"},
@@ -199,7 +211,7 @@ def classes():
     model get the class of their family."""
     named = {}
     unlisted = {"mistral4": "Mistral4ForCausalLM"}
-    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, unlisted
+    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, unlisted
     for kind, names in [pair for table in tables for pair in table.items()]:
         for name in (names,) if isinstance(names, str) else names:
             named.setdefault(name, []).append(kind)
@@ -372,7 +384,7 @@ def test_rotary_settings_of_transformers_4_saved_again():
     for architecture, scaling in itertools.product(OF_TEXT, OLDER_ROPES):
         values = dict(made(architecture)[1])
         others = ("Phi3", "Phimoe", "Mistral4", "GPTNeoX", "Cohere2Moe")
-        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4", "CohereCompass", "Phi4Multimodal")
+        others += ("MiMoV2Flash", "Laguna", "Lfm3", "Mellum", "Gemma4", "CohereCompass", "Phi4Multimodal", "Zaya")
         if values.pop("rope_parameters", None) is None or architecture.startswith(others):
             # Phi-3 knows longrope only, Mistral 4 needs its scale; GPT-NeoX calls the base rotary_emb_base. The last
             # ones are as young as transformers 5.
