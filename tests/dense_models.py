@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.pallas_kernels.ngrams import multipliers, primes
+
 GOLDENS = Path(__file__).parent / "goldens"
 
 
@@ -767,6 +769,20 @@ def expert_table(config: dict[str, Any], words: np.ndarray) -> np.ndarray:
     """The experts of each token, no expert twice, from random words [vocab, experts]."""
     order = np.argsort(words, axis=1, kind="stable")
     return np.ascontiguousarray(order[:, : config["num_experts_per_tok"]]).astype(np.int64)
+
+
+NGRAM_BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+
+
+def ngram_buffer(config: dict[str, Any], name: str) -> np.ndarray:
+    """What transformers computes from a config for hashes of n-grams, and writes to files."""
+    longest, heads = config.get("ngram_size", 3), config.get("heads_per_ngram", 8)
+    index = sorted(config["ple_layer_ids"]).index(int(name.split("layers.")[1].split(".")[0]) + 1)
+    if name.endswith("layer_multipliers"):
+        return np.array(multipliers(config["vocab_size"], longest, index, config.get("seed", 1234)), np.int64)
+    count = (longest - 1) * heads
+    sizes = primes(config["ngram_vocab_size_base"], index * count, count)
+    return np.array(sizes if name.endswith("sizes") else np.cumsum([0, *sizes[:-1]]), np.int64)
 
 
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.gated_streams import GatedStreamsLayer
 from jaxserve.models.hyper import HyperLayer
 from jaxserve.models.layer_parts import attention_of, mlp_of, norm_of
 from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
@@ -184,7 +185,7 @@ class Decoder(nn.Module):
         common = spec, self.config.hidden_size, kv_heads, self.dtype
         others: dict[str, Any] = {
             "scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer, "shortcut": ShortcutLayer,
-            "memory": MemoryLayer,
+            "memory": MemoryLayer, "gated_streams": GatedStreamsLayer,
         }  # fmt: skip
         if spec.residual in others:
             return others[spec.residual](*common, self.config.per_layer)

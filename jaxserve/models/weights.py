@@ -23,22 +23,27 @@ from jaxserve.models.compressed import compressed_sources
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
+from jaxserve.models.gated_streams import gated_sources, last_sources, stream_norm_source
 from jaxserve.models.hyper import head_sources, hyper_sources
 from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.memory import memory_sources
+from jaxserve.models.ngrams import ngram_sources
 from jaxserve.models.normed_experts import normed_sources
 from jaxserve.models.per_layer import gate_sources, vector_sources
+from jaxserve.models.pooled_choice import pooled_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
+    BlockChoiceSpec,
     CompressedAttentionSpec,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
+    PooledChoiceSpec,
     QKNormSpec,
     RecurrentSpec,
 )
@@ -171,7 +176,7 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
     if (learned := config.learned_positions) is not None and learned.rows:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
-    add(vector_sources(config) | stream_sources(config) | head_sources(config))
+    add(vector_sources(config) | stream_sources(config) | head_sources(config) | last_sources(config))
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
         if layer.mlp is not None and layer.mlp.experts:
@@ -189,6 +194,7 @@ _NORMS = {
     "hyper": ("attention_norm", "mlp_norm"),
     "shortcut": ("attention_norm", "mlp_norm"),
     "memory": ("attention_norm", "mlp_norm"),
+    "gated_streams": (),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -239,6 +245,11 @@ def layer_sources(
         layer |= memory_sources(spec, hidden)
     if spec.residual == "hyper":
         layer |= hyper_sources(model.config)
+    if spec.gated is not None:
+        sizes = spec.gated.count, hidden
+        layer |= gated_sources(model.config)
+        if spec.ngrams is not None:
+            layer |= ngram_sources(spec.ngrams, sizes, lambda role: stream_norm_source(role, spec.norm, sizes))
     if spec.experts is not None and spec.experts.own_norms:
         layer |= normed_sources(hidden)
     return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
@@ -262,7 +273,10 @@ def _attention(
         layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
-    if (blocks := attention.blocks) is not None:
+    if isinstance(blocks := attention.blocks, PooledChoiceSpec):
+        found = {path: [source] for path, source in pooled_sources(blocks, hidden).items()}
+        layer |= {f"attention/chooser/{path}": some for path, some in (found | _chooser_norms(blocks)).items()}
+    elif blocks is not None:
         own = attention.num_kv_heads
         repeated = Source(
             "index_q.weight", (own * blocks.dim, hidden), lambda t: t.reshape(own, kv_heads // own, blocks.dim, -1),
@@ -270,15 +284,17 @@ def _attention(
         )  # fmt: skip
         layer["attention/chooser/q/kernel"] = [repeated]
         layer["attention/chooser/k/kernel"] = [Source("index_k.weight", (blocks.dim, hidden), whole)]
-        layer |= {
-            f"attention/chooser/{path}": some
-            for role in "qk"
-            for path, some in norm_sources(f"{role}_norm", blocks.norm, blocks.dim, f"index_{role}_norm").items()
-        }
+        layer |= {f"attention/chooser/{path}": some for path, some in _chooser_norms(blocks).items()}
     if attention.sinks:
         by_group = (kv_heads, attention.num_heads // kv_heads)
         layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, by_group)]
     return layer
+
+
+def _chooser_norms(spec: BlockChoiceSpec | PooledChoiceSpec) -> dict[str, list[Source]]:
+    """The norms of queries and keys of what chooses blocks."""
+    names = {role: norm_sources(f"{role}_norm", spec.norm, spec.dim, f"index_{role}_norm") for role in "qk"}
+    return names["q"] | names["k"]
 
 
 def _out_gate(attention: AttentionSpec, kv_heads: int, names: Names, hidden: int) -> dict[str, list[Source]]:
