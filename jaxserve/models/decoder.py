@@ -28,6 +28,7 @@ from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, 
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
 from jaxserve.models.streams import streams_of
+from jaxserve.models.weighed_skip import WeighedSkipLayer
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -185,7 +186,7 @@ class Decoder(nn.Module):
         common = spec, self.config.hidden_size, kv_heads, self.dtype
         others: dict[str, Any] = {
             "scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer, "shortcut": ShortcutLayer,
-            "memory": MemoryLayer, "gated_streams": GatedStreamsLayer,
+            "memory": MemoryLayer, "gated_streams": GatedStreamsLayer, "weighed_skip": WeighedSkipLayer,
         }  # fmt: skip
         if spec.residual in others:
             return others[spec.residual](*common, self.config.per_layer)

@@ -19,6 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2",
 Residual = Literal[
     "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
     "normed", "normed_mlp", "shortcut", "memory", "layer_scale", "gated_streams",
+    "weighed_skip",
 ]  # fmt: skip
 
 
@@ -129,6 +130,30 @@ class PooledChoiceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LargestChoiceSpec:
+    """Chooses the tokens that a layer's attention sees, for each head of keys and values by itself: those with the
+    largest biases (`AttentionSpec.value_bias`).
+
+    Attributes:
+      dim: the number of heads of keys and values.
+      count: tokens that are chosen. A token sees all tokens as long as there are no more.
+    """
+
+    dim: int
+    count: int
+    size: int = 1
+    local: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a token sees."""
+        return self.count
+
+
+BlocksSpec = BlockChoiceSpec | PooledChoiceSpec | LargestChoiceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of one layer.
 
@@ -158,6 +183,9 @@ class AttentionSpec:
       shares_kv: the layer has no keys and values of its own. It reads those of an earlier layer, see
         `ModelConfig.kv_sources`.
       blocks: how blocks of tokens are chosen; None: the layer sees all of them.
+      value_bias: scores grow by a learned function of the values of the key's token (`value_bias`, Doge).
+      difference: results of pairs of heads are subtracted and normed: the share that is not learned, and the norm's
+        epsilon (`differential`). Half of a head's channels have keys.
     """
 
     num_heads: int
@@ -183,7 +211,9 @@ class AttentionSpec:
     out_norm: NormSpec | None = None
     v_is_k: bool = False
     shares_kv: bool = False
-    blocks: BlockChoiceSpec | PooledChoiceSpec | None = None
+    blocks: BlocksSpec | None = None
+    value_bias: bool = False
+    difference: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -203,7 +233,7 @@ class AttentionSpec:
     @property
     def cached_dim(self) -> int:
         """Numbers of a head's key, and of its value, in the cache."""
-        return self.head_dim + (0 if self.alibi is None else ALIBI_CHANNELS)
+        return self.head_dim + (ALIBI_CHANNELS if self.alibi is not None or self.value_bias else 0)
 
     @property
     def gate_channels(self) -> int:
@@ -995,7 +1025,8 @@ class LayerSpec:
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
         `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba 2). gated_streams: as
-        `gated_streams.GatedStreamsLayer` says (Qwen4-Exp).
+        `gated_streams.GatedStreamsLayer` says (Qwen4-Exp). weighed_skip: s * x + f(N(x)) with a learned number s for
+        each channel (Doge).
       gated_norms: of the norms before attention and MLP, those whose results are multiplied by sigmoid gates, which are
         projected from these results through a latent of `gate_rank` numbers (A.X K2).
       residual_scale: multiplies what attention and MLP add to x.
@@ -1041,7 +1072,7 @@ class LayerSpec:
         return self.attention.indexer if isinstance(self.attention, LatentAttentionSpec) else None
 
     @property
-    def blocks(self) -> BlockChoiceSpec | PooledChoiceSpec | None:
+    def blocks(self) -> BlocksSpec | None:
         """How the blocks are chosen that the layer's attention sees."""
         return self.attention.blocks if isinstance(self.attention, AttentionSpec) else None
 

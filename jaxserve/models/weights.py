@@ -21,6 +21,7 @@ from jaxserve.devices.mesh import sharding
 from jaxserve.models.altup import altup_sources, stream_sources
 from jaxserve.models.compressed import compressed_sources
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.differential import difference_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
 from jaxserve.models.gated_streams import gated_sources, last_sources, stream_norm_source
@@ -47,6 +48,7 @@ from jaxserve.models.spec import (
     QKNormSpec,
     RecurrentSpec,
 )
+from jaxserve.models.value_bias import value_bias_sources
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -195,6 +197,7 @@ _NORMS = {
     "shortcut": ("attention_norm", "mlp_norm"),
     "memory": ("attention_norm", "mlp_norm"),
     "gated_streams": (),
+    "weighed_skip": ("attention_norm", "mlp_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -239,6 +242,8 @@ def layer_sources(
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
     if spec.residual == "layer_scale":
         layer |= {name: [Source(name, (hidden,), whole)] for name in ("attention_scale", "mlp_scale")}
+    if spec.residual == "weighed_skip":
+        layer |= {name: [Source(name, (hidden,), whole)] for name in ("attention_skip", "mlp_skip")}
     if spec.residual == "altup":
         layer |= altup_sources(model.config)
     if block:
@@ -258,6 +263,8 @@ def layer_sources(
 def _attention(
     attention: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, hidden: int, inputs: int
 ) -> dict[str, list[Source]]:
+    if attention.difference is not None:
+        return difference_sources(attention, hidden)
     width = attention.num_heads * attention.value_dim
     layer: dict[str, list[Source]] = {}
     layer["attention/qkv/kernel"] = _qkv(attention, kv_heads, order, names, "weight", (inputs,))
@@ -274,9 +281,9 @@ def _attention(
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
     if isinstance(blocks := attention.blocks, PooledChoiceSpec):
-        found = {path: [source] for path, source in pooled_sources(blocks, hidden).items()}
-        layer |= {f"attention/chooser/{path}": some for path, some in (found | _chooser_norms(blocks)).items()}
-    elif blocks is not None:
+        chooser = {path: [source] for path, source in pooled_sources(blocks, hidden).items()} | _chooser_norms(blocks)
+        layer |= {f"attention/chooser/{path}": some for path, some in chooser.items()}
+    elif isinstance(blocks, BlockChoiceSpec):
         own = attention.num_kv_heads
         repeated = Source(
             "index_q.weight", (own * blocks.dim, hidden), lambda t: t.reshape(own, kv_heads // own, blocks.dim, -1),
@@ -285,6 +292,9 @@ def _attention(
         layer["attention/chooser/q/kernel"] = [repeated]
         layer["attention/chooser/k/kernel"] = [Source("index_k.weight", (blocks.dim, hidden), whole)]
         layer |= {f"attention/chooser/{path}": some for path, some in _chooser_norms(blocks).items()}
+    if attention.value_bias:
+        biases = value_bias_sources(attention.num_kv_heads, attention.head_dim, attention.qkv_bias)
+        layer |= {f"attention/{path}": some for path, some in biases.items()}
     if attention.sinks:
         by_group = (kv_heads, attention.num_heads // kv_heads)
         layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, by_group)]

@@ -43,6 +43,10 @@ _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
 _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 _ROPES = {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}
+_INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 NEEDED = {
     "BailingHybridForCausalLM": {"linear_head_dim": 128},  # without it, its class takes head_dim, which it has changed
     "BambaForCausalLM": {"attn_layer_indices": [2]},
@@ -57,6 +61,8 @@ NEEDED = {
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 3]]},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
+    "Qwen4ExpForCausalLM": _INDEXER,
+    "Qwen4ExpForConditionalGeneration": {"text_config": _INDEXER},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
@@ -100,6 +106,7 @@ EFFECTIVE = {
     "Qwen3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "Qwen3MoeForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
     "Qwen3NextForCausalLM": {"mlp_only_layers": [1]},
+    "Qwen4ExpForCausalLM": {"ple_layer_ids": [1, 3], "eos_token_id": 2},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
 }  # fmt: skip
 _OF_MAMBA = (  # of random weights, or a matter of rounding

@@ -70,7 +70,8 @@ def _read(hf: HFConfig) -> ModelConfig:
     rope: RopeConfig = fields["ropes"]["default"]
     streams = GatedStreamsSpec(count=hf.take("hc_count", 4), rank=hf.take("hc_lowrank", 320))
     ngrams = _read_ngrams(hf)
-    if wrong := [i + 1 for i in ngrams if i >= len(layers) or not isinstance(layers[i].attention, GatedDeltaSpec)]:
+    recurrent = {i for i, layer in enumerate(layers) if isinstance(layer.attention, GatedDeltaSpec)}
+    if wrong := sorted(layer + 1 for layer in ngrams.keys() - recurrent):
         raise ConfigError(f"{hf.source}: ple_layer_ids {wrong} are no layers of linear attention, which they must be")
     kept = next(iter(ngrams.values())).kept(streams.count * hf.take("hidden_size")) if ngrams else None
     hf.expect("output_gate_type", "silu", "sigmoid")
