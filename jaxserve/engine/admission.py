@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.constraints import Constraints
-from jaxserve.limits import BACKGROUND, MAX_STOP_TOKENS
+from jaxserve.limits import MAX_STOP_TOKENS
 from jaxserve.models.spec import ModelConfig
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.image_prompts import ImagePrompt, read_prompt
@@ -53,11 +53,6 @@ class Admission:
         more = sum(len(request.prompt_token_ids) for request in requests)
         if (most := self._config.max_waiting_tokens) is not None and here and here + more > most:
             raise QueueFullError(f"prompts of {here} tokens are waiting already; try again later")
-
-    def priority(self, request: Request) -> int:
-        """The priority that counts. Without priorities only those of batches are behind others."""
-        counts = self._config.scheduling_policy == "priority" or request.priority == BACKGROUND
-        return request.priority if counts else 0
 
     def check(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """Returns the token ids that end these requests' outputs. Raises InvalidRequestError for requests that the

@@ -41,7 +41,6 @@ from jaxserve.engine.in_flight import (
     Deferred,
     InFlightBatch,
     InFlightStep,
-    batches_of,
     complete,
     fill_slots,
     program_of,
@@ -55,8 +54,11 @@ from jaxserve.engine.sizing import compile_all
 from jaxserve.engine.timeline import Timeline
 from jaxserve.execution import memory
 from jaxserve.execution.cost import MeasuredChunk
+from jaxserve.execution.group_batches import split_groups
 from jaxserve.execution.slots import NO_ADAPTER
+from jaxserve.execution.step_buffer import split
 from jaxserve.grammars.grammar import MAX_QUEUED, Compiler
+from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.beam import Beams
 from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.pace import Pace
@@ -206,7 +208,8 @@ class Engine:
         for request in requests:
             room = self.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-            request.priority = self._admission.priority(request)
+            if self.config.scheduling_policy != "priority" and request.priority != BACKGROUND:
+                request.priority = 0
             self._arrivals += 1
             if params.use_beam_search:
                 self.beams.start(request, max_tokens, stop_ids, self._arrivals, adapter)
@@ -265,7 +268,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return self.scheduler.num_waiting + len(self.constraints)
+        return len(self.scheduler.waiting) + len(self.constraints)
 
     def step(self) -> StepOutput:
         """Runs one step; returns what a step added to each completion.
@@ -274,7 +277,8 @@ class Engine:
         """
         output = StepOutput([], [], [], [])
         try:
-            self.advance(output)
+            with self.timeline.step(), self.pace.call():
+                self.advance(output)
         except Exception as error:
             self.recovery.failed(error, output)
         else:
@@ -283,8 +287,6 @@ class Engine:
 
     def advance(self, output: StepOutput) -> None:
         """One step, in the order that the module's docstring shows. Extends `output` with each committed step."""
-        self.timeline.begin_step()
-        self.pace.begin()
         if len(self.constraints) and not self.recovery.active:
             busy = self.scheduler.has_work or self.in_flight
             output.updates += self.constraints.release(self.scheduler, patience=0.0 if busy else 0.005)
@@ -309,8 +311,6 @@ class Engine:
             waits = self.scheduler.running.short_steps or not self._schedules_ahead
             if plan is None or (len(self.in_flight) == most and waits):
                 output.extend(self._commit_oldest())
-        self.pace.end()
-        self.timeline.end_step()
 
     def _place_adapters(self, adapters: Adapters, output: StepOutput) -> None:
         """Uploads weights of adapters that requests wait for. Ends requests whose adapter cannot be read any more."""
@@ -335,11 +335,8 @@ class Engine:
         """Waits for the oldest step in flight and commits it."""
         step = self.in_flight.popleft()
         tokens = self.wait(step)
-        self.recovery.before_commit(step)
-        with self.timeline.phase("commit"):
-            output = self.commit(step, tokens)
-        self.recovery.committed()
-        return output
+        with self.timeline.phase("commit"), self.recovery.undoing(step):
+            return self.commit(step, tokens)
 
     def _tokens_per_call(self) -> int:
         """How many tokens a row may sample in the next call."""
@@ -367,7 +364,10 @@ class Engine:
         copies = plan.table_copies
         updates = plan.table_updates
         running = self.scheduler.running
-        batches = list(batches_of(plan.rows, running, self.shapes, self._cost))
+        if running.device_groups == 1:
+            batches = list(split(plan.rows, self.shapes, self._cost))
+        else:
+            batches = list(split_groups(plan.rows, running, self.shapes, self._cost))
         for batch in batches:
             room = batch.shape.table_updates
             if copies or updates.shape[1] > room:
@@ -403,9 +403,9 @@ class Engine:
         return NO_ADAPTER if place is None else place
 
     def wait(self, step: InFlightStep) -> list[np.ndarray]:
-        """Waits for a step's tokens and returns them as `InFlightStep.tokens` does. Measures the devices' time."""
+        """Waits for a step's tokens, and returns those of each batch. Measures the devices' time."""
         asked = time.perf_counter()
-        tokens = step.tokens()
+        tokens = [batch.tokens() for batch in step.batches]
         passes = step.passes(tokens, static=self.runner.programs.static)
         seconds = self.pace.arrived(asked, step.dispatched, passes)
         self.timeline.seconds["device"].observe(seconds)

@@ -3,21 +3,18 @@ that follow from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxserve.engine.prompt_scores import PooledRows, PromptScores, result_of
-from jaxserve.execution.cost import StepCost
-from jaxserve.execution.group_batches import split_groups
 from jaxserve.execution.programs import StepProgram, StepPrograms
 from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.sampling import SCORE_WORDS, Sampled
-from jaxserve.execution.slots import encode_counts, encode_slot
-from jaxserve.execution.step_buffer import StepBatch, split
-from jaxserve.execution.step_shape import StepShape
+from jaxserve.execution.slots import NO_ADAPTER, encode_counts, encode_slot
+from jaxserve.execution.step_buffer import StepBatch
 from jaxserve.models.pooling import Pooler
 from jaxserve.scheduling.engine_stats import EngineStats
 from jaxserve.scheduling.running_table import RunningTable
@@ -110,10 +107,6 @@ class InFlightStep:
         """Whether it checks proposals. How many tokens its rows have is known once it is committed."""
         return any(batch.rows.checks.any() for batch in self.batches)
 
-    def tokens(self) -> list[np.ndarray]:
-        """Waits for the tokens of all batches, and returns those of each batch."""
-        return [batch.tokens() for batch in self.batches]
-
     def passes(self, tokens: list[np.ndarray], *, static: bool) -> int:
         """Passes of the model. Loops of `static` programs do not end early; others end when no row samples a token."""
         looped = [ids for batch, ids in zip(self.batches, tokens, strict=True) if batch.rows.only_decodes]
@@ -171,20 +164,14 @@ def fill_slots(
     for seq in placed:
         length = int(running.start[seq.slot])
         shift = 0 if seq.seen is None else seq.seen.shift
-        numbers = seq.prompt_len, seq.penalty_row, length, place_of(seq), shift
+        place = NO_ADAPTER if seq.adapter is None else place_of(seq)
+        numbers = seq.prompt_len, seq.penalty_row, length, place, shift
         rows.append(encode_slot(seq.slot, seq.params, seq.seed, tuple(seq.stop_ids), *numbers))
     runner.set_slots(rows)
     penalized = [seq for seq in placed if seq.params.has_penalties]
     if penalized:
         counted = [encode_counts(seq.penalty_row, seq.tokens, seq.prompt_len) for seq in penalized]
         runner.count_tokens(np.concatenate(counted, axis=1))
-
-
-def batches_of(
-    rows: Rows, running: RunningTable, shapes: list[StepShape], cost: StepCost | None
-) -> Iterator[StepBatch]:
-    """Cuts the rows of a plan into batches, each for one call of a step."""
-    return split(rows, shapes, cost) if running.device_groups == 1 else split_groups(rows, running, shapes, cost)
 
 
 def program_of(batch: StepBatch, running: RunningTable, programs: StepPrograms) -> StepProgram:

@@ -13,9 +13,10 @@ request fails by itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,8 +72,8 @@ class SuspectQueue(Waiting):
         """Whether it has a sequence to serve."""
         return bool(self._served)
 
-    def _enqueue(self, seq: Sequence, resumed: bool) -> None:
-        super()._enqueue(seq, resumed)
+    def _enqueue(self, seq: Sequence) -> None:
+        super()._enqueue(seq)
         if seq.request_id in self._request_ids:
             self._served.add(seq)
 
@@ -131,8 +132,9 @@ class Recovery:
         if self._trial and self._is_cleared():
             self._next(output)
 
-    def before_commit(self, step: InFlightStep) -> None:
-        """Remembers the state before a commit, so that a failed one can be undone."""
+    @contextlib.contextmanager
+    def undoing(self, step: InFlightStep) -> Iterator[None]:
+        """Remembers the state before a commit, so that `failed` can undo it."""
         running = self._engine.scheduler.running
         displaced = {}
         for batch in step.batches:
@@ -143,9 +145,7 @@ class Recovery:
         self._before = _Before(
             running_batch, running.known[running_batch.slot], displaced, dict(self._engine.beams.groups)
         )
-
-    def committed(self) -> None:
-        """The commit has succeeded."""
+        yield
         self._before = None
 
     # A step has failed

@@ -72,7 +72,7 @@ class Role:
             return not (engine.weights.version or engine.weights.level)
 
         def load() -> int:
-            return len(engine.scheduler.running) + engine.scheduler.num_waiting
+            return len(engine.scheduler.running) + len(engine.scheduler.waiting)
 
         self.pages: PageFetches | PageExports
         if listener is None:

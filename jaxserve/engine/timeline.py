@@ -57,7 +57,9 @@ class Timeline:
         """Traces the next `steps` steps. A trace under way is extended by them, to at most MOST_STEPS."""
         self._steps_to_trace = min(self._steps_to_trace + steps, MOST_STEPS)
 
-    def begin_step(self) -> None:
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One step, which is traced if it is to be."""
         if self._steps_to_trace and not self._tracing and self.folder is not None:
             try:
                 jax.profiler.start_trace(self.folder)
@@ -65,8 +67,7 @@ class Timeline:
             except Exception as error:  # a failing trace must not fail the step
                 self._steps_to_trace = 0
                 log.error("no trace was begun in %s: %s", self.folder, error)
-
-    def end_step(self) -> None:
+        yield
         if not self._tracing:
             return
         self._steps_to_trace -= 1

@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.device_groups import GatheredRows
 from jaxserve.execution.sampling import Sampled
-from jaxserve.execution.step_buffer import StepBatch, fitting, pack, split_mixed
+from jaxserve.execution.step_buffer import StepBatch, fitting, split_mixed
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.step_plan import Rows
@@ -43,8 +43,8 @@ class GroupBatch(StepBatch):
             first[index] = number * self.shape.tokens + np.cumsum(count) - count
         return first
 
-    def pack(self, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
-        """The buffers of all groups, int32 [groups, shape.words], see `step_buffer.pack`. All say the same number of
+    def pack(self, running: RunningTable, table_updates: np.ndarray, *, defers: bool = True) -> np.ndarray:
+        """The buffers of all groups, int32 [groups, shape.words], see `StepBatch.pack`. All say the same number of
         tokens per call."""
         packed = np.stack([self.shape.empty(running.num_slots)] * self.num_groups)
         owner = running.group_of(table_updates[0])
@@ -52,7 +52,7 @@ class GroupBatch(StepBatch):
             updates = table_updates[:, owner == number]
             if len(index):
                 rows = self.rows if len(index) == len(self.rows) else self.rows.take(index)
-                packed[number] = pack(StepBatch(self.shape, rows), running, updates)
+                packed[number] = StepBatch(self.shape, rows).pack(running, updates, defers=defers)
             else:
                 for name, column in zip(("update_slot", "update_index", "update_page"), updates, strict=True):
                     at, _ = self.shape.fields[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +13,8 @@ from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.step_plan import Rows
+
+Piece = tuple[int, int, int]  # of a row: its number, its first token in this piece, how many tokens
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,58 @@ class StepBatch:
         """The index of each row's first token in the batch."""
         return np.cumsum(self.rows.count) - self.rows.count
 
-    def pack(self, running: RunningTable, table_updates: np.ndarray) -> np.ndarray:
-        return pack(self, running, table_updates)
+    def pack(self, running: RunningTable, table_updates: np.ndarray, *, defers: bool = True) -> np.ndarray:
+        """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]. defers: rows
+        with a mask are left to `sample_deferred`.
+
+        For example, the sequence in slot 3 decodes: it computes its last token, which only the devices know yet. The
+        sequence in slot 5 computes the first three tokens of its prompt, 11, 12 and 13, for which page 9 enters its
+        block table. In a bucket of 8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
+
+          tokens           -1 11 12 13 -1 -1 -1 -1    -1: the slot's last token, or padding
+          q_start          0 1 4 4 4                  where each row's tokens begin; padding rows have none
+          slot             3 5 6 6                    6 is the padding slot, for padding
+          num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
+          tokens_per_call  1
+          num_decodes      1
+          update_slot      5 6 6 6
+          update_index     0 0 0 0
+          update_page      9 0 0 0
+        """
+        shape = self.shape
+        rows = self.rows
+        n = len(rows)
+        packed = shape.empty(running.num_slots)
+        fields = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
+        slot = rows.slot
+        fields["slot"][:n] = slot
+        num_new = rows.num_new
+        if defers and running.batch.any_masked:
+            num_new = np.where(running.masked[slot], -num_new, num_new)
+        fields["num_new"][:n] = num_new
+        fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)
+        if rows.only_decodes:
+            fields["q_start"][:n] = np.arange(n)
+            fields["q_start"][n:] = n
+            fields["num_decodes"][0] = n
+            position = rows.start
+        else:
+            q_end = np.cumsum(rows.count)
+            fields["q_start"][1 : n + 1] = q_end
+            fields["q_start"][n + 1 :] = q_end[-1]
+            fields["num_decodes"][0] = np.count_nonzero(rows.count == 1)
+            row = np.repeat(np.arange(n), rows.count)
+            position = (rows.end - q_end)[row] + np.arange(len(row))
+            slot = slot[row]
+        known = np.flatnonzero(position < running.known[slot] + running.proposed[slot])
+        if len(known):
+            fields["tokens"][known] = running.tokens[slot[known], position[known]]
+            if running.looks.any():
+                _show(fields, running, known, slot[known], position[known])
+        if table_updates.size:
+            for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
+                fields[name][: len(column)] = column
+        return packed
 
     def of_rows(self, sampled: Sampled) -> Sampled:
         """The samples of the batch's rows, which are the first of the bucket's."""
@@ -107,41 +159,12 @@ def _cheapest_within(tokens: int, sizes: tuple[int, ...], cost: StepCost | None)
     return min(whole, cut, key=lambda some: sum(map(cost, some)))
 
 
-@dataclass
-class Pieces:
-    """Rows cut at the ends of batches. Piece i is the tokens [first[i], first[i] + count[i]) of row `row[i]`."""
-
-    row: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    count: list[int] = field(default_factory=list)
-
-    def add(self, row: int, first: int, count: int) -> None:
-        self.row.append(row)
-        self.first.append(first)
-        self.count.append(count)
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def of(self, rows: Rows) -> Rows:
-        """The pieces as rows, with rows of one token first. Only the last piece of a row samples."""
-        count = np.asarray(self.count, np.int32)
-        first = np.asarray(self.first, np.int32)
-        order = np.argsort(count > 1, kind="stable")
-        pieces = rows.take(np.asarray(self.row)[order])
-        ends = pieces.end
-        pieces.start = pieces.start + first[order]
-        pieces.count = count[order]
-        pieces.num_new = np.where(pieces.end == ends, pieces.num_new, 0)
-        return pieces
-
-
 def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> Iterator[StepBatch]:
     """Fills one batch after the other with as many tokens and rows as its bucket holds."""
     most = shapes[-1]
     cut = cost is not None and not rows.scores_prompt.any()
     sizes = iter(cheapest(int(rows.count.sum()), _tokens(shapes), cost) if cut else ())
-    pieces = Pieces()
+    pieces: list[Piece] = []
     room = next(sizes, most.tokens)
     whole = rows.checks
     for i, left in enumerate(rows.count.tolist()):
@@ -154,26 +177,34 @@ def split_mixed(rows: Rows, shapes: list[StepShape], cost: StepCost | None) -> I
                 begin = int(rows.start[i]) + at
                 count = rows.seqs[i].step_end(begin, begin + count) - begin
             if not count:
-                if len(pieces):
-                    yield _mixed(pieces.of(rows), shapes)
-                pieces = Pieces()
+                if pieces:
+                    yield _mixed(rows, pieces, shapes)
+                pieces = []
                 room = max(next(sizes, most.tokens), left if whole[i] else most.tokens)
                 continue
-            pieces.add(i, at, count)
+            pieces.append((i, at, count))
             at = at + count
             left = left - count
             room = room - count
             if room == 0 or len(pieces) == most.rows:
-                yield _mixed(pieces.of(rows), shapes)
-                pieces = Pieces()
+                yield _mixed(rows, pieces, shapes)
+                pieces = []
                 room = next(sizes, most.tokens)
-    if len(pieces):
-        yield _mixed(pieces.of(rows), shapes)
+    if pieces:
+        yield _mixed(rows, pieces, shapes)
 
 
-def _mixed(rows: Rows, shapes: list[StepShape]) -> StepBatch:
+def _mixed(rows: Rows, pieces: list[Piece], shapes: list[StepShape]) -> StepBatch:
+    """A batch of pieces, those of one token first. Only the last piece of a row samples."""
+    row, first, count = np.asarray(pieces, np.int32).T
+    order = np.argsort(count > 1, kind="stable")
+    some = rows.take(row[order])
+    ends = some.end
+    some.start = some.start + first[order]
+    some.count = count[order]
+    some.num_new = np.where(some.end == ends, some.num_new, 0)
     # Hidden states are scored in the largest bucket only, so that one program returns them.
-    return _batch(shapes[-1:] if rows.scores_prompt.any() else shapes, rows, int(rows.count.sum()))
+    return _batch(shapes[-1:] if some.scores_prompt.any() else shapes, some, int(some.count.sum()))
 
 
 def _batch(shapes: list[StepShape], rows: Rows, tokens: int) -> StepBatch:
@@ -195,57 +226,3 @@ def _show(
     fields["tokens"][place] = np.where(shown < 0, shown, fields["tokens"][place])
     if len(fields["positions"]):
         fields["positions"].reshape(3, -1)[:, place] = running.positions[:, slot, position]
-
-
-def pack(batch: StepBatch, running: RunningTable, table_updates: np.ndarray, *, defers: bool = True) -> np.ndarray:
-    """The step's buffer, int32 [shape.words]; table_updates: int32 [3, up to shape.table_updates]. defers: rows with a
-    mask are left to `sample_deferred`.
-
-    For example, the sequence in slot 3 decodes: it computes its last token, which only the devices know yet. The
-    sequence in slot 5 computes the first three tokens of its prompt, 11, 12 and 13, for which page 9 enters its block
-    table. In a bucket of 8 tokens, 4 rows and 4 table updates, of an engine with 6 slots:
-
-      tokens           -1 11 12 13 -1 -1 -1 -1    -1: the slot's last token, or padding
-      q_start          0 1 4 4 4                  where each row's tokens begin; padding rows have none
-      slot             3 5 6 6                    6 is the padding slot, for padding
-      num_new          1 0 0 0                    the prompt goes on in the next step, so it samples nothing
-      tokens_per_call  1
-      num_decodes      1
-      update_slot      5 6 6 6
-      update_index     0 0 0 0
-      update_page      9 0 0 0
-    """
-    shape = batch.shape
-    rows = batch.rows
-    n = len(batch.rows)
-    packed = shape.empty(running.num_slots)
-    fields = {name: packed[at : at + size] for name, (at, size) in shape.fields.items()}
-    slot = rows.slot
-    fields["slot"][:n] = slot
-    num_new = rows.num_new
-    if defers and running.batch.any_masked:
-        num_new = np.where(running.masked[slot], -num_new, num_new)
-    fields["num_new"][:n] = num_new
-    fields["tokens_per_call"][0] = max(rows.num_new.max(), 1)
-    if rows.only_decodes:
-        fields["q_start"][:n] = np.arange(n)
-        fields["q_start"][n:] = n
-        fields["num_decodes"][0] = n
-        position = rows.start
-    else:
-        q_end = np.cumsum(rows.count)
-        fields["q_start"][1 : n + 1] = q_end
-        fields["q_start"][n + 1 :] = q_end[-1]
-        fields["num_decodes"][0] = np.count_nonzero(rows.count == 1)
-        row = np.repeat(np.arange(n), rows.count)
-        position = (rows.end - q_end)[row] + np.arange(len(row))
-        slot = slot[row]
-    known = np.flatnonzero(position < running.known[slot] + running.proposed[slot])
-    if len(known):
-        fields["tokens"][known] = running.tokens[slot[known], position[known]]
-        if running.looks.any():
-            _show(fields, running, known, slot[known], position[known])
-    if table_updates.size:
-        for name, column in zip(("update_slot", "update_index", "update_page"), table_updates, strict=True):
-            fields[name][: len(column)] = column
-    return packed

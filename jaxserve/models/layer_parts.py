@@ -30,7 +30,7 @@ def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -
     if isinstance(attention, CompressedAttentionSpec):
         return CompressedAttention(attention, hidden_size, dtype, name="attention")
     made = Attention(attention, hidden_size, kv_heads, dtype, name="attention")
-    return with_beside(spec.beside, made, hidden_size, dtype)
+    return made if spec.beside is None else with_beside(spec.beside, made, hidden_size, dtype)
 
 
 def mlp_of(spec: LayerSpec, hidden_size: int, dtype: Any) -> Any:

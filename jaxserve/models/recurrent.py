@@ -52,11 +52,9 @@ def recurrent_sources(
 
 
 def with_beside(
-    spec: BesideSpec | None, attention: Callable[..., Partials], hidden_size: int, dtype: Any
+    spec: BesideSpec, attention: Callable[..., Partials], hidden_size: int, dtype: Any
 ) -> Callable[..., Partials]:
-    """Attention and the recurrent layer beside it, if there is one, to be called as one of them."""
-    if spec is None:
-        return attention
+    """Attention and the recurrent layer beside it, to be called as one of them."""
     recurrent = recurrent_layer(spec.recurrent, hidden_size, dtype, "beside")
 
     def both(x: jax.Array, *others: Any) -> Partials:

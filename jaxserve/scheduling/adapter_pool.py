@@ -48,13 +48,13 @@ class AdapterPool:
 
     # Sequences
 
-    def admit(self, seq: Sequence, *, resumed: bool = False) -> bool:
-        """Lets a sequence hold the place of its adapter, or parks it. Returns whether it may begin. `resumed`: it ran
-        before, and joins those that hold a closed place, too."""
+    def admit(self, seq: Sequence) -> bool:
+        """Lets a sequence hold the place of its adapter, or parks it. Returns whether it may begin. One that is resumed
+        joins those that hold a closed place, too."""
         if seq.adapter is None:
             return True
         place = self._places.get(seq.adapter.digest)
-        if place is not None and place.ready and (resumed or self._may_join(seq, place)):
+        if place is not None and place.ready and (seq.is_resumed or self._may_join(seq, place)):
             self.hold(seq)
             return True
         self.unpark(seq)

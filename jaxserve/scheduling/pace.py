@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class Pace:
@@ -22,17 +23,16 @@ class Pace:
         self.step_seconds = self.device_seconds = 1.0
         self.host_seconds = 0.0
         self.is_exact = False
-        self._began = self._waited = 0.0  # start of this call, and seconds that the host waited in it
+        self._waited = 0.0  # seconds that the host waited in this call
         self._last_arrival = 0.0  # when the latest step's tokens arrived
 
-    def begin(self) -> None:
-        """The host begins a call."""
-        self._began = time.perf_counter()
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """The host's work for one call."""
+        began = time.perf_counter()
         self._waited = 0.0
-
-    def end(self) -> None:
-        """The host ends a call."""
-        self.host_seconds += 0.3 * (time.perf_counter() - self._began - self._waited - self.host_seconds)
+        yield
+        self.host_seconds += 0.3 * (time.perf_counter() - began - self._waited - self.host_seconds)
 
     def arrived(self, asked: float, dispatched: float, passes: int) -> float:
         """Notes that a call's tokens are here. The host began to wait at `asked` and sent the call at `dispatched`; the

@@ -76,6 +76,7 @@ class RunningTable:
 
         self._settings = max_num_seqs, page_size, max_len, penalty_rows, windows, device_groups, sees
         self.device_groups = device_groups
+        self.num_slots = max_num_seqs
         self._slots_each = max_num_seqs // device_groups
         self.page_size = page_size
         self.num_groups = len(windows)  # see `BlockManager`
@@ -132,10 +133,6 @@ class RunningTable:
     def num_held(self) -> np.ndarray:
         """Pages of each slot's sequence, int32 [slots]."""
         return self.num_blocks * self.num_groups - self.num_released.sum(axis=1)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.known)
 
     def __len__(self) -> int:
         return len(self._ordered)

@@ -77,7 +77,9 @@ class Scheduler:
         self.adapters, self.waiting = adapters, Waiting(adapters=adapters)
         self.fetches: Fetches | None = None
         self._by_request: dict[str, list[Sequence]] = {}
-        self.num_streaming = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # streaming: see `add`
+        self.num_streaming = 0  # requests whose clients read the tokens as they come
+        self.num_background = 0  # requests that step aside for others
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     # Coming and going
 
@@ -89,10 +91,6 @@ class Scheduler:
     def limit_chunk(self, tokens: int, least: int) -> None:
         """From now on, steps with prompts beside decodes have `tokens` tokens, and at least `least` of prompts."""
         self._budget = replace(self._budget, chunk=tokens, least=least)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
 
     @property
     def holds_up(self) -> bool:
@@ -126,10 +124,12 @@ class Scheduler:
             self._by_request.setdefault(seq.request_id, []).append(seq)
             self._wait(seq, resumed=seq.num_cached is not None)
         self.num_streaming = sum(siblings[0].request.streams for siblings in self._by_request.values())
+        self.num_background = sum(siblings[0].is_background for siblings in self._by_request.values())
 
     def add(self, seq: Sequence) -> None:
         self._by_request[seq.request_id] = [seq]
-        self.num_streaming += seq.request.streams  # a client reads the tokens as they come
+        self.num_streaming += seq.request.streams
+        self.num_background += seq.is_background
         self._wait(seq, held=self.fetches is not None and self.fetches.begin(seq))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -174,6 +174,7 @@ class Scheduler:
         if not siblings:
             del self._by_request[seq.request_id]
             self.num_streaming -= seq.request.streams
+            self.num_background -= seq.is_background
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Displaces the running sequences of a request, except beams, or lets the paused ones wait for a slot."""
@@ -196,8 +197,9 @@ class Scheduler:
     def schedule(self, tokens_per_call: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. If all rows decode and no new request can begin,
         each row may sample up to `tokens_per_call` tokens, but only one if it is `RunningBatch.one_at_a_time`."""
-        tokens_per_call = step_aside(self.running, self.waiting, self.can_admit, self._preempt, tokens_per_call)
         running = self.running
+        if self.num_background or running.short_steps:
+            tokens_per_call = step_aside(running, self.waiting, self.can_admit, self._preempt, tokens_per_call)
         preemptions = self.num_preemptions
         if self._has_windows:
             self._prefixes.release_unseen(running)

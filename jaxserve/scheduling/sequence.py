@@ -16,7 +16,7 @@ from jaxserve.grammars.grammar import Matcher
 from jaxserve.grammars.token_mask import TokenMask
 from jaxserve.limits import BACKGROUND
 from jaxserve.scheduling.block_manager import HASH_BYTES, NULL_PAGE, page_hash, root_hash
-from jaxserve.scheduling.image_prompts import ImageInPrompt, ImagePrompt
+from jaxserve.scheduling.image_prompts import ImagePrompt
 from jaxserve.types import NO_PENALTY_ROW, FinishReason, Request, TokenLogprob
 
 NO_SLOT = -1
@@ -59,6 +59,7 @@ class Sequence:
     ):
         self.request = request
         self.seen = seen
+        self.images = () if seen is None else seen.images  # the pictures in its prompt
         self.adapter = adapter
         self.request_id = request.request_id
         self.index = index  # which of the request's n completions
@@ -67,6 +68,7 @@ class Sequence:
         self.max_tokens = max_tokens  # most output tokens, within the model's length limit
         self.stop_ids = stop_ids
         self.order = (request.priority, arrival, index)  # lower is served first
+        self.is_background = request.priority == BACKGROUND  # it steps aside for every sequence that is not
 
         # int32; siblings share the array, which is never written to.
         prompt = seen.tokens if seen is not None else prompt
@@ -91,16 +93,12 @@ class Sequence:
         self.pages: list[int] = []
         self.state_stops: list[int] = []  # see `RunningTable.state_stop`; those that it has not reached
         self.lookups: dict[int, Lookup] = {}  # while it waits: the latest for each group of devices
+        self.is_resumed = False  # while it waits: it was placed before, see `Waiting.push`
         self.was_set_aside = False  # while it waits: pages have been loaded for it, see `page_loads`
         self.tokens_passing = 0  # while it waits for pages: what those that passed it were charged, see `waiting`
         self.pending_tokens = 0  # without a slot: tokens that steps still in flight sample for it
         given = request.page_hashes
         self._page_hashes = [given[at : at + HASH_BYTES] for at in range(0, len(given), HASH_BYTES)]
-
-    @property
-    def is_background(self) -> bool:
-        """Whether it steps aside for every sequence that does not."""
-        return self.order[0] == BACKGROUND
 
     @property
     def lookup(self) -> Lookup | None:
@@ -134,11 +132,6 @@ class Sequence:
         """For each group of layers, how many of its first pages the sequence has given up."""
         groups = (self.pages[group::num_groups] for group in range(num_groups))
         return [next((i for i, page in enumerate(pages) if page != NULL_PAGE), len(pages)) for pages in groups]
-
-    @property
-    def images(self) -> tuple[ImageInPrompt, ...]:
-        """The pictures in its prompt."""
-        return () if self.seen is None else self.seen.images
 
     @property
     def has_whole_images(self) -> bool:

@@ -50,7 +50,7 @@ class Waiting:
         self.adapters = adapters
         self._levels: dict[int, _Level] = {}  # priority -> level; no level is empty
         self._priorities: list[int] = []  # the levels' priorities, ascending
-        self._aside: dict[Sequence, bool] = {}  # sequence -> whether it is queued as resumed
+        self._aside: dict[Sequence, None] = {}
         self._held: dict[Sequence, None] = {}
         self._passed: list[Sequence] = []  # those that have let others pass in this step
         self.holds_background = False  # background sequences may not be served
@@ -81,34 +81,36 @@ class Waiting:
         self._count += 1
         self.num_tokens += seq.prompt_len
         self.num_completions += _completions(seq)
+        seq.is_resumed = resumed
         seq.was_set_aside = False
         if held:
             self._held[seq] = None
-        elif self.adapters is None or self.adapters.admit(seq, resumed=resumed):
-            self._enqueue(seq, resumed)
+        elif self.adapters is None or self.adapters.admit(seq):
+            self._enqueue(seq)
 
     def let_in(self, seq: Sequence) -> None:
         """Queues a sequence that is held. Has no effect on any other."""
         if seq in self._held:
             del self._held[seq]
             if self.adapters is None or self.adapters.admit(seq):
-                self._enqueue(seq, resumed=False)
+                self._enqueue(seq)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
         """Queues sequences that were parked or set aside and may begin now."""
         for seq in seqs:
-            self._enqueue(seq, self._aside.pop(seq, seq.num_cached is not None))
+            self._aside.pop(seq, None)
+            self._enqueue(seq)
 
     def set_aside(self, seq: Sequence) -> None:
         """Takes a sequence that may be served out of the order until it is released."""
-        self._aside[seq] = self._levels[seq.order[0]].is_resumed(seq)
+        self._aside[seq] = None
         self._dequeue(seq)
 
-    def _enqueue(self, seq: Sequence, resumed: bool) -> None:
+    def _enqueue(self, seq: Sequence) -> None:
         if (level := self._levels.get(priority := seq.order[0])) is None:
             level = self._levels[priority] = _Level(self._quantum)
             insort(self._priorities, priority)
-        level.push(seq, resumed)
+        level.push(seq)
 
     @property
     def has_foreground(self) -> bool:
@@ -124,7 +126,7 @@ class Waiting:
     def pop(self) -> Sequence:
         """Removes the next sequence and charges its tenant. Raises IndexError when the queue is empty."""
         seq = self.peek()
-        if not self._levels[seq.order[0]].is_resumed(seq):
+        if not seq.is_resumed:
             self.charge(seq, expected_tokens(seq))
         self.remove(seq)
         for passed in self._passed:
@@ -148,7 +150,7 @@ class Waiting:
     def rejoin(self) -> None:
         """Queues the sequences that others have passed, in their places."""
         for seq in self._passed:
-            self._enqueue(seq, resumed=False)
+            self._enqueue(seq)
         self._passed = []
 
     def remove(self, seq: Sequence) -> None:
@@ -205,12 +207,6 @@ def _expected(seq: Sequence) -> int:
     return min(seq.max_tokens, EXPECTED_OUTPUT)
 
 
-def _find(queue: Queue, seq: Sequence) -> int | None:
-    """The sequence's index in a queue; None if it is not there."""
-    place = bisect_left(queue, (seq.order,))  # type: ignore[type-var]
-    return place if place < len(queue) and queue[place][1] is seq else None
-
-
 @dataclass(eq=False)
 class _Tenant:
     """One tenant's new requests, and the tokens that it may still spend in this round (below 0: its debt)."""
@@ -234,9 +230,9 @@ class _Level:
         for queue in (self.resumed, *(tenant.queue for tenant in self._ring)):
             yield from (seq for _, seq in queue)
 
-    def push(self, seq: Sequence, resumed: bool) -> None:
+    def push(self, seq: Sequence) -> None:
         """Queues a sequence. A tenant that is new joins the end of the ring."""
-        if resumed:
+        if seq.is_resumed:
             insort(self.resumed, (seq.order, seq))
             return
         name = seq.request.tenant
@@ -246,18 +242,16 @@ class _Level:
         insort(tenant.queue, (seq.order, seq))
         self.num_new_seqs += 1
 
-    def is_resumed(self, seq: Sequence) -> bool:
-        return _find(self.resumed, seq) is not None
-
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence. Raises KeyError if it is not queued here."""
-        if (place := _find(self.resumed, seq)) is not None:
-            del self.resumed[place]
-            return
-        tenant = self.tenants[seq.request.tenant]
-        if (place := _find(tenant.queue, seq)) is None:
+        tenant = None if seq.is_resumed else self.tenants[seq.request.tenant]
+        queue = self.resumed if tenant is None else tenant.queue
+        place = bisect_left(queue, (seq.order,))  # type: ignore[type-var]
+        if place == len(queue) or queue[place][1] is not seq:
             raise KeyError(seq.request_id)
-        del tenant.queue[place]
+        del queue[place]
+        if tenant is None:
+            return
         self.num_new_seqs -= 1
         if not tenant.queue and tenant.deficit >= 0:
             self._leave(tenant)

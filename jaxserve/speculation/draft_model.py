@@ -20,7 +20,7 @@ from jaxserve.execution.runner import ModelRunner
 from jaxserve.execution.sampling import Sampled
 from jaxserve.execution.signatures import ProgramName
 from jaxserve.execution.slots import encode_slot
-from jaxserve.execution.step_buffer import StepBatch, pack, split
+from jaxserve.execution.step_buffer import StepBatch, split
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.scheduling.running_table import RunningTable
 from jaxserve.scheduling.sequence import Sequence
@@ -146,4 +146,4 @@ class DraftModel(Method):
     def _step(self, batch: StepBatch, running: RunningTable) -> Sampled:
         length = max(int(batch.rows.num_new.max()), 1)
         program = self._runner.programs.choose(batch.shape, self._sampler(batch.rows), length, False)
-        return self._runner.step(program, pack(batch, running, NO_UPDATES, defers=False))[0]
+        return self._runner.step(program, batch.pack(running, NO_UPDATES, defers=False))[0]

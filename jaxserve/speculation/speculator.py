@@ -201,7 +201,7 @@ class Speculator:
         cost = host_seconds * min(self._stages, len(running))
         if rows > self._most_rows:
             return
-        seqs = next_decodes(running, scheduler.num_waiting, scheduler.turns)
+        seqs = next_decodes(running, len(scheduler.waiting), scheduler.turns)
         if scheduler.recurrent:  # with a mask, a step ends before it is known how far its states have to advance
             seqs = [seq for seq in seqs if not seq.params.has_mask]
         looked = {

@@ -58,7 +58,8 @@ async def prepare(
     body.count_logprobs(info.vocab_size, info.max_logprobs)
     state.accounts.check(key_of(http), 1, body.n)
     conversation = body.conversation()
-    state.check_images(sources := conversation.pictures, info)
+    if sources := conversation.pictures:
+        state.check_images(sources, info)
     given = conversation, body.truncate_prompt_tokens, body.truncation_side
     ids = await state.text_work(http, partial(encode_chat, tokenizer, info, *given))
     if before:

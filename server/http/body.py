@@ -57,7 +57,7 @@ async def receive_body(request: Request) -> Cutter:
 
     Only the caller keeps a reference to it, unless it calls `put_back`.
     """
-    if (received := taken_back(request)) is not None:
+    if _READ in request.scope.get("state", {}) and (received := taken_back(request)) is not None:
         return received
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_GZIP):
@@ -67,15 +67,15 @@ async def receive_body(request: Request) -> Cutter:
             "content-encoding, or as gzip",
             code="unsupported_content_encoding",
         )
-    received = Cutter()
     shape = _Shape()
     parts = _inflated(request.stream(), body_of(request)) if encoding in _GZIP else request.stream()
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) <= MAX_SCHEMA and encoding not in _GZIP:
         data = b"".join([part async for part in parts])
-        received.add(data, within=False)
+        received = Cutter(data)
         shape.estimate(data)
     else:
+        received = Cutter()
         async for piece in _pieces(parts):
             received.add(piece, within=shape.add(piece))
         await check_forms(received.text())

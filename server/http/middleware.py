@@ -14,7 +14,7 @@ from jaxserve.server.http.connections import Connections
 from jaxserve.server.http.counts import Counts, requests_of
 from jaxserve.server.http.errors import APIError, to_api_error, unavailable
 from jaxserve.server.http.keys import ApiKey, find_key
-from jaxserve.server.http.request_limits import Bodies, too_long
+from jaxserve.server.http.request_limits import Bodies, Body, too_long
 from jaxserve.server.ipc.messages import ServedWeights
 
 # answered without a key
@@ -235,7 +235,7 @@ class BodyLimit:
         if length.isdecimal() and int(length[:20]) > self._bodies.longest:
             await too_long(self._bodies.longest).response(scope)(scope, receive, send)
             return
-        body = scope.setdefault("state", {})["body"] = self._bodies.open()
+        body = scope.setdefault("state", {})["body"] = Body(self._bodies)
 
         async def receive_limited() -> Message:
             message = await receive()

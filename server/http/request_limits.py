@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from jaxserve.limits import BODIES, MAX_WAITING_TEXT, SMALL_BODY
@@ -28,9 +29,6 @@ class Bodies:
     def __init__(self, longest: int, counts: Counts | None = None):
         self.longest = longest
         self._counts = counts or Counts()
-
-    def open(self) -> Body:
-        return Body(self)
 
     def take(self, total: int, more: int) -> None:
         """Adds `more` bytes to a body, which then has `total`. Raises APIError (503) for a long body if all bodies
@@ -144,14 +142,15 @@ class TextThreads:
         if not self._free or self._running[tenant] >= self._most:
             await self._turn(tenant, size)
         else:
-            self._start(tenant)
+            self._free -= 1
+            self._running[tenant] += 1
         loop = asyncio.get_running_loop()
         try:
             done = self.executor.submit(work)
         except RuntimeError:  # the server has shut the executor down
             self._end(tenant)
             raise unavailable("the server is shutting down", "shutting_down") from None
-        done.add_done_callback(lambda _: _tell(loop, self._end, tenant))
+        done.add_done_callback(partial(self._ended, tenant, loop))
         return await asyncio.wrap_future(done)
 
     async def _turn(self, tenant: str, size: int) -> None:
@@ -176,9 +175,10 @@ class TextThreads:
         if not self._waiting.get(tenant, True):
             del self._waiting[tenant], self._bytes[tenant]
 
-    def _start(self, tenant: str) -> None:
-        self._free -= 1
-        self._running[tenant] += 1
+    def _ended(self, tenant: str, loop: asyncio.AbstractEventLoop, _: Future[T]) -> None:
+        """`_end`, called by the thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no work is waiting
+            loop.call_soon_threadsafe(self._end, tenant)
 
     def _end(self, tenant: str) -> None:
         """Frees a tenant's thread, and gives it to the first waiting tenant that may use another thread."""
@@ -195,11 +195,7 @@ class TextThreads:
                 self._bytes[other] -= size
                 if not queue:
                     del self._bytes[other]
-                self._start(other)
+                self._free -= 1
+                self._running[other] += 1
                 turn.set_result(None)
                 return
-
-
-def _tell(loop: asyncio.AbstractEventLoop, function: Callable[[str], None], tenant: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so no work is waiting
-        loop.call_soon_threadsafe(function, tenant)

@@ -141,15 +141,13 @@ class ChunkWriter:
 
     def choice(self, choice: bytes, usage: Any = None, extra: bytes = b"") -> bytes:
         """A chunk with one choice, given as JSON; `extra` is more JSON members, each with a leading comma."""
-        return b"".join((self._head, b',"choices":[', choice, b"]", extra, self._usage(usage), b"}\n\n"))
+        members = [self._head, b',"choices":[', choice, b"]", extra]
+        if self._mode != "off":
+            members += [b',"usage":', msgspec.json.encode(usage) if self._mode == "always" else b"null"]
+        return b"".join((*members, b"}\n\n"))
 
     def last(self, usage: Any) -> bytes:
         """The last chunk, which reports the usage; empty in mode "off"."""
         if self._mode == "off":
             return b""
         return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(usage), b"}\n\n"))
-
-    def _usage(self, usage: Any) -> bytes:
-        if self._mode == "off":
-            return b""
-        return b',"usage":' + (msgspec.json.encode(usage) if self._mode == "always" else b"null")

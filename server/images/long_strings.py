@@ -66,10 +66,11 @@ class Cutter:
       aside: what was put aside: for each mark, pieces that are ASCII and lie within one string.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: bytes = b"") -> None:
+        """`text`: its beginning, of which nothing is put aside."""
         self.aside: list[list[bytes]] = []
         self._mark = secrets.token_hex(16)  # no client can know it
-        self._text: list[bytes] = []
+        self._text = [text]
         self._run: list[bytes] = []
         self._size = 0  # of the run
 
@@ -93,8 +94,10 @@ class Cutter:
 
     def text(self) -> bytes:
         """The JSON text so far, with a mark for each run that is aside."""
-        self._close()
-        self._text = [b"".join(self._text)]
+        if self._run:
+            self._close()
+        if len(self._text) > 1:
+            self._text = [b"".join(self._text)]
         return self._text[0]
 
     def whole(self) -> bytes:

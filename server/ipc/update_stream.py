@@ -37,7 +37,7 @@ class UpdateStream:
         self.unaccepted: set[str] = set()
         self._updates: list[SequenceUpdate] = []
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
 
     @property
     def over(self) -> bool:
@@ -54,11 +54,11 @@ class UpdateStream:
             self._on_accepted()
             self._on_accepted = None
         self.unaccepted.difference_update(request_ids)
-        self._wake()
+        self._changed.set()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._wake()
+        self._changed.set()
 
     def close(self, request_id: str, index: int) -> None:
         indices = self.running.get(request_id, set())
@@ -69,7 +69,8 @@ class UpdateStream:
     async def start(self) -> list[SequenceUpdate]:
         """The updates that came before all requests were accepted, usually none. Raises a refused request's error."""
         while self.unaccepted and self._error is None:
-            await self._change()
+            self._changed.clear()
+            await self._changed.wait()
         if self._error is not None:
             raise self._error
         updates = self._updates
@@ -79,17 +80,10 @@ class UpdateStream:
     async def take(self) -> list[SequenceUpdate]:
         """All updates that have arrived; waits for the first. An error is raised after the updates before it."""
         while not self._updates and self._error is None:
-            await self._change()
+            self._changed.clear()
+            await self._changed.wait()
         if not self._updates and self._error is not None:
             raise self._error
         updates = self._updates
         self._updates = []
         return updates
-
-    async def _change(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

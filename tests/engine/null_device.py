@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.adapters.registry import ServedAdapter
 from jaxserve.execution.cost import StepCost
 from jaxserve.execution.sampling import SCORE_WORDS
-from jaxserve.execution.step_buffer import StepBatch, pack, split
+from jaxserve.execution.step_buffer import StepBatch, split
 from jaxserve.execution.step_shape import StepShape
 from jaxserve.limits import MAX_LOGPROBS
 from jaxserve.scheduling.block_manager import BlockManager, Chunk
@@ -180,7 +180,7 @@ class Device:
         ran.deferred = {}
 
     def buffer_of(self, batch: StepBatch, running: RunningTable, updates: np.ndarray) -> np.ndarray:
-        return pack(batch, running, updates)
+        return batch.pack(running, updates)
 
     def _update_tables(self, updates) -> None:
         for slot, index, page in np.asarray(updates).T.tolist():

@@ -488,7 +488,7 @@ class Simulation:
     def check_end(self) -> None:
         assert not self.in_flight
         assert not self.scheduler.running
-        assert self.scheduler.num_waiting == 0
+        assert len(self.scheduler.waiting) == 0
         if self.adapters is not None:
             assert not list(self.adapters.pool.parked)
             assert not any(place.held for place in self.adapters.pool.places)

@@ -61,7 +61,7 @@ def test_who_waits_for_a_place_holds_up_nobody():
     for _ in range(3):
         simulation.step()
     assert running(simulation) == ["a", None]
-    assert simulation.scheduler.num_waiting == 1
+    assert len(simulation.scheduler.waiting) == 1
     simulation.drain()
 
 

@@ -69,7 +69,7 @@ def test_each_step_has_its_share_of_every_group(deep_folders):
     steady = []
     while engine.has_work:
         engine.step()
-        if len(engine.in_flight) == 2 and not engine.scheduler.num_waiting:
+        if len(engine.in_flight) == 2 and not len(engine.scheduler.waiting):
             rows = [batch.rows for batch in engine.in_flight[-1].batches]
             if all(one.only_decodes for one in rows):
                 steady.append(sorted(seq.group for one in rows for seq in one.seqs))

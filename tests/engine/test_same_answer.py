@@ -302,7 +302,7 @@ def test_rows_that_wait_for_the_host_draw_beside_the_loop_of_the_others(model_fo
         plan = schedule(16)
         if plan is not None:
             single = [seq.params.has_mask or seq.params.use_beam_search for seq in plan.rows.seqs]
-            calls.append((plan.rows.num_new.tolist(), single, engine.scheduler.num_waiting))
+            calls.append((plan.rows.num_new.tolist(), single, len(engine.scheduler.waiting)))
         return plan
 
     engine.scheduler.schedule = looped

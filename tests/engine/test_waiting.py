@@ -167,9 +167,9 @@ def test_aborted_requests_leave_nothing_behind():
     for arrival in range(3, 10_003):
         kept.order = (0, arrival, 0)
         scheduler.add(kept)
-        assert scheduler.num_waiting == 2
+        assert len(scheduler.waiting) == 2
         scheduler.abort(kept.request_id)
-    assert scheduler.num_waiting == 1
+    assert len(scheduler.waiting) == 1
     assert sys.getrefcount(kept) == references
     (level,) = scheduler.waiting._levels.values()
     assert list(level) == list(scheduler.waiting)

@@ -21,7 +21,7 @@ from jaxserve.server.http.body import receive_body
 from jaxserve.server.http.body_errors import explain
 from jaxserve.server.http.errors import APIError
 from jaxserve.server.http.middleware import BodyLimit
-from jaxserve.server.http.request_limits import Accounts, Bodies, TextThreads
+from jaxserve.server.http.request_limits import Accounts, Bodies, Body, TextThreads
 from jaxserve.server.http.settings import ServerSettings
 from jaxserve.server.http.state import ServerState, read_body, to_json
 from jaxserve.server.images.long_strings import whole
@@ -191,8 +191,8 @@ def test_bodies_count_until_they_are_submitted():
 
 def test_what_a_body_becomes_counts():
     bodies = Bodies(1000_000)
-    one = bodies.open()
-    other = bodies.open()
+    one = Body(bodies)
+    other = Body(bodies)
     one.grow(900_000)
     one.expand(100_000_000)  # alone, it may be anything
     other.grow(1000)
@@ -201,7 +201,7 @@ def test_what_a_body_becomes_counts():
     assert (caught.value.status, caught.value.code) == (503, "too_many_bodies")
     one.release()
     other.release()
-    bodies.open().grow(900_000)
+    Body(bodies).grow(900_000)
 
 
 def test_keys_take_turns_with_their_texts():

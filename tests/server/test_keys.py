@@ -247,19 +247,17 @@ def test_errors_of_the_profiler_stay_with_it(tmp_path, caplog):
     timeline = Timeline(str(tmp_path))
     jax.profiler.start_trace(str(tmp_path / "other"))  # only one at a time may run
     timeline.trace(2)
-    timeline.begin_step()
-    timeline.end_step()
+    with timeline.step():
+        pass
     assert "no trace was begun" in caplog.text
     jax.profiler.stop_trace()
     timeline.trace(1)
-    timeline.begin_step()
-    jax.profiler.stop_trace()
-    timeline.end_step()
+    with timeline.step():
+        jax.profiler.stop_trace()
     assert "no trace was written" in caplog.text
     timeline.trace(1)
-    timeline.begin_step()
-    time.sleep(0.01)
-    timeline.end_step()
+    with timeline.step():
+        time.sleep(0.01)
     assert any(tmp_path.glob("plugins/**/*.xplane.pb"))
 
 
