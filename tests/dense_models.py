@@ -101,9 +101,9 @@ DENSE_CASES: dict[str, DenseCase] = {
     ),
     "doge_hub": dense(
         "DogeForCausalLM", "doge", modern=False, hidden=72, heads=6, num_key_value_heads=3, hidden_act="silu",
-        rms_norm_eps=1e-3, rope_theta=7000.0, keep_window_size=2048, is_moe=False, num_experts=16384,
-        num_experts_per_tok=64, norm_topk_prob=False, hidden_dropout=0.0, attention_bias=False, mlp_bias=False,
-        sliding_window=None, tie_word_embeddings=False,
+        intermediate_size=156, rms_norm_eps=1e-3, rope_theta=7000.0, keep_window_size=2048, is_moe=False,
+        num_experts=16384, num_experts_per_tok=64, norm_topk_prob=False, hidden_dropout=0.0, attention_bias=False,
+        mlp_bias=False, sliding_window=None, tie_word_embeddings=False,
     ),
     "doge_saved": dense(
         "DogeForCausalLM", "doge", hidden=64, heads=4, layers=3, num_key_value_heads=2, hidden_act="gelu",

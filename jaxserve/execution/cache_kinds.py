@@ -152,7 +152,8 @@ class KeysAndValues:
         found = jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
         if not isinstance(found.choice, ChoiceInputs):  # all devices make the same choice for all heads
             return found
-        return found._replace(choice=found.choice._replace(q=spec(None, "kv_heads")))
+        of_queries: Any = spec(None, "kv_heads")
+        return found._replace(choice=found.choice._replace(q=of_queries))
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,6 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("hc_count", "hc_lowrank", "ple_embed_dim", "indexer_head_dim", "indexer_budget"), _SIZE),
     **dict.fromkeys(("ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "indexer_compress_ratio"), _count(2**10)),
     **dict.fromkeys(("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by"), _count(2**30)),
-    "split_ngram_parts": _count(2**20),
     "indexer_n_heads": _HEADS,
     "seed": _count(2**63, least=0),
     "output_gate_type": _TEXT,

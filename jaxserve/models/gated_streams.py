@@ -8,12 +8,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.models.attention import AttentionFn, Ropes
 from jaxserve.models.layer_parts import attention_of, mlp_of
 from jaxserve.models.layers import Linear
-from jaxserve.models.ngrams import NgramMemory
+from jaxserve.models.ngrams import NgramMemory, stream_norm_source
 from jaxserve.models.norms import StreamNorm
 from jaxserve.models.sources import Source, whole
 from jaxserve.models.spec import GatedStreamsSpec, LayerSpec, ModelConfig, NormSpec, PerLayerInputs
@@ -135,12 +134,3 @@ def _sources(path: str, role: str, config: ModelConfig, writes: bool = True) -> 
     found = {f"{path}/{name}/kernel": [Source(f"{role}_{name}.weight", shape, whole)] for name, shape in shapes.items()}
     norm = stream_norm_source(f"{role}_norm.weight", config.layers[0].norm, (spec.count, config.hidden_size))
     return found | {f"{path}/norm/scale": [norm]}
-
-
-def stream_norm_source(role: str, norm: NormSpec, shape: tuple[int, int]) -> Source:
-    """The scales of a `StreamNorm`, which files have one stream after the other."""
-
-    def take(t: np.ndarray) -> np.ndarray:
-        return t.astype(np.float32) + norm.offset
-
-    return Source(role, (shape[0] * shape[1],), whole, shape, take=take)

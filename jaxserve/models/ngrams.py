@@ -15,13 +15,14 @@ import numpy as np
 from jaxserve.models.attention import AttentionFn
 from jaxserve.models.layers import Embedding, Linear, weight
 from jaxserve.models.norms import StreamNorm
-from jaxserve.models.sources import Source, rows, whole
+from jaxserve.models.sources import Names, Source, name_of, rows, whole
 from jaxserve.models.spec import NgramSpec, NormSpec
 from jaxserve.pallas_kernels.ngrams import hashes, multipliers, primes
 from jaxserve.pallas_kernels.operands import RecentTokens, SpacedInputs
 from jaxserve.pallas_kernels.ops import Ops
 
 EVENLY = 5040  # rows of the table on devices are a multiple of this, which many numbers of devices divide
+MOST_PARTS = 2**12  # of a table in files
 LEAST_GATE = 1e-6
 
 
@@ -77,24 +78,35 @@ class NgramMemory(nn.Module):
 
 
 def ngram_sources(
-    spec: NgramSpec, sizes: tuple[int, int], norm_source: Callable[[str], Source]
+    spec: NgramSpec, sizes: tuple[int, int], norm: NormSpec, names: Names, layer: int, has: Callable[[str], bool]
 ) -> dict[str, list[Source]]:
     """Path within the layer -> the tensors of an `NgramMemory`. The roles are ngram_key, ngram_value, ngram_conv, those
     of norms, ngram_key_norm, ngram_query_norm and ngram_conv_norm, and ngram_table: parts that have equally many rows,
-    but the last one."""
+    but the last one. `has`, which tells whether the files have a tensor, says how many there are."""
     count, hidden = sizes
     all_rows, dim = table_rows(spec), spec.dim // spec.hashes
-    each = -(-all_rows // spec.parts)
-    starts = range(0, all_rows, each)
+    name = name_of(names, "ngram_table.weight", layer)
+    parts = next(n for n in range(1, MOST_PARTS + 1) if n == MOST_PARTS or not has(name.format(i=layer, h=n)))
+    each = -(-all_rows // parts)
     found = {
         "embed/table": [
             Source("ngram_table.weight", (n, dim), rows(start, n), head=part)
-            for part, start in enumerate(starts)
+            for part, start in enumerate(range(0, all_rows, each))
             for n in [min(each, all_rows - start)]
         ],
         "key/kernel": [Source("ngram_key.weight", (count * hidden, spec.dim), whole)],
         "value/kernel": [Source("ngram_value.weight", (hidden, spec.dim), whole)],
         "conv": [Source("ngram_conv.weight", (count * hidden, 1, spec.width), whole, (count * hidden, spec.width))],
-        **{f"{name}_norm/scale": [norm_source(f"ngram_{name}_norm.weight")] for name in ("key", "query", "conv")},
     }
+    for role in ("key", "query", "conv"):
+        found[f"{role}_norm/scale"] = [stream_norm_source(f"ngram_{role}_norm.weight", norm, sizes)]
     return {f"ngrams/{path}": some for path, some in found.items()}
+
+
+def stream_norm_source(role: str, norm: NormSpec, shape: tuple[int, int]) -> Source:
+    """The scales of a `StreamNorm`, which files have one stream after the other."""
+
+    def take(t: np.ndarray) -> np.ndarray:
+        return t.astype(np.float32) + norm.offset
+
+    return Source(role, (shape[0] * shape[1],), whole, shape, take=take)

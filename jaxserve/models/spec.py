@@ -954,7 +954,6 @@ class NgramSpec:
       vocab: tokens of the vocabulary.
       end: the token that n-grams do not reach across; it stands for those before the first one.
       width: tokens that the convolution over the results sees, of which `longest` - 1 are left out between two.
-      parts: of the table in files.
     """
 
     longest: int
@@ -967,7 +966,6 @@ class NgramSpec:
     vocab: int
     end: int
     width: int
-    parts: int
 
     def __post_init__(self) -> None:
         if self.longest < 2 or self.width < 2:
@@ -977,7 +975,9 @@ class NgramSpec:
         if not 1 < self.base < 2**30:
             raise ConfigError(f"ngram_vocab_size_base={self.base} must be above 1 and below 2 ** 30")
         if self.dim % self.hashes:
-            raise ConfigError(f"ple_embed_dim={self.dim} is no multiple of the {self.hashes} hashes of n-grams")
+            raise ConfigError(
+                f"ple_embed_dim={self.dim} is no multiple of (ngram_size - 1) * heads_per_ngram = {self.hashes}"
+            )
         if not 0 <= self.end < self.vocab:
             raise ConfigError(f"eos_token_id={self.end} is no token of the vocabulary of {self.vocab}")
 

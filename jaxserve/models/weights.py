@@ -24,7 +24,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.differential import difference_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
-from jaxserve.models.gated_streams import gated_sources, last_sources, stream_norm_source
+from jaxserve.models.gated_streams import gated_sources, last_sources
 from jaxserve.models.hyper import head_sources, hyper_sources
 from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.memory import memory_sources
@@ -184,6 +184,8 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         if layer.mlp is not None and layer.mlp.experts:
             made = expert_pieces(layer.mlp, hidden, names, i, has)
             pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
+        if layer.ngrams is not None and layer.gated is not None:
+            add(ngram_sources(layer.ngrams, (layer.gated.count, hidden), layer.norm, names, i, has), f"layers_{i}/", i)
     return pieces
 
 
@@ -251,10 +253,7 @@ def layer_sources(
     if spec.residual == "hyper":
         layer |= hyper_sources(model.config)
     if spec.gated is not None:
-        sizes = spec.gated.count, hidden
         layer |= gated_sources(model.config)
-        if spec.ngrams is not None:
-            layer |= ngram_sources(spec.ngrams, sizes, lambda role: stream_norm_source(role, spec.norm, sizes))
     if spec.experts is not None and spec.experts.own_norms:
         layer |= normed_sources(hidden)
     return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)

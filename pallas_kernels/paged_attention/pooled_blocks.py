@@ -9,6 +9,7 @@ completes their block, wherever prompts are cut and whoever shares a prefix.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def choose(
         return index_keys.at[page, last % page_size].get(mode="clip").astype(jnp.float32), number
 
     weights = jnp.ones(inputs.q.shape[:2], jnp.float32)
-    how = {"span": span, "top_k": most, "rate": size, "decode_only": decode_only}
+    how: Any = {"span": span, "top_k": most, "rate": size, "decode_only": decode_only}
     best = sparse.best_of(inputs.q, weights, find, tables, q_start, kv_len, num_decodes, **how)
     _, position = _places(len(inputs.q), q_start, kv_len)
     seen = (position + 1)[:, None]

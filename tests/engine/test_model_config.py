@@ -707,7 +707,11 @@ def test_kimi_k25_under_the_names_of_its_own_file():
         ("qwen4_exp_types", {"ple_layer_ids": [9]}, r"ple_layer_ids \[9\] are no layers"),
         ("qwen4_exp_types", {"eos_token_id": None}, "ple_layer_ids need an eos_token_id"),
         ("qwen4_exp_types", {"eos_token_id": 512}, "eos_token_id=512 is no token of the vocabulary of 512"),
-        ("qwen4_exp_types", {"ple_embed_dim": 61}, "ple_embed_dim=61 is no multiple of the 6 hashes"),
+        (
+            "qwen4_exp_types",
+            {"ple_embed_dim": 61},
+            r"ple_embed_dim=61 is no multiple of \(ngram_size - 1\) \* heads_per_ngram = 6",
+        ),
         ("qwen4_exp_types", {"ngram_size": 1}, "ngram_size=1 and ple_conv_kernel_size=3 must both be at least 2"),
         ("qwen4_exp_types", {"ngram_vocab_size_base": 2**30}, "ngram_vocab_size_base=1073741824 must be"),
         ("qwen4_exp_types", {"hc_count": 1}, "hc_count must be above 1, got 1"),

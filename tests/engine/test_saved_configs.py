@@ -129,6 +129,8 @@ WITHOUT_EFFECT = {
     "Gemma3nForCausalLM": {"altup_coef_clip"},  # for training
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "GlmMoeDsaForCausalLM": {"num_key_value_heads", "head_dim"},
+    "DiffLlamaForCausalLM": {"lambda_std_dev"},  # of random weights
+    "DogeForCausalLM": {"norm_topk_prob", "num_experts", "num_experts_per_tok"},  # of is_moe, which is refused
     "FalconH1ForCausalLM": {"mamba_chunk_size", "num_logits_to_keep"},
     "FalconMambaForCausalLM": {*_OF_MAMBA, *_OF_SCAN},
     "JambaForCausalLM": {"use_mamba_kernels", "use_associative_scan", "use_mambapy"},

@@ -17,10 +17,9 @@ from jaxserve.models.families.llama import (
     read_mlp,
     read_norm,
     read_shared,
-    uniform_layers,
 )
 from jaxserve.models.rope import read_rope
-from jaxserve.models.spec import ModelConfig
+from jaxserve.models.spec import LayerSpec, ModelConfig
 
 DIFF_NAMES = NAMES | {role: f"model.layers.{{i}}.self_attn.{role}" for role in LAMBDAS}
 
@@ -37,11 +36,14 @@ def _read(hf: HFConfig) -> ModelConfig:
     if rope.scaling == "proportional":
         raise ConfigError(f"{hf.source}: rope scaling 'proportional' is not supported for this architecture")
     norm = read_norm(hf, 1e-5)
-    layers = uniform_layers(hf, replace(attention, head_dim=2 * dim, scale=dim**-0.5), read_mlp(hf), norm=norm)
-    layers = tuple(
-        replace(layer, attention=replace(layer.attention, difference=(0.8 - 0.6 * math.exp(-0.3 * i), norm.eps)))
-        for i, layer in enumerate(layers)
-    )
+    mlp = read_mlp(hf)
+    wide = replace(attention, head_dim=2 * dim, scale=dim**-0.5)
+
+    def layer(i: int) -> LayerSpec:
+        start = 0.8 - 0.6 * math.exp(-0.3 * i)
+        return LayerSpec(attention=replace(wide, difference=(start, norm.eps)), mlp=mlp, norm=norm)
+
+    layers = tuple(map(layer, range(hf.take("num_hidden_layers"))))
     ropes = {"default": replace(rope, rotary_dim=dim)}
     return ModelConfig(
         family="diffllama", layers=layers, **read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)

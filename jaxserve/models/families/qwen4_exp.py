@@ -59,7 +59,7 @@ BLOCKS = "blocks"  # the rotary embedding of blocks' keys
 
 
 def _read(hf: HFConfig) -> ModelConfig:
-    hf.ignore(*UNUSED, "number_of_conv_states")
+    hf.ignore(*UNUSED, "number_of_conv_states", "split_ngram_parts")  # files show how many parts there are
     hf.expect("attn_output_gate", True)
     hf.values.setdefault("norm_topk_prob", True)
     types = hf.take("layer_types", None) or []
@@ -95,6 +95,7 @@ def _read(hf: HFConfig) -> ModelConfig:
 
 def _read_choice(hf: HFConfig, attention: AttentionSpec, rope: RopeConfig) -> PooledChoiceSpec:
     hf.expect("indexer_kv_heads", 1)
+    assert attention.qk_norm is not None
     size, budget = hf.take("indexer_compress_ratio"), hf.take("indexer_budget")
     if budget % size:
         raise ConfigError(f"{hf.source}: indexer_budget={budget} is no multiple of indexer_compress_ratio={size}")
@@ -120,7 +121,6 @@ def _read_ngrams(hf: HFConfig) -> dict[int, NgramSpec]:
         "seed": hf.take("seed", 1234),
         "vocab": hf.take("vocab_size"),
         "width": hf.take("ple_conv_kernel_size", 4),
-        "parts": hf.take("split_ngram_parts", 512),
     }
     layers = sorted(set(hf.take("ple_layer_ids", None) or []))
     ends = take_token_ids(hf.take("eos_token_id", None))
