@@ -44,7 +44,7 @@ OTHERS = (
 )
 NEWEST = (
     "axk1_hub", "kolibri_hub", "persimmon_plain", "biogpt_untied", "xglm_untied", "bitnet_hub", "codegen_hub",
-    "deepseek_v4_hub",
+    "deepseek_v4_hub", "doge_saved", "diffllama_hub", "qwen4_exp_types",
 )  # fmt: skip
 PLAIN = (
     "output_projection",
@@ -55,6 +55,7 @@ PLAIN = (
     "project_in",
     "project_out",
     "embed_out",
+    *(f"shard_{i}" for i in range(5)),  # of a table
 )
 
 

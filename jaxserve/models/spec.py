@@ -512,7 +512,8 @@ class GatedDeltaSpec(RecurrentSpec):
       conv_width: tokens that the convolution over queries, keys and values sees, a token itself included.
       activation: applied to the results of the convolution.
       norm: of each value head's results, which are then multiplied by `gate` of a projection of the layer's input.
-      ngrams: what is kept of a sequence for n-grams (`NgramSpec.kept`); None: nothing.
+      ngrams: what is kept of a sequence for n-grams (`NgramSpec.kept`), with room in all layers of a model that has
+        such; None: nothing.
       rate_scale: multiplies the rates, which are between 0 and 1. With 2 a state may change its sign (Grazzi et al.
         2025, arXiv:2411.12537).
     """
