@@ -50,6 +50,22 @@ class ChoiceInputs(NamedTuple):
     key: jax.Array
 
 
+class PooledInputs(NamedTuple):
+    """New tokens' inputs of a choice of blocks by the means of their keys (Qwen4-Exp).
+
+    q: [tokens, heads, dim], after norm and rotary positions.
+    key: [tokens, dim], as projected.
+    scale: [dim], of the norm of a block's mean.
+    cos, sin: float32 [tokens, pairs], of the angles of the token's own block.
+    """
+
+    q: jax.Array
+    key: jax.Array
+    scale: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
 class Heads(NamedTuple):
     """Queries, keys and values of new tokens before norms and rotary positions.
 
@@ -67,7 +83,7 @@ class Heads(NamedTuple):
     q_norm: jax.Array | Row | None = None
     k_norm: jax.Array | Row | None = None
     sinks: jax.Array | Row | None = None
-    choice: ChoiceInputs | None = None
+    choice: ChoiceInputs | PooledInputs | None = None
 
 
 class IndexInputs(NamedTuple):
@@ -226,5 +242,25 @@ class LightningHeads(NamedTuple):
     decay: jax.Array
 
 
+class RecentTokens(NamedTuple):
+    """New tokens, of which n-grams need those before (`ngrams`).
+
+    tokens: int32 [tokens].
+    """
+
+    tokens: jax.Array
+
+
+class SpacedInputs(NamedTuple):
+    """New tokens' inputs of a convolution that leaves tokens out (`ngrams`).
+
+    x: [tokens, channels].
+    conv: [channels, width], the convolution's weights, of which the last is a token's own.
+    """
+
+    x: jax.Array
+    conv: jax.Array
+
+
 # Of recurrent layers: the first array has one entry per token.
-StateInputs = DeltaHeads | ConvInputs | MambaInputs | ScanInputs | LightningHeads
+StateInputs = DeltaHeads | ConvInputs | MambaInputs | ScanInputs | LightningHeads | RecentTokens | SpacedInputs

@@ -29,8 +29,8 @@ from jaxserve.pallas_kernels.lightning import lightning
 from jaxserve.pallas_kernels.lora.reference import add_to_embeddings
 from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.mamba2.reference import mamba2
-from jaxserve.pallas_kernels.operands import Heads, LatentHeads, Partials, Row, value_of
-from jaxserve.pallas_kernels.paged_attention import chosen_blocks, reference
+from jaxserve.pallas_kernels.operands import ChoiceInputs, Heads, LatentHeads, Partials, PooledInputs, Row, value_of
+from jaxserve.pallas_kernels.paged_attention import chosen_blocks, pooled_blocks, reference
 from jaxserve.pallas_kernels.quant_matmul import reference as quantized
 from jaxserve.pallas_kernels.segment_attention.reference import segment_attention
 from jaxserve.pallas_kernels.selective_scan import selective_scan
@@ -443,25 +443,49 @@ class Ops:
         """`attend` over the `most` blocks of `size` tokens that are chosen, or all where no row has more."""
         keys = pages.index_keys
         assert keys is not None
-        assert heads.choice is not None
+        assert isinstance(heads.choice, ChoiceInputs)
         keys = sparse.write_keys(keys, heads.choice.key, slots, first_page)
         q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        how: Any = {"size": size, "most": most, "local": local, "decode_only": options["decode_only"]}
+        choose = partial(chosen_blocks.choose, heads.choice, keys, *rows, first_page=first_page, **how)
         pages = pages._replace(index_keys=keys)
-        scale = options["scale"]
-        decode_only = options["decode_only"]
+        return self._over_blocks(q, pages, rows, first_page, choose, size, size * most, options), pages
+
+    def attend_pooled(
+        self, heads: Heads, pages: KVPages, slots: jax.Array, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
+        *, size: int, most: int, key_eps: float, eps: float, dtype: Any, **options: Unpack[AttentionOptions],
+    ) -> tuple[jax.Array, KVPages]:  # fmt: skip
+        """`attend_blocks` where blocks are chosen by the means of their keys (`pooled_blocks`)."""
+        keys = pages.index_keys
+        assert keys is not None
+        assert isinstance(heads.choice, PooledInputs)
+        how: Any = {"size": size, "first_page": first_page, "decode_only": options["decode_only"]}
+        keys = pooled_blocks.write_keys(heads.choice, keys, slots, *rows[:3], eps=key_eps, **how)
+        q, pages = self.rotate_and_write(heads, eps, dtype, pages, slots, first_page)
+        pages = pages._replace(index_keys=keys)
+
+        def choose() -> jax.Array:
+            which = pooled_blocks.choose(heads.choice, keys, *rows, most=most, **how)
+            return jnp.broadcast_to(which[:, None], (len(which), q.shape[1], which.shape[1]))
+
+        return self._over_blocks(q, pages, rows, first_page, choose, size, size * (most + 1) - 1, options), pages
+
+    def _over_blocks(
+        self, q: jax.Array, pages: KVPages, rows: tuple[jax.Array, ...], first_page: jax.Array | int,
+        choose: Callable[[], jax.Array], size: int, all_seen: int, options: AttentionOptions,
+    ) -> jax.Array:  # fmt: skip
+        """Attention over the blocks of `size` tokens that `choose` returns, or over all tokens where no row has more
+        than `all_seen`."""
 
         def some_tokens() -> jax.Array:
-            how: Any = {"size": size, "most": most, "local": local, "decode_only": decode_only}
-            which = chosen_blocks.choose(heads.choice, keys, *rows, first_page=first_page, **how)
-            return chosen_blocks.attention_over(
-                q, pages, which, *rows[:3], scale=scale, size=size, first_page=first_page
-            )
+            how: Any = {"scale": options["scale"], "size": size, "first_page": first_page}
+            return chosen_blocks.attention_over(q, pages, choose(), *rows[:3], **how)
 
         def all_tokens() -> jax.Array:
             plain = KVPages(pages.data, pages.scale)
             return self.paged_attention(q, plain, *rows, first_page=first_page, **options)
 
-        return jax.lax.cond(jnp.max(rows[2]) <= size * most, all_tokens, some_tokens), pages
+        return jax.lax.cond(jnp.max(rows[2]) <= all_seen, all_tokens, some_tokens)
 
     def attend_latent(
         self, heads: LatentHeads, pages: LatentPages, slots: jax.Array, rows: tuple[jax.Array, ...],

@@ -42,7 +42,7 @@ def read(state: T, rows: StateRows, first: jax.Array | int) -> T:
     """
 
     def of_rows(x: jax.Array) -> jax.Array:
-        return jnp.where(_beside(rows.fresh, x), 0.0, x[first + rows.source])
+        return jnp.where(_beside(rows.fresh, x), jnp.zeros((), x.dtype), x[first + rows.source])
 
     return lax.optimization_barrier(jax.tree.map(of_rows, state))
 
@@ -57,26 +57,41 @@ def _beside(flags: jax.Array, x: jax.Array) -> jax.Array:
     return flags.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+def convolve(
+    x: jax.Array, w: jax.Array, before: jax.Array, rows: StateRows, spacing: int = 1
+) -> tuple[jax.Array, jax.Array]:
     """The causal convolution of each channel over its row's tokens and those before them.
 
     Args:
       x: float32 [tokens, heads, channels].
       w: float32 [heads, channels, width].
-      before: float32 [rows, heads, (width - 1) * channels], the last inputs before each row, the oldest first.
+      before: float32 [rows, heads, (width - 1) * spacing * channels], the last inputs before each row, the oldest
+        first.
+      spacing: how far apart the tokens are that a token sees.
 
     Returns the results, as x, and the last inputs at the end of each row, as `before`.
     """
-    kept = w.shape[-1] - 1
     width = w.shape[-1]
     shape = before.shape
-    before = before.reshape(*shape[:2], kept, -1)
+    before = before.reshape(*shape[:2], (width - 1) * spacing, -1)
+    mixed = x * w[..., width - 1]
+    for step in range(1, width):
+        mixed += earlier(x, before, rows, step * spacing) * w[..., width - 1 - step]
+    return mixed, last_inputs(x, before, rows).reshape(shape)
+
+
+def earlier(x: jax.Array, before: jax.Array, rows: StateRows, back: int) -> jax.Array:
+    """For each token the input `back` tokens before it, as x [tokens, heads, channels], from its row's tokens or from
+    the last inputs before the row, [rows, heads, at least `back`, channels]."""
+    kept = before.shape[2]
     place = jnp.maximum(jnp.arange(len(x)) - rows.q_start[rows.row], 0)  # a token's index in its row
-    mixed = x * w[..., kept]
-    for back in range(1, width):
-        own = jnp.roll(x, back, axis=0)
-        older = before[rows.row, :, jnp.clip(kept + place - back, 0, kept - 1)]
-        mixed += jnp.where((place >= back)[:, None, None], own, older) * w[..., kept - back]
+    older = before[rows.row, :, jnp.clip(kept + place - back, 0, kept - 1)]
+    return jnp.where((place >= back)[:, None, None], jnp.roll(x, back, axis=0), older)
+
+
+def last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
+    """The last inputs at the end of each row, as `before`; see `earlier`."""
+    kept = before.shape[2]
     count = rows.q_start[1:] - rows.q_start[:-1]
     each = jnp.arange(len(count))
     last = []
@@ -85,7 +100,7 @@ def convolve(x: jax.Array, w: jax.Array, before: jax.Array, rows: StateRows) -> 
         own = x[jnp.clip(rows.q_start[:-1] + from_row, 0, len(x) - 1)]
         older = before[each, :, jnp.clip(count + i, 0, kept - 1)]
         last.append(jnp.where((from_row >= 0)[:, None, None], own, older))
-    return mixed, jnp.stack(last, axis=2).reshape(shape)
+    return jnp.stack(last, axis=2)
 
 
 class Chunks(NamedTuple):

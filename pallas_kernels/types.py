@@ -112,6 +112,20 @@ class DeltaState(NamedTuple):
     inputs: jax.Array
 
 
+class NgramState(NamedTuple):
+    """The states of gated delta nets, some of which stand behind n-grams of tokens (`ngrams`).
+
+    delta: those of the nets.
+    tokens: int32 [states, count], the last tokens plus 1, the oldest first. 0 stands for those before the first token.
+    inputs: float32 [states, (width - 1) * spacing, channels], the last inputs of the convolution over what n-grams
+      give, the oldest first.
+    """
+
+    delta: DeltaState
+    tokens: jax.Array
+    inputs: jax.Array
+
+
 class ConvState(NamedTuple):
     """The states of short convolutions, one for each layer and slot.
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.pallas_kernels.ngrams import multipliers, primes
+
 GOLDENS = Path(__file__).parent / "goldens"
 
 
@@ -87,6 +89,27 @@ MPT = BLOOM | {"hidden_size": ABSENT, "max_seq_len": 512}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 0.5}
 
 DENSE_CASES: dict[str, DenseCase] = {
+    "diffllama_hub": dense(
+        "DiffLlamaForCausalLM", "diffllama", modern=False, hidden=96, heads=8, layers=3, num_key_value_heads=4,
+        hidden_act="silu", rms_norm_eps=1e-3, rope_theta=7000.0, lambda_std_dev=0.1, attention_bias=False,
+        tie_word_embeddings=False,
+    ),
+    "diffllama_saved": dense(
+        "DiffLlamaForCausalLM", "diffllama", hidden=72, heads=6, num_key_value_heads=6, hidden_act="gelu",
+        rms_norm_eps=1e-5, attention_bias=True, head_dim=20, tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 9000.0, "rope_type": "linear", "factor": 2.0},
+    ),
+    "doge_hub": dense(
+        "DogeForCausalLM", "doge", modern=False, hidden=72, heads=6, num_key_value_heads=3, hidden_act="silu",
+        intermediate_size=156, rms_norm_eps=1e-3, rope_theta=7000.0, keep_window_size=2048, is_moe=False,
+        num_experts=16384, num_experts_per_tok=64, norm_topk_prob=False, hidden_dropout=0.0, attention_bias=False,
+        mlp_bias=False, sliding_window=None, tie_word_embeddings=False,
+    ),
+    "doge_saved": dense(
+        "DogeForCausalLM", "doge", hidden=64, heads=4, layers=3, num_key_value_heads=2, hidden_act="gelu",
+        rms_norm_eps=1e-5, keep_window_size=2048, sliding_window=29, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=False, rope_parameters={"rope_theta": 9000.0, "rope_type": "linear", "factor": 2.0},
+    ),
     "bitnet_hub": dense(
         "BitNetForCausalLM", "bitnet", modern=False, hidden=72, num_key_value_heads=2, hidden_act="relu2",
         rms_norm_eps=1e-3, rope_theta=7000.0, attention_bias=False,
@@ -769,6 +792,22 @@ def expert_table(config: dict[str, Any], words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(order[:, : config["num_experts_per_tok"]]).astype(np.int64)
 
 
+ENDED = [20, 21, 63, 64, 66, 100]  # places of a prompt that get a token which ends a text, for n-grams
+FEW = 31  # tokens that a Doge's attention keeps in a test
+NGRAM_BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+
+
+def ngram_buffer(config: dict[str, Any], name: str) -> np.ndarray:
+    """What transformers computes from a config for hashes of n-grams, and writes to files."""
+    longest, heads = config.get("ngram_size", 3), config.get("heads_per_ngram", 8)
+    index = sorted(config["ple_layer_ids"]).index(int(name.split("layers.")[1].split(".")[0]) + 1)
+    if name.endswith("layer_multipliers"):
+        return np.array(multipliers(config["vocab_size"], longest, index, config.get("seed", 1234)), np.int64)
+    count = (longest - 1) * heads
+    sizes = primes(config["ngram_vocab_size_base"], index * count, count)
+    return np.array(sizes if name.endswith("sizes") else np.cumsum([0, *sizes[:-1]]), np.int64)
+
+
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
@@ -800,6 +839,8 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
         return 0.0, 0.1
     if name.endswith("balancing_biases"):  # transformers makes the last one -1 when it loads a model
         return -1.0, 0.1 * (np.arange(*shape) < shape[0] - 1)
+    if ".lambda_" in name or name.endswith("self_attn.A"):
+        return 0.0, 0.3
     if name.endswith(("put_min", "put_max")):  # bounds that some numbers exceed
         return (-1.5 if name.endswith("min") else 1.5), 0.2
     if "act_fn" in name:  # learned numbers of an activation, of which one is negative
@@ -830,7 +871,7 @@ UNTIED = (
     "deepseek_v3", "deepseek_v4", "minimax_m2", "glm4_moe_lite", "olmoe", "flex_olmo", "dots1", "exaone_moe",
     "granitemoeshared", "phimoe", "hunyuan_v1_moe", "hy_v3", "solar_open", "mistral4", "afmoe",
     "hyperclovax", "gptj", "apertus", "nanochat", "dbrx", "persimmon", "axk1", "kolibri1",
-    "longcat_flash", "hy_v4", "aria_text", "bitnet", "codegen", "phi4_multimodal", "axk2",
+    "longcat_flash", "hy_v4", "aria_text", "doge", "diffllama", "bitnet", "codegen", "phi4_multimodal", "axk2",
     "bamba", "nemotron_h", "kimi_linear", "bailing_hybrid",
     "falcon_h1", "mamba2", "jamba", "minimax",
 )  # fmt: skip

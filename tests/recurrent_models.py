@@ -18,6 +18,8 @@ _VISION = {
     "patch_size": 4,
 }  # fmt: skip
 
+_QWEN4 = {"indexer_kv_heads": 1, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+
 _LATENT = {
     "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "hidden_act": "silu",
     "rms_norm_eps": 1e-3, "moe_intermediate_size": 40,
@@ -66,6 +68,35 @@ RECURRENT_CASES: dict[str, DenseCase] = {
             rope_parameters=_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
         ),
         _VISION | {"out_hidden_size": 96, "model_type": "qwen3_5_moe"}, image_token_id=505, video_token_id=506,
+        vision_start_token_id=507, vision_end_token_id=508,
+    ),
+    # Many heads choose blocks, so that no two blocks have the same score. Prompts are longer than what is chosen.
+    "qwen4_exp_types": dense(
+        "Qwen4ExpForCausalLM", "qwen4_exp_text", **_SHARED | {"num_key_value_heads": 3}, hidden=72, heads=6, layers=5,
+        head_dim=20, attention_bias=True, intermediate_size=ABSENT, **_QWEN4, linear_num_key_heads=3,
+        linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20, linear_conv_kernel_dim=3,
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=56,
+        norm_topk_prob=False, output_gate_type="sigmoid", hc_count=3, hc_lowrank=14, ple_layer_ids=[4, 2],
+        ple_embed_dim=60, ple_conv_kernel_size=3, ngram_size=4, heads_per_ngram=2, ngram_vocab_size_base=90,
+        make_ngram_vocab_size_divisible_by=7, seed=99, split_ngram_parts=5, indexer_n_heads=24, indexer_head_dim=14,
+        indexer_budget=12, indexer_compress_ratio=3,
+        layer_types=["indexed_attention"] + ["linear_attention"] * 3 + ["indexed_attention"],
+        rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
+    ),
+    # As published: part of a model that sees, whose layers choose blocks under the name of full attention.
+    "qwen4_exp_whole": seeing(
+        "Qwen4ExpForConditionalGeneration", "qwen4_exp",
+        dense(
+            "", "qwen4_exp_text", **_SHARED, **_PUBLISHED, hidden=64, layers=4, head_dim=16, attention_bias=False,
+            intermediate_size=ABSENT, **_QWEN4, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=16, linear_value_head_dim=24, linear_conv_kernel_dim=4, num_experts=8,
+            num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=64, hc_count=4,
+            hc_lowrank=20, ple_layer_ids=[1], ngram_vocab_size_base=300, heads_per_ngram=4, split_ngram_parts=8,
+            indexer_n_heads=16, indexer_head_dim=16, indexer_budget=32, indexer_compress_ratio=4,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            rope_parameters=_ROPE | {"mrope_section": [4, 2, 2]},
+        ),
+        _VISION | {"out_hidden_size": 64, "model_type": "qwen4_exp"}, image_token_id=505, video_token_id=506,
         vision_start_token_id=507, vision_end_token_id=508,
     ),
     # transformers cuts the convolution into three equal parts when it saves, so queries, keys and values are as wide.

@@ -44,7 +44,7 @@ OTHERS = (
 )
 NEWEST = (
     "axk1_hub", "kolibri_hub", "persimmon_plain", "biogpt_untied", "xglm_untied", "bitnet_hub", "codegen_hub",
-    "deepseek_v4_hub",
+    "deepseek_v4_hub", "doge_saved", "diffllama_hub", "qwen4_exp_types",
 )  # fmt: skip
 PLAIN = (
     "output_projection",
@@ -57,6 +57,7 @@ PLAIN = (
     "embed_out",
     "head",  # DeepSeek V4's names
     "wo_a",
+    *(f"shard_{i}" for i in range(5)),  # of a table
 )
 TABLES = ("embed", "transformer.wte")
 

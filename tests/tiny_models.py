@@ -16,7 +16,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from dense_models import DENSE_CASES, dense_manifest, dense_mean_and_std, expert_table
+from dense_models import (
+    DENSE_CASES,
+    NGRAM_BUFFERS,
+    dense_manifest,
+    dense_mean_and_std,
+    expert_table,
+    ngram_buffer,
+)
 from image_models import IMAGE_CASES
 from moe_models import MOE_CASES
 from recurrent_models import RECURRENT_CASES
@@ -421,6 +428,9 @@ def tensors(case_name: str) -> Iterator[tuple[str, np.ndarray]]:
             size = shape[0] * case.config["n_routed_experts"]
             words = stream(case_name, name).random_raw(size).reshape(shape[0], -1)
             yield name, expert_table(case.config, words)
+            continue
+        if name.endswith(NGRAM_BUFFERS):
+            yield name, ngram_buffer(case.text, name)
             continue
         if dense := OTHER_CASES.get(case_name):
             mean, std = dense_mean_and_std(dense, name, shape, case.config["model_type"] == "gpt2")

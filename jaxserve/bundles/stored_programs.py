@@ -30,6 +30,7 @@ from jaxserve.pallas_kernels.types import (
     LatentPages,
     LightningState,
     MambaState,
+    NgramState,
     ScanState,
 )
 
@@ -41,6 +42,7 @@ _KINDS = (
     LatentPages,
     DeltaState,
     ConvState,
+    NgramState,
     MambaState,
     ScanState,
     LightningState,

@@ -79,7 +79,10 @@ def check_calibration(model: ModelConfig, method: str, roles: Names) -> None:
     for layer in model.layers:
         mlp = layer.mlp
         unknown = layer.recurrent or getattr(layer.attention, "chunk", None)
-        unknown = unknown or layer.residual in ("scaled_sandwich", "altup", "hyper", "shortcut", "memory")
+        unknown = unknown or layer.gated or getattr(layer.attention, "difference", None)
+        unknown = unknown or layer.residual in (
+            "scaled_sandwich", "altup", "hyper", "shortcut", "memory", "weighed_skip",
+        )  # fmt: skip
         if unknown or mlp is None or (mlp.experts and (mlp.bias or mlp.experts.router.weighs_inputs)):
             raise ConfigError(f"{method} cannot measure the layers of the family {model.family}; use --method rtn")
     fused = {"qkv.weight", "qkv_grouped.weight", "gate_up.weight"} & roles.keys()

@@ -64,6 +64,8 @@ def _reasons(decoder: Decoder, config: EngineConfig, mesh: Mesh, pools: bool) ->
         yield "norms of values add in plain XLA"
     if any(getattr(layer.attention, "out_norm", None) for layer in decoder.config.layers):
         yield "norms of the results of attention and within MLPs add in plain XLA"
+    if any(spec.value_bias or spec.difference for spec in decoder.config.attentions if isinstance(spec, AttentionSpec)):
+        yield "biases by values and differences of heads add in plain XLA"
     if any(layer.blocks is not None for layer in decoder.config.layers):
         yield "attention over chosen blocks adds in plain XLA"
     if any(layer.norm.kind != "rms" or not layer.norm.scale or layer.norm.bias for layer in decoder.config.layers):

@@ -19,11 +19,18 @@ from jaxserve.config import ConfigError
 from jaxserve.devices.mesh import RULES, is_split, num_shards, on_each_device, spec
 from jaxserve.models.decoder import DecoderLayer
 from jaxserve.models.drafter import EagleLayer
+from jaxserve.models.gated_streams import GatedStreamsLayer
 from jaxserve.models.hyper import HyperLayer
-from jaxserve.models.spec import CompressedAttentionSpec, CompressionSpec, LatentAttentionSpec, ModelConfig
+from jaxserve.models.spec import (
+    CompressedAttentionSpec,
+    CompressionSpec,
+    LatentAttentionSpec,
+    ModelConfig,
+    PooledChoiceSpec,
+)
 from jaxserve.pallas_kernels import compressed_attention, token_shares
 from jaxserve.pallas_kernels.compressed_attention import Compression, RowLayout
-from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads
+from jaxserve.pallas_kernels.operands import ChoiceInputs, CompressedHeads, Heads, LatentHeads
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import (
     KVPages,
@@ -37,7 +44,7 @@ from jaxserve.pallas_kernels.types import (
 Pages = KVPages | LatentPages | RowPages
 EVERYWHERE = PartitionSpec()
 CACHED_TOKENS = str(RULES["cached_tokens"])
-Layer = DecoderLayer | HyperLayer | EagleLayer
+Layer = DecoderLayer | HyperLayer | GatedStreamsLayer | EagleLayer
 
 
 MOST_LAYERS = 8  # maximum of layers in one array of the cache
@@ -114,7 +121,9 @@ class KeysAndValues:
         chosen: Any = layer.spec.attention
         options = {"scale": chosen.softmax_scale, "window": chosen.window, "softcap": chosen.softcap}
         attend: Callable[..., Any] = ops.attend_shared if chosen.shares_kv else ops.attend
-        if (blocks := chosen.blocks) is not None:
+        if isinstance(blocks := chosen.blocks, PooledChoiceSpec):
+            attend = partial(ops.attend_pooled, size=blocks.size, most=blocks.count, key_eps=blocks.norm.eps)
+        elif blocks is not None:
             attend = partial(ops.attend_blocks, size=blocks.size, most=blocks.count, local=blocks.local)
         elif self.index_dim:
             attend = partial(_beside_index_keys, attend)
@@ -141,9 +150,10 @@ class KeysAndValues:
         of_qkv: Any = jax.tree.map(lambda x: spec(*(None,) * (x.ndim - 3), "kv_heads"), heads.qkv)
         of_sinks = None if heads.sinks is None else spec("kv_heads")
         found = jax.tree.map(lambda _: EVERYWHERE, heads)._replace(qkv=of_qkv, sinks=of_sinks)
-        if found.choice is None:
+        if not isinstance(found.choice, ChoiceInputs):  # all devices make the same choice for all heads
             return found
-        return found._replace(choice=found.choice._replace(q=spec(None, "kv_heads")))
+        of_queries: Any = spec(None, "kv_heads")
+        return found._replace(choice=found.choice._replace(q=of_queries))
 
 
 @dataclass(frozen=True)

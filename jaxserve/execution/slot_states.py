@@ -27,17 +27,20 @@ from jaxserve.models.spec import (
     ShortConvSpec,
     StatePart,
 )
+from jaxserve.pallas_kernels.ngrams import recent_tokens, spaced_convolution
 from jaxserve.pallas_kernels.operands import (
     ConvInputs,
     DeltaHeads,
     LightningHeads,
     MambaInputs,
+    RecentTokens,
     ScanInputs,
+    SpacedInputs,
     StateInputs,
 )
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 from jaxserve.pallas_kernels.state_rows import StateRows
-from jaxserve.pallas_kernels.types import State
+from jaxserve.pallas_kernels.types import NgramState, State
 
 # For each array of an operation's inputs the axis that devices share; None: each device has the whole array.
 SPLIT: dict[type, tuple[int | None, ...]] = {
@@ -46,10 +49,17 @@ SPLIT: dict[type, tuple[int | None, ...]] = {
     MambaInputs: (1, None, 1, 0, 0, 0, 0, 0, None, None),
     ScanInputs: (1, 1, None, None, 0, 0),
     LightningHeads: (1, 0),
+    RecentTokens: (None,),
+    SpacedInputs: (None, None),
 }
 
 # How many of an operation's inputs have an entry per token. They come first; the others are weights.
-PER_TOKEN: dict[type, int] = {DeltaHeads: 3, ConvInputs: 1, MambaInputs: 3, ScanInputs: 4, LightningHeads: 1}
+PER_TOKEN: dict[type, int] = {
+    DeltaHeads: 3, ConvInputs: 1, MambaInputs: 3, ScanInputs: 4, LightningHeads: 1, RecentTokens: 1, SpacedInputs: 1,
+}  # fmt: skip
+
+# Operations beside that of the layer's own state.
+FURTHER: dict[type, Callable[..., Any]] = {RecentTokens: recent_tokens, SpacedInputs: spaced_convolution}
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ def advance(
 ) -> tuple[jax.Array, State]:  # fmt: skip
     """The operation of a recurrent layer, on each device for its share of the layer. `first` is the index of the
     layer's first state in `state`. Returns the results, and the states with those of the rows replaced."""
-    operation = partial(_operation(net, ops), decode_only=decode_only, static=_is_static(mesh))
+    operation = FURTHER.get(type(inputs)) or _operation(net, ops)
+    operation = partial(operation, decode_only=decode_only, static=_is_static(mesh))
     if not is_split(mesh):
         return operation(inputs, state, rows, first)
     everywhere = PartitionSpec()
@@ -134,7 +145,7 @@ def advance(
         operation,
         mesh=mesh,
         in_specs=(shared, states, everywhere, everywhere),
-        out_specs=(_split(1), states),
+        out_specs=(_split(SPLIT[kind][0]), states),
         check_vma=False,
     )(inputs, state, rows, first)
 
@@ -188,7 +199,8 @@ def _is_static(mesh: Mesh) -> bool:
 
 def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, State]]:
     if isinstance(net, GatedDeltaSpec):
-        return partial(ops.delta_net, key_dim=net.key_dim, activation=ACTIVATIONS[net.activation])
+        operation = partial(ops.delta_net, key_dim=net.key_dim, activation=ACTIVATIONS[net.activation])
+        return operation if net.ngrams is None else partial(_beside_ngrams, operation)
     if isinstance(net, KimiDeltaSpec):
         return partial(ops.kimi_delta, activation=ACTIVATIONS[net.activation])
     if isinstance(net, Mamba2Spec):
@@ -200,6 +212,14 @@ def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, S
         return ops.lightning
     assert isinstance(net, ShortConvSpec)
     return ops.short_conv
+
+
+def _beside_ngrams(
+    operation: Callable, inputs: DeltaHeads, state: NgramState, *rows: Any, **options: Any
+) -> tuple[jax.Array, NgramState]:
+    """The operation of a gated delta net among layers that keep more, which stays as it is."""
+    out, after = operation(inputs, state.delta, *rows, **options)
+    return out, state._replace(delta=after)
 
 
 def _split(axis: int | None) -> PartitionSpec:

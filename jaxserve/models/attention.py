@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.alibi import with_positions
-from jaxserve.models.block_choice import BlockChooser
+from jaxserve.models.block_choice import choice_of
+from jaxserve.models.differential import Difference
 from jaxserve.models.layers import GATES, Linear, weight
 from jaxserve.models.norms import HeadNorm, normalize
 from jaxserve.models.rope import Angles
 from jaxserve.models.spec import AttentionSpec, QKNormSpec
+from jaxserve.models.value_bias import biased
 from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads, Partials, StateInputs, value_of
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
@@ -58,14 +60,17 @@ class Attention(nn.Module):
         sums = qkv.sums.reshape(*qkv.sums.shape[:2], *shape)
         qkv = Partials(sums, None if qkv.bias is None else value_of(qkv.bias).reshape(shape))
         heads = self._heads(qkv, ropes[spec.rope], ops)
+        if spec.value_bias:
+            heads = biased(spec, self.kv_heads, heads, self.dtype, ops)
         if spec.sinks:
             init = nn.initializers.normal(1.0)
             sinks = weight(self, "sinks", init, ("kv_heads", None), (self.kv_heads, group), self.dtype)
             heads = heads._replace(sinks=sinks)
-        if spec.blocks is not None:
-            chooser = BlockChooser(spec.blocks, inputs, self.kv_heads, self.dtype, name="chooser")
-            heads = heads._replace(choice=chooser(x, ropes[spec.rope], ops))
+        if spec.blocks is not None and heads.choice is None:
+            heads = heads._replace(choice=choice_of(spec, inputs, self.kv_heads, self.dtype, x, ropes, ops))
         result = attend(heads)[..., : spec.value_dim] * spec.value_scale
+        if spec.difference is not None:
+            result = Difference(*spec.difference, self.dtype, name="difference")(result)
         if spec.out_gate is not None:
             gate = linear("gate", (inputs,), (self.kv_heads, group, spec.gate_channels), axes, spec.gate_bias)(x, ops)
             result = result * GATES[spec.out_gate](gate.reduce(self.dtype)).reshape(*result.shape[:-1], -1)

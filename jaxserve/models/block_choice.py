@@ -10,11 +10,24 @@ import jax.numpy as jnp
 
 from jaxserve.models.layers import Linear
 from jaxserve.models.norms import HeadNorm
+from jaxserve.models.pooled_choice import PooledChooser
 from jaxserve.models.rope import Angles
-from jaxserve.models.spec import BlockChoiceSpec
-from jaxserve.pallas_kernels.operands import ChoiceInputs
+from jaxserve.models.spec import AttentionSpec, BlockChoiceSpec, PooledChoiceSpec
+from jaxserve.pallas_kernels.operands import ChoiceInputs, PooledInputs
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantRows
+
+
+def choice_of(
+    spec: AttentionSpec, inputs: int, kv_heads: int, dtype: Any, x: jax.Array | QuantRows, ropes: Any, ops: Ops
+) -> ChoiceInputs | PooledInputs:
+    """What chooses the blocks that an attention sees, within its module. x: its input [tokens, inputs]. ropes: see
+    `attention.Ropes`."""
+    blocks = spec.blocks
+    if isinstance(blocks, PooledChoiceSpec):
+        return PooledChooser(blocks, inputs, dtype, name="chooser")(x, ropes[spec.rope], ropes[blocks.rope], ops)
+    assert isinstance(blocks, BlockChoiceSpec)
+    return BlockChooser(blocks, inputs, kv_heads, dtype, name="chooser")(x, ropes[spec.rope], ops)
 
 
 class BlockChooser(nn.Module):

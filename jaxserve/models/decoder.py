@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxserve.models.affine import AffineLayer
 from jaxserve.models.altup import AltUpLayer
 from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.gated_streams import GatedStreamsLayer
 from jaxserve.models.hyper import HyperLayer
 from jaxserve.models.layer_parts import attention_of, mlp_of, norm_of
 from jaxserve.models.layers import Embedding, LearnedPositions, Linear, reader, weighed
@@ -28,6 +29,7 @@ from jaxserve.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, 
 from jaxserve.models.stages import Part, Stage
 from jaxserve.models.stand_in import stand_in
 from jaxserve.models.streams import streams_of
+from jaxserve.models.weighed_skip import WeighedSkipLayer
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -185,7 +187,8 @@ class Decoder(nn.Module):
         common = spec, self.config.hidden_size, kv_heads, self.dtype
         others: dict[str, Any] = {
             "scaled_sandwich": ScaledSandwich, "altup": AltUpLayer, "hyper": HyperLayer, "shortcut": ShortcutLayer,
-            "memory": MemoryLayer, "affine": AffineLayer,
+            "memory": MemoryLayer, "affine": AffineLayer, "gated_streams": GatedStreamsLayer,
+            "weighed_skip": WeighedSkipLayer,
         }  # fmt: skip
         if spec.residual in others:
             return others[spec.residual](*common, self.config.per_layer)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layers import Linear, weight
+from jaxserve.models.layers import GATES, Linear, weight
 from jaxserve.models.norms import HeadNorm
 from jaxserve.models.sources import Names, Source, rows, whole
 from jaxserve.models.spec import GatedDeltaSpec
@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
         conv = weight(self, "conv", nn.initializers.normal(0.5), ("kv_heads", None, None), shape, self.dtype)
         out = attend(DeltaHeads(qkv, decay, spec.rate_scale * jax.nn.sigmoid(rates), conv))
         out = HeadNorm(spec.norm, (spec.value_dim,), self.dtype, name="norm")(out, -1)
-        out = (out * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))).astype(self.dtype)
+        out = (out * GATES[spec.gate](z.astype(jnp.float32).reshape(out.shape))).astype(self.dtype)
         return linear("out", out.shape[1:], (self.hidden_size,), ("embed", "kv_heads", None, None))(out, ops)
 
 

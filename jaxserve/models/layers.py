@@ -23,7 +23,8 @@ from jaxserve.pallas_kernels.operands import Partials, Row, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops, gate, rms_norm
 from jaxserve.pallas_kernels.types import BlockArray, MixedArray, PanelArray, QuantArray, QuantRows
 
-GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}  # of attention's results
+# Of the results of attention and of recurrent layers.
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus, "silu": jax.nn.silu}
 
 
 class Declared(nn.Partitioned[Any]):

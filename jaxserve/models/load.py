@@ -259,10 +259,12 @@ def attention_problem(
     if isinstance(spec, CompressedAttentionSpec):
         heads = spec.num_heads // devices
         return LatentProblem(dtype, kv_dtype, heads, spec.head_dim, spec.rope_dim, page_size, scales, spec.head_dim)
-    if spec.alibi is not None and scales:
+    if (spec.alibi is not None or spec.value_bias) and scales:
+        kept = "positions that models with biases by distance (ALiBi) keep"
+        if spec.value_bias:
+            kept = "biases by values that Doge keeps"
         raise ConfigError(
-            f"kv_cache_dtype {np.dtype(kv_dtype).name} cannot hold the positions that models with biases by distance "
-            "(ALiBi) keep beside keys; use auto or bf16"
+            f"kv_cache_dtype {np.dtype(kv_dtype).name} cannot hold the {kept} beside keys; use auto or bf16"
         )
     head_dim = stored_head_dim(spec.cached_dim, device.platform)
     kv_heads = max(kv_heads, spec.num_kv_heads)

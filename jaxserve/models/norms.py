@@ -83,3 +83,17 @@ class HeadNorm(nn.Module):
     def __call__(self, x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
         scale, bias = (None if vector is None else value_of(vector) for vector in self.vectors)
         return normalize(x, self.spec, scale, bias, axes)
+
+
+class StreamNorm(nn.Module):
+    """A norm of each of several residual streams [tokens, count, hidden], with a scale of its own, in plain XLA."""
+
+    spec: NormSpec
+    shape: tuple[int, int]  # (count, hidden)
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale, _ = vectors(self, self.spec, (None, None), self.shape, self.dtype)
+        assert scale is not None
+        return normalize(x, self.spec, value_of(scale), None)

@@ -13,12 +13,12 @@ from jaxserve.models.rope_spec import QueryScale as QueryScale
 from jaxserve.models.rope_spec import RopeConfig as RopeConfig
 from jaxserve.models.rope_spec import RopeScaling as RopeScaling
 from jaxserve.pallas_kernels.expert_routing import Router
-from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState, MambaState, ScanState
+from jaxserve.pallas_kernels.types import ConvState, DeltaState, LightningState, MambaState, NgramState, ScanState
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 Residual = Literal[
     "pre", "post", "sandwich", "scaled_sandwich", "altup", "hyper", "parallel", "parallel_two_norms", "post_ln",
-    "normed", "normed_mlp", "shortcut", "memory", "layer_scale", "affine",
+    "normed", "normed_mlp", "shortcut", "memory", "layer_scale", "affine", "gated_streams", "weighed_skip",
 ]  # fmt: skip
 
 
@@ -95,6 +95,64 @@ class BlockChoiceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PooledChoiceSpec:
+    """Chooses the blocks of tokens that all heads of a layer's attention see (Qwen4-Exp). A block has one key: the mean
+    of its tokens' keys, which is normed and turns by the position of the block's first token. A block's score is the
+    sum over a few queries of the product with its key, where this is positive. Blocks whose tokens are complete are
+    chosen from. The tokens behind the last of these are seen in any case.
+
+    Attributes:
+      heads: queries per token.
+      dim, turned: as in `BlockChoiceSpec`.
+      size: neighbouring tokens of a block.
+      count: complete blocks that are chosen. A token sees all tokens as long as there are no more.
+      norm: of the queries, and of the blocks' keys.
+      rope: the name of the rotary embedding of blocks' keys.
+    """
+
+    heads: int
+    dim: int
+    turned: int
+    size: int
+    count: int
+    norm: NormSpec
+    rope: str
+
+    def __post_init__(self) -> None:
+        if self.dim < self.turned:
+            raise ConfigError(f"indexer_head_dim={self.dim} is below the {self.turned} channels that turn")
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a token sees."""
+        return self.size * (self.count + 1) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestChoiceSpec:
+    """Chooses the tokens that a layer's attention sees, for each head of keys and values by itself: those with the
+    largest biases (`AttentionSpec.value_bias`).
+
+    Attributes:
+      dim: the number of heads of keys and values.
+      count: tokens that are chosen. A token sees all tokens as long as there are no more.
+    """
+
+    dim: int
+    count: int
+    size: int = 1
+    local: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a token sees."""
+        return self.count
+
+
+BlocksSpec = BlockChoiceSpec | PooledChoiceSpec | LargestChoiceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of one layer.
 
@@ -126,6 +184,9 @@ class AttentionSpec:
       blocks: how blocks of tokens are chosen; None: the layer sees all of them.
       experts: pairs of projections of queries and of results, of which a router chooses as many for each token as a
         head of keys and values has queries (`routed_attention`, JetMoE); 0: there is one such pair for all tokens.
+      value_bias: scores grow by a learned function of the values of the key's token (`value_bias`, Doge).
+      difference: results of pairs of heads are subtracted and normed: the share that is not learned, and the norm's
+        epsilon (`differential`). Half of a head's channels have keys.
     """
 
     num_heads: int
@@ -151,8 +212,10 @@ class AttentionSpec:
     out_norm: NormSpec | None = None
     v_is_k: bool = False
     shares_kv: bool = False
-    blocks: BlockChoiceSpec | None = None
+    blocks: BlocksSpec | None = None
     experts: int = 0
+    value_bias: bool = False
+    difference: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -172,7 +235,7 @@ class AttentionSpec:
     @property
     def cached_dim(self) -> int:
         """Numbers of a head's key, and of its value, in the cache."""
-        return self.head_dim + (0 if self.alibi is None else ALIBI_CHANNELS)
+        return self.head_dim + (ALIBI_CHANNELS if self.alibi is not None or self.value_bias else 0)
 
     @property
     def gate_channels(self) -> int:
@@ -450,7 +513,9 @@ class GatedDeltaSpec(RecurrentSpec):
       key_dim, value_dim: channels of a head's query and of its key, and of its value.
       conv_width: tokens that the convolution over queries, keys and values sees, a token itself included.
       activation: applied to the results of the convolution.
-      norm: of each value head's results, which are then multiplied by the silu of a projection of the layer's input.
+      norm: of each value head's results, which are then multiplied by `gate` of a projection of the layer's input.
+      ngrams: what is kept of a sequence for n-grams (`NgramSpec.kept`), with room in all layers of a model that has
+        such; None: nothing.
       rate_scale: multiplies the rates, which are between 0 and 1. With 2 a state may change its sign (Grazzi et al.
         2025, arXiv:2411.12537).
     """
@@ -462,7 +527,9 @@ class GatedDeltaSpec(RecurrentSpec):
     conv_width: int
     activation: Activation = "silu"
     norm: NormSpec
+    gate: Literal["silu", "sigmoid"] = "silu"
     rate_scale: float = 1.0
+    ngrams: tuple[StatePart, StatePart] | None = None
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -483,10 +550,12 @@ class GatedDeltaSpec(RecurrentSpec):
         return 2 * self.key_dim + self.group * self.value_dim
 
     @property
-    def state(self) -> DeltaState:
+    def state(self) -> DeltaState | NgramState:
         matrix: Any = StatePart((self.key_heads, self.group, self.key_dim, self.value_dim))
         inputs: Any = StatePart((self.key_heads, (self.conv_width - 1) * self.channels))
-        return DeltaState(matrix, inputs)
+        own = DeltaState(matrix, inputs)
+        further: Any = self.ngrams
+        return own if further is None else NgramState(own, *further)
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -869,6 +938,78 @@ class HyperSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedStreamsSpec:
+    """Several residual streams (`gated_streams`). Each attention and each MLP reads the mean of the normed streams,
+    whose channels are gated, and adds its result to all.
+
+    Attributes:
+      count: the number of streams.
+      rank: size of the latent that the gates are projected from.
+    """
+
+    count: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise ConfigError(f"hc_count must be above 1, got {self.count}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramSpec:
+    """What a layer adds to its streams for the last few tokens (`ngrams`): embeddings of the hashes of n-grams.
+
+    Attributes:
+      longest: tokens of the longest n-grams; the shortest are pairs.
+      heads: hashes of the n-grams of each length, each with rows of its own in the table of embeddings.
+      dim: numbers of the embeddings of all hashes together.
+      base: the rows of a hash are the next prime number from here on that no other hash has, also of layers before.
+      divisor: the table's rows are a multiple of this.
+      index: the number of such layers before.
+      seed: of the numbers that tokens are multiplied with.
+      vocab: tokens of the vocabulary.
+      end: the token that n-grams do not reach across; it stands for those before the first one.
+      width: tokens that the convolution over the results sees, of which `longest` - 1 are left out between two.
+    """
+
+    longest: int
+    heads: int
+    dim: int
+    base: int
+    divisor: int
+    index: int
+    seed: int
+    vocab: int
+    end: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.longest < 2 or self.width < 2:
+            raise ConfigError(
+                f"ngram_size={self.longest} and ple_conv_kernel_size={self.width} must both be at least 2"
+            )
+        if not 1 < self.base < 2**30:
+            raise ConfigError(f"ngram_vocab_size_base={self.base} must be above 1 and below 2 ** 30")
+        if self.dim % self.hashes:
+            raise ConfigError(
+                f"ple_embed_dim={self.dim} is no multiple of (ngram_size - 1) * heads_per_ngram = {self.hashes}"
+            )
+        if not 0 <= self.end < self.vocab:
+            raise ConfigError(f"eos_token_id={self.end} is no token of the vocabulary of {self.vocab}")
+
+    @property
+    def hashes(self) -> int:
+        """The number of hashes of a token, of n-grams of all lengths."""
+        return (self.longest - 1) * self.heads
+
+    def kept(self, channels: int) -> tuple[StatePart, StatePart]:
+        """What the layer keeps of a sequence: the last tokens, and the last inputs of the convolution over this many
+        channels."""
+        tokens = StatePart((self.longest - 1,), split=None, dtype="int32")
+        return tokens, StatePart(((self.width - 1) * self.longest, channels), split=None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemorySpec:
     """Blocks of attention and MLP that several places of a model share in turns (`memory`).
 
@@ -923,12 +1064,14 @@ class LayerSpec:
         follows from the layer's part of `ModelConfig.per_layer`, all times a learned number (Gemma 4). altup: as
         `altup.AltUpLayer` says (Gemma 3n). hyper: as `hyper.HyperLayer` says (DeepSeek-V4). shortcut: as
         `shortcut.ShortcutLayer` says (LongCat-Flash). memory: as `memory.MemoryLayer` says (Zamba). affine: as
-        `affine.AffineLayer` says (ZAYA).
+        `affine.AffineLayer` says (ZAYA). gated_streams: as `gated_streams.GatedStreamsLayer` says (Qwen4-Exp).
+        weighed_skip: s * x + f(N(x)) with a learned number s for each channel (Doge).
       gated_norms: of the norms before attention and MLP, those whose results are multiplied by sigmoid gates, which are
         projected from these results through a latent of `gate_rank` numbers (A.X K2).
       residual_scale: multiplies what attention and MLP add to x.
       shares: for the attention, and for the MLP, the numbers (kept, share), if `residual` is normed.
-      altup, hyper: the streams, if `residual` is altup or hyper.
+      altup, hyper, gated: the streams, if `residual` is altup, hyper or gated_streams.
+      ngrams: what the layer adds to its streams for n-grams, if `residual` is gated_streams; None: nothing.
       shortcut: the layer's part of a block, if `residual` is shortcut. The result of its MLP is held, or added; at the
         block's end what was held is added, too.
       memory: the model's shared blocks, if `residual` is memory.
@@ -946,6 +1089,8 @@ class LayerSpec:
     shares: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
     altup: AltUpSpec | None = None
     hyper: HyperSpec | None = None
+    gated: GatedStreamsSpec | None = None
+    ngrams: NgramSpec | None = None
     shortcut: Literal["begins", "between", "ends"] | None = None
     memory: MemorySpec | None = None
     affine: AffineSpec | None = None
@@ -968,7 +1113,7 @@ class LayerSpec:
         return self.attention.indexer if isinstance(self.attention, LatentAttentionSpec) else None
 
     @property
-    def blocks(self) -> BlockChoiceSpec | None:
+    def blocks(self) -> BlocksSpec | None:
         """How the blocks are chosen that the layer's attention sees."""
         return self.attention.blocks if isinstance(self.attention, AttentionSpec) else None
 
@@ -1194,10 +1339,10 @@ class ModelConfig:
         return self.shares_kv or self.enters
 
     @property
-    def streams(self) -> AltUpSpec | HyperSpec | MemorySpec | AffineSpec | str | None:
+    def streams(self) -> AltUpSpec | HyperSpec | GatedStreamsSpec | MemorySpec | AffineSpec | str | None:
         """The residual streams; text: two, as `LayerSpec.shortcut` says; None: there is one."""
         first = self.layers[0]
-        return first.altup or first.hyper or first.memory or first.affine or first.shortcut
+        return first.altup or first.hyper or first.gated or first.memory or first.affine or first.shortcut
 
     @property
     def enters(self) -> bool:

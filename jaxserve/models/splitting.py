@@ -63,6 +63,9 @@ def _problems(config: ModelConfig, size: int, experts: int, everyone: int) -> It
                 yield f"{kv_heads} key-value heads"
         elif size % kv_heads or heads % size:
             yield f"{heads} query heads over {kv_heads} key-value heads"
+    for pairs in sorted({one.num_kv_heads // 2 for one in config.attentions if getattr(one, "difference", None)}):
+        if pairs % size:
+            yield f"{pairs} pairs of key-value heads"
     for groups in sorted({getattr(attention, "out_groups", size) for attention in config.attentions}):
         if groups % size:
             yield f"{groups} groups of heads (o_groups)"

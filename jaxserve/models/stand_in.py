@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.spec import LayerSpec
-from jaxserve.pallas_kernels.operands import CompressedHeads, Heads, LatentHeads, StateInputs
+from jaxserve.pallas_kernels.operands import (
+    CompressedHeads,
+    Heads,
+    LatentHeads,
+    RecentTokens,
+    SpacedInputs,
+    StateInputs,
+)
 
 
 def stand_in(layer: LayerSpec, dtype: Any, heads: Heads | LatentHeads | CompressedHeads | StateInputs) -> jax.Array:
@@ -21,5 +28,10 @@ def stand_in(layer: LayerSpec, dtype: Any, heads: Heads | LatentHeads | Compress
         return jnp.zeros_like(heads.q)
     if isinstance(heads, LatentHeads):
         return jnp.zeros((*heads.q.shape[:2], heads.v_up.shape[1]), dtype)
+    if isinstance(heads, RecentTokens):
+        assert layer.ngrams is not None
+        return jnp.zeros((len(heads.tokens), layer.ngrams.longest - 1), jnp.int32)
+    if isinstance(heads, SpacedInputs):
+        return jnp.zeros(heads.x.shape, jnp.float32)
     assert layer.recurrent is not None
     return jnp.zeros((len(heads[0]), *layer.recurrent.results), jnp.float32)

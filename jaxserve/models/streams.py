@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from jaxserve.models.affine import AffineStreams
 from jaxserve.models.altup import Streams
+from jaxserve.models.gated_streams import GatedStreams
 from jaxserve.models.hyper import HyperStreams
-from jaxserve.models.spec import AffineSpec, AltUpSpec, HyperSpec, MemorySpec, ModelConfig
+from jaxserve.models.spec import AffineSpec, AltUpSpec, GatedStreamsSpec, HyperSpec, MemorySpec, ModelConfig
 from jaxserve.pallas_kernels.ops import Ops
 
 
@@ -41,6 +42,8 @@ def streams_of(config: ModelConfig, dtype: Any) -> Any:
             return Streams(count, config.hidden_size, dtype)
         case HyperSpec() as spec:
             return HyperStreams(spec, config.hidden_size, config.layers[0].norm, config.num_layers)
+        case GatedStreamsSpec() as gated:
+            return GatedStreams(gated, config.hidden_size, config.layers[0].norm, config.num_layers, dtype)
         case MemorySpec():
             return PlainStreams(config.num_layers, (True, True, False))
         case AffineSpec():

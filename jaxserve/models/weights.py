@@ -22,13 +22,17 @@ from jaxserve.models.affine import affine_sources, begin_sources
 from jaxserve.models.altup import altup_sources, stream_sources
 from jaxserve.models.compressed import compressed_sources
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.differential import difference_sources
 from jaxserve.models.drafter import Drafter
 from jaxserve.models.expert_weights import expert_pieces
+from jaxserve.models.gated_streams import gated_sources, last_sources
 from jaxserve.models.hyper import head_sources, hyper_sources
 from jaxserve.models.layers import XIELU_SHAPES, Declared
 from jaxserve.models.memory import memory_sources
+from jaxserve.models.ngrams import ngram_sources
 from jaxserve.models.normed_experts import normed_sources
 from jaxserve.models.per_layer import gate_sources, vector_sources
+from jaxserve.models.pooled_choice import pooled_sources
 from jaxserve.models.quantized import quantized_abstract, random_weight
 from jaxserve.models.recurrent import recurrent_sources
 from jaxserve.models.rope import head_order
@@ -36,14 +40,17 @@ from jaxserve.models.routed_attention import routed_sources
 from jaxserve.models.sources import Names, Source, latent_sources, rows, whole
 from jaxserve.models.spec import (
     AttentionSpec,
+    BlockChoiceSpec,
     CompressedAttentionSpec,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
+    PooledChoiceSpec,
     QKNormSpec,
     RecurrentSpec,
 )
+from jaxserve.models.value_bias import value_bias_sources
 from jaxserve.pallas_kernels.ops import Ops
 from jaxserve.pallas_kernels.types import QuantArray
 
@@ -173,12 +180,15 @@ def weight_pieces(model: Decoder, names: Names, has: Callable[[str], bool] = lam
         add({"project_out/kernel": [Source("project_out.weight", (size, hidden), whole)]})
     if (learned := config.learned_positions) is not None and learned.rows:
         add({"positions/table": [Source("positions.weight", (learned.rows, hidden), whole)]})
-    add(vector_sources(config) | stream_sources(config) | head_sources(config) | begin_sources(config))
+    ends = head_sources(config) | begin_sources(config) | last_sources(config)
+    add(vector_sources(config) | stream_sources(config) | ends)
     for i, layer in enumerate(config.layers):
         add(layer_sources(model, layer, names), f"layers_{i}/", i)
         if layer.mlp is not None and layer.mlp.experts:
             made = expert_pieces(layer.mlp, hidden, names, i, has)
             pieces |= {f"layers_{i}/{path}": some for path, some in made.items()}
+        if layer.ngrams is not None and layer.gated is not None:
+            add(ngram_sources(layer.ngrams, (layer.gated.count, hidden), layer.norm, names, i, has), f"layers_{i}/", i)
     return pieces
 
 
@@ -192,6 +202,8 @@ _NORMS = {
     "shortcut": ("attention_norm", "mlp_norm"),
     "memory": ("attention_norm", "mlp_norm"),
     "affine": ("attention_norm", "mlp_norm"),
+    "gated_streams": (),
+    "weighed_skip": ("attention_norm", "mlp_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
     "post_ln": ("attention_norm", "mlp_norm"),
@@ -241,12 +253,16 @@ def layer_sources(
         layer |= gate_sources(model.config) | {"scale": [Source("layer_scale", (1,), whole)]}
     if spec.residual == "layer_scale":
         layer |= {name: [Source(name, (hidden,), whole)] for name in ("attention_scale", "mlp_scale")}
+    if spec.residual == "weighed_skip":
+        layer |= {name: [Source(name, (hidden,), whole)] for name in ("attention_skip", "mlp_skip")}
     if spec.residual == "altup":
         layer |= altup_sources(model.config)
     if block:
         layer |= memory_sources(spec, hidden)
     if spec.residual == "hyper":
         layer |= hyper_sources(model.config)
+    if spec.gated is not None:
+        layer |= gated_sources(model.config)
     if spec.experts is not None and spec.experts.own_norms:
         layer |= normed_sources(hidden)
     return layer if spec.mlp is None or spec.mlp.experts else layer | _mlp(spec.mlp, hidden, names)
@@ -255,6 +271,8 @@ def layer_sources(
 def _attention(
     attention: AttentionSpec, kv_heads: int, order: np.ndarray | None, names: Names, hidden: int, inputs: int
 ) -> dict[str, list[Source]]:
+    if attention.difference is not None:
+        return difference_sources(attention, hidden)
     width = attention.num_heads * attention.value_dim
     layer: dict[str, list[Source]] = {}
     layer["attention/qkv/kernel"] = _qkv(attention, kv_heads, order, names, "weight", (inputs,))
@@ -270,7 +288,10 @@ def _attention(
         layer |= _out_gate(attention, kv_heads, names, hidden)
     if attention.qk_norm is not None:
         layer |= _qk_norm(attention, attention.qk_norm, kv_heads, order, names)
-    if (blocks := attention.blocks) is not None:
+    if isinstance(blocks := attention.blocks, PooledChoiceSpec):
+        chooser = {path: [source] for path, source in pooled_sources(blocks, hidden).items()} | _chooser_norms(blocks)
+        layer |= {f"attention/chooser/{path}": some for path, some in chooser.items()}
+    elif isinstance(blocks, BlockChoiceSpec):
         own = attention.num_kv_heads
         repeated = Source(
             "index_q.weight", (own * blocks.dim, hidden), lambda t: t.reshape(own, kv_heads // own, blocks.dim, -1),
@@ -278,15 +299,20 @@ def _attention(
         )  # fmt: skip
         layer["attention/chooser/q/kernel"] = [repeated]
         layer["attention/chooser/k/kernel"] = [Source("index_k.weight", (blocks.dim, hidden), whole)]
-        layer |= {
-            f"attention/chooser/{path}": some
-            for role in "qk"
-            for path, some in norm_sources(f"{role}_norm", blocks.norm, blocks.dim, f"index_{role}_norm").items()
-        }
+        layer |= {f"attention/chooser/{path}": some for path, some in _chooser_norms(blocks).items()}
+    if attention.value_bias:
+        biases = value_bias_sources(attention.num_kv_heads, attention.head_dim, attention.qkv_bias)
+        layer |= {f"attention/{path}": some for path, some in biases.items()}
     if attention.sinks:
         by_group = (kv_heads, attention.num_heads // kv_heads)
         layer["attention/sinks"] = [Source("sinks", (attention.num_heads,), whole, by_group)]
     return layer
+
+
+def _chooser_norms(spec: BlockChoiceSpec | PooledChoiceSpec) -> dict[str, list[Source]]:
+    """The norms of queries and keys of what chooses blocks."""
+    names = {role: norm_sources(f"{role}_norm", spec.norm, spec.dim, f"index_{role}_norm") for role in "qk"}
+    return names["q"] | names["k"]
 
 
 def _out_gate(attention: AttentionSpec, kv_heads: int, names: Names, hidden: int) -> dict[str, list[Source]]:

@@ -16,7 +16,13 @@ from jaxserve.devices.targets import rates
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.execution.cost import BANDWIDTH_SHARE, CALL_SECONDS, FLOAT32_SHARE, MATMUL_SHARE
 from jaxserve.models.quantized import STACKS
-from jaxserve.models.spec import AttentionSpec, CompressedAttentionSpec, LatentAttentionSpec, RecurrentSpec
+from jaxserve.models.spec import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    LatentAttentionSpec,
+    PooledChoiceSpec,
+    RecurrentSpec,
+)
 from jaxserve.pallas_kernels.types import has_scale
 from jaxserve.plan.deployment import Deployment
 
@@ -190,7 +196,7 @@ class Roofline:
         self._row_bytes = layout.device_page_bytes(plan.mesh) / layout.groups.depth / layout.page_size
         spec = model.attention
         width = 2 * spec.head_dim
-        self._indexers = 0  # layers that compare the keys of all cached tokens
+        self._indexers = 0.0  # layers that compare the keys of all cached tokens
         self._key_bytes = self._compare_flops = 0
         compared = 0  # numbers of the keys that are compared
         if isinstance(spec, LatentAttentionSpec):
@@ -200,9 +206,10 @@ class Roofline:
                 compared = indexer.dim
                 self._compare_flops = 2 * indexer.heads * indexer.dim
         elif blocks := [layer.blocks for layer in model.layers if layer.blocks is not None]:
-            self._indexers = len(blocks)
+            # A key of a whole block counts as a part of a layer.
+            self._indexers = sum(1 / one.size if isinstance(one, PooledChoiceSpec) else 1 for one in blocks)
             compared = blocks[0].dim
-            self._compare_flops = 2 * spec.num_kv_heads * blocks[0].dim
+            self._compare_flops = 2 * getattr(blocks[0], "heads", spec.num_kv_heads) * compared
         self._key_bytes = compared * (2 if has_scale(layout.dtype) else layout.dtype.itemsize)
         self._row_bytes -= self._key_bytes
         self._pair_flops = 2 * spec.num_heads * width

@@ -10,7 +10,7 @@ Loops are bounded by the contents of the batch, and temporaries do not grow with
 
   choice     one row's query tokens (a decode's one, or TILE of a prompt) x spans of whole blocks; the best blocks so
              far and a span's are sorted together
-  attention  TILE query tokens of any rows x one chosen block of each, with a running softmax
+  attention  TILE query tokens of any rows x one chosen block of each, or several small ones, with a running softmax
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ def attention_over(
     tables = tables + first_page
     num_tokens, heads, _, dim = q.shape
     tile = min(TILE, num_tokens)
+    together = max(1, min(KV_BLOCK // size, chosen.shape[2]))  # blocks of a step
+    chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, -chosen.shape[2] % together)), constant_values=-1)
     index = jnp.arange(num_tokens)
     row = jnp.searchsorted(q_start, index, side="right", method="compare_all") - 1
     row = jnp.clip(row, 0, len(tables) - 1)
@@ -142,10 +144,10 @@ def attention_over(
         blocks = jnp.where(is_real[:, None, None], blocks, -1)
 
         def block(j, state):
-            which = lax.dynamic_index_in_dim(blocks, j, axis=2)
-            place = which * size + jnp.arange(size)  # [tile, heads, size]
-            seen = (which >= 0) & (place <= newest[:, None, None])
-            place = jnp.maximum(place, 0)
+            which = lax.dynamic_slice_in_dim(blocks, j * together, together, axis=2)[..., None]
+            place = which * size + jnp.arange(size)  # [tile, heads, together, size]
+            seen = (which >= 0) & (place <= newest[:, None, None, None])
+            place, seen = (x.reshape(*x.shape[:2], -1) for x in (jnp.maximum(place, 0), seen))
             page = jnp.take_along_axis(tables[own][:, None], place // pages.page_size, axis=2, mode="clip")
             k, v = (_tokens_at(pages, part, page, head, place % pages.page_size)[..., :dim] for part in (0, 1))
             scores = jnp.where(seen[:, :, None], jnp.einsum("thgd,thsd->thgs", query, k), MASKED)
@@ -153,7 +155,7 @@ def attention_over(
             return state.update(scores, lambda p: jnp.einsum("thgs,thsd->thgd", p, v), axis=-1)
 
         count = jnp.max(jnp.sum(blocks >= 0, axis=2))
-        state = lax.fori_loop(0, count, block, Softmax.empty(query.shape[:-1], dim))
+        state = lax.fori_loop(0, (count + together - 1) // together, block, Softmax.empty(query.shape[:-1], dim))
         return lax.dynamic_update_slice_in_dim(out, state.result().astype(out.dtype), first, 0)
 
     return lax.fori_loop(0, (q_start[-1] + tile - 1) // tile, token_tile, jnp.zeros_like(q))

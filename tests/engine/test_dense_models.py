@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dense_models import DENSE_CASES
+from dense_models import DENSE_CASES, FEW
 from engines import generate, make_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ ON_EIGHT = ("cohere_qk_norm", "olmo2_post", "falcon_40b")  # with eight query he
 # Heads that two devices cannot share.
 ODD = (
     *("neox_parallel", "gpt2_scaled", "falcon_7b", "gpt_bigcode_shared", "gptj_older", "gpt_neo_windows"),
-    *("persimmon_hub", "biogpt_hub", "xglm_hub"),
+    *("persimmon_hub", "biogpt_hub", "xglm_hub", "doge_hub", "diffllama_saved"),
 )
 IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
 CHUNKED = "llama4_chunks"
@@ -213,6 +213,22 @@ def test_the_text_of_a_model_that_speaks(model_folders, tmp_path):
     others = {f"{part}.a.weight": np.ones((8, 3), np.float32) for part in ("talker", "token2wav")}
     folder = rewritten(model_folders(case), tmp_path / "model", whole, lambda name: f"thinker.{name}", others)
     answers(make_engine(folder, tokens=320), case)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_few_tokens_are_kept(devices, model_folders, tmp_path):
+    """Doge's attention keeps the tokens with the largest biases, where there are more than a setting says. Tokens of
+    equal biases, as a token that comes twice has in the first layer, are kept in their order; transformers takes any of
+    them, and other ones with a cache than without one. So here all tokens differ."""
+    folder = shutil.copytree(model_folders("doge_hub"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"keep_window_size": FEW}))
+    with np.load(GOLDENS / "doge_hub.npz") as golden:
+        prompt, expected = golden["few_prompt"].tolist(), golden["few"]
+    engine = make_engine(folder, tokens=24, tensor_parallel_size=devices)
+    found = generate(engine, *(request(str(i), prompt, max_tokens=3, prompt_logprobs=0) for i in range(2)))
+    for one in found:
+        np.testing.assert_allclose([entry.logprob for entry in one.prompt_logprobs[1:]], expected, atol=2e-3)
 
 
 def test_minicpm_is_granite_by_other_names(model_folders, tmp_path):

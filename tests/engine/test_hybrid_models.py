@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 import quantized_forms
+from dense_models import ENDED
 from engines import drain, generate, make_engine, request, run_all
 from recurrent_models import RECURRENT_CASES
 from safetensors.numpy import load_file, save_file
 from test_speculation import Oracle
-from tiny_models import tensors
+from tiny_models import EOS, tensors
 
 from jaxserve.checkpoints.load import put_piece
 from jaxserve.commands.model_report import describe_model
@@ -45,7 +46,8 @@ KINDS = [
     "falcon_mamba_tied",
     "falcon_h1_norm_behind",
     "minimax_lightning_first",
-]  # one for each kind of recurrent layer but gated delta nets
+    "qwen4_exp_whole",
+]  # one for each kind of recurrent layer but plain gated delta nets
 SPLIT = "qwen3_next_groups"  # two key heads, six value heads, two heads of keys and values
 SPLITS = SPLIT, "qwen3_5_groups", "qwen3_5_moe_whole", "olmo_hybrid_still"
 
@@ -173,6 +175,18 @@ def test_intervals_of_snapshots(worth, asked, interval):
     assert CacheLayout.snapshot_interval(layout, asked) == interval
 
 
+@pytest.mark.parametrize("case", ["qwen4_exp_types", "qwen4_exp_whole"])
+def test_ends_of_texts_within_a_prompt(case, model_folders):
+    """n-grams do not reach across them, also where steps end between them. transformers computes the same with a cache
+    as without one (`goldens/record.py`)."""
+    recorded = np.load(GOLDENS / f"{case}.npz")
+    prompt = recorded["prompt_3"].copy()
+    prompt[ENDED] = EOS
+    engine = make_engine(model_folders(case), tokens=21, rows=4)
+    found = generate(engine, request("0", prompt.tolist(), max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs
+    np.testing.assert_allclose([entry.logprob for entry in found[1:]], recorded["ended"], atol=2e-3)
+
+
 @pytest.mark.slow
 def test_no_place_for_snapshots(model_folders):
     engine = make_engine(model_folders(SPLIT), rows=4, tokens=64, state_snapshots=0)
@@ -242,6 +256,7 @@ def test_fp8_in_blocks(devices, tmp_path):
         ("minimax_by_turns", 4),
         ("zamba2_plain", 4),
         ("lara_mini_types", 2),
+        ("qwen4_exp_whole", 2),
     ],
 )
 def test_shared_by_devices(case, devices, model_folders):
@@ -255,7 +270,15 @@ def test_shared_by_devices(case, devices, model_folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["lfm2_moe_plain", "granite_hybrid_dense", "nemotron_h_experts", "bailing_hybrid_types", "zamba2_plain"]
+    "case",
+    [
+        "lfm2_moe_plain",
+        "granite_hybrid_dense",
+        "nemotron_h_experts",
+        "bailing_hybrid_types",
+        "zamba2_plain",
+        "qwen4_exp_whole",
+    ],
 )
 def test_in_bfloat16(case, model_folders):
     """Activations and weights are as narrow as this, states are not: no type is mixed up."""

@@ -75,6 +75,8 @@ def test_an_unknown_dtype():
         EngineConfig(model="demo", kv_cache_dtype="int4")
 
 
-def test_biases_by_distance_need_floats(model_folders):
+def test_biases_need_floats(model_folders):
     with pytest.raises(ConfigError, match=r"kv_cache_dtype int8 cannot hold the positions .* use auto or bf16"):
         make_engine(model_folders("mpt_untied"), kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype int8 cannot hold the biases by values that Doge keeps"):
+        make_engine(model_folders("doge_saved"), kv_cache_dtype="int8")

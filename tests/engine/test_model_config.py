@@ -699,6 +699,40 @@ def test_kimi_k25_under_the_names_of_its_own_file():
     assert read_model_config(HFConfig(published)) == expected
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen4_exp_types", {"ple_layer_ids": [0, 1, 2]}, r"ple_layer_ids \[0, 1\] are no layers of linear attention"),
+        ("qwen4_exp_types", {"ple_layer_ids": [9]}, r"ple_layer_ids \[9\] are no layers"),
+        ("qwen4_exp_types", {"eos_token_id": None}, "ple_layer_ids need an eos_token_id"),
+        ("qwen4_exp_types", {"eos_token_id": 512}, "eos_token_id=512 is no token of the vocabulary of 512"),
+        (
+            "qwen4_exp_types",
+            {"ple_embed_dim": 61},
+            r"ple_embed_dim=61 is no multiple of \(ngram_size - 1\) \* heads_per_ngram = 6",
+        ),
+        ("qwen4_exp_types", {"ngram_size": 1}, "ngram_size=1 and ple_conv_kernel_size=3 must both be at least 2"),
+        ("qwen4_exp_types", {"ngram_vocab_size_base": 2**30}, "ngram_vocab_size_base=1073741824 must be"),
+        ("qwen4_exp_types", {"hc_count": 1}, "hc_count must be above 1, got 1"),
+        ("qwen4_exp_types", {"indexer_kv_heads": 2}, "indexer_kv_heads=2 is not supported"),
+        ("qwen4_exp_types", {"indexer_budget": 13}, "indexer_budget=13 is no multiple of indexer_compress_ratio=3"),
+        ("qwen4_exp_types", {"indexer_head_dim": 8}, "indexer_head_dim=8 is below the 10 channels that turn"),
+        ("qwen4_exp_types", {"indexer_n_heads": None}, "has no 'indexer_n_heads'"),
+        ("qwen4_exp_types", {"output_gate_type": "tanh"}, "output_gate_type='tanh' is not supported"),
+        ("qwen4_exp_types", {"hidden_act": "gelu", "output_gate_type": None}, "needs an output_gate_type"),
+        ("qwen4_exp_types", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ("qwen4_exp_types", {"layer_types": ["sliding_attention"] * 5}, "layer_types .* are not supported"),
+        ("doge_hub", {"is_moe": True}, "is_moe is not supported: a token's experts would depend on the tokens behind"),
+        ("doge_hub", {"sliding_window": 2049}, "sliding_window=2049 is not supported beside keep_window"),
+        ("diffllama_hub", {"num_key_value_heads": 1}, "num_key_value_heads=1 must be even"),
+    ],
+)
+def test_settings_of_one_family(case, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(HFConfig(CASES[case].config | changes))
+
+
 @pytest.mark.parametrize(
     ("case", "setting", "message"),
     [

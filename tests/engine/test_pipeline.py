@@ -43,6 +43,8 @@ SLOW = pytest.mark.slow
                 ("deepseek_v3_groups", 3, 2, 2),
                 ("gemma2_caps", 3, 2, 1),
                 ("gpt_oss_sinks", 4, 4, 1),
+                ("doge_saved", 3, 2, 1),
+                ("diffllama_hub", 3, 3, 2),
             )
         ),
     ],

@@ -43,6 +43,10 @@ _CONVOLUTIONS = ["conv", "conv", "full_attention"] + ["conv"] * 3
 # Settings beside the class's defaults, which are no model by themselves.
 _MAMBA = ["linear_attention", "full_attention"] + ["linear_attention"] * 4
 _ROPES = {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}
+_INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 NEEDED = {
     "BailingHybridForCausalLM": {"linear_head_dim": 128},  # without it, its class takes head_dim, which it has changed
     "BambaForCausalLM": {"attn_layer_indices": [2]},
@@ -59,6 +63,8 @@ NEEDED = {
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8},
     "Qwen3OmniMoeThinkerForConditionalGeneration": {"text_config": {"head_dim": 64}},
     "Qwen3OmniMoeForConditionalGeneration": {"thinker_config": {"text_config": {"head_dim": 64}}},
+    "Qwen4ExpForCausalLM": _INDEXER,
+    "Qwen4ExpForConditionalGeneration": {"text_config": _INDEXER},
 }
 # Settings beside which others have an effect that they do not have beside the defaults.
 EFFECTIVE = {
@@ -102,6 +108,7 @@ EFFECTIVE = {
     "Qwen3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "Qwen3MoeForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
     "Qwen3NextForCausalLM": {"mlp_only_layers": [1]},
+    "Qwen4ExpForCausalLM": {"ple_layer_ids": [1, 3], "eos_token_id": 2},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _TYPES},
     "ZayaForCausalLM": {"sliding_window": 8, "layer_types": ["hybrid", "hybrid_sliding"] * 3},
 }  # fmt: skip
@@ -134,6 +141,8 @@ WITHOUT_EFFECT = {
     "Gemma3nForCausalLM": {"altup_coef_clip"},  # for training
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
     "GlmMoeDsaForCausalLM": {"num_key_value_heads", "head_dim"},
+    "DiffLlamaForCausalLM": {"lambda_std_dev"},  # of random weights
+    "DogeForCausalLM": {"norm_topk_prob", "num_experts", "num_experts_per_tok"},  # of is_moe, which is refused
     "FalconH1ForCausalLM": {"mamba_chunk_size", "num_logits_to_keep"},
     "FalconMambaForCausalLM": {*_OF_MAMBA, *_OF_SCAN},
     "JambaForCausalLM": {"use_mamba_kernels", "use_associative_scan", "use_mambapy"},

@@ -135,6 +135,37 @@ def make_prompt(name: str, slot: int, seed: int) -> np.ndarray:
     return (low + raw % np.uint64(case.text["vocab_size"] - low)).astype(np.int32)
 
 
+@torch.inference_mode()
+def ended(model: PreTrainedModel, prompt: np.ndarray, end: int) -> np.ndarray:
+    """Log-probabilities of a prompt's tokens behind the first, with tokens that end a text among them, which n-grams do
+    not reach across. They are the same with a cache as without one."""
+    ids = torch.from_numpy(prompt.astype(np.int64))
+    ids[dense_models.ENDED] = end
+    found = torch.log_softmax(model(ids[None], use_cache=False).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0]
+    cache, cached = {}, []
+    for at, token in enumerate(ids):
+        out = model(token.view(1, 1), use_cache=True, position_ids=torch.tensor([[at]]), **cache)
+        cache = {"cache": out.cache}
+        cached.append(out.logits[0, 0])
+    again = torch.log_softmax(torch.stack(cached[:-1]), -1).gather(1, ids[1:, None])[:, 0]
+    if not torch.allclose(found, again, atol=LOGITS_ATOL):
+        raise RuntimeError("log-probabilities with and without a cache differ")
+    return found.numpy()
+
+
+@torch.inference_mode()
+def few_kept(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """Log-probabilities of a Doge's prompt behind its first token, of which attention keeps FEW tokens. All tokens
+    differ: where a token comes twice, both have the same bias in the first layer, and torch.topk takes any of them.
+    transformers then computes something else with a cache than without one."""
+    prompt = np.random.default_rng(0).permutation(np.arange(5, 512))[:130].astype(np.int32)
+    for layer in model.model.layers:
+        layer.self_attn.keep_window_size = dense_models.FEW
+    ids = torch.from_numpy(prompt.astype(np.int64))
+    found = torch.log_softmax(model(ids[None], use_cache=False).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0]
+    return {"few_prompt": prompt, "few": found.numpy()}
+
+
 def record(name: str, folder: Path) -> dict[str, np.ndarray]:
     """The content of the case's file. Of each prompt the first seed is taken whose greedy path is unambiguous for any
     float32 implementation and free of end-of-sequence tokens, and of tokens for pictures, which some models embed
@@ -164,6 +195,10 @@ def record(name: str, folder: Path) -> dict[str, np.ndarray]:
         content |= {f"tokens_{slot}": result.tokens, f"logprobs_{slot}": result.logprobs}
         seeds.append(seed)
         margins.append(result.margin)
+    if "ple_layer_ids" in case.text:
+        content["ended"] = ended(model, content["prompt_3"], case.eos_token_ids[0])
+    if name == "doge_hub":
+        content |= few_kept(model)
     return content | {"seed": np.array(seeds, np.int32), "margin": np.array(margins, np.float32)}
 
 

@@ -63,9 +63,9 @@ def read_recurrent(hf: HFConfig) -> list[bool]:
     return [kind == "linear_attention" for kind in types]
 
 
-def read_hybrid(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
-    """The fields of ModelConfig for a model with this MLP in every layer. `kv_heads` is the default of
-    num_key_value_heads."""
+def read_hybrid(hf: HFConfig, mlp: MLPSpec, kv_heads: int, partial: float = 0.25) -> dict[str, Any]:
+    """The fields of ModelConfig for a model with this MLP in every layer. `kv_heads` and `partial` are the defaults of
+    num_key_value_heads and of partial_rotary_factor."""
     bias = bool(hf.take("attention_bias", False))
     norm = read_norm(hf, offset=1.0)
     qk_norm = QKNormSpec(norm=norm)
@@ -92,7 +92,7 @@ def read_hybrid(hf: HFConfig, mlp: MLPSpec, kv_heads: int) -> dict[str, Any]:
         LayerSpec(attention=delta if recurrent else attention, mlp=mlp, norm=norm) for recurrent in read_recurrent(hf)
     )
     max_position = read_max_position(hf, 32768)
-    ropes = {"default": read_rope(hf, max_position, partial=0.25, head_dim=attention.head_dim)}
+    ropes = {"default": read_rope(hf, max_position, partial=partial, head_dim=attention.head_dim)}
     return {"layers": layers, **read_shared(hf, norm=norm, max_position=max_position, ropes=ropes)}
 
 
