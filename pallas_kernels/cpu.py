@@ -43,7 +43,7 @@ from jaxserve.pallas_kernels.lora.stacks import AdapterStack
 from jaxserve.pallas_kernels.operands import Heads, Partials, Row, value_of
 from jaxserve.pallas_kernels.registry import Device, RecurrentProblem
 from jaxserve.pallas_kernels.state_rows import StateRows
-from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows, State
+from jaxserve.pallas_kernels.types import DrawSettings, KVPages, PanelArray, QuantArray, QuantRows
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def advance_states(
     target: str,
     shape: Sequence[int],
     arrays: Sequence[jax.Array | None],
-    state: State,
+    state: Sequence[jax.Array],
     rows: StateRows,
     first: jax.Array | int,
 ) -> Sequence[jax.Array]:

@@ -169,7 +169,7 @@ class LightningState(NamedTuple):
 
 
 # Of recurrent layers: each array has one entry per layer and slot on its first axis.
-State = DeltaState | ConvState | MambaState | ScanState | LightningState
+State = DeltaState | NgramState | ConvState | MambaState | ScanState | LightningState
 
 
 def has_scale(dtype: Any) -> bool:
