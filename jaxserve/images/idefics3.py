@@ -43,7 +43,8 @@ def process(source: ImageProcessor, picture: PILImage.Image, most_pixels: int | 
     but on Pillow's pictures, of which there are no copies between the steps."""
     settings, kind = source.settings, source.kind
     tile = int((settings.get("max_image_size") or {}).get("longest_edge", TILE))
-    resample = PILImage.Resampling(settings.get("resample", PILImage.Resampling.LANCZOS))
+    given = settings.get("resample")
+    resample = PILImage.Resampling.LANCZOS if given is None else PILImage.Resampling(given)
     if settings.get("do_resize", True):
         picture = picture.resize(_size(picture.width, picture.height, settings.get("size") or {}), resample)
     if most_pixels is not None or not settings.get("do_image_splitting", True):
