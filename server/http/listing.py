@@ -64,8 +64,8 @@ class ServerModels(Protocol):
         `ModelsSettings.model_wait`."""
 
     def keep(self, name: str, seconds: float) -> None:
-        """Sets for how long a model stays without a request; infinite: for good. Raises APIError (404) for an unknown
-        name."""
+        """Sets for how long a model stays without a request, until it is stopped; infinite: for good. Raises APIError
+        (404) for an unknown name."""
 
     async def load(self, name: str) -> None:
         """Starts a model, and returns when it is ready. Raises what `hold` raises."""

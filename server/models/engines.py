@@ -520,9 +520,7 @@ class Models:
             if self._memory.platform != "cpu":
                 count = config.tensor_parallel_size * config.data_parallel_size
                 devices = served.model.devices or map(str, range(count))
-            keep = served.model.keep_alive
-            if keep is None:
-                keep = math.inf if self._settings.keep_alive < 0 else self._settings.keep_alive
+            keep = self._usual_keep_alive(served)
             served.place = self._residency.add(served.name, devices, pinned=served.model.pinned, keep_alive=keep)
             for device in served.place.devices:
                 self._residency.budget.setdefault(device, self._memory.most)
@@ -530,6 +528,12 @@ class Models:
         log.info("the model %s takes %s", served.name, answer.text)
         if served.model.pinned and not served.starts:
             self._residency.want(served.name, self._now())
+
+    def _usual_keep_alive(self, served: _Served) -> float:
+        """For how long a model stays without a request, unless a request says otherwise."""
+        if (keep := served.model.keep_alive) is not None:
+            return keep
+        return math.inf if self._settings.keep_alive < 0 else self._settings.keep_alive
 
     def _room(self, served: _Served) -> str:
         return sizing.size(self._residency.room(served.name))
@@ -540,6 +544,8 @@ class Models:
         began = self._now()
         log.info("starting the model %s", served.name)
         assert served.settings is not None
+        assert served.place is not None
+        served.place.keep_alive = self._usual_keep_alive(served)  # what requests have asked for ended with its process
         for left in reversed(range(1 + served.settings.engine_restarts)):
             if not (reason := await self._try(served)):
                 break
