@@ -55,6 +55,8 @@ PLAIN = (
     "project_in",
     "project_out",
     "embed_out",
+    "input_mix_weight_down",
+    "input_mix_weight_up",
     *(f"shard_{i}" for i in range(5)),  # of a table
 )
 
