@@ -76,7 +76,7 @@ RECURRENT_CASES: dict[str, DenseCase] = {
         head_dim=20, attention_bias=True, intermediate_size=ABSENT, **_QWEN4, linear_num_key_heads=3,
         linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20, linear_conv_kernel_dim=3,
         num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=56,
-        norm_topk_prob=False, output_gate_type="sigmoid", hc_count=3, hc_lowrank=14, ple_layer_ids=[4, 2],
+        norm_topk_prob=False, output_gate_type="sigmoid", hc_count=3, hc_lowrank=12, ple_layer_ids=[4, 2],
         ple_embed_dim=60, ple_conv_kernel_size=3, ngram_size=4, heads_per_ngram=2, ngram_vocab_size_base=90,
         make_ngram_vocab_size_divisible_by=7, seed=99, split_ngram_parts=5, indexer_n_heads=24, indexer_head_dim=14,
         indexer_budget=12, indexer_compress_ratio=3,

@@ -57,6 +57,8 @@ PLAIN = (
     "embed_out",
     "head",  # DeepSeek V4's names
     "wo_a",
+    "input_mix_weight_down",
+    "input_mix_weight_up",
     *(f"shard_{i}" for i in range(5)),  # of a table
 )
 TABLES = ("embed", "transformer.wte")

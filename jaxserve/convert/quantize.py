@@ -278,6 +278,7 @@ class _Run:
             form = {"block": (1, size), "activations": activations_of(self.config.scheme)}
             weights[name.removesuffix(".weight")] = QuantArray(codes, scale, zero, **form)  # type: ignore[arg-type]
         plain = [module for i, chosen in enumerate(by_layer) for module in plain_modules(self.of(i), chosen)]
+        plain += plain_modules({path: some for path, some in self.pieces.items() if path.startswith("streams/")}, ())
         others = ["project_in.weight", "project_out.weight"] if self.model.embed_size else []
         plain += [self.roles[role].removesuffix(".weight") for role in [*others, *["head.weight"] * (not self.head)]]
         return quantization_config(weights, plain, self.config.layout)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -200,7 +200,8 @@ def _is_static(mesh: Mesh) -> bool:
 def _operation(net: RecurrentSpec, ops: Ops) -> Callable[..., tuple[jax.Array, State]]:
     if isinstance(net, GatedDeltaSpec):
         operation = partial(ops.delta_net, key_dim=net.key_dim, activation=ACTIVATIONS[net.activation])
-        return operation if net.ngrams is None else partial(_beside_ngrams, operation)
+        found: Any = operation if net.ngrams is None else partial(_beside_ngrams, operation)
+        return cast(Callable[..., Any], found)
     if isinstance(net, KimiDeltaSpec):
         return partial(ops.kimi_delta, activation=ACTIVATIONS[net.activation])
     if isinstance(net, Mamba2Spec):

@@ -173,7 +173,7 @@ def copied_states(runner: ModelRunner, text: str) -> list[str]:
     states = runner.layout.states
     if states is None:
         return []
-    matrix = states.array[0]
+    matrix = jax.tree.leaves(states.array)[0]
     place = jax.tree.leaves(states.shardings(runner.mesh))[0]
     shape = ",".join(map(str, place.shard_shape(matrix.shape)))
     lines = [line for line in text.splitlines() if re.search(rf"= \(?f32\[{shape}\]\S* copy(-start)?\(", line)]

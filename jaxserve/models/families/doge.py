@@ -1,6 +1,9 @@
 """Doge: Llama with norms of queries and keys, biases of cached tokens by their values (`models.value_bias`), and
 learned numbers for each channel of what layers are added to.
 
+Sequences longer than keep_window_size see the tokens with the largest biases, of equal ones the first. transformers
+takes any of the equal ones, and its answers with and without a cache differ there.
+
 With `is_moe`, the experts of a prompt's token depend on the tokens behind it in transformers, and such files are
 refused.
 """
