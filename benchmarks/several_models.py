@@ -202,7 +202,7 @@ def running(flags: list[str], port: int, log: str) -> Iterator[subprocess.Popen]
 def ask(port: int, model: str, tokens: int = 1) -> tuple[int, str]:
     """The status, and the code of the error or the log-probability of the answer's first token, which tells models of
     random weights apart: all of them repeat the prompt's last token."""
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": [70, 71, 72, 73], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body["logprobs"] = 0
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
