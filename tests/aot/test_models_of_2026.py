@@ -294,5 +294,5 @@ def test_drafting(target, settings, tmp_path):
             assert cache_copies(text, runner.layout.device_page_bytes(runner.mesh) * PAGES // 16) == []
         else:
             check(runner, compiled)
-        if target.startswith("h200"):
+        if target.startswith("h200") and programs.static:  # others choose samplers on the device
             assert host_waits(text) == [], name

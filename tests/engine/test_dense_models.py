@@ -44,6 +44,9 @@ ODD = (
 IN_PARTS = ("gemma3_older", "opt_350m", "deepseek_v3_groups")
 CHUNKED = "llama4_chunks"
 BIASED = "gpt_oss_sinks"  # biases of experts, which are added behind the sum over devices
+# Bounds in bfloat16 for mixtures whose random weights amplify rounding: transformers itself is 0.32, 0.29, 0.19 and
+# 0.09 off when it computes in bfloat16.
+SENSITIVE = {"axk2_hub": 0.5, "hy_v4_hub": 0.5, "kolibri_hub": 0.3, "granite_moe_swa_older": 0.2}
 
 
 def cases(usual):
@@ -96,7 +99,7 @@ def test_in_bfloat16(case, model_folders):
     found = [entry.logprob for entry in generate(engine, asked)[0].prompt_logprobs[len(prompt) :]]
     experts = case in MOE_CASES or case.startswith("deepseek")
     typical = np.median if experts else np.mean  # rounding may change the choice of experts
-    assert typical(np.abs(np.array(found) - expected)) < 0.1
+    assert typical(np.abs(np.array(found) - expected)) < SENSITIVE.get(case, 0.1)
 
 
 @pytest.mark.slow
