@@ -839,7 +839,7 @@ def dense_mean_and_std(case: DenseCase, name: str, shape: tuple[int, ...], trans
         return 0.0, 0.1
     if name.endswith("balancing_biases"):  # transformers makes the last one -1 when it loads a model
         return -1.0, 0.1 * (np.arange(*shape) < shape[0] - 1)
-    if ".lambda_" in name or name.endswith("self_attn.A"):
+    if "self_attn.lambda_" in name or name.endswith("self_attn.A"):
         return 0.0, 0.3
     if name.endswith(("put_min", "put_max")):  # bounds that some numbers exceed
         return (-1.5 if name.endswith("min") else 1.5), 0.2

@@ -1,7 +1,9 @@
 """Families beyond the best known: LoRA adapters of all matrices, rounded matrices, two devices, and plans."""
 
 import json
+import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -126,3 +128,22 @@ def test_memory_is_as_planned(case, model_folders, capsys):
         lines = capsys.readouterr().out
         assert memory.describe_weights(runner.params) in lines
         assert f"KV cache per token: {runner.layout.token_bytes:,} bytes in" in lines
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_counts(case, model_folders):
+    """Zeros in the place of a tensor, in all layers and experts that have one of its name, change the answer. A learned
+    vector that is not read, or whose loss the recorded answers would not show, is found thereby."""
+    engine = make_engine(model_folders(case))
+    weights = load_file(model_folders(case) / "model.safetensors")
+    alike = defaultdict(dict)
+    for name, tensor in weights.items():
+        alike[re.sub(r"\.\d+(?=\.|$)", "", name)][name] = np.zeros_like(tensor)
+    _, plain = answer(engine)
+    silent = []
+    for name, zeros in alike.items():
+        engine.weights.update(weights | zeros)
+        _, changed = answer(engine)
+        if len(changed) == len(plain) and np.allclose(changed, plain, atol=1e-5):
+            silent.append(name)
+    assert silent == []

@@ -258,7 +258,7 @@ def test_stop_and_pool(page, demo_server):
     thread.start()
     try:
         page.wait("document.querySelectorAll('#owners li').length === 2")
-        page.wait("+document.querySelector('#rate').textContent")
+        page.wait("+document.querySelector('#rate').textContent.replaceAll(',', '')")
         page.wait("+document.querySelector('#n-shared').textContent > 0")
         wait_until(lambda: page.run(COLOURS) >= 2, 10, "the canvas shows no owners")
         page.run("document.querySelector('#pool').focus()")
