@@ -448,6 +448,21 @@ IMAGE_CASES: dict[str, DenseCase] = {
         ),
         _PIXTRAL | {"hidden_act": "silu"}, image_token_id=505, spatial_merge_size=2,
     ),
+    "lighton_ocr_hub": seeing(
+        "LightOnOcrForConditionalGeneration", "lighton_ocr",
+        dense(
+            "", "qwen3", **_SHARED | {"num_key_value_heads": 1}, modern=False, hidden=80, heads=6, layers=3,
+            head_dim=16, intermediate_size=136, attention_bias=False, tie_word_embeddings=False, rope_theta=7000.0,
+            rope_scaling=None, sliding_window=None, use_sliding_window=False, max_window_layers=3,
+        ),
+        _PIXTRAL | {
+            "num_hidden_layers": 3, "hidden_size": 36, "num_attention_heads": 3, "head_dim": 12, "patch_size": 3,
+            "intermediate_size": 44, "image_size": 54, "hidden_act": "gelu", "rope_theta": 300.0, "num_channels": 3,
+            "attention_dropout": 0.0, "initializer_range": 0.02,
+        },
+        image_token_id=505, spatial_merge_size=3, multimodal_projector_bias=False, projector_hidden_act="gelu",
+        vision_feature_layer=-1,
+    ),
     "llava_pixtral": seeing(
         "LlavaForConditionalGeneration", "llava",
         dense("", "mistral", **_SHARED, modern=False, head_dim=24, tie_word_embeddings=False, sliding_window=None),
@@ -455,12 +470,48 @@ IMAGE_CASES: dict[str, DenseCase] = {
         image_token_index=505, image_seq_length=1, projector_hidden_act="gelu", vision_feature_layer=-1,
         vision_feature_select_strategy="full",
     ),
+    # Rows of a picture are longer than the window.
+    "llava_pixtral_saved": seeing(
+        "LlavaForConditionalGeneration", "llava",
+        dense(
+            "", "mistral", **_SHARED | {"num_key_value_heads": 1}, hidden=96, heads=6, layers=3, head_dim=16,
+            intermediate_size=136, tie_word_embeddings=True, sliding_window=9,
+            rope_parameters={"rope_theta": 9000.0, "rope_type": "default"},
+        ),
+        _PIXTRAL | {
+            "num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 3, "patch_size": 5, "hidden_act": "gelu",
+            "intermediate_size": 44, "image_size": 55, "num_channels": 3, "attention_dropout": 0.0,
+            "initializer_range": 0.02, "rope_parameters": {"rope_theta": 200.0, "rope_type": "axial"},
+        },
+        image_token_index=505, image_seq_length=1, projector_hidden_act="relu", vision_feature_layer=-1,
+        vision_feature_select_strategy="full", multimodal_projector_bias=False,
+    ),
     "mistral3_seeing": seeing(
         "Mistral3ForConditionalGeneration", "mistral3",
         dense("", "mistral", **_SHARED, modern=False, head_dim=24, tie_word_embeddings=False, sliding_window=None),
         _PIXTRAL | {"num_hidden_layers": 2, "hidden_size": 24, "head_dim": 12, "hidden_act": "silu"},
         image_token_id=505, projector_hidden_act="gelu", vision_feature_layer=-1, spatial_merge_size=2,
         multimodal_projector_bias=False,
+    ),
+    # As Ministral 3: queries far from the beginning are scaled.
+    "mistral3_saved": seeing(
+        "Mistral3ForConditionalGeneration", "mistral3",
+        dense(
+            "", "ministral3", **_SHARED, hidden=80, heads=6, layers=3, head_dim=16, intermediate_size=136,
+            tie_word_embeddings=True, sliding_window=None, max_position_embeddings=256,
+            rope_parameters={
+                "type": "yarn", "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
+                "rope_theta": 7000.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+        _PIXTRAL | {
+            "num_hidden_layers": 3, "hidden_size": 40, "head_dim": 20, "patch_size": 3, "intermediate_size": 44,
+            "image_size": 54, "hidden_act": "silu", "num_channels": 3, "attention_dropout": 0.0,
+            "initializer_range": 0.02, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        },
+        image_token_index=505, projector_hidden_act="relu", vision_feature_layer=-1, spatial_merge_size=3,
+        multimodal_projector_bias=True,
     ),
     "cohere_compass_whole": seeing(
         "CohereCompassForConditionalGeneration", "cohere_compass",
