@@ -304,6 +304,24 @@ IMAGE_CASES: dict[str, DenseCase] = {
         },
         image_token_id=505, scale_factor=2,
     ),
+    # Up to nine tiles, of nine features each, and positions of the encoder that not all pictures reach.
+    "idefics3_saved": seeing(
+        "Idefics3ForConditionalGeneration", "idefics3",
+        dense(
+            "", "llama", **_SHARED, hidden=84, heads=6, head_dim=20, intermediate_size=136, mlp_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "llama3", "rope_theta": 9000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            },
+        ),
+        {
+            "model_type": "idefics3_vision", "hidden_size": 24, "intermediate_size": 44, "num_hidden_layers": 3,
+            "num_attention_heads": 3, "num_channels": 3, "image_size": 27, "patch_size": 3, "hidden_act": "gelu",
+            "layer_norm_eps": 1e-4, "attention_dropout": 0.0, "initializer_range": 0.02,
+        },
+        image_token_id=505, scale_factor=2, use_cache=True,
+    ),
     "smolvlm_tied": seeing(
         "SmolVLMForConditionalGeneration", "smolvlm",
         dense(
@@ -315,6 +333,24 @@ IMAGE_CASES: dict[str, DenseCase] = {
             "layer_norm_eps": 1e-3,
         },
         image_token_id=505, scale_factor=3,
+    ),
+    # A tile has one feature.
+    "smolvlm_hub": seeing(
+        "SmolVLMForConditionalGeneration", "smolvlm",
+        dense(
+            "", "llama", **_SHARED | {"num_key_value_heads": 1}, modern=False, hidden=72, heads=6, layers=3,
+            intermediate_size=100, rope_theta=7000.0, rope_scaling=None, rope_interleaved=False,
+            tie_word_embeddings=False, pixel_shuffle_factor=4, qk_layer_norms=False, use_resampler=False,
+            neftune_noise_alpha=0.0, perceiver_config={"model_type": "smolvlm", "qk_layer_norms_perceiver": False},
+            is_llama_config=True, _flash_attn_2_enabled=True,
+        ),
+        {
+            "model_type": "smolvlm_vision", "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 1,
+            "num_attention_heads": 5, "image_size": 20, "patch_size": 5, "max_image_size": {"longest_edge": 20},
+            "size": {"longest_edge": 60}, "use_base_siglip": False, "tie_word_embeddings": False,
+        },
+        image_token_id=505, scale_factor=4, vocab_size=512, image_seq_len=1, use_cache=False,
+        use_reentrant_checkpoints=False,
     ),
     "lfm2_vl_hub": seeing(
         "Lfm2VlForConditionalGeneration", "lfm2_vl",
