@@ -76,6 +76,11 @@ def make_mesh(
     return Mesh(np.asarray(devices[:needed]).reshape(*shape, context_parallel_size), AXES)
 
 
+def unsplit(mesh: Mesh) -> Mesh:
+    """A mesh of the same devices in the same order, on which each device of a group has all of a model."""
+    return Mesh(mesh.devices.reshape(*mesh.devices.shape[:2], -1, 1, 1, 1), AXES)
+
+
 def tell_devices(mesh: Mesh) -> None:
     """Logs which devices a model runs on."""
     log.info("devices: %d x %s", mesh.size, mesh.devices.flat[0].device_kind)

@@ -8,14 +8,16 @@ from dataclasses import replace
 from typing import Any, cast
 
 from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.devices.mesh import num_shards, unsplit
 from jaxserve.engine.model_plan import ModelPlan
 from jaxserve.engine.prepared import Prepared
 from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.mixing_encoder import MixingEncoder
 from jaxserve.images.area import most_features
-from jaxserve.models.load import make_params
+from jaxserve.models.load import make_params, ops_on
 from jaxserve.models.vision.encoder import ImageEncoder
 from jaxserve.models.weights import abstract_params
 from jaxserve.pallas_kernels.ops import Ops
@@ -35,12 +37,15 @@ def load_encoder(
         return None
     start = time.perf_counter()
     encoder = encoder_of(plan, ops)
+    mesh = mesh_of(plan)
+    if mesh is not plan.mesh:
+        log.warning("each device has the whole image encoder, whose heads or MLPs %d do not divide", plan.mesh.size)
     if prepared is not None:
-        params = prepared.encoder(plan.mesh)
+        params = prepared.encoder(mesh)
     else:
         own: Any = replace(config, quantization="auto")
         files: Any = plan.eyes.files
-        params = make_params(cast(Any, encoder), plan.folder, plan.mesh, own, progress=False, source=files)
+        params = make_params(cast(Any, encoder), plan.folder, mesh, own, progress=False, source=files)
     log.info("loaded the image encoder of %s in %.1f s", config.model, time.perf_counter() - start)
     return _runner(plan, encoder, params)
 
@@ -50,7 +55,7 @@ def abstract_encoder(plan: ModelPlan) -> EncoderRunner | None:
     if plan.model.vision is None:
         return None
     encoder = encoder_of(plan, plan.decoder.ops)
-    return _runner(plan, encoder, unflatten_dict(abstract_params(cast(Any, encoder), plan.mesh), sep="/"))
+    return _runner(plan, encoder, unflatten_dict(abstract_params(cast(Any, encoder), mesh_of(plan)), sep="/"))
 
 
 def _runner(plan: ModelPlan, encoder: ImageEncoder, params: Any) -> EncoderRunner:
@@ -64,11 +69,11 @@ def _runner(plan: ModelPlan, encoder: ImageEncoder, params: Any) -> EncoderRunne
         fewest = (processor.tile // shape.patch_shape[-1]) ** 2 + shape.further
         patches = min(TILES, processor.most_tiles) * fewest
     if not shape.newline:
-        return EncoderRunner(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows)
+        return EncoderRunner(encoder, params, mesh_of(plan), fewest=fewest, most=patches, rows=rows)
     tiles = processor.most_tiles
     kind = plan.model.vision.tokens
     rows = PICTURES * min(most_features(shape.table or 0, kind.most_tiles, tiles - 1), plan.longest)
-    return MixingEncoder(encoder, params, plan.mesh, fewest=fewest, most=patches, rows=rows, tiles=tiles)
+    return MixingEncoder(encoder, params, mesh_of(plan), fewest=fewest, most=patches, rows=rows, tiles=tiles)
 
 
 def most_patches(plan: ModelPlan) -> int:
@@ -90,4 +95,11 @@ def encoder_of(plan: ModelPlan, ops: Ops) -> ImageEncoder:
     """The encoder of a model that sees, with the operations of its decoder."""
     shape = plan.model.vision.encoder
     heads = shape.layers[0].attention.num_heads if shape.layers else 1
+    mesh = mesh_of(plan)
+    ops = ops if mesh is plan.mesh else ops_on(mesh, ops)
     return ImageEncoder(shape, heads, plan.dtype, replace(ops, trials=None))
+
+
+def mesh_of(plan: ModelPlan) -> Mesh:
+    """The devices of the plan as the encoder uses them. Where they cannot share it evenly, each has all of it."""
+    return plan.mesh if plan.model.vision.encoder.divides(num_shards(plan.mesh, "mlp")) else unsplit(plan.mesh)

@@ -295,7 +295,19 @@ def segment_problem(model: ModelConfig, devices: int, dtype: Any) -> SegmentProb
     if model.vision is None or not model.vision.encoder.layers:
         return None
     attention = model.vision.encoder.layers[0].attention
-    return SegmentProblem(np.dtype(dtype), attention.num_heads // devices, attention.head_dim)
+    heads = attention.num_heads // devices if model.vision.encoder.divides(devices) else attention.num_heads
+    return SegmentProblem(np.dtype(dtype), heads, attention.head_dim)
+
+
+def ops_on(mesh: Mesh, ops: Ops) -> Ops:
+    """The operations that `make_decoder` chose for several devices, on another mesh of these."""
+    given: dict[str, Any] = {field.name: getattr(ops, field.name) for field in dataclasses.fields(ops)}
+    moved: dict[str, Any] = {
+        name: partial(op.func, mesh, *op.args[1:], **op.keywords)
+        for name, op in given.items()
+        if isinstance(op, partial) and op.args and isinstance(op.args[0], Mesh)
+    }
+    return dataclasses.replace(ops, **moved, fused=ops.fused and dataclasses.replace(ops.fused, mesh=mesh))
 
 
 def _with_products(ops: Ops, device: Device, mesh: Mesh, backend: str) -> Ops:

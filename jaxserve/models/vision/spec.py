@@ -179,6 +179,11 @@ class EncoderConfig:
         neighbours = self.interleaved or self.columns_alternate
         return {"default": RopeConfig(interleaved=neighbours, halves=self.rope_halves)}
 
+    def divides(self, devices: int) -> bool:
+        """Whether so many devices can share the heads and MLPs of all layers evenly."""
+        sizes = ((layer.attention.num_heads, layer.mlp.size) for layer in self.layers)  # type: ignore[union-attr]
+        return not any(heads % devices or size % devices for heads, size in sizes)
+
     @property
     def entries(self) -> int:
         """Rows of the table of positions."""
