@@ -118,6 +118,9 @@ CASES = [
     ("qwen3.5-35b", Case("h200x1", 41, 44, 850, 3600)),
     ("gemma-4-31b", Case("h200x1", 17, 17, 1150, 225)),
     ("gemma-4-31b", Case("v6e-4", 1, 3, 420, 175)),
+    ("nemotron-3-nano", Case("h200x1", 18, 19, 850, 8000)),
+    ("nemotron-3-nano", Case("v6e-4", 2, 2, 1500, 780)),
+    ("glm-5", Case("h200x8", 130, 180, 2300, 300)),
 ]
 
 PROPOSALS = 3

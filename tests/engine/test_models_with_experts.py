@@ -41,7 +41,7 @@ def stacks(engine):
     return {path: w for path, w in flat.items() if path.endswith(("experts_gate_up", "experts_down"))}
 
 
-ALONE = ("qwen3_next_odd",)  # with heads that two devices cannot share
+ALONE = ("qwen3_next_odd", "jetmoe_hub")  # with heads that two devices cannot share
 USUAL = (CASE, "qwen2_moe_shared", "gpt_oss_sinks", "glm4_moe_groups")  # the others run with -m slow
 
 
