@@ -39,7 +39,10 @@ def load_encoder(
     encoder = encoder_of(plan, ops)
     mesh = mesh_of(plan)
     if mesh is not plan.mesh:
-        log.warning("each device has the whole image encoder, whose heads or MLPs %d do not divide", plan.mesh.size)
+        log.warning(
+            "each device has the whole image encoder, whose heads or MLPs %d do not divide",
+            num_shards(plan.mesh, "mlp"),
+        )
     if prepared is not None:
         params = prepared.encoder(mesh)
     else:
