@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.layer_parts import BaseLayer
 from jaxserve.models.layers import FAN_IN, Experts, Linear, weight
 from jaxserve.models.norms import Norm
 from jaxserve.models.sources import Source, rows, whole
-from jaxserve.models.spec import AffineSpec, AttentionSpec, LayerSpec, ModelConfig, PerLayerInputs
+from jaxserve.models.spec import AffineSpec, AttentionSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.operands import ConvInputs, Heads, Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -115,19 +116,8 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * (x.shape[-1] ** 0.5 / jnp.maximum(size, np.finfo(np.float32).eps))
 
 
-class AffineLayer(nn.Module):
+class AffineLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is affine. Its stream x is [tokens, 2, hidden]."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
-
-    @property
-    def norm_eps(self) -> float:
-        """As that of `DecoderLayer`; no queries and keys are normed by it."""
-        return self.spec.norm.eps
 
     @nn.compact
     def __call__(

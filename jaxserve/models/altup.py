@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
+from jaxserve.models.layer_parts import BaseLayer
 from jaxserve.models.layers import FAN_IN, MLP, Linear, weight
 from jaxserve.models.norms import Norm
 from jaxserve.models.per_layer import PerLayerGate, gate_sources
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import AltUpSpec, LayerSpec, ModelConfig, PerLayerInputs
+from jaxserve.models.spec import AltUpSpec, LayerSpec, ModelConfig
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -87,19 +88,8 @@ class AltUp(nn.Module):
         return predicted + (result - predicted[:, self.spec.active])[:, None] * shares[:, :, None]
 
 
-class AltUpLayer(nn.Module):
+class AltUpLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is altup. Its stream x is [tokens, count, hidden]."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None
-
-    @property
-    def norm_eps(self) -> float:
-        """The epsilon of the norms of queries and keys (`Ops.rotate`)."""
-        return self.spec.norm.eps
 
     @nn.compact
     def __call__(

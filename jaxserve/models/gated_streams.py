@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layer_parts import attention_of, mlp_of
+from jaxserve.models.layer_parts import BaseLayer, attention_of, mlp_of
 from jaxserve.models.layers import Linear
 from jaxserve.models.ngrams import NgramMemory, stream_norm_source
 from jaxserve.models.norms import StreamNorm
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import GatedStreamsSpec, LayerSpec, ModelConfig, NormSpec, PerLayerInputs
+from jaxserve.models.spec import GatedStreamsSpec, ModelConfig, NormSpec
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -76,19 +76,8 @@ class GatedStreams(nn.Module):
         return read
 
 
-class GatedStreamsLayer(nn.Module):
+class GatedStreamsLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is gated_streams. Its stream x is [tokens, count, hidden]."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
-
-    @property
-    def norm_eps(self) -> float:
-        """The epsilon of the norms of queries and keys (`Ops.rotate`)."""
-        return self.spec.norm.eps
 
     @nn.compact
     def __call__(

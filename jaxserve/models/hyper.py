@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layer_parts import attention_of, mlp_of
+from jaxserve.models.layer_parts import BaseLayer, attention_of, mlp_of
 from jaxserve.models.layers import FAN_IN, weight
 from jaxserve.models.norms import Norm, normalize
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import HyperSpec, LayerSpec, ModelConfig, NormSpec, PerLayerInputs
+from jaxserve.models.spec import HyperSpec, ModelConfig, NormSpec
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
@@ -103,14 +103,8 @@ class HyperStreams(nn.Module):
         return jnp.einsum("tn,tnh->th", shares, streams.astype(jnp.float32)).astype(streams.dtype)
 
 
-class HyperLayer(nn.Module):
+class HyperLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is hyper. Its stream x is [tokens, count, hidden]."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
 
     @nn.compact
     def __call__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 
 from jaxserve.models.attention import Attention
@@ -13,9 +14,25 @@ from jaxserve.models.layers import MLP, Experts, NormGate
 from jaxserve.models.norms import Norm
 from jaxserve.models.recurrent import recurrent_layer, with_beside
 from jaxserve.models.routed_attention import RoutedAttention
-from jaxserve.models.spec import CompressedAttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
+from jaxserve.models.spec import CompressedAttentionSpec, LatentAttentionSpec, LayerSpec, PerLayerInputs, RecurrentSpec
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
+
+
+class BaseLayer(nn.Module):
+    """What the layers have in common whose `residual` is none of those that `decoder.DecoderLayer` knows. They are
+    called as it is."""
+
+    spec: LayerSpec
+    hidden_size: int
+    kv_heads: int
+    dtype: Any
+    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the norms of queries and keys (`Ops.rotate`), where they have such."""
+        return self.spec.norm.eps
 
 
 def attention_of(spec: LayerSpec, hidden_size: int, kv_heads: int, dtype: Any) -> Any:

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import AttentionFn, Ropes
+from jaxserve.models.layer_parts import BaseLayer
 from jaxserve.models.layers import EXPERTS_FAN_IN, Linear, weight
 from jaxserve.models.norms import Norm
 from jaxserve.models.recurrent import recurrent_layer
 from jaxserve.models.sources import Source, rows, whole
-from jaxserve.models.spec import AttentionSpec, LayerSpec, PerLayerInputs, RecurrentSpec
+from jaxserve.models.spec import AttentionSpec, LayerSpec, RecurrentSpec
 from jaxserve.pallas_kernels.operands import Heads, Partials, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 
@@ -73,19 +74,8 @@ class MemoryMLP(nn.Module):
         return Linear((mlp.size,), hidden, ("embed", "mlp"), False, self.dtype, name="down")(inner, ops)
 
 
-class MemoryLayer(nn.Module):
+class MemoryLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is memory: a block, or Mamba. Its stream x is [tokens, 3, hidden]."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
-
-    @property
-    def norm_eps(self) -> float:
-        """As that of `DecoderLayer`; no queries and keys are normed."""
-        return self.spec.norm.eps
 
     @nn.compact
     def __call__(

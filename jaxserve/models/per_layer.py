@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attention, AttentionFn, Ropes
+from jaxserve.models.layer_parts import BaseLayer
 from jaxserve.models.layers import MLP, Embedding, Linear, weight
 from jaxserve.models.normed_experts import NormedExperts
 from jaxserve.models.norms import HeadNorm, Norm
 from jaxserve.models.sources import Source, whole
-from jaxserve.models.spec import LayerSpec, ModelConfig, NormSpec, PerLayerInputs
+from jaxserve.models.spec import ModelConfig, NormSpec, PerLayerInputs
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import ACTIVATIONS, Ops
 
@@ -62,19 +63,8 @@ class PerLayerGate(nn.Module):
         return normed
 
 
-class ScaledSandwich(nn.Module):
+class ScaledSandwich(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is scaled_sandwich."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None
-
-    @property
-    def norm_eps(self) -> float:
-        """The epsilon of the norms of queries and keys (`Ops.rotate`)."""
-        return self.spec.norm.eps
 
     @nn.compact
     def __call__(

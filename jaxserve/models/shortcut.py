@@ -3,28 +3,19 @@ of a block, and its result is added at the block's end. So a second stream holds
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layer_parts import attention_of, mlp_of
+from jaxserve.models.layer_parts import BaseLayer, attention_of, mlp_of
 from jaxserve.models.norms import Norm
-from jaxserve.models.spec import LayerSpec, PerLayerInputs
 from jaxserve.pallas_kernels.operands import Partials
 from jaxserve.pallas_kernels.ops import Ops
 
 
-class ShortcutLayer(nn.Module):
+class ShortcutLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is shortcut. Its stream x is [tokens, 2, hidden]."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
 
     @nn.compact
     def __call__(

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 
 from jaxserve.models.attention import AttentionFn, Ropes
-from jaxserve.models.layer_parts import attention_of, mlp_of
+from jaxserve.models.layer_parts import BaseLayer, attention_of, mlp_of
 from jaxserve.models.layers import weight
 from jaxserve.models.norms import Norm
-from jaxserve.models.spec import LayerSpec, PerLayerInputs
 from jaxserve.pallas_kernels.operands import Partials, value_of
 from jaxserve.pallas_kernels.ops import Ops
 
 
-class WeighedSkipLayer(nn.Module):
+class WeighedSkipLayer(BaseLayer):
     """A `decoder.DecoderLayer` whose `residual` is weighed_skip."""
-
-    spec: LayerSpec
-    hidden_size: int
-    kv_heads: int
-    dtype: Any
-    per_layer: PerLayerInputs | None  # None: layers have no vectors of their own
-
-    @property
-    def norm_eps(self) -> float:
-        """As that of `DecoderLayer`: queries and keys are normed before."""
-        return self.spec.norm.eps
 
     @nn.compact
     def __call__(

@@ -57,7 +57,7 @@ async def receive_body(request: Request) -> Cutter:
 
     Only the caller keeps a reference to it, unless it calls `put_back`.
     """
-    if _READ in request.scope.get("state", {}) and (received := taken_back(request)) is not None:
+    if (received := taken_back(request)) is not None:
         return received
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_GZIP):

@@ -142,8 +142,7 @@ class TextThreads:
         if not self._free or self._running[tenant] >= self._most:
             await self._turn(tenant, size)
         else:
-            self._free -= 1
-            self._running[tenant] += 1
+            self._start(tenant)
         loop = asyncio.get_running_loop()
         try:
             done = self.executor.submit(work)
@@ -175,6 +174,10 @@ class TextThreads:
         if not self._waiting.get(tenant, True):
             del self._waiting[tenant], self._bytes[tenant]
 
+    def _start(self, tenant: str) -> None:
+        self._free -= 1
+        self._running[tenant] += 1
+
     def _ended(self, tenant: str, loop: asyncio.AbstractEventLoop, _: Future[T]) -> None:
         """`_end`, called by the thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no work is waiting
@@ -195,7 +198,6 @@ class TextThreads:
                 self._bytes[other] -= size
                 if not queue:
                     del self._bytes[other]
-                self._free -= 1
-                self._running[other] += 1
+                self._start(other)
                 turn.set_result(None)
                 return
